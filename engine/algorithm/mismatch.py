@@ -1,0 +1,20 @@
+"""How far trainer and rollout instance are apart on the same tokens (contract 1)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.algorithm.kl import k3
+
+
+def mismatch(trainer: Tensor, rollout: Tensor) -> tuple[float, float]:
+    """(max |ratio − 1|, sum of KL estimates) for log-probabilities [T] of trainer and rollout instance.
+
+    The ratio is π_trainer / π_rollout; the KL is k3 of KL(rollout‖trainer), since the tokens are the instance's samples.
+    In fp64, so that 1e-9 differences are no rounding. Empty input gives zeros; NaN anywhere gives NaN.
+    """
+    if trainer.numel() == 0:
+        return 0.0, 0.0
+    gap = torch.expm1(trainer.double() - rollout.double()).abs().max()
+    return float(gap), float(k3(rollout.double(), trainer.double()).sum())

@@ -1,0 +1,52 @@
+"""A byte-level tokenizer: 256 bytes and four special tokens, so that every text round-trips exactly."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+END = "<|endoftext|>"
+"""Ends a response (eos)."""
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+PAD = "<|pad|>"
+SPECIAL = (END, TURN_START, TURN_END, PAD)
+"""Special tokens, ids 256 … 259."""
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}"""
+"""Qwen's chat form, without tools and thinking."""
+
+
+def build(max_length: int) -> PreTrainedTokenizerFast:
+    """The tokenizer: id = byte value for 0 … 255, special tokens above; `max_length` is the model's context in tokens.
+
+    Plain text becomes its UTF-8 bytes and nothing else: no prefix space, no begin-of-sequence, no clean-up on decoding.
+    """
+    core = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[TURN_START, TURN_END],
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """The printable stand-in that the byte-level pre-tokenizer uses for each byte (GPT-2's table), with the byte as id."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    standins = {chr(byte): byte for byte in printable}
+    standins.update({chr(256 + place): byte for place, byte in enumerate(others)})
+    return standins

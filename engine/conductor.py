@@ -1,0 +1,161 @@
+"""The launcher's event loop: answers the trainer, runs the producer, keeps the instances on the step's weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from engine import errors
+from engine.config import Config
+from engine.data.loader import PromptLoader
+from engine.errors import MetronomeError, first_error
+from engine.queue.codec import group_to_wire
+from engine.queue.store import SampleQueue
+from engine.rollout.pool import Pool
+from engine.rollout.producer import Producer
+from engine.run_folder import RunFolder
+from engine.trace import Trace
+from engine.types import Group, StepReport
+
+SIGN_OF_LIFE_S = 1.0
+"""A rank that waits for a group hears from the launcher this often."""
+
+
+class Conductor:
+    """State of the step that is being generated, and the handlers of the control channel."""
+
+    def __init__(
+        self, config: Config, folder: RunFolder, loader: PromptLoader | None, pool: Pool | None, producer: Producer | None,
+        trace: Trace,
+    ) -> None:
+        """Without loader, pool and producer (a replay) only ready, report and failed are answered."""
+        self.config = config
+        self.folder = folder
+        self.loader = loader
+        self.pool = pool
+        self.producer = producer
+        self.trace = trace
+        self.failure: MetronomeError | None = None
+        self.told: MetronomeError | None = None
+        self._queue: SampleQueue | None = None
+        self._batch: asyncio.Task[None] | None = None
+        self._changed = asyncio.Condition()
+        self._rollout_s = 0.0
+        self._samples: list[Group] = []
+
+    def handlers(self) -> dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]]:
+        """By the operation's name."""
+        return {
+            "ready": self._ready,
+            "publish": self._publish,
+            "start": self._start,
+            "lease": self._lease,
+            "report": self._report,
+            "failed": self._failed,
+        }
+
+    async def fail(self, error: MetronomeError) -> None:
+        """Stop the run: the trainer hears of it with its next request, saves a checkpoint and ends."""
+        self.failure = self.failure or error
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """Cancel the batch under way."""
+        if self._batch is not None:
+            self._batch.cancel()
+            await asyncio.gather(self._batch, return_exceptions=True)
+        self.trace.flush()
+
+    async def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.folder.cut(request["start"])
+        return {}
+
+    async def _publish(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Every instance gets exactly this version, or the run fails by name."""
+        self._check()
+        assert self.pool is not None
+        started = time.time()
+        await self.pool.publish(request["version"], request["info"])
+        self.trace.add("sync", started, time.time(), lane="instances", step=request["version"])
+        return {}
+
+    async def _start(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Start generating the step's batch in the background."""
+        self._check()
+        train = self.config.train
+        self._samples = []
+        self._queue = SampleQueue(
+            request["step"], train.prompts_per_step, train.consume, hold=train.mode == "sync"
+        )
+        self._batch = asyncio.create_task(self._produce(request["step"], self._queue))
+        return {}
+
+    async def _produce(self, step: int, queue: SampleQueue) -> None:
+        assert self.loader is not None
+        assert self.producer is not None
+        started = time.perf_counter()
+        prompts = [(self.loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self.loader.batch(step))]
+
+        async def put(group: Group) -> None:
+            queue.put(group)
+            if len(self._samples) < 2:
+                self._samples.append(group)
+            self._rollout_s = time.perf_counter() - started
+            async with self._changed:
+                self._changed.notify_all()
+
+        try:
+            await self.producer.run(step, prompts, put)
+        except* MetronomeError as group:
+            await self.fail(first_error(group))
+
+    async def _lease(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The next group for a replica; "end" when all are trained; "wait" as a sign of life."""
+        queue = self._queue
+        if queue is None or queue.step != request["step"]:
+            raise MetronomeError(f"{request['replica']} asked for groups of step {request['step']}, which was not started")
+        if request["trained"] is not None:
+            queue.acknowledge(request["trained"], request["replica"])
+        deadline = time.monotonic() + SIGN_OF_LIFE_S
+        async with self._changed:
+            while True:
+                if (group := queue.lease(request["replica"])) is not None:
+                    return {"group": group_to_wire(group)}
+                if queue.done:
+                    return {"end": True}
+                self._check()
+                try:
+                    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                        await self._changed.wait()
+                except TimeoutError:
+                    return {"wait": f"{queue.arrived} of {queue.expected} groups"}
+
+    async def _report(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Complete the trainer's figures and append them to steps.jsonl."""
+        figures, step = request["figures"], request["step"]
+        devices = 1 + self.config.rollout.instances
+        report = StepReport(
+            step=step,
+            weight_version=step,
+            pool_size=self.pool.size if self.pool is not None else 0,
+            rollout_s=self._rollout_s,
+            tokens_per_s_per_device=figures["trained_tokens"] / figures["step_s"] / devices,
+            **figures,
+        )
+        self.folder.add_step(report)
+        self.folder.add_samples(step, self._samples)
+        self.trace.flush()
+        return {}
+
+    async def _failed(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The trainer ends with this error."""
+        self.told = getattr(errors, request["error"], MetronomeError)(request["message"])
+        return {}
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+

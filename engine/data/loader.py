@@ -1,0 +1,54 @@
+"""The order of prompts and the seeds of their responses: pure functions of run seed and step (design contract 8).
+
+Nothing here has a state, so a resumed run needs none restored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+from engine.types import Prompt
+
+
+class PromptLoader:
+    """Batches of prompts, shuffled anew each epoch; a batch runs over the end of an epoch, so no prompt is dropped."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int, batch_size: int) -> None:
+        if not prompts or batch_size < 1:
+            raise ValueError(f"a loader needs prompts and a batch size above 0, not {len(prompts)} and {batch_size}")
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._batch_size = batch_size
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The `batch_size` prompts of a step (counted from 0)."""
+        return [self._prompt(step * self._batch_size + index) for index in range(self._batch_size)]
+
+    def epoch_of(self, step: int, index: int) -> int:
+        """The epoch (counted from 0) that the prompt at `index` of the step's batch belongs to."""
+        return (step * self._batch_size + index) // len(self._prompts)
+
+    def _prompt(self, position: int) -> Prompt:
+        epoch, place = divmod(position, len(self._prompts))
+        return self._prompts[_order(self._seed, epoch, len(self._prompts))[place]]
+
+
+def sampling_seed(run_seed: int, epoch: int, prompt_id: str, response_index: int) -> int:
+    """The seed of one response, 0 ≤ seed < 2^63; the same whenever and wherever the response is sampled."""
+    return _hash("response", run_seed, epoch, prompt_id, response_index)
+
+
+@lru_cache(maxsize=4)  # a batch may touch several epochs; more than a few only when it is far larger than the set
+def _order(seed: int, epoch: int, count: int) -> tuple[int, ...]:
+    order = list(range(count))
+    random.Random(_hash("order", seed, epoch)).shuffle(order)
+    return tuple(order)
+
+
+def _hash(*parts: int | str) -> int:
+    """63 bits of SHA-256: Python's own hash differs between processes and versions."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

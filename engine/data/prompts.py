@@ -1,0 +1,76 @@
+"""From problems to prompts: the template, token ids, and what is left out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engine.data.problems import Problems, Row, counts
+from engine.errors import BadInput
+from engine.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The prompts of a problem set, in its order."""
+
+    prompts: tuple[Prompt, ...]
+    skipped: Mapping[str, int]
+    """Reason → rows left out, while reading ("no answer" …) or here ("duplicate", "over-long", "no token")."""
+
+
+def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str, max_context: int) -> Encoded:
+    """Put every problem into the template and tokenize it; `max_context` is in tokens, prompt and response together.
+
+    `template` is a text with `{problem}`, taken as it is without special tokens, or "chat" for the tokenizer's chat
+    template around one user message. Raises BadInput when no prompt is left or the tokenizer has no chat template.
+    """
+    if template == "chat" and not tokenizer.chat_template:
+        raise BadInput('data.prompt_template = "chat": the tokenizer has no chat template; '
+                       'give a text with {problem} in it instead')
+    rows: dict[str, Row] = {}
+    for row in problems.rows:
+        rows.setdefault(prompt_id(row.problem, row.answer), row)  # of duplicates the first stays
+    texts = [_fill(template, row.problem, tokenizer) for row in rows.values()]
+    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    prompts, skipped = _fitting(rows, ids, max_context)
+    skipped.update(problems.skipped)
+    skipped["duplicate"] += len(problems.rows) - len(rows)
+    skipped = +skipped  # drops the zeros
+    if not prompts:
+        raise BadInput(f"problem set {problems.source}: no prompt is left of {len(problems.rows)} rows "
+                       f"({counts(skipped)}); rollout.max_context is {max_context} tokens")
+    return Encoded(tuple(prompts), dict(skipped))
+
+
+def prompt_id(problem: str, answer: str) -> str:
+    """16 hex digits of SHA-256 over problem, a zero byte, and answer."""
+    return hashlib.sha256(f"{problem}\0{answer}".encode()).hexdigest()[:16]
+
+
+def _fill(template: str, problem: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    if template != "chat":
+        return template.replace("{problem}", problem)  # not str.format: problems and templates are full of braces
+    message = [{"role": "user", "content": problem}]
+    return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+
+
+def _fitting(
+    rows: Mapping[str, Row], ids: Sequence[Sequence[int]], max_context: int
+) -> tuple[list[Prompt], Counter[str]]:
+    prompts: list[Prompt] = []
+    skipped: Counter[str] = Counter()
+    for (key, row), tokens in zip(rows.items(), ids, strict=True):
+        if not tokens:
+            skipped["no token"] += 1
+        elif len(tokens) >= max_context:
+            skipped["over-long"] += 1
+        else:
+            prompts.append(Prompt(key, row.problem, row.answer, tuple(tokens), row.columns))
+    return prompts, skipped

@@ -1,0 +1,35 @@
+"""Every error that Metronome raises on purpose. Each message says what was wrong, where, and what would be right."""
+
+
+class MetronomeError(Exception):
+    """Base of all errors below; the command line prints its message and exits with 1."""
+
+
+class BadInput(MetronomeError):
+    """The user's input (file, key, value, model, reward) can't be used; the command line exits with 2."""
+
+
+class StaleRolloutError(MetronomeError):
+    """A response was sampled from another weight version than the step's mode accepts (design contract 1)."""
+
+
+class RatioGapError(MetronomeError):
+    """Trainer and rollout instance disagree on the log-probabilities of the same tokens by more than the limit."""
+
+
+class DeadlineError(MetronomeError):
+    """A wait ran into its deadline; the message names what was waited for."""
+
+
+class RewardError(MetronomeError):
+    """A reward function raised, or returned something that is no score for each response."""
+
+
+class ProcessDied(MetronomeError):
+    """A process of the run ended when it should not have."""
+
+
+def first_error(group: BaseExceptionGroup[MetronomeError]) -> MetronomeError:
+    """The first of our errors in a (nested) exception group, as a TaskGroup raises it."""
+    first = group.exceptions[0]
+    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,90 @@
+"""Evaluating a model on a benchmark: sample, verify, and say how sure the figures are."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.data.problems import read_problems
+from engine.data.prompts import encode
+from engine.errors import MetronomeError, first_error
+from engine.rollout.client import Sampling
+from engine.rollout.service import rollout_service
+from engine.rollout.tokens import Tokens
+from engine.run_folder import RunFolder, append_line
+from engine.trace import Trace
+from engine.types import Group, Prompt
+
+
+def evaluate(config: Config, model: Path, weight_version: int, folder: RunFolder) -> dict[str, Any]:
+    """Sample `evaluate.samples` responses to each problem of the benchmark with the model in a Hugging Face folder.
+
+    Appends a row to evaluations.jsonl and returns it: step, weight_version, benchmark, problems, samples, avg_at_k,
+    pass_at_k, and the 95 % interval [ci_low, ci_high] of avg_at_k over problems. Over-long prompts are counted skips.
+    """
+    path = config.evaluate.benchmark or config.data.heldout
+    tokens = Tokens(model)
+    encoded = encode(read_problems(path), tokens.tokenizer, config.data.prompt_template, config.rollout.max_context)
+    prompts = encoded.prompts[: config.evaluate.problems or None]
+    groups = asyncio.run(_sample(config, model, prompts, tokens, folder))
+    row = {
+        "step": weight_version,
+        "weight_version": weight_version,
+        "benchmark": Path(path).stem,
+        "problems": len(prompts),
+        "skipped": encoded.skipped,
+        "samples": config.evaluate.samples,
+        **accuracy([[score.value for score in group.scores] for group in groups]),
+        "response_length_mean": _mean([len(response.token_ids) for group in groups for response in group.responses]),
+        "reward_timeouts": sum(score.status == "timeout" for group in groups for score in group.scores),
+    }
+    append_line(folder.evaluations, row)
+    return row
+
+
+def accuracy(values: Sequence[Sequence[float]]) -> dict[str, float]:
+    """avg@k, pass@k and the 95 % normal interval of avg@k, problems being the independent units.
+
+    values: per problem the k scores. pass@k counts a problem with any score of 1 or more. The variance is between
+    problems' means (sample variance / n), clipped to [0, 1].
+    """
+    means = [_mean(row) for row in values]
+    average = _mean(means)
+    spread = sum((mean - average) ** 2 for mean in means) / max(1, len(means) - 1)
+    half = 1.96 * math.sqrt(spread / len(means))
+    return {
+        "avg_at_k": average,
+        "pass_at_k": _mean([float(max(row) >= 1.0) for row in values]),
+        "ci_low": max(0.0, average - half),
+        "ci_high": min(1.0, average + half),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+async def _sample(
+    config: Config, model: Path, prompts: Sequence[Prompt], tokens: Tokens, folder: RunFolder
+) -> list[Group]:
+    """Groups of all prompts, in their order, from instances started for this."""
+    settings = config.evaluate
+    stop = tokens.stop_ids(config.rollout.stop)
+    sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k, stop)
+    groups: list[Group] = []
+
+    async def put(group: Group) -> None:
+        groups.append(group)
+
+    trace = Trace(folder.trace, "evaluation")
+    async with rollout_service(config, model, folder.path, tokens, sampling, settings.samples, trace) as (pool, producer):
+        await pool.connect()
+        try:
+            await producer.run(0, [(-1, prompt) for prompt in prompts], put)  # epoch -1: seeds no training step uses
+        except* MetronomeError as errors:
+            raise first_error(errors) from None
+    return sorted(groups, key=lambda group: group.index)

@@ -1,0 +1,182 @@
+"""Child processes that never outlive their parent, however it ends (design contract 9).
+
+A parent keeps a named pipe open for writing (its *lifeline*); every child opens it for reading and ends its own process
+group when the pipe closes. That works through `kill -9`, through intermediate processes that close file descriptors
+(torch elastic), and for grandchildren: whatever a process spawns watches that process, so death travels down the tree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from engine.errors import ProcessDied
+
+LIFELINE = "METRONOME_LIFELINE"
+"""Environment variable with the path of the parent's pipe."""
+
+_held: tuple[int, str] | None = None
+_lock = threading.Lock()
+
+
+def hold_lifeline() -> str:
+    """Open this process's own lifeline (once) and return its path, for children's environment."""
+    global _held
+    with _lock:
+        if _held is None:
+            folder = tempfile.mkdtemp(prefix="metronome-")
+            path = os.path.join(folder, "lifeline")
+            os.mkfifo(path, 0o600)
+            _held = (os.open(path, os.O_RDWR), path)
+        return _held[1]
+
+
+def drop_lifeline() -> None:
+    """Close this process's lifeline: every child that watches it ends its process group."""
+    global _held
+    with _lock:
+        if _held is not None:
+            os.close(_held[0])
+            shutil.rmtree(os.path.dirname(_held[1]), ignore_errors=True)
+            _held = None
+
+
+def watch_lifeline(on_close: Callable[[], None] | None = None) -> None:
+    """Watch the parent's lifeline in a thread; when it closes, `on_close` (default: SIGKILL to the own process group).
+
+    Does nothing when no parent set one (a process started by hand).
+    """
+    path = os.environ.get(LIFELINE)
+    if path is None:
+        return
+    end = on_close or _end_group
+    threading.Thread(target=_watch, args=(path, end), name="lifeline", daemon=True).start()
+
+
+def _watch(path: str, end: Callable[[], None]) -> None:
+    try:
+        pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            if os.read(pipe, 1) == b"":  # no writer any more: the parent died before we looked
+                end()
+        os.set_blocking(pipe, True)
+        while os.read(pipe, 1):
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOENT:  # ENOENT: the parent is gone and its folder removed
+            raise
+    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+    end()
+
+
+def _end_group() -> None:
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Child:
+    """A child in a session of its own, tied to this process by the lifeline, its output in a log file."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.name = name
+        self.log = log
+        full = {**os.environ, **(env or {}), LIFELINE: hold_lifeline()}
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        output = open(log, "ab") if log is not None else None  # noqa: SIM115
+        try:
+            self.process = subprocess.Popen(
+                list(arguments),
+                env=full,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output is not None else None,
+                start_new_session=True,
+                pass_fds=tuple(pass_fds),
+            )
+        finally:
+            if output is not None:
+                output.close()
+
+    @property
+    def pid(self) -> int:
+        """Process id, also the id of its process group."""
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self.process.poll() is None
+
+    def check(self) -> None:
+        """Raise ProcessDied, with how it ended and the end of its log, unless it runs."""
+        if not self.alive:
+            raise ProcessDied(f"{self.name} {self.how_it_ended()}")
+
+    def how_it_ended(self) -> str:
+        """For messages: exit status or signal, and the last lines of the log."""
+        code = self.process.poll()
+        if code is None:
+            return "is running"
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        tail = self._tail()
+        return how + (f"; its log {self.log} ends:\n{tail}" if tail else "")
+
+    def _tail(self, lines: int = 8) -> str:
+        if self.log is None or not self.log.exists():
+            return ""
+        return "\n".join("    " + line for line in self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def stop(self, grace_s: float = 3.0) -> None:
+        """SIGTERM to its group, SIGKILL to what is left after `grace_s` seconds."""
+        signal_group(self.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        signal_group(self.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def signal_group(group: int, number: signal.Signals) -> None:
+    """Send a signal to a process group; one that is gone already is fine."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def stop_all(children: Sequence[Child], grace_s: float = 3.0) -> None:
+    """Stop several children, all within the same grace period."""
+    for child in children:
+        signal_group(child.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        child.stop(0.0)
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """Command line that runs one of our modules with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]
+
+
+def bind(cores: Sequence[int]) -> None:
+    """Bind this process (and its later threads) to CPU cores; nothing for an empty list or where there is no such call."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, set(cores))

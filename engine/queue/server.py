@@ -1,0 +1,57 @@
+"""The launcher's side of the control channel: a pyzmq ROUTER that answers the trainer ranks' requests.
+
+Every request gets exactly one reply. A handler that waits (for a group, for a weight sync) is a coroutine of the
+launcher's event loop, so a slow one never blocks another rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from engine.errors import MetronomeError
+from engine.queue.codec import pack, unpack
+
+Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Takes a request's fields, returns the reply's."""
+
+
+class ControlServer:
+    """Serves handlers by name on a local address; a MetronomeError in one becomes an error reply."""
+
+    def __init__(self, address: str, handlers: Mapping[str, Handler]) -> None:
+        self.address = address
+        self._handlers = handlers
+        self._pending: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Answer requests until cancelled."""
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        try:
+            socket.bind(self.address)
+            while True:
+                peer, number, data = await socket.recv_multipart()
+                task = asyncio.create_task(self._answer(socket, peer, number, unpack(data)))
+                self._pending.add(task)
+                task.add_done_callback(self._pending.discard)
+        finally:
+            for task in self._pending:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*self._pending, return_exceptions=True)
+            socket.close(linger=0)
+            context.term()
+
+    async def _answer(self, socket: zmq.asyncio.Socket, peer: bytes, number: bytes, request: dict[str, Any]) -> None:
+        operation = request.pop("op")
+        try:
+            reply = await self._handlers[operation](request)
+        except MetronomeError as error:
+            reply = {"error": type(error).__name__, "message": str(error)}
+        await socket.send_multipart([peer, number, pack(reply)])

@@ -1,0 +1,97 @@
+"""The temporary data generator of Periodic Asynchrony §4.3: sends a step's prompts out, verifies, groups, queues."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from engine.data.loader import sampling_seed
+from engine.rollout.client import InstanceGone, Sampling
+from engine.rollout.pool import Instance, Pool
+from engine.trace import Trace
+from engine.types import Group, Prompt, Response, Score
+
+
+class Verifier(Protocol):
+    """What the producer asks of the verifier workers."""
+
+    per_response: bool
+
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+        """Scores of the responses, in order."""
+
+
+class Producer:
+    """Generates groups: G requests of a prompt together on one instance, each response verified as it lands."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        verifier: Verifier,
+        decode: Callable[[Sequence[int]], str],
+        sampling: Sampling,
+        group_size: int,
+        seed: int,
+        trace: Trace,
+    ) -> None:
+        self._pool = pool
+        self._verifier = verifier
+        self._decode = decode
+        self._sampling = sampling
+        self._group_size = group_size
+        self._seed = seed
+        self._trace = trace
+
+    async def run(
+        self, step: int, prompts: Sequence[tuple[int, Prompt]], put: Callable[[Group], Awaitable[None]]
+    ) -> None:
+        """Generate a batch of (epoch, prompt) pairs; `put` gets each group when it is finished.
+
+        Groups are dispatched in order with bounded concurrency: whole groups finish early, so training starts early.
+        The first failure cancels the rest and is raised.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for index, (epoch, prompt) in enumerate(prompts):
+                tasks.create_task(self._group(step, index, epoch, prompt, put))
+
+    async def _group(
+        self, step: int, index: int, epoch: int, prompt: Prompt, put: Callable[[Group], Awaitable[None]]
+    ) -> None:
+        seeds = [sampling_seed(self._seed, epoch, prompt.id, number) for number in range(self._group_size)]
+        done: dict[int, tuple[Response, list[Score]]] = {}
+        while len(done) < len(seeds):  # again only for what a dying instance did not finish, with the same seeds
+            missing = [number for number in range(len(seeds)) if number not in done]
+            async with self._pool.borrow() as instance:
+                results = await asyncio.gather(
+                    *(self._respond(step, index, prompt, seeds[number], instance) for number in missing)
+                )
+            done.update((number, result) for number, result in zip(missing, results, strict=True) if result is not None)
+        responses = tuple(done[number][0] for number in range(len(seeds)))
+        scores = [score for number in range(len(seeds)) for score in done[number][1]]
+        if not self._verifier.per_response:
+            scores = await self._verify(step, index, prompt, responses)
+        await put(Group(step, index, prompt, responses, tuple(scores)))
+
+    async def _respond(
+        self, step: int, index: int, prompt: Prompt, seed: int, instance: Instance
+    ) -> tuple[Response, list[Score]] | None:
+        """One response and, for a per-response reward, its score; None when the instance died on it."""
+        started = time.time()
+        try:
+            sampled = await instance.client.complete(prompt, self._sampling, seed)
+        except InstanceGone:
+            await self._pool.drop(instance)
+            return None
+        self._trace.add("rollout", started, time.time(), lane=instance.client.name, step=step, group=index)
+        response = Response(**{**vars(sampled), "text": self._decode(sampled.token_ids)})
+        if not self._verifier.per_response:
+            return response, []
+        return response, await self._verify(step, index, prompt, (response,))
+
+    async def _verify(self, step: int, index: int, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+        started = time.time()
+        scores = await self._verifier.score(prompt, list(responses))
+        self._trace.add("verify", started, time.time(), lane="verifier", step=step, group=index)
+        return scores

@@ -1,0 +1,144 @@
+"""`python -m engine.rollout.server`: one rollout instance with the embedded engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import BadInput, MetronomeError, ProcessDied
+from engine.process import bind, watch_lifeline
+
+if TYPE_CHECKING:  # torch reads its environment when it is imported, so main() imports it after setting that
+    from aiohttp import web
+
+    from engine.rollout.server.engine import Engine
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Exit code 0 then, 2 on bad input, 1 on failure."""
+    options = _parser().parse_args(arguments)
+    watch_lifeline()
+    try:
+        _check(options)
+        bind(options.cores)
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+        asyncio.run(_serve(options))
+    except MetronomeError as error:
+        print(f"{options.name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, BadInput) else 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m engine.rollout.server", description=__doc__)
+    parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument("--host", default="127.0.0.1", help="loopback address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--port-file", type=Path, help="where to write host, port and pid, as JSON, when ready")
+    parser.add_argument("--name", default="instance-0", help="name of this instance in messages")
+    parser.add_argument("--slots", type=int, default=32, help="responses decoded at the same time")
+    parser.add_argument("--max-context", type=int, default=2048, help="prompt and response tokens together")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads")
+    parser.add_argument("--cores", type=_cores, default=[], help="comma-separated CPU cores to stay on")
+    parser.add_argument("--deterministic", action="store_true", help="a response depends on prompt, seed and weights only")
+    return parser
+
+
+def _cores(text: str) -> list[int]:
+    return [int(core) for core in text.split(",")]
+
+
+def _check(options: argparse.Namespace) -> None:
+    host = "127.0.0.1" if options.host == "localhost" else options.host
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise BadInput(f"--host {options.host}: expected an IP address, for example 127.0.0.1") from None
+    if not loopback:
+        raise BadInput(f"--host {options.host}: only loopback addresses such as 127.0.0.1 are served so far; "
+                       "listening on others needs the access token, which a later version brings")
+    for key, least in (("slots", 1), ("threads", 1), ("max_context", 2), ("port", 0)):
+        if getattr(options, key) < least:
+            raise BadInput(f"--{key.replace('_', '-')} {getattr(options, key)}: must be at least {least}")
+    missing = set(options.cores) - os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if missing:
+        raise BadInput(f"--cores: this process may not use {sorted(missing)}, only {sorted(os.sched_getaffinity(0))}")
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    from engine.rollout.server.app import Routes
+    from engine.rollout.server.protocol import Limits
+    from engine.rollout.server.worker import Worker
+
+    engine = _engine(options)
+    asked, ended = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.set)
+    limits = Limits(engine.model.vocabulary, options.max_context, engine.model.stop_ids)
+    worker = Worker(engine, loop, ended.set)
+    worker.start()
+    async with _listening(Routes(worker, limits, options.model).application(), options.host, options.port) as port:
+        _announce(options, port)
+        await asyncio.wait([asyncio.ensure_future(event.wait()) for event in (asked, ended)],
+                           return_when=asyncio.FIRST_COMPLETED)
+        if ended.is_set():
+            raise ProcessDied("the engine's thread ended by the error above")
+        worker.stop()
+
+
+def _engine(options: argparse.Namespace) -> Engine:
+    """The engine with its model loaded and one response sampled, so that no request pays for first-time set-up."""
+    import torch
+
+    from engine.rollout.server.engine import Engine, Request
+    from engine.rollout.server.model import RolloutModel
+    from engine.rollout.server.sampling import Sampling
+
+    torch.set_num_threads(options.threads)
+    torch.set_num_interop_threads(1)
+    torch.set_grad_enabled(False)
+    engine = Engine(RolloutModel(options.model, options.max_context), options.slots, options.max_context,
+                    options.deterministic)
+    engine.submit(Request((0,), Sampling(max_tokens=min(2, options.max_context - 1)), lambda result: None))
+    while engine.busy:
+        engine.step()
+    engine.prompts.clear()
+    return engine
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+    """Serve within the block; gives the port. Requests still open at the end are cut off."""
+    from aiohttp import web
+
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        await site.start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+def _announce(options: argparse.Namespace, port: int) -> None:
+    """Write the port file whole or not at all."""
+    print(f"{options.name}: serving {options.model} on http://{options.host}:{port}", flush=True)
+    if options.port_file is not None:
+        partial = options.port_file.with_name(options.port_file.name + ".partial")
+        partial.write_text(json.dumps({"host": options.host, "port": port, "pid": os.getpid()}))
+        partial.replace(options.port_file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""The HTTP routes of a rollout instance; the same as vLLM's OpenAI server with its weight routes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from engine.errors import BadInput
+from engine.rollout.server import protocol
+from engine.rollout.server.engine import Conflict, Engine
+from engine.rollout.server.worker import Worker
+
+MAX_BODY = 64 * 2**20
+"""Bytes; a prompt of a million tokens fits."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Routes:
+    """Handlers over one worker. Whatever a handler refuses has had no effect."""
+
+    def __init__(self, worker: Worker, limits: protocol.Limits, model: str) -> None:
+        self._worker, self._limits, self._model = worker, limits, model
+        self._numbers = itertools.count()
+
+    def application(self) -> web.Application:
+        """The routes as an aiohttp application."""
+        app = web.Application(middlewares=[_errors_as_json], client_max_size=MAX_BODY)
+        app.add_routes([
+            web.post("/v1/completions", self.completions),
+            web.get("/health", self.health),
+            web.get("/weight_version", self.weight_version),
+            web.get("/get_world_size", self.world_size),
+            web.get("/load", self.load),
+            web.post("/pause", self.pause),
+            web.post("/resume", self.resume),
+            web.post("/init_weight_transfer_engine", self.init_weight_transfer_engine),
+            web.post("/start_weight_update", self.start_weight_update),
+            web.post("/update_weights", self.update_weights),
+            web.post("/finish_weight_update", self.finish_weight_update),
+            web.post("/reset_prefix_cache", self.reset_prefix_cache),
+        ])
+        return app
+
+    async def completions(self, request: web.Request) -> web.Response:
+        """One response to one prompt."""
+        body = protocol.parse_object(await request.read())
+        prompt, sampling = protocol.parse_completion(body, self._limits)
+        result = await self._worker.complete(prompt, sampling)
+        if result.finish_reason == "error":
+            return _error(500, "InternalServerError", f"the logits of weight version {result.version} are not finite")
+        return _json(protocol.completion_reply(next(self._numbers), self._model, len(prompt), result))
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Answers once the model is loaded."""
+        return _json({})
+
+    async def weight_version(self, request: web.Request) -> web.Response:
+        """The version of the last finished update; 0 for the weights from disk."""
+        return _json({"weight_version": await self._worker.call(lambda engine: engine.version)})
+
+    async def world_size(self, request: web.Request) -> web.Response:
+        """Processes that take part in a weight transfer."""
+        return _json({"world_size": 1})
+
+    async def load(self, request: web.Request) -> web.Response:
+        """Engine.load."""
+        return _json(await self._worker.call(Engine.load))
+
+    async def pause(self, request: web.Request) -> web.Response:
+        """Stop admitting; answers when nothing runs any more."""
+        mode = request.query.get("mode", "abort")
+        if mode not in ("abort", "wait"):
+            raise BadInput(f"mode = {mode!r}; it must be abort or wait")
+        await self._worker.pause(abort=mode == "abort")
+        return _json({"status": "paused"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """Admit again."""
+        await self._worker.call(Engine.resume)
+        return _json({"status": "resumed"})
+
+    async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
+        """Nothing to set up for files."""
+        protocol.parse_object(await request.read())
+        return _json({"message": "file transfer needs no initialisation"})
+
+    async def start_weight_update(self, request: web.Request) -> web.Response:
+        """Engine.start_update."""
+        protocol.parse_object(await request.read())
+        await self._worker.call(Engine.start_update)
+        return _json({"message": "weight update started"})
+
+    async def update_weights(self, request: web.Request) -> web.Response:
+        """Engine.update from a file."""
+        path = protocol.parse_update_path(protocol.parse_object(await request.read()))
+        await self._worker.call(lambda engine: engine.update(path))
+        return _json({"message": "weights loaded"})
+
+    async def finish_weight_update(self, request: web.Request) -> web.Response:
+        """Engine.finish_update."""
+        version = protocol.parse_version(protocol.parse_object(await request.read()))
+        await self._worker.call(lambda engine: engine.finish_update(version))
+        return _json({"weight_version": version})
+
+    async def reset_prefix_cache(self, request: web.Request) -> web.Response:
+        """Forget computed prompts."""
+        await self._worker.call(lambda engine: engine.prompts.clear())
+        return _json({"message": "prefix cache reset"})
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except BadInput as error:
+        return _error(400, "BadRequestError", str(error))
+    except Conflict as error:
+        return _error(409, "ConflictError", str(error))
+    except web.HTTPException as error:  # no such route or method, body too large
+        return _error(error.status, error.reason.replace(" ", "") + "Error", error.text or error.reason)
+
+
+def _error(status: int, kind: str, message: str) -> web.Response:
+    return _json({"error": {"message": message, "type": kind, "code": status}}, status)
+
+
+def _json(value: Any, status: int = 200) -> web.Response:  # noqa: ANN401
+    return web.Response(body=json.dumps(value).encode(), status=status, content_type="application/json")

@@ -1,0 +1,217 @@
+"""Continuous batching: requests wait in order of arrival, run in slots, and every step decodes one token of each.
+
+Nothing here knows of HTTP or threads; the thread that owns the engine calls it between steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.errors import MetronomeError
+from engine.rollout.server.cache import BLOCK, KeyValueCache, PromptCache
+from engine.rollout.server.model import RolloutModel
+from engine.rollout.server.sampling import Sampling, sample
+from engine.rollout.server.weights import load_weights
+
+PROMPTS_KEPT = 8
+"""Computed prompts kept, in full slots: enough for the groups that are being admitted, little beside the slots."""
+
+
+class Conflict(MetronomeError):
+    """The call is right in itself but not now: an update out of order, a resume in the middle of one."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a request ended; all tokens were sampled by `version`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length", "abort", "error"]
+    """"error": the logits were not finite."""
+    version: int
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to continue; while it runs, also its response so far."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    reply: Callable[[Result], None]
+    """Called once, in the engine's thread, unless the request is cancelled."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    uniforms: list[float] = field(default_factory=list)
+
+    def add(self, token: int, logprob: float) -> str | None:
+        """Append a sampled token; the finish reason if it ends the response."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if logprob != logprob:
+            return "error"
+        if token in self.sampling.stop_ids:
+            return "stop"
+        return "length" if len(self.token_ids) == self.sampling.max_tokens else None
+
+
+class Engine:
+    """The state of a rollout instance: slots, queue, pause, weight version. Slot i holds `running[i]`."""
+
+    def __init__(self, model: RolloutModel, slots: int, max_context: int, deterministic: bool = False) -> None:
+        """With `deterministic`, every step decodes all slots at full length, so that shapes never depend on the load."""
+        self.model, self.slots, self.max_context, self.deterministic = model, slots, max_context, deterministic
+        capacity = max_context if deterministic else min(4 * BLOCK, max_context)
+        self.cache = KeyValueCache(len(model.layers), slots, model.kv_heads, model.head_dim, capacity)
+        self.prompts = PromptCache(model.prefill, PROMPTS_KEPT * max_context)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.version = 0
+        self.paused = False
+        self.updating = False
+        self._unversioned = False
+        """New weights are in place but finish_update has not named them."""
+        self._on_idle: list[Callable[[], None]] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.running or (self.waiting and not self.paused))
+
+    # requests ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it is checked already, and prompt and max_tokens fit into the context together."""
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request and free its slot, without a reply; nothing happens if it has ended."""
+        if request in self.running:
+            self._free(self.running.index(request))
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def step(self) -> None:
+        """Sample the next token of every running response and the first of those that get a free slot now."""
+        started = len(self.running)
+        first = [] if self.paused else self._admit()
+        decoded = [self._decode(started)] if started else []
+        logits = torch.cat([*decoded, *first]) if first else decoded[0]
+        uniforms = [request.uniforms[len(request.token_ids)] for request in self.running]
+        tokens, logprobs = sample(logits, [request.sampling for request in self.running], uniforms)
+        self._record(tokens, logprobs)
+
+    def _admit(self) -> list[Tensor]:
+        """Move waiting requests into free slots; the logits [1, vocabulary] of each one's first token."""
+        logits = []
+        while self.waiting and len(self.running) < self.slots:
+            request = self.waiting.popleft()
+            prefill = self.prompts.get(request.prompt)
+            self.cache.reserve(len(request.prompt) + 1, self.max_context)
+            self.cache.fill(len(self.running), prefill.keys, prefill.values)
+            request.uniforms = request.sampling.uniforms()
+            self.running.append(request)
+            logits.append(prefill.logits[None])
+        return logits
+
+    def _decode(self, count: int) -> Tensor:
+        """Logits [count, vocabulary] after the last token of the first `count` slots."""
+        rows = self.running[:count]
+        tokens = [request.token_ids[-1] for request in rows]
+        positions = [len(request.prompt) + len(request.token_ids) - 1 for request in rows]
+        if self.deterministic:
+            # unused slots take part, at a position that the next prompt overwrites
+            spare = [0] * (self.slots - count)
+            return self._forward(tokens + spare, positions + spare, self.max_context)[:count]
+        length = min(-(-(max(positions) + 1) // BLOCK) * BLOCK, self.max_context)
+        self.cache.reserve(length, self.max_context)
+        return self._forward(tokens, positions, length)
+
+    def _forward(self, tokens: list[int], positions: list[int], length: int) -> Tensor:
+        return self.model.decode(torch.tensor(tokens), torch.tensor(positions), self.cache, length)
+
+    def _record(self, tokens: list[int], logprobs: list[float]) -> None:
+        reasons = [request.add(token, logprob)
+                   for request, token, logprob in zip(self.running, tokens, logprobs, strict=True)]
+        for slot in reversed(range(len(reasons))):  # from the end: _free moves the last response down
+            if reasons[slot] is not None:
+                self._end(self.running[slot], reasons[slot])
+                self._free(slot)
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.reply(Result(request.token_ids, request.logprobs, reason, self.version))
+
+    def _free(self, slot: int) -> None:
+        """Give up a slot; the last response moves into it, so that the running ones stay the first slots."""
+        last = self.running.pop()
+        if slot < len(self.running):
+            self.cache.move(len(self.running), slot, len(last.prompt) + len(last.token_ids))
+            self.running[slot] = last
+        if not self.running:
+            self._call_idle()
+
+    def _call_idle(self) -> None:
+        waiters, self._on_idle = self._on_idle, []
+        for waiter in waiters:
+            waiter()
+
+    # control ----------------------------------------------------------------------------------------------------------
+
+    def pause(self, abort: bool, done: Callable[[], None]) -> None:
+        """Admit nothing from now on; call `done` once nothing runs.
+
+        `abort` ends every request at once, waiting ones too, with the tokens it has; else the running ones drain.
+        """
+        self.paused = True
+        if abort:
+            for request in [*self.running, *self.waiting]:
+                self._end(request, "abort")
+            self.running.clear()
+            self.waiting.clear()
+        self._on_idle.append(done)
+        if not self.running:
+            self._call_idle()
+
+    def resume(self) -> None:
+        """Admit again. Conflict while responses drain, and between start_update and finish_update."""
+        if self._on_idle:
+            raise Conflict(f"{len(self.running)} responses are still draining; resume when /pause has answered")
+        if self.updating or self._unversioned:
+            raise Conflict("a weight update is not finished; send /finish_weight_update, or after a failed one start again")
+        self.paused = False
+
+    def start_update(self) -> None:
+        """Begin a weight update, or begin it again. Conflict unless paused and drained."""
+        if not self.paused or self.running:
+            raise Conflict(f"{len(self.running)} responses running, paused: {self.paused}; send /pause and await its answer")
+        self.updating = True
+
+    def update(self, path: str) -> None:
+        """Load new weights in place. Conflict before start_update; BadInput for a bad file, which also ends the update."""
+        if not self.updating:
+            raise Conflict("no weight update was started; send /start_weight_update first")
+        try:
+            load_weights(self.model.hf, path)
+        except BadInput:
+            self.updating = False
+            raise
+        self._unversioned = True
+        self.model.refresh()
+        self.prompts.clear()
+        self.cache.clear()
+
+    def finish_update(self, version: int) -> None:
+        """Name the new weights. Conflict when none were loaded since start_update."""
+        if not (self.updating and self._unversioned):
+            raise Conflict("no new weights were loaded; send /start_weight_update and /update_weights first")
+        self.version, self.updating, self._unversioned = version, False, False
+
+    def load(self) -> dict[str, int]:
+        """Requests running and waiting, and prompts computed since the start."""
+        return {"running": len(self.running), "waiting": len(self.waiting), "prefills": self.prompts.computed}

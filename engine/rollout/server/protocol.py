@@ -1,0 +1,158 @@
+"""The bodies of requests and replies: vLLM's OpenAI-compatible ones, with token ids instead of text."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import BadInput
+from engine.rollout.server.engine import Result
+from engine.rollout.server.sampling import Sampling
+
+SEEDS = range(-(2**63), 2**63)
+COMPLETION_KEYS = frozenset({"prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids", "ignore_eos",
+                             "n", "logprobs", "return_token_ids", "model"})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model and an instance allow."""
+
+    vocabulary: int
+    max_context: int
+    stop_ids: frozenset[int]
+    """End-of-sequence ids, which always stop unless a request says ignore_eos."""
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object; BadInput for anything else."""
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        raise BadInput(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadInput("the body must be a JSON object")
+    return value
+
+
+def parse_completion(body: Mapping[str, Any], limits: Limits) -> tuple[tuple[int, ...], Sampling]:
+    """Prompt and sampling of a /v1/completions body; BadInput names the first key that can't be served as asked."""
+    unknown = sorted(body.keys() - COMPLETION_KEYS)
+    if unknown:
+        raise BadInput(f"unknown key {unknown[0]!r}; served are {', '.join(sorted(COMPLETION_KEYS))}")
+    _fixed(body)
+    prompt = _ids(body, "prompt", limits.vocabulary)
+    room = limits.max_context - len(prompt)
+    if not prompt or room < 1:
+        raise BadInput(f"prompt has {len(prompt)} tokens; it must have 1 to {limits.max_context - 1}, "
+                       f"to leave room for a response in the context of {limits.max_context}")
+    stop = frozenset(_ids(body, "stop_token_ids", limits.vocabulary))
+    ignore_eos = body.get("ignore_eos", False)
+    if not isinstance(ignore_eos, bool):
+        raise BadInput(f"ignore_eos = {ignore_eos!r}; it must be true or false")
+    seed = _integer(body, "seed", None, SEEDS)
+    return prompt, Sampling(
+        max_tokens=min(_integer(body, "max_tokens", 16, range(1, 2**31)), room),
+        temperature=_temperature(body),
+        top_p=_top_p(body),
+        top_k=max(_integer(body, "top_k", 0, range(-1, 2**31)), 0),
+        seed=int.from_bytes(os.urandom(7)) if seed is None else seed,
+        stop_ids=stop if ignore_eos else stop | limits.stop_ids,
+    )
+
+
+def completion_reply(number: int, model: str, prompt_tokens: int, result: Result) -> dict[str, Any]:
+    """The reply to /v1/completions; `weight_version` is the version that sampled every token of it."""
+    choice = {
+        "index": 0,
+        "text": "",
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "logprobs": {
+            "token_logprobs": result.logprobs,
+            "tokens": [f"token_id:{token}" for token in result.token_ids],
+        },
+    }
+    used = len(result.token_ids)
+    return {
+        "id": f"cmpl-{number}",
+        "object": "text_completion",
+        "model": model,
+        "choices": [choice],
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": used, "total_tokens": prompt_tokens + used},
+        "weight_version": result.version,
+        "weight_versions": [[0, result.version]] if used else [],
+    }
+
+
+def parse_update_path(body: Mapping[str, Any]) -> str:
+    """The safetensors file of an /update_weights body."""
+    info = body.get("update_info")
+    path = info.get("path") if isinstance(info, dict) else None
+    if not isinstance(path, str):
+        raise BadInput('/update_weights needs {"update_info": {"path": "file.safetensors"}}')
+    return path
+
+
+def parse_version(body: Mapping[str, Any]) -> int:
+    """The version of a /finish_weight_update body."""
+    version = _integer(body, "weight_version", None, range(2**63))
+    if version is None:
+        raise BadInput('/finish_weight_update needs {"weight_version": N}, N >= 0')
+    return version
+
+
+def _fixed(body: Mapping[str, Any]) -> None:
+    """Keys with a single served value."""
+    for key, value in (("n", 1), ("logprobs", 0), ("return_token_ids", True)):
+        given = body.get(key, value)
+        if type(given) is not type(value) or given != value:
+            raise BadInput(f"{key} = {given!r}; this engine serves {key} = {json.dumps(value)} only")
+    if not isinstance(body.get("model", ""), str):
+        raise BadInput(f"model = {body['model']!r}; it must be a string")
+
+
+def _ids(body: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, ...]:
+    ids = body.get(key, [])
+    if not isinstance(ids, list):
+        raise BadInput(f"{key} must be a list of token ids, not {type(ids).__name__}")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise BadInput(f"{key} contains {token!r}; token ids are integers from 0 to {vocabulary - 1}")
+    return tuple(ids)
+
+
+def _integer(body: Mapping[str, Any], key: str, default: Any, allowed: range) -> Any:  # noqa: ANN401
+    value = body.get(key)
+    if value is None:
+        return default
+    if type(value) is not int or value not in allowed:
+        raise BadInput(f"{key} = {value!r}; it must be an integer from {allowed.start} to {allowed.stop - 1}")
+    return value
+
+
+def _number(body: Mapping[str, Any], key: str) -> float:
+    value = body.get(key)
+    if value is None:
+        return 1.0
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise BadInput(f"{key} = {value!r}; it must be a finite number")
+    return float(value)
+
+
+def _temperature(body: Mapping[str, Any]) -> float:
+    temperature = _number(body, "temperature")
+    if temperature != 0 and not 0.01 <= temperature <= 100:  # outside, float32 logits / temperature lose their meaning
+        raise BadInput(f"temperature = {temperature!r}; it must be 0 (greedy) or from 0.01 to 100")
+    return temperature
+
+
+def _top_p(body: Mapping[str, Any]) -> float:
+    top_p = _number(body, "top_p")
+    if not 0 < top_p <= 1:
+        raise BadInput(f"top_p = {top_p!r}; it must be above 0 and at most 1")
+    return top_p

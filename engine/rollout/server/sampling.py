@@ -1,0 +1,68 @@
+"""Sampling of one token per row, each row with its own temperature, top-k, top-p and random number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one response is sampled; values are checked where requests are read."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 switches it off."""
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+
+    def uniforms(self) -> list[float]:
+        """The random numbers in [0, 1) of the response's tokens: a stream of its own, whatever else is sampled."""
+        return torch.rand(self.max_tokens, generator=torch.Generator().manual_seed(self.seed)).tolist()
+
+
+def sample(logits: Tensor, params: list[Sampling], uniforms: list[float]) -> tuple[list[int], list[float]]:
+    """Draw one token per row of logits [n, vocabulary] by inverting its cumulative distribution at the row's uniform.
+
+    The log-probabilities are of softmax(logits / temperature), before top-k and top-p; at temperature 0, of softmax(logits).
+    Every operation here works row by row, so that a row's result doesn't depend on the others.
+    """
+    temperature = torch.tensor([p.temperature or 1.0 for p in params])[:, None]
+    scaled = logits / temperature
+    logprobs = scaled.log_softmax(-1)
+    tokens = _invert(_restrict(scaled, params).softmax(-1), torch.tensor(uniforms)[:, None])
+    if any(p.temperature == 0 for p in params):
+        greedy = torch.tensor([p.temperature == 0 for p in params])[:, None]
+        tokens = torch.where(greedy, logits.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0].tolist(), logprobs.gather(1, tokens)[:, 0].tolist()
+
+
+def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The first index [n, 1] where the cumulated probabilities [n, vocabulary] exceed uniforms [n, 1] times their sum."""
+    cumulated = probabilities.cumsum(-1)
+    total = cumulated[:, -1:]
+    # rounding may lift u * total to total, which no entry exceeds; below it, the entry found has a probability above 0
+    at = torch.minimum(uniforms * total, total.nextafter(torch.zeros(())))
+    # not-a-number exceeds nothing; the caller sees it in the log-probability
+    return torch.searchsorted(cumulated, at, right=True).clamp_(max=probabilities.shape[1] - 1)
+
+
+def _restrict(scaled: Tensor, params: list[Sampling]) -> Tensor:
+    """-inf outside the top_k most likely tokens and the smallest set of tokens that holds top_p of the probability."""
+    if all(p.top_k == 0 and p.top_p == 1 for p in params):
+        return scaled
+    vocabulary = scaled.shape[1]
+    top_k = torch.tensor([p.top_k or vocabulary for p in params])[:, None]
+    top_p = torch.tensor([p.top_p for p in params])[:, None]
+    ordered, order = scaled.sort(-1, descending=True, stable=True)
+    drop = torch.arange(vocabulary) >= top_k
+    kept = ordered.masked_fill(drop, float("-inf")).softmax(-1)
+    # a token is dropped when those before it hold top_p already; the first never is
+    drop |= (kept.cumsum(-1) - kept >= top_p) & (top_p < 1)
+    drop[:, 0] = False
+    return scaled.masked_fill(drop.gather(-1, order.argsort(-1)), float("-inf"))

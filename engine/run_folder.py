@@ -1,0 +1,93 @@
+"""The folder that a run writes: made once, appended to line by line, cut back on resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.recipe import dump
+from engine.types import Group, StepReport
+
+SAMPLED_GROUPS = 2
+"""Groups per step whose prompts, responses and scores are kept for people to read."""
+
+
+class RunFolder:
+    """`<run.output>/<run.name>/` and what stands where in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.steps = path / "steps.jsonl"
+        self.evaluations = path / "evaluations.jsonl"
+        self.responses = path / "responses"
+        self.trace = path / "trace"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.policy = path / "policy"
+        self.failure = path / "failure.json"
+
+    def create(self, config: Config, resume: bool) -> None:
+        """Make the folder and write the resolved config. Without `resume` a folder with steps in it is bad input."""
+        if self.steps.exists() and not resume:
+            raise BadInput(f"run folder {self.path} holds a run already; give --resume to go on with it, or another run.name")
+        for folder in (self.logs, self.responses):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.failure.unlink(missing_ok=True)
+        dump(config, self.config)
+
+    def cut(self, step: int) -> None:
+        """Drop what was written of steps from `step` on: those steps are done again."""
+        if self.steps.exists():
+            kept = [line for line in read_lines(self.steps) if line["step"] < step]
+            write_atomically(self.steps, "".join(json.dumps(line) + "\n" for line in kept))
+        for sample in self.responses.glob("step-*.jsonl"):
+            if int(sample.stem.removeprefix("step-")) >= step:
+                sample.unlink()
+
+    def add_step(self, report: StepReport) -> None:
+        """Append one line to steps.jsonl, in one write."""
+        append_line(self.steps, asdict(report))
+
+    def add_samples(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep a step's first groups, one JSON object per response."""
+        rows = [
+            {"step": step, "prompt_id": group.prompt.id, "problem": group.prompt.problem, "answer": group.prompt.answer,
+             "response": response.text, "finish_reason": response.finish_reason, "score": score.value, "status": score.status}
+            for group in groups[:SAMPLED_GROUPS]
+            for response, score in zip(group.responses, group.scores, strict=True)
+        ]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_atomically(self.responses / f"step-{step:06d}.jsonl", text)
+
+    def fail(self, error: Exception) -> None:
+        """Leave the reason of a failure for whoever started the run."""
+        write_atomically(self.failure, json.dumps({"error": type(error).__name__, "message": str(error)}))
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Append one JSON object as a line, in one write."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file of lines; a last line cut off by a kill is left out."""
+    if path.exists():
+        for line in path.read_text().split("\n")[:-1]:
+            yield json.loads(line)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+

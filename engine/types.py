@@ -1,0 +1,110 @@
+"""The nouns that every part of the engine passes around: Prompt, Response, Score, Group, StepReport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem, ready to be sent to a rollout instance."""
+
+    id: str
+    """Content hash of problem and answer (hex); part of the sampling seed, so it never depends on file order."""
+    problem: str
+    """The problem's text as it stands in the data, before the prompt template."""
+    answer: str
+    """The gold answer that a verifier compares with."""
+    token_ids: tuple[int, ...]
+    """The templated problem as token ids; the only thing that crosses to a rollout instance."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Every column of the row in the data file, for the user's own reward."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled continuation of a prompt."""
+
+    token_ids: tuple[int, ...]
+    """Sampled ids; the stop token, if one was sampled, is the last and is trained."""
+    logprobs: tuple[float, ...]
+    """log softmax(logits / temperature) of each id, as the instance computed it; same length as token_ids."""
+    versions: tuple[tuple[int, int], ...]
+    """Runs of (first token index, weight version); one run unless the response crossed a weight boundary."""
+    loss_mask: tuple[bool, ...]
+    """Which tokens are trained; same length as token_ids."""
+    finish_reason: str
+    """"stop" (a stop token was sampled), "length" (a limit cut it) or "abort"."""
+    text: str
+    """The decoded response without special tokens; what verifiers read."""
+    seed: int
+    """Seed of this response's own random stream."""
+    instance: str
+    """Name of the rollout instance that sampled it."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a length limit ended the response."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True)
+class Score:
+    """A verifier's verdict on one response."""
+
+    value: float
+    """The reward R."""
+    status: str = "ok"
+    """"ok", "timeout" (the verifier was killed at its limit) or "error" (it raised, with reward.on_error = "zero")."""
+    detail: str = ""
+    """For people: why the status is not ok, or what the verifier extracted."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt with all its responses and scores: what the sample queue holds and a replica leases."""
+
+    step: int
+    index: int
+    """Position of the prompt in the step's batch, 0 … B−1; groups are trained in this order under "prompt_order"."""
+    prompt: Prompt
+    responses: tuple[Response, ...]
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One line of steps.jsonl. Times are wall-clock seconds, lengths and counts are tokens."""
+
+    step: int
+    weight_version: int
+    versions_seen: list[int]
+    pool_size: int
+    reward_mean: float
+    reward_std: float
+    response_length_mean: float
+    truncated: int
+    reward_timeouts: int
+    reward_errors: int
+    trained_tokens: int
+    computed_tokens: int
+    step_s: float
+    rollout_s: float
+    train_s: float
+    score_s: float
+    update_s: float
+    wait_first_s: float
+    wait_s: float
+    sync_s: float
+    tokens_per_s_per_device: float
+    loss: float
+    kl: float
+    entropy: float
+    clip_fraction: float
+    old_ratio_max: float
+    max_ratio_gap: float
+    mismatch_kl: float
+    grad_norm: float
+    learning_rate: float

@@ -1,0 +1,1 @@
+"""Prefect flows and the `metronome` command line: what happens when, no logic."""

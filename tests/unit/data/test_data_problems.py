@@ -1,0 +1,180 @@
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from engine.data.problems import read_problems
+from engine.errors import BadInput
+
+GOOD = {"problem": "1+1=", "answer": "2", "level": 3}
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_array_and_lines_give_the_same_rows(tmp_path):
+    rows = [GOOD, {"problem": "2+2=", "answer": 4}]
+    array = read_problems(write(tmp_path / "a.json", json.dumps(rows, indent=2)))
+    lines = read_problems(write(tmp_path / "b.jsonl", "\n".join(map(json.dumps, rows)) + "\n\n"))
+    json_lines = read_problems(write(tmp_path / "c.json", "\n".join(map(json.dumps, rows))))
+    assert array.rows == lines.rows == json_lines.rows
+    assert [(row.problem, row.answer) for row in array.rows] == [("1+1=", "2"), ("2+2=", "4")]
+    assert array.rows[0].columns == GOOD
+    assert array.rows[1].columns["answer"] == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [("142.0", "142.0"), (142.0, "142.0"), (5, "5"), (-4.0, "-4.0"), (0, "0"), (" 7 ", " 7 ")]
+)
+def test_answers_become_text(tmp_path, value, text):
+    problems = read_problems(write(tmp_path / "a.json", json.dumps([{"problem": "p", "answer": value}])))
+    assert problems.rows[0].answer == text
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"answer": "1"}, "no problem"),
+        ({"problem": None, "answer": "1"}, "no problem"),
+        ({"problem": " \n", "answer": "1"}, "no problem"),
+        ({"problem": 5, "answer": "1"}, "problem is a number"),
+        ({"problem": "p"}, "no answer"),
+        ({"problem": "p", "answer": None}, "no answer"),
+        ({"problem": "p", "answer": ""}, "no answer"),
+        ({"problem": "p", "answer": float("nan")}, "no answer"),
+        ({"problem": "p", "answer": True}, "answer is a truth value"),
+        ({"problem": "p", "answer": ["1"]}, "answer is an array"),
+        ({"problem": "p", "answer": {"a": 1}}, "answer is an object"),
+        ({"problem": "p \ud800", "answer": "1"}, "not valid Unicode"),
+    ],
+)
+def test_unusable_rows_are_counted_skips(tmp_path, row, reason):
+    problems = read_problems(write(tmp_path / "a.jsonl", f"{json.dumps(GOOD)}\n{json.dumps(row)}\n{json.dumps(row)}"))
+    assert len(problems.rows) == 1
+    assert problems.skipped == {reason: 2}
+
+
+@pytest.mark.parametrize("broken", ['{"problem": "p", "answer"', "nonsense", '{"problem": "p",}', "{} {}"])
+def test_malformed_line_is_named(tmp_path, broken):
+    path = write(tmp_path / "a.jsonl", f"{json.dumps(GOOD)}\n\n{broken}\n{json.dumps(GOOD)}")
+    with pytest.raises(BadInput, match=r"a\.jsonl, line 3, column \d+: not valid JSON"):
+        read_problems(path)
+
+
+def test_malformed_array_is_named_with_its_line(tmp_path):
+    path = write(tmp_path / "a.json", '[\n {"problem": "p",\n  "answer": "1"},\n {"problem": oops}\n]')
+    with pytest.raises(BadInput, match=r"a\.json, line 4, column 14: not valid JSON"):
+        read_problems(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"), [("[{}, 3]", "row 2: .* found a number"), ('{}\n"x"', "line 2: .* found a text")]
+)
+def test_row_that_is_no_object(tmp_path, text, where):
+    with pytest.raises(BadInput, match=where):
+        read_problems(write(tmp_path / "a.json", text))
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\n")
+    with pytest.raises(BadInput, match="line 2: not valid UTF-8"):
+        read_problems(str(tmp_path / "a.jsonl"))
+
+
+def test_numbers_and_nesting_beyond_the_parser(tmp_path):
+    for text in ('{"problem": "p", "answer": %s}' % ("9" * 5000), "[" * 100_000):
+        with pytest.raises(BadInput, match=r"a\.json, line 1: can't be read"):
+            read_problems(write(tmp_path / "a.json", text))
+
+
+def test_line_separator_inside_a_text_is_no_end_of_line(tmp_path):
+    text = json.dumps({"problem": "a\u2028b", "answer": "1"}, ensure_ascii=False)
+    assert read_problems(write(tmp_path / "a.jsonl", text)).rows[0].problem == "a\u2028b"
+
+
+def test_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + json.dumps([GOOD]).encode())
+    assert len(read_problems(str(tmp_path / "a.json")).rows) == 1
+
+
+def test_parquet(tmp_path):
+    import datetime
+
+    rows = [{**GOOD, "day": datetime.date(2024, 2, 1)}, {"problem": None, "answer": "x", "level": 1, "day": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    problems = read_problems(str(tmp_path / "a.parquet"))
+    assert problems.rows[0].columns == {**GOOD, "day": "2024-02-01"}
+    assert problems.skipped == {"no problem": 1}
+
+
+def test_broken_parquet(tmp_path):
+    with pytest.raises(BadInput, match=r"a\.parquet: not a readable Parquet file"):
+        read_problems(write(tmp_path / "a.parquet", "no parquet"))
+
+
+def test_folder_is_read_in_order_of_names(tmp_path):
+    write(tmp_path / "b.jsonl", json.dumps({"problem": "second", "answer": 1}))
+    write(tmp_path / "a.json", json.dumps([{"problem": "first", "answer": 1}]))
+    write(tmp_path / "README.md", "not a problem set")
+    problems = read_problems(str(tmp_path))
+    assert [row.problem for row in problems.rows] == ["first", "second"]
+    assert problems.source == str(tmp_path)
+
+
+def test_content_hash_is_of_the_contents(tmp_path):
+    text = json.dumps(GOOD)
+    one = read_problems(write(tmp_path / "a.jsonl", text))
+    assert one.content_hash == hashlib.sha256(text.encode()).hexdigest()
+    assert read_problems(write(tmp_path / "b.jsonl", text)).content_hash == one.content_hash
+    assert read_problems(write(tmp_path / "c.jsonl", text + "\n")).content_hash != one.content_hash
+    whole = read_problems(str(tmp_path)).content_hash
+    assert read_problems(str(tmp_path)).content_hash == whole != one.content_hash
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "problem,answer", r"can't read \.csv; expected \.json, \.jsonl, \.parquet"),
+        ("a.json", "[]", "no usable row among 0; expected rows"),
+        ("a.jsonl", "", "no usable row among 0"),
+        ("a.jsonl", '{"question": "p", "solution": "1"}', "1 × no problem.*the first row has question, solution"),
+    ],
+)
+def test_unusable_file(tmp_path, name, text, message):
+    with pytest.raises(BadInput, match=message):
+        read_problems(write(tmp_path / name, text))
+
+
+def test_missing_file_folder_and_scheme(tmp_path):
+    with pytest.raises(BadInput, match="no such file or folder"):
+        read_problems(str(tmp_path / "absent.json"))
+    with pytest.raises(BadInput, match="the folder holds no"):
+        read_problems(str(tmp_path))
+    with pytest.raises(BadInput, match="only local files"):
+        read_problems("s3://bucket/problems.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "skipped", "first"),
+    [
+        ("math_train.json", 7470, {"no answer": 4}, "0"),  # two are null, two are empty
+        ("amc.json", 83, {}, "142.0"),
+        ("aime24.json", 30, {}, "204"),
+        ("math500.json", 500, {}, r"\left( 3, \frac{\pi}{2} \right)"),
+        ("deepscaler_aime_1983_2023.json", 975, {}, "60"),
+    ],
+)
+def test_real_problem_sets(name, rows, skipped, first):
+    folder = os.environ.get("METRONOME_REAL_DATA")
+    if not folder:
+        pytest.skip("METRONOME_REAL_DATA is unset: the real problem sets are not part of the project")
+    problems = read_problems(os.path.join(folder, name))
+    assert len(problems.rows) == rows
+    assert problems.skipped == skipped
+    assert problems.rows[0].answer == first

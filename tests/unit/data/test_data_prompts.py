@@ -1,0 +1,80 @@
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from engine.data.problems import Problems, Row
+from engine.data.prompts import encode, prompt_id
+from engine.errors import BadInput
+
+CHARACTERS = "0123456789+= {}abcdefghijklmnopqrstuvwxyz<>/\n"
+
+
+@pytest.fixture
+def tokenizer():
+    vocabulary = {"<bos>": 0, **{character: i + 1 for i, character in enumerate(CHARACTERS)}}
+    model = Tokenizer(WordLevel(vocabulary, unk_token="a"))
+    model.pre_tokenizer = Split("", "isolated")
+    # Like many models' tokenizers it would put <bos> in front of everything if asked for special tokens.
+    model.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<bos>")
+
+
+def problems(*rows: tuple[str, str], skipped=None) -> Problems:
+    made = [Row(*row, {"problem": row[0], "answer": row[1], "n": index}) for index, row in enumerate(rows)]
+    return Problems(tuple(made), skipped or {}, "set.json", "hash")
+
+
+def spelled(text: str) -> tuple[int, ...]:
+    return tuple(CHARACTERS.index(character) + 1 for character in text)
+
+
+def test_text_template_adds_nothing(tokenizer):
+    prompt = encode(problems(("1+1=", "2")), tokenizer, "{problem}", 64).prompts[0]
+    assert prompt.token_ids == spelled("1+1=")
+    assert prompt.id == prompt_id("1+1=", "2")
+    assert (prompt.problem, prompt.answer, prompt.columns["n"]) == ("1+1=", "2", 0)
+
+
+def test_template_may_hold_other_braces(tokenizer):
+    encoded = encode(problems(("{1}", "2")), tokenizer, "{x} {problem}\n{problem}", 64)
+    assert encoded.prompts[0].token_ids == spelled("{x} {1}\n{1}")
+
+
+def test_chat_template(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    encoded = encode(problems(("1+1=", "2")), tokenizer, "chat", 64)
+    assert encoded.prompts[0].token_ids == spelled("<user>1+1=</user><assistant>")
+    direct = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+1="}], add_generation_prompt=True, return_dict=False
+    )
+    assert encoded.prompts[0].token_ids == tuple(direct)
+
+
+def test_chat_without_a_chat_template(tokenizer):
+    with pytest.raises(BadInput, match="no chat template"):
+        encode(problems(("1+1=", "2")), tokenizer, "chat", 64)
+
+
+def test_over_long_and_duplicates_are_counted_and_order_is_kept(tokenizer):
+    rows = (("1+1=", "2"), ("12345678", "1"), ("1+2=", "3"), ("1+1=", "2"), ("1+1=", "3"))
+    encoded = encode(problems(*rows, skipped={"no answer": 4}), tokenizer, "{problem}", 8)
+    assert [(p.problem, p.answer, p.columns["n"]) for p in encoded.prompts] == [
+        ("1+1=", "2", 0), ("1+2=", "3", 2), ("1+1=", "3", 4),
+    ]  # fmt: skip
+    assert encoded.skipped == {"no answer": 4, "over-long": 1, "duplicate": 1}
+
+
+def test_no_prompt_left(tokenizer):
+    with pytest.raises(BadInput, match=r"set\.json: no prompt is left of 2 rows \(2 × over-long\).*max_context is 4"):
+        encode(problems(("1+1=", "2"), ("2+2=", "4")), tokenizer, "{problem}", 4)
+
+
+def test_id_is_a_fixed_function_of_problem_and_answer():
+    assert prompt_id("1+1=", "2") == "2ed01ccb4f3b18c1"
+    assert prompt_id("1+1=", "2") != prompt_id("1+1", "=2")

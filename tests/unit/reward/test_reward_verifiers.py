@@ -1,0 +1,133 @@
+import json
+import os
+import time
+
+import pytest
+
+from engine.reward.verifiers import exact, last_boxed, math
+from engine.types import Prompt, Response
+
+
+def prompt(answer: str) -> Prompt:
+    return Prompt("id", "problem", answer, ())
+
+
+def response(text: str) -> Response:
+    return Response((), (), (), (), "stop", text, 0, "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "value"),
+    [
+        ("579", "5+9+0=41;2+7+1=01;#579", 1.0),
+        ("579", "5+9+0=41;#579\n", 1.0),
+        ("579", "#578 no, #579", 1.0),
+        ("579", "work\n#### 579", 1.0),
+        (" 579 ", "579", 1.0),
+        ("579", "so it is\n 579 \n\n", 1.0),
+        ("579", "#975", 0.0),
+        ("579", "#0579", 0.0),
+        ("579", "579#", 0.0),
+        ("579", "579\nor 580", 0.0),
+        ("579", "", 0.0),
+        ("579", "#", 0.0),
+    ],
+)
+def test_exact(answer, text, value):
+    assert exact(prompt(answer), response(text)).value == value
+
+
+SPELLINGS = [
+    ("142.0", r"so \boxed{142}"),
+    ("142.0", "The answer is 142."),
+    ("142", r"\boxed{142.0}"),
+    ("025", r"\boxed{25}"),
+    ("25", "The final answer is $25$."),
+    (r"\frac{14}{3}", r"\boxed{14/3}"),
+    (r"$\frac{14}{3}$", r"\boxed{\dfrac{14}{3}}"),
+    (r"\frac{14}{3}", r"\boxed{4\frac{2}{3}}"),
+    ("0.5", r"\boxed{\frac12}"),
+    (r"\boxed{60}", "Therefore the answer is 60"),
+    (r"\(7\)", r"\boxed{$7$}"),
+    (r"90^\circ", r"\boxed{90}"),
+    (r"\$42409", r"\boxed{42409}"),
+    ("1,234", r"\boxed{1234}"),
+    ("p - q", r"\boxed{-q + p}"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}"),
+    ("[0,3)", r"$\boxed{[0, 3)}$"),
+    (r"3\sqrt{13}", r"\boxed{\sqrt{117}}"),
+    (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}"),
+    (r"k = \frac{-33}{2}", r"\boxed{-16.5}"),
+    ("5", r"First \boxed{4}, but on second thought \boxed{5}."),
+    ("5", r"\boxed{5} and then an unfinished \boxed{4"),
+    ("5", r"\boxed{\boxed{5}}"),
+]
+
+
+@pytest.mark.parametrize(("answer", "text"), SPELLINGS)
+def test_math_accepts_spellings(answer, text):
+    assert math(prompt(answer), response(text)).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("142.0", r"\boxed{143}"),
+        ("142.0", r"\boxed{14.2}"),
+        ("25", r"\boxed{25}, no: \boxed{26}"),
+        ("25", r"25 is it: \boxed{}"),
+        ("25", r"\boxed{24, 25}"),
+        ("25", r"\boxed{24 \text{ or } 25}"),
+        ("25", r"\boxed{-25}"),
+        (r"\frac{14}{3}", r"\boxed{\frac{3}{14}}"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(\frac{\pi}{2}, 3)}"),
+        ("[0,3)", r"\boxed{(0,3]}"),
+        ("p - q", r"\boxed{q - p}"),
+        (r"3\sqrt{13}", r"\boxed{13\sqrt{3}}"),
+        (r"\text{Evelyn}", r"\boxed{\text{Carla}}"),
+        ("7", "I don't know."),
+        ("7", ""),
+        ("7", "\\boxed{"),
+    ],
+)
+def test_math_rejects_other_answers(answer, text):
+    assert math(prompt(answer), response(text)).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1}", "1"),
+        (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"{ \boxed {1}", "1"),
+        (r"\boxed{1} \boxed{2", "1"),
+        (r"\boxed 1", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text, content):
+    assert last_boxed(text) == content
+
+
+GARBAGE = ["\\boxed{" * 20_000, "{" * 100_000, "1 " * 50_000, "$" * 50_000, "answer is " * 10_000, "\\frac{" * 2_000]
+
+
+@pytest.mark.parametrize("text", [*GARBAGE, "\x00\ud83d"])
+def test_math_is_quick_on_long_garbage(text):
+    start = time.monotonic()
+    assert math(prompt("7"), response(text)).value == 0.0
+    assert time.monotonic() - start < 5  # seconds; unbounded, math-verify takes half a minute for some of these
+
+
+@pytest.mark.parametrize("name", ["aime24", "amc", "math500", "deepscaler_aime_1983_2023"])
+def test_math_on_real_answers(name):
+    folder = os.environ.get("METRONOME_REAL_DATA")
+    if not folder:
+        pytest.skip("METRONOME_REAL_DATA is unset: the real problem sets are not part of the project")
+    with open(os.path.join(folder, f"{name}.json")) as file:
+        answers = [str(row["answer"]) for row in json.load(file)][:120]
+    right = [math(prompt(answer), response(f"so it is $\\boxed{{ {answer} }}$.")).value for answer in answers]
+    wrong = [math(prompt(answer), response(f"so it is $\\boxed{{ {answer} + 1 }}$.")).value for answer in answers]
+    assert right == [1.0] * len(answers)
+    assert sum(wrong) == 0
