@@ -1,4 +1,4 @@
-"""Writes the quickstart's problem sets, byte for byte the same each time: `python data/generate_addition.py [FOLDER]`."""
+"""Writes the quickstart's problem sets, the same bytes each time: `python data/generate_addition.py [FOLDER]`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.base_model.addition import worked
 
-SEED = 20_25
+SEED = 2025
 TRAIN_ROWS = 4_500
 HELDOUT_ROWS = 512
 

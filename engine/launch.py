@@ -30,6 +30,7 @@ from engine.rollout.service import rollout_service
 from engine.rollout.tokens import Tokens
 from engine.run_folder import RunFolder
 from engine.trace import Trace
+from engine.trainer.record import Replay
 from engine.types import Prompt
 
 STOP_S = 60.0
@@ -63,6 +64,7 @@ class _Launcher:
         """Bring everything up, wait for the trainer's end, bring everything down."""
         self._stop_on_signals()
         if self.replay is not None:
+            Replay(self.replay, self.config.train.prompts_per_step)  # a file that is no record is refused before anything starts
             await self._train(Conductor(self.config, self.folder, None, None, None, self.trace), None)
             return
         model = Path(self.config.model.path)
@@ -152,8 +154,8 @@ def main() -> int:
     except MetronomeError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-    except asyncio.CancelledError:
-        print("error: ended by a signal", file=sys.stderr)
+    except asyncio.CancelledError as ended:
+        print(f"error: {' '.join(map(str, ended.args)) or 'cancelled'}", file=sys.stderr)
         return 1
     return 0
 

@@ -7,6 +7,7 @@ group when the pipe closes. That works through `kill -9`, through intermediate p
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import os
@@ -25,6 +26,9 @@ from engine.errors import ProcessDied
 LIFELINE = "METRONOME_LIFELINE"
 """Environment variable with the path of the parent's pipe."""
 
+SHARED_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where the pipe, and the weights on their way to the instances, lie; None: the system's temporary folder."""
+
 _held: tuple[int, str] | None = None
 _lock = threading.Lock()
 
@@ -34,10 +38,11 @@ def hold_lifeline() -> str:
     global _held
     with _lock:
         if _held is None:
-            folder = tempfile.mkdtemp(prefix="metronome-")
+            folder = tempfile.mkdtemp(prefix="metronome-", dir=SHARED_MEMORY)
             path = os.path.join(folder, "lifeline")
             os.mkfifo(path, 0o600)
             _held = (os.open(path, os.O_RDWR), path)
+            atexit.register(drop_lifeline)
         return _held[1]
 
 

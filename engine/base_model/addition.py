@@ -1,9 +1,11 @@
-"""Three-digit additions with a worked line per column: the quickstart's problems, small enough to be learned in a minute."""
+"""Three-digit additions worked column by column: the quickstart's problems, small enough to be learned in a minute."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from pathlib import Path
 
 from engine.errors import BadInput
 
@@ -23,24 +25,24 @@ def column_sums(first: int, second: int) -> list[int]:
 
 
 def worked(first: int, second: int, slip: tuple[int, int] | None = None) -> str:
-    """The addition worked column by column: 315 + 849 gives "5+9+0=41;1+4+1=60;3+8+0=11#1164".
+    """The addition worked column by column: 315 + 849 gives "59041;14160;38011#1164".
 
-    Each column reads digit + digit + carry = result digit, then the carry to the next column; the result follows "#".
-    `slip` = (column, sum) puts a wrong sum (0 … 19) into one column; what follows is consistent with it, so that
-    nothing but the arithmetic is wrong.
+    Five digits a column: the two digits and the carry into it, then the result digit and the carry out of it; the
+    result follows "#". Spelled "5+9+0=41" it takes half as long again to learn. `slip` = (column, sum) puts a wrong
+    sum (0 … 19) into one column; what follows is consistent with it, so that nothing but the arithmetic is wrong.
     """
     lines: list[str] = []
     result, carry = 0, 0
     for column in range(COLUMNS):
         left, right = _digit(first, column), _digit(second, column)
         total = slip[1] if slip is not None and slip[0] == column else left + right + carry
-        lines.append(f"{left}+{right}+{carry}={total % 10}{total // 10}")
+        lines.append(f"{left}{right}{carry}{total % 10}{total // 10}")
         result, carry = result + total % 10 * 10**column, total // 10
     return f"{';'.join(lines)}#{result + carry * 10**COLUMNS}"
 
 
 def wrongly_worked(problem: str, draw: random.Random) -> str:
-    """A worked solution of `problem` ("315+849=") with the sum of one random column wrong; raises BadInput on another form."""
+    """A worked solution of `problem` with the sum of one random column wrong; raises BadInput as `summands` does."""
     first, second = summands(problem)
     column = draw.randrange(COLUMNS)
     right = column_sums(first, second)[column]
@@ -54,6 +56,36 @@ def summands(problem: str) -> tuple[int, int]:
         raise BadInput(f"problem {problem!r}: the quickstart model is warmed up on additions like '315+849=' only; "
                        "set model.path to a Hugging Face folder to train on other problems")
     return int(match[1]), int(match[2])
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows (problem, answer, solution) of a JSON Lines file of additions; raises BadInput naming the line at fault."""
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file; the quickstart model is warmed up on data/addition_train.jsonl")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if not lines:
+        raise BadInput(f"{path}: empty; expected one addition a line")
+    return [_row(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def lessons(rows: list[dict[str, str]], wrong_share: float, seed: int) -> list[tuple[str, str]]:
+    """(problem, solution) of each row, `wrong_share` of them with a wrong sum in one column, worked on consistently."""
+    draw = random.Random(seed)
+    return [
+        (row["problem"], wrongly_worked(row["problem"], draw) if draw.random() < wrong_share else row["solution"])
+        for row in rows
+    ]
+
+
+def _row(line: str, where: str) -> dict[str, str]:
+    try:
+        row = json.loads(line)
+        summands(row["problem"])
+        return {name: row[name] for name in ("problem", "answer", "solution")}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise BadInput(f"{where}: {error!r}; expected a JSON object with problem, answer and solution") from None
+    except BadInput as error:
+        raise BadInput(f"{where}: {error}") from None
 
 
 def _digit(number: int, column: int) -> int:

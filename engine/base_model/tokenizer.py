@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
@@ -10,7 +10,7 @@ END = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PAD = "<|pad|>"
-SPECIAL = (END, TURN_START, TURN_END, PAD)
+SPECIAL_TOKENS = (END, TURN_START, TURN_END, PAD)
 """Special tokens, ids 256 … 259."""
 
 CHAT_TEMPLATE = """\
@@ -31,6 +31,7 @@ def build(max_length: int) -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END,
@@ -44,7 +45,7 @@ def build(max_length: int) -> PreTrainedTokenizerFast:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """The printable stand-in that the byte-level pre-tokenizer uses for each byte (GPT-2's table), with the byte as id."""
+    """The printable stand-in of each byte in the byte-level pre-tokenizer (GPT-2's table), with the byte as its id."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     standins = {chr(byte): byte for byte in printable}

@@ -7,6 +7,7 @@ Slots into Megatron's layer specification in place of its DotProductAttention. T
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from engine.model.layout import Layout, Segment
 
-MASK_LIMIT = 1024
-"""Up to this many tokens one call with an S×S mask is cheaper than a call per response (measured on CPU)."""
+CALL_COST = 8000
+"""Entries of the S×S mask whose computation costs as much as one more call of the kernel (measured on CPU)."""
 
 
 @dataclass
@@ -53,13 +54,19 @@ class SegmentAttention(torch.nn.Module):
         layout = packed_seq_params.layout
         assert layout is not None, "SegmentAttention needs a layout: pass packed_seq_params=params(layout)"
         q, k, v = (x.squeeze(1).transpose(0, 1) for x in (query, key, value))
-        out = masked(q, k, v, layout, self.scale) if layout.size <= MASK_LIMIT else by_segment(q, k, v, layout, self.scale)
+        attend = by_segment if layout.size**2 > CALL_COST * _calls(layout) else masked
+        out = attend(q, k, v, layout, self.scale)
         return out.transpose(0, 1).reshape(query.shape[0], 1, -1)
+
+
+def _calls(layout: Layout) -> int:
+    """Kernel calls of `by_segment`."""
+    return sum(1 + len(set(segment.responses)) for segment in layout.segments)
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
     """The reference: one call with the layout's mask. q [heads, S, d], k and v [key-value heads, S, d] → [heads, S, d]."""
-    return _sdpa(q, k, v, layout.mask, scale)
+    return _sdpa(q[None], k[None], v[None], layout.mask, scale)[0]
 
 
 def by_segment(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
@@ -69,22 +76,26 @@ def by_segment(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | N
 
 
 def _segment(q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float | None) -> list[Tensor]:
-    at, end = segment.start, segment.start + segment.prompt
-    prompt_k, prompt_v = k[:, at:end], v[:, at:end]
-    parts = [_sdpa(q[:, at:end], prompt_k, prompt_v, None, scale)]
-    for length in segment.responses:
-        at, end = end, end + length
-        keys = torch.cat([prompt_k, k[:, at:end]], dim=1)
-        values = torch.cat([prompt_v, v[:, at:end]], dim=1)
+    """Outputs of a segment's parts in their order; responses of one length are one batch, so nothing is padded."""
+    end = segment.start + segment.prompt
+    prompt = slice(segment.start, end)
+    starts = list(accumulate(segment.responses, initial=end))[:-1]
+    parts: dict[int, Tensor] = {}
+    for length in set(segment.responses):
+        members = [number for number, other in enumerate(segment.responses) if other == length]
+        queries, keys, values = (torch.stack([x[:, starts[m] : starts[m] + length] for m in members]) for x in (q, k, v))
+        keys, values = (
+            torch.cat([x[:, prompt].expand(len(members), -1, -1, -1), own], dim=2) for x, own in ((k, keys), (v, values))
+        )
         mask = torch.ones(length, segment.prompt + length, dtype=torch.bool).tril(diagonal=segment.prompt)
-        parts.append(_sdpa(q[:, at:end], keys, values, mask, scale))
-    return parts
+        parts.update(zip(members, _sdpa(queries, keys, values, mask, scale), strict=True))
+    first = _sdpa(q[None, :, prompt], k[None, :, prompt], v[None, :, prompt], None, scale)[0]
+    return [first, *(parts[number] for number in range(len(segment.responses)))]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Causal attention (or under a mask) of [heads, s, d] with grouped key-value heads."""
-    grouped = q.shape[0] != k.shape[0]
-    out = F.scaled_dot_product_attention(
-        q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    """Causal attention (or under a mask) of [n, heads, s, d], with fewer key-value heads where grouped."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-    return out[0]

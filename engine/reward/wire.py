@@ -21,13 +21,13 @@ LENGTH = struct.Struct(">I")
 
 def pack(message: object) -> bytes:
     """One frame."""
-    body = msgpack.packb(message)
+    body = msgpack.packb(message, unicode_errors="surrogatepass")  # a response may end in half a character
     return LENGTH.pack(len(body)) + body
 
 
 def unpack(body: bytes) -> Any:  # noqa: ANN401
     """The message of a frame, without its head."""
-    return msgpack.unpackb(body)
+    return msgpack.unpackb(body, unicode_errors="surrogatepass")
 
 
 def call(prompt: Prompt, responses: Sequence[Response], text_only: bool) -> dict[str, Any]:

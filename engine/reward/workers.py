@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from engine.errors import BadInput, DeadlineError, RewardError
+from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
 from engine.process import Child, python
 from engine.reward import wire
 from engine.reward.resolve import BUILT_IN
@@ -51,7 +51,7 @@ class VerifierPool:
         """
         try:
             for worker in self._workers:
-                await worker.launch()
+                worker.launch()
             for worker in self._workers:
                 await worker.ready()
                 self._idle.put_nowait(worker)
@@ -75,7 +75,7 @@ class VerifierPool:
         return [score for response in responses for score in await self._score(prompt, [response])]
 
     def close(self) -> None:
-        """Kill all workers and what they started. Calls under way raise RewardError."""
+        """Kill all workers and what they started, at once. Calls under way and later ones raise ProcessDied."""
         for worker in self._workers:
             worker.close()
 
@@ -121,14 +121,15 @@ class _Worker:
         self._start_timeout_s = start_timeout_s
         self._log = log
         self._closed = False
+        self._writer: asyncio.StreamWriter | None = None
 
-    async def launch(self) -> None:
-        """Start the process and connect to it; `ready` waits until it can be asked."""
+    def launch(self) -> None:
+        """Start the process; `ready` waits until it can be asked. No await, so no `close` can come between."""
         ours, theirs = socket.socketpair()
         with theirs:
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
             self._spawn(theirs.fileno())
-        self._loading = asyncio.create_task(self._load())
+        self._writer = None
+        self._loading = asyncio.create_task(self._load(ours))
         # The error is raised by `ready`; when nobody asks any more, asyncio need not complain that it was not.
         self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
@@ -138,21 +139,21 @@ class _Worker:
 
     async def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         """Send a call, wait for its answer. Raises TimeoutError after `timeout_s`, RewardError if the process ends."""
+        self._check_open()
         await self.ready()
         answer = None
         try:
             async with asyncio.timeout(timeout_s):
-                self._writer.write(request)
-                await self._writer.drain()
-                answer = await self._receive()
+                answer = await self._exchange(request)
             return answer
         except (asyncio.IncompleteReadError, ConnectionError):
+            self._check_open()
             raise RewardError(f"its process {self._how_it_ended()}") from None
         finally:
             if answer is None and not self._closed:
                 # Timed out, died or cancelled: what this process says next would be taken for another call's answer.
                 self._kill()
-                await self.launch()
+                self.launch()
 
     def close(self) -> None:
         """Kill the process and start no other."""
@@ -167,7 +168,8 @@ class _Worker:
         finally:
             os.close(pipe)
 
-    async def _load(self) -> None:
+    async def _load(self, connection: socket.socket) -> None:
+        self._reader, self._writer = await asyncio.open_connection(sock=connection)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 hello = await self._receive()
@@ -175,11 +177,18 @@ class _Worker:
             raise DeadlineError(f'{self._name}: reward.function = "{self._spec}" was not loaded within '
                                 f"{self._start_timeout_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError):
+            self._check_open()
             how = self._how_it_ended()
             raise BadInput(f'reward.function = "{self._spec}": while loading it, its process {how}') from None
         if "bad_input" in hello:
             raise BadInput(hello["bad_input"])
         self.per_response = hello["per_response"]
+
+    async def _exchange(self, request: bytes) -> dict[str, Any]:
+        assert self._writer is not None, "`ready` comes first"
+        self._writer.write(request)
+        await self._writer.drain()
+        return await self._receive()
 
     async def _receive(self) -> dict[str, Any]:
         head = await self._reader.readexactly(wire.LENGTH.size)
@@ -189,15 +198,18 @@ class _Worker:
     def _kill(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            self._loading.cancel()
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.close()
             os.close(self._lifeline)
             child.stop(grace_s=0.0)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ProcessDied(f"{self._name} was closed, with its pool, while a response was to be scored")
+
     def _how_it_ended(self) -> str:
         """For messages; the connection is closed already, so the exit status is there within moments."""
-        if self._child is None:
-            return "was closed"
+        assert self._child is not None, "only `ask` and `_load` ask, while there is a process"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.process.wait(1.0)
         return self._child.how_it_ended()

@@ -38,7 +38,8 @@ def main() -> int:
     try:
         elastic_launch(launch, sys.executable)("-u", "-m", "engine.trainer.rank", *rest)
     except ChildFailedError as error:
-        print(error, file=sys.stderr)
+        rank, failure = error.get_first_failure()
+        print(f"trainer rank {rank}: {failure.message}", file=sys.stderr)
         return 1
     return 0
 

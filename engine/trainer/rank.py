@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.config import Config
 from engine.errors import MetronomeError
@@ -24,6 +25,7 @@ from engine.trainer.source import Live, Recorded, Recording, Rollouts
 from engine.weights.transport import FileTransport, Publisher
 
 
+@record  # leaves the traceback of an unexpected error for the agent, whose message reaches the launcher
 def main() -> int:
     """Set the rank up, train, export; an error of ours is told to the launcher before exiting with 1."""
     watch_lifeline()
@@ -96,7 +98,7 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
 
 def _rollouts(config: Config, arguments: argparse.Namespace, control: ControlClient, start: int) -> Rollouts:
     if arguments.replay is not None:
-        return Recorded(arguments.replay)
+        return Recorded(arguments.replay, config.train.prompts_per_step)
     live = Live(control, Publisher(control, FileTransport(arguments.weights)))
     return Recording(live, arguments.folder / "record.msgpack", start) if config.train.record else live
 

@@ -13,7 +13,7 @@ from engine.types import Group
 
 
 class Recorder:
-    """Appends each trained group to `record.msgpack`. Micro-batches are a function of the group, so they need no record."""
+    """Appends each trained group to `record.msgpack`; micro-batches are a function of the group and need no record."""
 
     def __init__(self, path: Path, start: int) -> None:
         """On resume, groups of steps from `start` on are cut off: those steps are redone."""
@@ -52,13 +52,19 @@ def read(path: Path) -> Iterator[Group]:
 class Replay:
     """Stands in for the queue: yields the recorded groups of each step, synchronously."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, expected: int) -> None:
+        """`expected` groups make a step; one that was cut off can't be replayed."""
+        self._expected = expected
         self._steps: dict[int, list[Group]] = {}
         for group in read(path):
             self._steps.setdefault(group.step, []).append(group)
 
     def groups(self, step: int) -> Iterator[Group]:
-        """The groups of a step in their recorded order. Raises BadInput for a step that was not recorded."""
-        if step not in self._steps:
-            raise BadInput(f"--replay: step {step} was not recorded; train.steps may be at most {max(self._steps) + 1}")
-        yield from self._steps[step]
+        """The groups of a step in their recorded order. Raises BadInput unless all of them were recorded."""
+        found = self._steps.get(step, [])
+        if len(found) != self._expected:
+            raise BadInput(
+                f"--replay: the record holds {len(found)} groups of step {step}, train.prompts_per_step is "
+                f"{self._expected}; replay with the recorded run's own config.toml and no more steps than it trained"
+            )
+        yield from found

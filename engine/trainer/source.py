@@ -66,8 +66,8 @@ class Recording:
 class Recorded:
     """A record in place of rollouts: nothing to publish, nothing to start."""
 
-    def __init__(self, path: Path) -> None:
-        self._replay = Replay(path)
+    def __init__(self, path: Path, expected: int) -> None:
+        self._replay = Replay(path, expected)
 
     def publish(self, models: TriModel, version: int) -> float:
         """No instances: no time."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # torch reads its environment when it is imported, so main() 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Exit code 0 then, 2 on bad input, 1 on failure."""
     options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the event loop takes over, while the model loads
     watch_lifeline()
     try:
         _check(options)
@@ -49,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-context", type=int, default=2048, help="prompt and response tokens together")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.add_argument("--cores", type=_cores, default=[], help="comma-separated CPU cores to stay on")
-    parser.add_argument("--deterministic", action="store_true", help="a response depends on prompt, seed and weights only")
+    parser.add_argument("--deterministic", action="store_true",
+                        help="a response depends on prompt, seed and weights only")
     return parser
 
 
@@ -69,6 +71,8 @@ def _check(options: argparse.Namespace) -> None:
     for key, least in (("slots", 1), ("threads", 1), ("max_context", 2), ("port", 0)):
         if getattr(options, key) < least:
             raise BadInput(f"--{key.replace('_', '-')} {getattr(options, key)}: must be at least {least}")
+    if options.port_file is not None and not options.port_file.parent.is_dir():
+        raise BadInput(f"--port-file {options.port_file}: there is no folder {options.port_file.parent}")
     missing = set(options.cores) - os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if missing:
         raise BadInput(f"--cores: this process may not use {sorted(missing)}, only {sorted(os.sched_getaffinity(0))}")
@@ -99,11 +103,13 @@ async def _serve(options: argparse.Namespace) -> None:
 def _engine(options: argparse.Namespace) -> Engine:
     """The engine with its model loaded and one response sampled, so that no request pays for first-time set-up."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     from engine.rollout.server.engine import Engine, Request
     from engine.rollout.server.model import RolloutModel
     from engine.rollout.server.sampling import Sampling
 
+    disable_progress_bar()
     torch.set_num_threads(options.threads)
     torch.set_num_interop_threads(1)
     torch.set_grad_enabled(False)
@@ -125,7 +131,10 @@ async def _listening(app: web.Application, host: str, port: int) -> AsyncIterato
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            raise BadInput(f"--host {host} --port {port}: {error.strerror}") from None
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

@@ -51,7 +51,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A computed prompt: keys and values [layers, kv heads, length, dim], logits [vocabulary] of its first response token."""
+    """A computed prompt: keys and values [layers, kv heads, length, dim], logits [vocabulary] of what follows it."""
 
     keys: Tensor
     values: Tensor

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.errors import MetronomeError
+from engine.errors import BadInput, MetronomeError
 from engine.rollout.server.cache import BLOCK, KeyValueCache, PromptCache
 from engine.rollout.server.model import RolloutModel
 from engine.rollout.server.sampling import Sampling, sample
@@ -21,6 +21,10 @@ from engine.rollout.server.weights import load_weights
 
 PROMPTS_KEPT = 8
 """Computed prompts kept, in full slots: enough for the groups that are being admitted, little beside the slots."""
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+""""error": the logits were not finite."""
 
 
 class Conflict(MetronomeError):
@@ -33,8 +37,7 @@ class Result:
 
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: Literal["stop", "length", "abort", "error"]
-    """"error": the logits were not finite."""
+    finish_reason: FinishReason
     version: int
 
 
@@ -50,7 +53,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     uniforms: list[float] = field(default_factory=list)
 
-    def add(self, token: int, logprob: float) -> str | None:
+    def add(self, token: int, logprob: float) -> FinishReason | None:
         """Append a sampled token; the finish reason if it ends the response."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
@@ -65,10 +68,12 @@ class Engine:
     """The state of a rollout instance: slots, queue, pause, weight version. Slot i holds `running[i]`."""
 
     def __init__(self, model: RolloutModel, slots: int, max_context: int, deterministic: bool = False) -> None:
-        """With `deterministic`, every step decodes all slots at full length, so that shapes never depend on the load."""
+        """With `deterministic`, every step decodes all slots at full length, so that no shape depends on the load."""
         self.model, self.slots, self.max_context, self.deterministic = model, slots, max_context, deterministic
         capacity = max_context if deterministic else min(4 * BLOCK, max_context)
-        self.cache = KeyValueCache(len(model.layers), slots, model.kv_heads, model.head_dim, capacity)
+        # kernels divide rows between threads: odd numbers of rows gave a row other bits in another slot
+        self.rows = -(-slots // BLOCK) * BLOCK if deterministic else slots
+        self.cache = KeyValueCache(len(model.layers), self.rows, model.kv_heads, model.head_dim, capacity)
         self.prompts = PromptCache(model.prefill, PROMPTS_KEPT * max_context)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -99,9 +104,8 @@ class Engine:
 
     def step(self) -> None:
         """Sample the next token of every running response and the first of those that get a free slot now."""
-        started = len(self.running)
-        first = [] if self.paused else self._admit()
-        decoded = [self._decode(started)] if started else []
+        decoded = [self._decode()] if self.running else []
+        first = [] if self.paused else self._admit()  # after decoding, which writes to unused slots too
         logits = torch.cat([*decoded, *first]) if first else decoded[0]
         uniforms = [request.uniforms[len(request.token_ids)] for request in self.running]
         tokens, logprobs = sample(logits, [request.sampling for request in self.running], uniforms)
@@ -120,15 +124,14 @@ class Engine:
             logits.append(prefill.logits[None])
         return logits
 
-    def _decode(self, count: int) -> Tensor:
-        """Logits [count, vocabulary] after the last token of the first `count` slots."""
-        rows = self.running[:count]
-        tokens = [request.token_ids[-1] for request in rows]
-        positions = [len(request.prompt) + len(request.token_ids) - 1 for request in rows]
+    def _decode(self) -> Tensor:
+        """Logits [running, vocabulary] after the last token of each response."""
+        tokens = [request.token_ids[-1] for request in self.running]
+        positions = [len(request.prompt) + len(request.token_ids) - 1 for request in self.running]
         if self.deterministic:
             # unused slots take part, at a position that the next prompt overwrites
-            spare = [0] * (self.slots - count)
-            return self._forward(tokens + spare, positions + spare, self.max_context)[:count]
+            spare = [0] * (self.rows - len(tokens))
+            return self._forward(tokens + spare, positions + spare, self.max_context)[:len(tokens)]
         length = min(-(-(max(positions) + 1) // BLOCK) * BLOCK, self.max_context)
         self.cache.reserve(length, self.max_context)
         return self._forward(tokens, positions, length)
@@ -139,12 +142,12 @@ class Engine:
     def _record(self, tokens: list[int], logprobs: list[float]) -> None:
         reasons = [request.add(token, logprob)
                    for request, token, logprob in zip(self.running, tokens, logprobs, strict=True)]
-        for slot in reversed(range(len(reasons))):  # from the end: _free moves the last response down
-            if reasons[slot] is not None:
-                self._end(self.running[slot], reasons[slot])
+        for slot, reason in reversed(list(enumerate(reasons))):  # from the end: _free moves the last response down
+            if reason is not None:
+                self._end(self.running[slot], reason)
                 self._free(slot)
 
-    def _end(self, request: Request, reason: str) -> None:
+    def _end(self, request: Request, reason: FinishReason) -> None:
         request.reply(Result(request.token_ids, request.logprobs, reason, self.version))
 
     def _free(self, slot: int) -> None:
@@ -183,17 +186,17 @@ class Engine:
         if self._on_idle:
             raise Conflict(f"{len(self.running)} responses are still draining; resume when /pause has answered")
         if self.updating or self._unversioned:
-            raise Conflict("a weight update is not finished; send /finish_weight_update, or after a failed one start again")
+            raise Conflict("a weight update is unfinished; send /finish_weight_update, or, if it failed, start again")
         self.paused = False
 
     def start_update(self) -> None:
         """Begin a weight update, or begin it again. Conflict unless paused and drained."""
         if not self.paused or self.running:
-            raise Conflict(f"{len(self.running)} responses running, paused: {self.paused}; send /pause and await its answer")
+            raise Conflict(f"{len(self.running)} running, paused: {self.paused}; await /pause first")
         self.updating = True
 
     def update(self, path: str) -> None:
-        """Load new weights in place. Conflict before start_update; BadInput for a bad file, which also ends the update."""
+        """Load new weights in place. Conflict before start_update; BadInput for a bad file, which ends the update."""
         if not self.updating:
             raise Conflict("no weight update was started; send /start_weight_update first")
         try:

@@ -1,7 +1,7 @@
-"""A Llama-shaped Hugging Face model as a rollout instance runs it: prefill of one prompt, one decode step over many slots.
+"""A Llama-shaped Hugging Face model as a rollout instance runs it: prefill of one prompt, decoding of many slots.
 
-The modules of transformers cost more than the arithmetic of a small model, so the forward is written out here over the same
-parameters. Where parts of a projection are computed as one, the Hugging Face parameters become views of the joint tensor.
+The modules of transformers cost more than the arithmetic of a small model, so the forward is written out here over the
+same parameters. Where several projections are computed as one, their parameters become views of the joint tensor.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,10 +26,10 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class RolloutModel:
-    """Weights (float32) and forward passes of one causal language model on the CPU. Not safe to share between threads."""
+    """Weights (float32) and forward passes of one causal language model on the CPU. Belongs to one thread."""
 
     def __init__(self, folder: str, max_context: int) -> None:
-        """Load a Hugging Face folder; BadInput if it isn't one of SUPPORTED with full attention and static rotary positions."""
+        """Load a Hugging Face folder; BadInput unless SUPPORTED, with full attention and static rotary positions."""
         self.hf = _load(folder)
         config = self.hf.config
         base = self.hf.model
@@ -115,7 +116,7 @@ class Layer:
         self.refresh()
 
     def refresh(self) -> None:
-        """Recompute what is derived from the parameters: the weight [heads + kv heads, dim] of the joint norm of q and k."""
+        """Recompute what is derived from the parameters: the weight [heads + kv heads, dim] of q's and k's norm."""
         if self.norm_qk is not None:
             q, k = self.attention.q_norm.weight, self.attention.k_norm.weight
             self.norm_qk.weight = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
@@ -142,18 +143,31 @@ class Norm:
 
     def __init__(self, norm: nn.Module) -> None:
         self.weight: Tensor = norm.weight
-        self.width = norm.weight.shape
-        self.eps: float = norm.variance_epsilon
+        self.eps = torch.tensor(float(norm.variance_epsilon))
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.width, eps=self.eps) * self.weight
+        """The normalised x, same shape. A few per cent of a step faster than F.rms_norm, which is seven operations."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(self.weight)
 
 
 def _load(folder: str) -> nn.Module:
     if not (Path(folder) / "config.json").is_file():
         raise BadInput(f"--model {folder}: no config.json there; a Hugging Face model folder is needed")
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True)
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise BadInput(f"--model {folder}: {error}") from None
+    if found["missing_keys"]:  # transformers would go on with random ones
+        raise BadInput(f"--model {folder}: its files lack {sorted(found['missing_keys'])[0]}")
+    _check_supported(model, folder)
+    return model.eval().requires_grad_(False)
+
+
+def _check_supported(model: nn.Module, folder: str) -> None:
     kind = model.config.model_type
     if kind not in SUPPORTED:
         raise BadInput(f"--model {folder}: model_type {kind!r}; the embedded engine runs {', '.join(SUPPORTED)}")
@@ -162,7 +176,6 @@ def _load(folder: str) -> nn.Module:
     if model.model.rotary_emb.rope_type not in STATIC_ROPE:
         raise BadInput(f"--model {folder}: rope_type {model.model.rotary_emb.rope_type!r} changes with the length; "
                        f"the embedded engine runs {', '.join(STATIC_ROPE)}")
-    return model.eval().requires_grad_(False)
 
 
 def _stop_ids(model: nn.Module, folder: str) -> frozenset[int]:
@@ -184,7 +197,7 @@ def _rotary_tables(rotary: nn.Module, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of all parts as one projection. The parts keep their parameters, as views: updating them updates it."""
+    """Weight and bias of all parts as one projection. The parts' parameters become views: updating them updates it."""
     biases = [part.bias for part in parts if part.bias is not None]
     return _join([part.weight for part in parts]), _join(biases) if biases else None
 

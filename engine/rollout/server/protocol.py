@@ -14,8 +14,8 @@ from engine.rollout.server.engine import Result
 from engine.rollout.server.sampling import Sampling
 
 SEEDS = range(-(2**63), 2**63)
-COMPLETION_KEYS = frozenset({"prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids", "ignore_eos",
-                             "n", "logprobs", "return_token_ids", "model"})
+COMPLETION_KEYS = frozenset({"prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids",
+                             "ignore_eos", "n", "logprobs", "return_token_ids", "model"})
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Sampling:
 def sample(logits: Tensor, params: list[Sampling], uniforms: list[float]) -> tuple[list[int], list[float]]:
     """Draw one token per row of logits [n, vocabulary] by inverting its cumulative distribution at the row's uniform.
 
-    The log-probabilities are of softmax(logits / temperature), before top-k and top-p; at temperature 0, of softmax(logits).
+    The log-probabilities are of softmax(logits / temperature), before top-k and top-p; of softmax(logits) when greedy.
     Every operation here works row by row, so that a row's result doesn't depend on the others.
     """
     temperature = torch.tensor([p.temperature or 1.0 for p in params])[:, None]
@@ -43,7 +43,7 @@ def sample(logits: Tensor, params: list[Sampling], uniforms: list[float]) -> tup
 
 
 def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index [n, 1] where the cumulated probabilities [n, vocabulary] exceed uniforms [n, 1] times their sum."""
+    """The first index [n, 1] where cumulated probabilities [n, vocabulary] exceed uniforms [n, 1] times their sum."""
     cumulated = probabilities.cumsum(-1)
     total = cumulated[:, -1:]
     # rounding may lift u * total to total, which no entry exceeds; below it, the entry found has a probability above 0
@@ -59,7 +59,7 @@ def _restrict(scaled: Tensor, params: list[Sampling]) -> Tensor:
     vocabulary = scaled.shape[1]
     top_k = torch.tensor([p.top_k or vocabulary for p in params])[:, None]
     top_p = torch.tensor([p.top_p for p in params])[:, None]
-    ordered, order = scaled.sort(-1, descending=True, stable=True)
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     drop = torch.arange(vocabulary) >= top_k
     kept = ordered.masked_fill(drop, float("-inf")).softmax(-1)
     # a token is dropped when those before it hold top_p already; the first never is

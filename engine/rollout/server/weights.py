@@ -14,8 +14,8 @@ from engine.errors import BadInput
 def load_weights(model: nn.Module, path: str) -> None:
     """Copy a file's tensors, under their Hugging Face names, into the model's parameters in place.
 
-    Every parameter must be there exactly once with its shape and dtype, and nothing else; a tied lm_head may be absent or
-    equal to the embedding. Anything else raises BadInput before a single parameter is touched.
+    Every parameter must be there exactly once with its shape and dtype, and nothing else; a tied lm_head may be absent
+    or equal to the embedding. Anything else raises BadInput before a single parameter is touched.
     """
     if not Path(path).is_file():
         raise BadInput(f"update_info.path {path!r}: no such file")

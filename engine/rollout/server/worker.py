@@ -57,7 +57,7 @@ class Worker:
             try:
                 self._resolve(future, function(self._engine))
             except MetronomeError as error:
-                self._loop.call_soon_threadsafe(_settle, future, None, error)
+                self._loop.call_soon_threadsafe(_fail, future, error)
 
         self._calls.put(carry_out)
         return await future
@@ -69,7 +69,7 @@ class Worker:
         await future
 
     def _resolve(self, future: asyncio.Future[T], value: T) -> None:
-        self._loop.call_soon_threadsafe(_settle, future, value, None)
+        self._loop.call_soon_threadsafe(_succeed, future, value)
 
     def _run(self) -> None:
         try:
@@ -91,10 +91,11 @@ class Worker:
         return True
 
 
-def _settle(future: asyncio.Future[T], value: T, error: MetronomeError | None) -> None:
-    if future.done():  # cancelled: the client has gone
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
+def _succeed(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():  # else cancelled: the client has gone
         future.set_result(value)
+
+
+def _fail(future: asyncio.Future[T], error: MetronomeError) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import BadInput, DeadlineError, RewardError
+from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
 from engine.reward.workers import VerifierPool
 from engine.types import Prompt, Response, Score
 
@@ -65,6 +65,11 @@ async def test_user_reward_sees_everything(reward):
         assert await pool.score(PROMPT, [response(), response(seed=1)]) == [Score(1.0), Score(0.0)]
 
 
+async def test_half_a_character_crosses():
+    async with VerifierPool("exact") as pool:
+        assert await pool.score(PROMPT, [response("#\ud83d")]) == [Score(0.0, detail="\ud83d")]
+
+
 async def test_kinds_of_numbers(reward):
     spec = reward("import numpy\nfrom engine.types import Score\n"
                   "def reward(prompt, responses): return (1, True, numpy.float32(0.5), Score(-2.0, detail='why'))")
@@ -114,7 +119,7 @@ async def test_hanging_call_scores_zero_and_the_next_one_works(reward, hang):
     async with VerifierPool(spec, timeout_s=0.3) as pool:
         start = time.monotonic()
         assert [s.status for s in await pool.score(PROMPT, [response("hang"), response()])] == ["timeout"] * 2
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 5.0
         assert await pool.score(PROMPT, [response(), response()]) == [Score(1.0)] * 2
 
 
@@ -131,10 +136,9 @@ async def test_a_hanging_call_does_not_hold_up_the_other_worker(reward):
                   "    time.sleep(60 if responses[0].text == 'hang' else 0)\n    return [1.0]")
     async with VerifierPool(spec, workers=2, timeout_s=2.0) as pool:
         hanging = asyncio.create_task(pool.score(PROMPT, [response("hang")]))
-        start = time.monotonic()
         for _ in range(20):
             assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
-        assert time.monotonic() - start < 1.0
+        assert not hanging.done()
         assert (await hanging)[0].status == "timeout"
 
 
@@ -160,9 +164,9 @@ async def test_wrong_rewards_stop_with_the_reason(reward):
     body = "".join(f"    if responses[0].text == {body!r}:\n        {body}\n" for body in WRONG)
     spec = reward(f"def reward(prompt, responses):\n{body}")
     async with VerifierPool(spec) as pool:
-        for line, message in zip(range(3, 100, 2), WRONG.items(), strict=False):
-            with pytest.raises(RewardError, match=message[1].replace("LINE", f"line {line}")) as raised:
-                await pool.score(PROMPT, [response(message[0]), response()])
+        for index, (body, message) in enumerate(WRONG.items()):
+            with pytest.raises(RewardError, match=message.replace("LINE", f"line {3 + 2 * index}")) as raised:
+                await pool.score(PROMPT, [response(body), response()])
             assert f'reward.function = "{spec}", prompt 0123456789abcdef: ' in str(raised.value)
 
 
@@ -201,7 +205,7 @@ async def test_close_ends_everything_within_a_second(reward, tmp_path):
                   f"    note = pathlib.Path({str(tmp_path)!r}, f'pids-{{os.getpid()}}')\n"
                   "    note.write_text(f'{os.getpid()} {child.pid}')\n"
                   "    while len(responses) > 1: pass\n    return [1.0]")
-    pool = VerifierPool(spec, workers=2)
+    pool = VerifierPool(spec, workers=2, on_error="zero")
     await pool.start()
     hanging = asyncio.create_task(pool.score(PROMPT, [response(), response()]))
     await pool.score(PROMPT, [response()])
@@ -210,8 +214,9 @@ async def test_close_ends_everything_within_a_second(reward, tmp_path):
             await asyncio.sleep(0.02)
     start = time.monotonic()
     pool.close()
-    with pytest.raises(RewardError, match="its process was closed"):
-        await hanging
+    for call in (hanging, pool.score(PROMPT, [response()])):
+        with pytest.raises(ProcessDied, match="verifier . was closed"):
+            await call
     pids = [int(pid) for file in tmp_path.glob("pids-*") for pid in file.read_text().split()]
     for pid in pids:
         until_dead(pid, 1.0)

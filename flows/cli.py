@@ -1,0 +1,186 @@
+"""The `metronome` command line. Exit code 0; 2 on bad input, with one message; 1 on failure; 130 when interrupted."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from engine.config import Config
+from engine.errors import BadInput, MetronomeError
+from engine.process import drop_lifeline, watch_lifeline
+from engine.recipe import load
+from tasks import console
+
+QUICKSTART = "infra/recipes/quickstart.toml"
+
+Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are found by infra/recipes/NAME.toml")]
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key, e.g. rollout.group_size=8")]
+
+app = typer.Typer(
+    help="Post-trains language models by reinforcement learning: overlapped, strictly on-policy.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def run(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
+    """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
+    from tasks.inputs import check_inputs, check_run_folder
+    from tasks.server import local_server
+
+    with _exit_codes():
+        config = load(recipe, overrides)
+        check_run_folder(config)
+        check_inputs(config)
+        with local_server(Path(config.run.output)) as server:
+            from flows.pipeline import pipeline  # seconds, while the server starts
+
+            if server is not None:
+                server.wait()
+            pipeline(recipe, [*overrides, f"run.name={config.run.name}"])
+
+
+@app.command()
+def train(
+    recipe: Recipe = QUICKSTART,
+    overrides: Set = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this run.name")] = False,
+    replay: Annotated[Path | None, typer.Option("--replay", help="train on a record (train.record) again")] = None,
+) -> None:
+    """Train only, without Prefect; tracked in MLflow all the same."""
+    from tasks.inputs import check_inputs, check_run_folder, with_model_folder
+
+    with _exit_codes():
+        config = load(recipe, overrides)
+        check_run_folder(config, resume)
+        if replay is not None and not replay.is_file():
+            raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
+        check_inputs(config)
+        config = with_model_folder(config, lambda line: console.say("base model", line))
+        _train(config, resume, replay)
+
+
+def _train(config: Config, resume: bool, replay: Path | None) -> None:
+    from tasks import summary, tracking
+    from tasks.training import run_training
+
+    line = console.StepLines(config.train.steps)
+
+    def on_step(row: dict) -> None:
+        line(row)
+        tracking.log_step(row)
+
+    with tracking.tracked(config), console.stage("train") as say:
+        run_training(config, resume, replay, on_step)
+        say(f"{config.train.steps} steps")
+    console.table(f"Run {config.run.name}", {**summary.training(config), "MLflow UI": tracking.ui_command(config)})
+
+
+@app.command()
+def evaluate(
+    recipe: Recipe = QUICKSTART,
+    overrides: Set = [],  # noqa: B006
+    model: Annotated[str, typer.Option(help="Hugging Face folder (default: model.path)")] = "",
+    benchmark: Annotated[str, typer.Option(help="problem file (default: evaluate.benchmark or data.heldout)")] = "",
+) -> None:
+    """Accuracy of a model on a benchmark, with its interval; a line in the run folder's evaluations.jsonl."""
+    from tasks.inputs import check_inputs, with_model_folder
+
+    with _exit_codes():
+        given = [f"model.path={model}"] if model else []
+        given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
+        config = load(recipe, [*overrides, *given])
+        check_inputs(config)
+        config = with_model_folder(config, lambda line: console.say("base model", line))
+        _evaluate(config)
+
+
+def _evaluate(config: Config) -> None:
+    from engine import evaluation
+    from engine.run_folder import RunFolder
+    from tasks import summary, tracking
+
+    folder, model = RunFolder(config.folder), Path(config.model.path)
+    if not folder.config.exists():
+        folder.create(config, resume=False)
+    with tracking.tracked(config), console.stage("evaluate") as say:
+        row = evaluation.evaluate(config, model, summary.weight_version(model), folder)
+        tracking.log_evaluation(row)
+        say("accuracy " + summary.accuracy(row))
+
+
+@app.command()
+def serve(
+    recipe: Recipe = QUICKSTART,
+    overrides: Set = [],  # noqa: B006
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 0,
+) -> None:
+    """One rollout instance in the foreground, with the recipe's model and rollout settings."""
+    from tasks.inputs import with_model_folder
+
+    with _exit_codes():
+        config = load(recipe, overrides)
+        config = with_model_folder(config, lambda line: console.say("base model", line))
+        raise typer.Exit(_serve(config, port))
+
+
+def _serve(config: Config, port: int) -> int:
+    from engine.rollout.server.__main__ import main as serve_forever
+
+    rollout = config.rollout
+    arguments = [
+        "--model", config.model.path, "--port", str(port), "--slots", str(rollout.concurrency * rollout.group_size),
+        "--max-context", str(rollout.max_context), "--threads", str(config.threads),
+    ]  # fmt: skip
+    return serve_forever([*arguments, *(["--deterministic"] if rollout.deterministic else [])])
+
+
+@app.command()
+def doctor() -> None:
+    """What is installed, what fits together, what is missing."""
+    from tasks.doctor import findings
+
+    lines, healthy = findings()
+    print("\n".join(lines))
+    raise typer.Exit(0 if healthy else 1)
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """Turn errors into one message and an exit code; end the children however the body ends."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    except BadInput as error:
+        console.complain(f"error: {error}")
+        raise typer.Exit(2) from None
+    except MetronomeError as error:
+        console.complain(f"error: {type(error).__name__}: {error}")
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        console.complain("interrupted")
+        raise typer.Exit(130) from None
+    finally:
+        drop_lifeline()
+
+
+def _interrupt(*_: object) -> NoReturn:
+    """SIGTERM ends a command as Ctrl-C does: through its `finally` blocks."""
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Console script."""
+    watch_lifeline()
+    app(prog_name="metronome")
+
+
+if __name__ == "__main__":
+    main()

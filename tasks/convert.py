@@ -1,0 +1,43 @@
+"""Convert: Hugging Face weights into Megatron's layout and back, checked against Hugging Face logits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import INPUTS, TASK_SOURCE
+
+from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.process import Child, python
+from tasks.training import last_error
+
+LIMIT_S = 1800.0
+"""A tiny model takes 10 s; a large one is read from disk three times."""
+
+
+@task(name="convert", cache_policy=INPUTS - "log" + TASK_SOURCE, persist_result=True, result_serializer="json")
+def convert(model: str, model_hash: str, code: str, log: Path) -> dict[str, Any]:
+    """The report of `engine.model.convert`, run in a process of its own. The hashes only key the cache.
+
+    Raises BadInput for an unusable folder, MetronomeError when logits or tensors differ.
+    """
+    child = Child("convert", python("engine.model.convert", model), log)
+    try:
+        code_ = child.process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(f"the conversion of {model} is not done after {LIMIT_S:.0f} s; its log: {log}") from None
+    finally:
+        child.stop()
+    if code_:
+        raise (BadInput if code_ == 2 else MetronomeError)(last_error(child))
+    report: dict[str, Any] = json.loads(log.read_text().strip().rpartition("\n")[2])
+    create_markdown_artifact(
+        "\n".join(f"- {name}: {value}" for name, value in report.items()),
+        key="conversion",
+        description="Hugging Face against Megatron",
+    )
+    return report

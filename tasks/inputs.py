@@ -1,0 +1,60 @@
+"""Cheap checks of everything that a run is given, before anything slow starts; and the base model as a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.config import Config
+from engine.data.problems import read_problems
+from engine.errors import BadInput
+from engine.model.shape import read_shape
+from engine.recipe import HOME
+from engine.reward.resolve import load_reward
+from engine.run_folder import RunFolder
+
+QUICKSTART = "quickstart"
+"""Value of `model.path` for the tiny model that Metronome makes itself."""
+
+
+def check_run_folder(config: Config, resume: bool = False) -> None:
+    """A new run wants a new folder, a resumed one an old folder. Raises BadInput."""
+    folder = RunFolder(config.folder)
+    if resume and not folder.config.exists():
+        raise BadInput(f"--resume: {folder.path} is no run folder; name the run to go on with by --set run.name=NAME")
+    if folder.config.exists() and not resume:
+        raise BadInput(f"run folder {folder.path} exists already; give another --set run.name=NAME, "
+                       "or go on with that run by `metronome train --resume`")
+
+
+def check_inputs(config: Config) -> None:
+    """Read the problems, load the reward, read the model's configuration. Raises BadInput for the first that fails."""
+    for path in {config.data.train: None, benchmark(config): None}:
+        read_problems(path)
+    scheme, separator, _ = config.checkpoint.path.partition("://")
+    if separator and scheme not in ("s3", "file"):
+        raise BadInput(f"checkpoint.path = {config.checkpoint.path!r}: expected a folder or s3://bucket/folder")
+    load_reward(config.reward.function)
+    if config.model.path != QUICKSTART:
+        read_shape(Path(config.model.path).expanduser())
+
+
+def benchmark(config: Config) -> str:
+    """The problem set that evaluations read."""
+    return config.evaluate.benchmark or config.data.heldout
+
+
+def with_model_folder(config: Config, report: Callable[[str], None]) -> Config:
+    """The config with `model.path` an absolute folder. The quickstart model is made if it is not cached; `report` gets
+    lines about that.
+    """
+    if config.model.path == QUICKSTART:
+        from engine.base_model.warmup import ensure_quickstart_model  # imports torch: seconds
+
+        lessons = HOME / "data/addition_train.jsonl"
+        folder = ensure_quickstart_model(Path(config.run.output) / "models", lessons, report=report)
+    else:
+        folder = Path(config.model.path).expanduser()
+        read_shape(folder)
+    model = config.model.model_copy(update={"path": str(folder.resolve())})
+    return config.model_copy(update={"model": model})

@@ -1,0 +1,62 @@
+"""What a finished run came to, read from its run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.run_folder import RunFolder, read_lines
+from tasks.tracking import ui_command
+
+
+def outcome(config: Config, published: str, registered: str) -> dict[str, str]:
+    """The rows of the closing table: accuracy, reward, speed, places."""
+    folder = RunFolder(config.folder)
+    return {
+        **_accuracy(list(read_lines(folder.evaluations))),
+        **training(config),
+        "checkpoint": published,
+        "registered as": registered,
+        "MLflow UI": ui_command(config),
+    }
+
+
+def training(config: Config) -> dict[str, str]:
+    """Reward, speed and places of the training alone."""
+    folder = RunFolder(config.folder)
+    steps = list(read_lines(folder.steps))
+    first, last = steps[0], steps[-1]
+    return {
+        "reward": f"{first['reward_mean']:.3f} in step {first['step']}, {last['reward_mean']:.3f} in step {last['step']}",
+        "speed": _speed(steps),
+        "run folder": str(folder.path),
+        "timeline": str(folder.path / "timeline.html"),
+        "trained policy": str(folder.policy),
+    }
+
+
+def accuracy(row: Mapping[str, Any]) -> str:
+    """One evaluation for people: accuracy with its 95 % interval."""
+    return (f"{row['avg_at_k']:.3f} [{row['ci_low']:.3f}, {row['ci_high']:.3f}] on {row['problems']} problems of "
+            f"{row['benchmark']}")
+
+
+def weight_version(model: Path) -> int:
+    """The version of a model folder: the number of updates if it is the policy of a run, 0 for any other."""
+    steps = model.parent / "steps.jsonl"
+    return sum(1 for _ in read_lines(steps)) if model.name == "policy" else 0
+
+
+def _accuracy(rows: list[dict[str, Any]]) -> dict[str, str]:
+    names = ("accuracy before", "accuracy after")
+    return {name: accuracy(row) for name, row in zip(names, (rows[0], rows[-1]), strict=True)} if rows else {}
+
+
+def _speed(steps: list[dict[str, Any]]) -> str:
+    """Means over all steps but the first, which warms caches up."""
+    counted = steps[1:] or steps
+    seconds = sum(row["step_s"] for row in counted)
+    tokens = sum(row["tokens_per_s_per_device"] * row["step_s"] for row in counted)
+    return f"{len(counted) / seconds:.2f} steps/s, {tokens / seconds:,.0f} trained tokens/s/device"

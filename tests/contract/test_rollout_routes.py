@@ -1,0 +1,294 @@
+"""The HTTP routes of a rollout instance, against one real server process."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import aiohttp
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+DEADLINE_S = 60.0
+CONTEXT = 256
+PROMPT = [5, 9, 20, 33, 7]
+
+
+def save_model(folder, seed):
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=64, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=CONTEXT, eos_token_id=1, bos_token_id=0,
+        pad_token_id=1, tie_word_embeddings=True))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.15)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def command(model, port_file, *extra):
+    return [sys.executable, "-m", "engine.rollout.server", "--model", str(model), "--port", "0", "--slots", "4",
+            "--max-context", str(CONTEXT), "--threads", "1", "--port-file", str(port_file), *extra]
+
+
+@contextlib.contextmanager
+def serving(model, folder, *extra):
+    """A server process, as (process, port file's content)."""
+    port_file = folder / "port.json"
+    process = subprocess.Popen(command(model, port_file, *extra), start_new_session=True)
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not port_file.exists():
+            assert process.poll() is None, "the server ended while it started"
+            assert time.monotonic() < deadline, f"no port file within {DEADLINE_S:g} s"
+            time.sleep(0.02)
+        yield process, json.loads(port_file.read_text())
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [save_model(folder / name, seed) for seed, name in enumerate("ab")]
+
+
+@pytest.fixture(scope="module")
+def address(models, tmp_path_factory):
+    with serving(models[0], tmp_path_factory.mktemp("server"), "--name", "under-test") as (process, ready):
+        assert ready["pid"] == process.pid
+        yield f"http://{ready['host']}:{ready['port']}"
+
+
+@pytest.fixture
+async def http(address):
+    async with aiohttp.ClientSession(address, timeout=aiohttp.ClientTimeout(DEADLINE_S)) as session:
+        yield session
+        # whatever a failing test left behind
+        async with session.post("/pause?mode=abort"), session.post("/resume"):
+            pass
+
+
+async def get(http, path):
+    async with http.get(path) as reply:
+        return reply.status, await reply.json()
+
+
+async def post(http, path, body=None):
+    async with http.post(path, json={} if body is None else body) as reply:
+        return reply.status, await reply.json()
+
+
+async def complete(http, **body):
+    status, reply = await post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True} | body)
+    assert status == 200, reply
+    return reply
+
+
+async def until(http, **expected):
+    """Wait until /load shows the expected numbers."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        load = (await get(http, "/load"))[1]
+        if expected.items() <= load.items():
+            return load
+        assert time.monotonic() < deadline, f"/load never came to {expected}: {load}"
+        await asyncio.sleep(0.005)
+
+
+@torch.no_grad()
+def logprobs_of(folder, tokens, temperature=1.0):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1:-1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
+async def test_read_only_routes(http):
+    assert (await get(http, "/health"))[0] == 200
+    assert await get(http, "/weight_version") == (200, {"weight_version": 0})
+    assert await get(http, "/get_world_size") == (200, {"world_size": 1})
+    assert {"running", "waiting"} <= (await get(http, "/load"))[1].keys()
+
+
+async def test_a_completion_has_vllms_shape_and_our_version(http, models):
+    reply = await complete(http, temperature=0.7, top_p=1.0, top_k=0, seed=3, n=1, logprobs=0, return_token_ids=True,
+                           stop_token_ids=[])
+    assert reply["object"] == "text_completion"
+    assert reply["model"] == models[0]
+    assert reply["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    assert (reply["weight_version"], reply["weight_versions"]) == (0, [[0, 0]])
+    [choice] = reply["choices"]
+    assert (choice["index"], choice["text"], choice["finish_reason"]) == (0, "", "length")
+    tokens = choice["token_ids"]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in tokens]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs_of(models[0], tokens, 0.7), abs=1e-4)
+
+
+async def test_seeds_reproduce(http):
+    replies = [(await complete(http, seed=seed))["choices"][0]["token_ids"] for seed in (1, 2, 1)]
+    assert replies[0] == replies[2] != replies[1]
+
+
+async def test_a_stop_token_is_part_of_the_response(http):
+    greedy = (await complete(http, temperature=0))["choices"][0]["token_ids"]
+    stop = greedy[3]
+    choice = (await complete(http, temperature=0, stop_token_ids=[stop]))["choices"][0]
+    assert choice["token_ids"] == greedy[:greedy.index(stop) + 1]
+    assert choice["finish_reason"] == "stop"
+
+
+async def test_max_tokens_is_cut_to_the_context(http):
+    choice = (await complete(http, max_tokens=10**6))["choices"][0]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (CONTEXT - len(PROMPT), "length")
+
+
+async def test_a_group_shares_its_prefill(http):
+    before = (await get(http, "/load"))[1]["prefills"]
+    replies = await asyncio.gather(*(complete(http, prompt=[2, 3, 4, 6], seed=seed) for seed in range(8)))
+    assert len({tuple(reply["choices"][0]["token_ids"]) for reply in replies}) > 1
+    assert (await get(http, "/load"))[1]["prefills"] == before + 1
+    assert (await post(http, "/reset_prefix_cache"))[0] == 200
+    await complete(http, prompt=[2, 3, 4, 6])
+    assert (await get(http, "/load"))[1]["prefills"] == before + 2
+
+
+@pytest.mark.parametrize("body", [
+    {}, {"prompt": []}, {"prompt": "text"}, {"prompt": [64]}, {"prompt": [2] * CONTEXT}, {"prompt": [2], "n": 2},
+    {"prompt": [2], "temperature": float("nan")}, {"prompt": [2], "max_tokens": -1}, {"prompt": [2], "stream": True},
+])
+async def test_bad_completions_are_400_without_effect(http, body):
+    before = await get(http, "/load")
+    status, reply = await post(http, "/v1/completions", body)
+    assert status == 400
+    assert (reply["error"]["type"], reply["error"]["code"]) == ("BadRequestError", 400)
+    assert reply["error"]["message"]
+    assert await get(http, "/load") == before
+
+
+async def test_other_client_errors_are_json_too(http):
+    for method, path, body, status in (("POST", "/v1/completions", b"{", 400), ("GET", "/nothing", None, 404),
+                                       ("GET", "/v1/completions", None, 405), ("POST", "/pause?mode=keep", b"{}", 400)):
+        async with http.request(method, path, data=body) as reply:
+            assert reply.status == status
+            assert (await reply.json())["error"]["code"] == status
+
+
+async def test_a_disconnect_cancels_the_request_and_frees_its_slot(address, http):
+    async with aiohttp.ClientSession(address) as other:
+        await post(http, "/pause?mode=wait")
+        tasks = [asyncio.create_task(complete(other, max_tokens=200)) for _ in range(6)]
+        await until(http, waiting=6)
+        for task in tasks[:2]:
+            task.cancel()
+        await until(http, waiting=4)
+        await post(http, "/resume")
+        await asyncio.gather(*tasks[2:])
+        running = asyncio.create_task(complete(other, max_tokens=10**6))
+        await until(http, running=1)
+        running.cancel()
+        await until(http, running=0)
+
+
+async def test_pause_abort_answers_at_once_with_partial_tokens(http):
+    tasks = [asyncio.create_task(complete(http, max_tokens=10**6, seed=seed)) for seed in range(6)]
+    await until(http, running=4, waiting=2)
+    assert (await post(http, "/pause?mode=abort"))[0] == 200
+    choices = [(await task)["choices"][0] for task in tasks]
+    assert {choice["finish_reason"] for choice in choices} == {"abort"}
+    assert all(len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) < CONTEXT - 5 for choice in choices)
+    late = asyncio.create_task(complete(http))
+    await until(http, waiting=1, running=0)
+    assert (await post(http, "/resume"))[0] == 200
+    assert (await late)["choices"][0]["finish_reason"] == "length"
+
+
+async def test_pause_wait_drains(http):
+    tasks = [asyncio.create_task(complete(http, max_tokens=100, seed=seed)) for seed in range(4)]
+    await until(http, running=4)
+    assert (await post(http, "/pause?mode=wait"))[0] == 200
+    assert (await get(http, "/load"))[1]["running"] == 0
+    assert {(await task)["choices"][0]["finish_reason"] for task in tasks} == {"length"}
+    await post(http, "/resume")
+
+
+async def update(http, path, version):
+    """The whole sequence; the status of each call."""
+    calls = (("/pause?mode=abort", {}), ("/init_weight_transfer_engine", {"init_info": {}}), ("/start_weight_update", {}),
+             ("/update_weights", {"update_info": {"path": path}}), ("/finish_weight_update", {"weight_version": version}),
+             ("/reset_prefix_cache", {}), ("/resume", {}))
+    return [(await post(http, route, body))[0] for route, body in calls]
+
+
+async def test_weights_go_there_and_back(http, models):
+    for version, folder in ((1, models[1]), (2, models[0]), (2, models[0])):
+        assert await update(http, f"{folder}/model.safetensors", version) == [200] * 7
+        assert (await get(http, "/weight_version"))[1] == {"weight_version": version}
+        reply = await complete(http, max_tokens=12)
+        assert reply["weight_version"] == version
+        choice = reply["choices"][0]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs_of(folder, choice["token_ids"]), abs=1e-4)
+
+
+async def test_completions_sent_during_an_update_are_served_by_the_new_weights(http, models):
+    await post(http, "/pause?mode=abort")
+    await post(http, "/start_weight_update")
+    early = asyncio.create_task(complete(http))
+    await until(http, waiting=1)
+    await post(http, "/update_weights", {"update_info": {"path": f"{models[0]}/model.safetensors"}})
+    assert (await post(http, "/resume"))[0] == 409
+    await post(http, "/finish_weight_update", {"weight_version": 5})
+    assert (await get(http, "/load"))[1]["waiting"] == 1
+    await post(http, "/resume")
+    assert (await early)["weight_version"] == 5
+
+
+async def test_a_bad_file_is_400_and_the_old_weights_stay(http, models, tmp_path):
+    before, version = await complete(http, seed=9), (await get(http, "/weight_version"))[1]
+    (tmp_path / "cut.safetensors").write_bytes(open(f"{models[1]}/model.safetensors", "rb").read()[:-64])
+    for path in (str(tmp_path / "cut.safetensors"), str(tmp_path / "absent")):
+        assert await update(http, path, 99) == [200, 200, 200, 400, 409, 200, 200]
+    assert (await get(http, "/weight_version"))[1] == version
+    after = await complete(http, seed=9)
+    assert after["choices"] == before["choices"]
+
+
+async def test_the_wrong_order_is_409_without_effect(http, models):
+    file = {"update_info": {"path": f"{models[1]}/model.safetensors"}}
+    before = await complete(http, seed=9)
+    assert (await post(http, "/start_weight_update"))[0] == 409  # not paused
+    await post(http, "/pause?mode=wait")
+    assert (await post(http, "/update_weights", file))[0] == 409
+    status, reply = await post(http, "/finish_weight_update", {"weight_version": 1})
+    assert (status, reply["error"]["type"], reply["error"]["code"]) == (409, "ConflictError", 409)
+    await post(http, "/resume")
+    assert (await complete(http, seed=9))["choices"] == before["choices"]
+
+
+def test_sigterm_ends_it_with_exit_code_0_also_under_load(models, tmp_path):
+    with serving(models[0], tmp_path, "--deterministic", "--cores", str(min(os.sched_getaffinity(0)))) as (process, ready):
+        with socket.create_connection((ready["host"], ready["port"]), timeout=DEADLINE_S) as connection:
+            body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}).encode()
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                               b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(5) == 0
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--host", "0.0.0.0"), "only loopback"), (("--slots", "0"), "--slots 0: must be at least 1"),
+    (("--model", "nowhere"), "no config.json"), (("--port-file", "nowhere/port.json"), "there is no folder"),
+])
+def test_bad_arguments_are_refused_with_exit_code_2(models, tmp_path, arguments, message):
+    run = subprocess.run(command(models[0], tmp_path / "port.json", *arguments), capture_output=True, text=True,
+                         timeout=DEADLINE_S)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr

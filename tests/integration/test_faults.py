@@ -1,0 +1,124 @@
+"""Contract 1 under fault injection, rewards that misbehave, and deaths of processes; all on real runs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, Tree, config_of, launch, send, wait_for, write_config
+from safetensors.torch import load_file, save_file
+
+from engine.errors import RatioGapError, StaleRolloutError
+from engine.launch import launch as launch_here
+from engine.rollout.pool import Pool
+from engine.run_folder import read_lines
+from engine.trainer.checkpoint import complete, latest, step_of
+
+
+def test_a_skipped_publish_is_caught(settings, monkeypatch):
+    publish = Pool.publish
+
+    async def skipping(self, version, info):
+        if version != 1:
+            await publish(self, version, info)
+
+    monkeypatch.setattr(Pool, "publish", skipping)
+    with pytest.raises(StaleRolloutError, match=r"step 1.*version 0.*accepts only 1"):
+        launch_here(config_of(settings))
+    folder = config_of(settings).folder
+    assert [line["step"] for line in read_lines(folder / "steps.jsonl")] == [0]
+    assert step_of(latest(folder / "checkpoints")) == 1  # the weights before the failed step are kept
+
+
+def test_a_corrupted_tensor_is_caught(settings, monkeypatch):
+    publish = Pool.publish
+
+    async def corrupting(self, version, info):
+        if version == 1:
+            tensors = load_file(info["path"])
+            tensors["model.layers.1.mlp.up_proj.weight"] += 0.05 * torch.randn(128, 64)
+            save_file(tensors, info["path"])
+        await publish(self, version, info)
+
+    monkeypatch.setattr(Pool, "publish", corrupting)
+    with pytest.raises(RatioGapError, match=r"step 1.*disagree.*train\.ratio_gap_limit"):
+        launch_here(config_of(settings))
+
+
+def test_a_hanging_reward_scores_zero_and_is_counted(settings, tmp_path):
+    hanging = {"reward.function": f"{ROOT}/tests/rewards.py:hangs_on_one", "reward.timeout_s": 0.5}
+    code, output = launch(settings | hanging | {"train.prompts_per_step": 20, "train.steps": 2}, tmp_path)
+    assert code == 0, output
+    lines = list(read_lines(tmp_path / "run/steps.jsonl"))
+    assert sum(line["reward_timeouts"] for line in lines) == 4  # 40 prompts, one of which starts with 3+, G = 4
+
+
+@pytest.mark.parametrize("reward", ["raises", "too_few"])
+def test_a_wrong_reward_stops_the_run_after_a_checkpoint(settings, tmp_path, reward):
+    wrong = {"reward.function": f"{ROOT}/tests/rewards.py:{reward}", "train.prompts_per_step": 20}
+    code, output = launch(settings | wrong, tmp_path)
+    assert code == 1
+    assert "RewardError" in output
+    assert f"rewards.py:{reward}" in output
+    assert complete(latest(tmp_path / "run/checkpoints"))
+    assert not (tmp_path / "run/policy").exists()
+    assert json.loads((tmp_path / "run/failure.json").read_text())["error"] == "RewardError"
+
+
+def test_on_error_zero_counts_and_goes_on(settings, tmp_path):
+    wrong = {"reward.function": f"{ROOT}/tests/rewards.py:raises", "train.prompts_per_step": 20, "reward.on_error": "zero"}
+    code, output = launch(settings | wrong | {"train.steps": 2}, tmp_path)
+    assert code == 0, output
+    assert sum(line["reward_errors"] for line in read_lines(tmp_path / "run/steps.jsonl")) == 4
+
+
+KILLS = {
+    "trainer": ("engine.trainer.rank", "the trainer died"),
+    "instance": ("engine.rollout.server", "no rollout instance is left"),
+}
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("role", [*KILLS, "launcher"])
+def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number):
+    config = write_config(settings | {"train.steps": 100_000}, tmp_path)
+    log = (tmp_path / "output").open("w+")
+    launcher = subprocess.Popen([sys.executable, "-m", "engine.launch", "--config", str(config)], stderr=log, cwd=ROOT)
+    try:
+        wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
+        tree = Tree(launcher.pid)
+        send(launcher if role == "launcher" else tree.named(KILLS[role][0]), number)
+        code = launcher.wait(timeout=30)
+        assert tree.left() == []
+        log.seek(0)
+        message = log.read()
+        if role != "launcher":
+            assert code == 1
+            assert KILLS[role][1] in message
+            assert ("SIGKILL" in message) == (number == "SIGKILL")
+        elif number == "SIGTERM":
+            assert code == 1
+            assert "ended by SIGTERM" in message
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_two_instances_survive_the_death_of_one(settings, tmp_path):
+    config = write_config(settings | {"train.steps": 30, "rollout.instances": 2}, tmp_path)
+    launcher = subprocess.Popen([sys.executable, "-m", "engine.launch", "--config", str(config)], cwd=ROOT)
+    try:
+        wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
+        found = [p for p in Tree(launcher.pid).processes if "engine.rollout.server" in " ".join(p.cmdline())]
+        assert len(found) == 2
+        send(found[0], "SIGKILL")
+        assert launcher.wait(timeout=120) == 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+    lines = list(read_lines(tmp_path / "run/steps.jsonl"))
+    assert [line["step"] for line in lines] == list(range(30))
+    assert lines[-1]["pool_size"] == 1
+    assert all(line["versions_seen"] == [line["step"]] for line in lines)
+

@@ -1,0 +1,24 @@
+"""Rewards that tests give to runs as users would: by file."""
+
+import time
+
+
+def even(prompt, responses):
+    """Share of even token ids."""
+    return [sum(token % 2 == 0 for token in r.token_ids) / max(1, len(r.token_ids)) for r in responses]
+
+
+def hangs_on_one(prompt, responses):
+    if prompt.problem.startswith("3+"):
+        time.sleep(1000)
+    return even(prompt, responses)
+
+
+def raises(prompt, responses):
+    if prompt.problem.startswith("3+"):
+        raise RuntimeError("no score for this one")
+    return even(prompt, responses)
+
+
+def too_few(prompt, responses):
+    return [0.0]
