@@ -13,8 +13,7 @@ from engine.data.loader import PromptLoader
 from engine.errors import MetronomeError, first_error
 from engine.queue.codec import group_to_wire
 from engine.queue.store import SampleQueue
-from engine.rollout.pool import Pool
-from engine.rollout.producer import Producer
+from engine.rollout.service import Service
 from engine.run_folder import RunFolder
 from engine.trace import Trace
 from engine.types import Group, StepReport
@@ -27,16 +26,19 @@ class Conductor:
     """State of the step that is being generated, and the handlers of the control channel."""
 
     def __init__(
-        self, config: Config, folder: RunFolder, loader: PromptLoader | None, pool: Pool | None, producer: Producer | None,
+        self,
+        config: Config,
+        folder: RunFolder,
         trace: Trace,
+        loader: PromptLoader | None = None,
+        service: Service | None = None,
     ) -> None:
-        """Without loader, pool and producer (a replay) only ready, report and failed are answered."""
+        """Without loader and service (a replay) only ready, report and failed are answered."""
         self.config = config
         self.folder = folder
-        self.loader = loader
-        self.pool = pool
-        self.producer = producer
         self.trace = trace
+        self.loader = loader
+        self.service = service
         self.failure: MetronomeError | None = None
         self.told: MetronomeError | None = None
         self._queue: SampleQueue | None = None
@@ -62,6 +64,11 @@ class Conductor:
         async with self._changed:
             self._changed.notify_all()
 
+    async def check_instances(self) -> None:
+        """Stop the run when no instance is left."""
+        if self.service is not None and self.service.pool.size == 0:
+            await self.fail(self.service.pool.all_gone())
+
     async def close(self) -> None:
         """Cancel the batch under way."""
         if self._batch is not None:
@@ -76,9 +83,9 @@ class Conductor:
     async def _publish(self, request: dict[str, Any]) -> dict[str, Any]:
         """Every instance gets exactly this version, or the run fails by name."""
         self._check()
-        assert self.pool is not None
+        assert self.service is not None
         started = time.time()
-        await self.pool.publish(request["version"], request["info"])
+        await self.service.pool.publish(request["version"], request["info"])
         self.trace.add("sync", started, time.time(), lane="instances", step=request["version"])
         return {}
 
@@ -95,7 +102,7 @@ class Conductor:
 
     async def _produce(self, step: int, queue: SampleQueue) -> None:
         assert self.loader is not None
-        assert self.producer is not None
+        assert self.service is not None
         started = time.perf_counter()
         prompts = [(self.loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self.loader.batch(step))]
 
@@ -108,7 +115,7 @@ class Conductor:
                 self._changed.notify_all()
 
         try:
-            await self.producer.run(step, prompts, put)
+            await self.service.producer.run(step, prompts, put)
         except* MetronomeError as group:
             await self.fail(first_error(group))
 
@@ -140,7 +147,7 @@ class Conductor:
         report = StepReport(
             step=step,
             weight_version=step,
-            pool_size=self.pool.size if self.pool is not None else 0,
+            pool_size=self.service.pool.size if self.service is not None else 0,
             rollout_s=self._rollout_s,
             tokens_per_s_per_device=figures["trained_tokens"] / figures["step_s"] / devices,
             **figures,

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.data.problems import read_problems
+from engine.data.problems import Problems, read_problems
 from engine.data.prompts import encode
 from engine.errors import MetronomeError, first_error
-from engine.rollout.client import Sampling
 from engine.rollout.service import rollout_service
-from engine.rollout.tokens import Tokens
 from engine.run_folder import RunFolder, append_line
 from engine.trace import Trace
-from engine.types import Group, Prompt
+from engine.types import Group
 
 
 def evaluate(config: Config, model: Path, weight_version: int, folder: RunFolder) -> dict[str, Any]:
@@ -27,16 +25,14 @@ def evaluate(config: Config, model: Path, weight_version: int, folder: RunFolder
     pass_at_k, and the 95 % interval [ci_low, ci_high] of avg_at_k over problems. Over-long prompts are counted skips.
     """
     path = config.evaluate.benchmark or config.data.heldout
-    tokens = Tokens(model)
-    encoded = encode(read_problems(path), tokens.tokenizer, config.data.prompt_template, config.rollout.max_context)
-    prompts = encoded.prompts[: config.evaluate.problems or None]
-    groups = asyncio.run(_sample(config, model, prompts, tokens, folder))
+    problems = read_problems(path)
+    groups, skipped = asyncio.run(_sample(config, model, problems, folder))
     row = {
         "step": weight_version,
         "weight_version": weight_version,
         "benchmark": Path(path).stem,
-        "problems": len(prompts),
-        "skipped": encoded.skipped,
+        "problems": len(groups),
+        "skipped": skipped,
         "samples": config.evaluate.samples,
         **accuracy([[score.value for score in group.scores] for group in groups]),
         "response_length_mean": _mean([len(response.token_ids) for group in groups for response in group.responses]),
@@ -69,22 +65,22 @@ def _mean(values: Sequence[float]) -> float:
 
 
 async def _sample(
-    config: Config, model: Path, prompts: Sequence[Prompt], tokens: Tokens, folder: RunFolder
-) -> list[Group]:
-    """Groups of all prompts, in their order, from instances started for this."""
-    settings = config.evaluate
-    stop = tokens.stop_ids(config.rollout.stop)
-    sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k, stop)
+    config: Config, model: Path, problems: Problems, folder: RunFolder
+) -> tuple[list[Group], dict[str, int]]:
+    """Groups of the benchmark's prompts, in their order, from instances started for this; and what was left out."""
+    settings, trace = config.evaluate, Trace(folder.trace, "evaluation")
     groups: list[Group] = []
 
     async def put(group: Group) -> None:
         groups.append(group)
 
-    trace = Trace(folder.trace, "evaluation")
-    async with rollout_service(config, model, folder.path, tokens, sampling, settings.samples, trace) as (pool, producer):
-        await pool.connect()
+    async with rollout_service(config, model, folder.path, settings, settings.samples, trace) as service:
+        template, context = config.data.prompt_template, config.rollout.max_context
+        encoded = encode(problems, service.tokens.tokenizer, template, context)
+        prompts = encoded.prompts[: settings.problems or None]
+        await service.pool.connect()
         try:
-            await producer.run(0, [(-1, prompt) for prompt in prompts], put)  # epoch -1: seeds no training step uses
+            await service.producer.run(0, [(-1, prompt) for prompt in prompts], put)  # epoch -1: no training step's seeds
         except* MetronomeError as errors:
             raise first_error(errors) from None
-    return sorted(groups, key=lambda group: group.index)
+    return sorted(groups, key=lambda group: group.index), dict(encoded.skipped)

@@ -18,20 +18,16 @@ from pathlib import Path
 from engine.conductor import Conductor
 from engine.config import Config
 from engine.data.loader import PromptLoader
-from engine.data.problems import read_problems
+from engine.data.problems import Problems, read_problems
 from engine.data.prompts import encode
 from engine.errors import BadInput, MetronomeError, ProcessDied
 from engine.process import Child, drop_lifeline, hold_lifeline, python, watch_lifeline
 from engine.queue.server import ControlServer
 from engine.recipe import load
-from engine.rollout.client import Sampling
-from engine.rollout.pool import Pool
 from engine.rollout.service import rollout_service
-from engine.rollout.tokens import Tokens
 from engine.run_folder import RunFolder
 from engine.trace import Trace
 from engine.trainer.record import Replay
-from engine.types import Prompt
 
 STOP_S = 60.0
 """How long a trainer that was told to stop may take for its checkpoint."""
@@ -61,45 +57,50 @@ class _Launcher:
         self.trace = Trace(folder.trace, "launcher")
 
     async def run(self) -> None:
-        """Bring everything up, wait for the trainer's end, bring everything down."""
+        """Bring everything up (all processes at once, each takes seconds), wait for the trainer, bring everything down."""
         self._stop_on_signals()
         if self.replay is not None:
-            Replay(self.replay, self.config.train.prompts_per_step)  # a file that is no record is refused before anything starts
-            await self._train(Conductor(self.config, self.folder, None, None, None, self.trace), None)
+            Replay(self.replay, self.config.train.prompts_per_step)  # what is no record is refused before anything starts
+            await self._watched(Conductor(self.config, self.folder, self.trace), self._start_trainer())
             return
-        model = Path(self.config.model.path)
-        tokens = Tokens(model)
-        loader = PromptLoader(self._prompts(tokens), self.config.run.seed, self.config.train.prompts_per_step)
-        rollout = self.config.rollout
-        stop = tokens.stop_ids(rollout.stop)
-        sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, stop)
-        async with rollout_service(
-            self.config, model, self.folder.path, tokens, sampling, rollout.group_size, self.trace
-        ) as (pool, producer):
-            await self._train(Conductor(self.config, self.folder, loader, pool, producer, self.trace), pool)
-
-    def _prompts(self, tokens: Tokens) -> tuple[Prompt, ...]:
         problems = read_problems(self.config.data.train)
-        return encode(problems, tokens.tokenizer, self.config.data.prompt_template, self.config.rollout.max_context).prompts
-
-    async def _train(self, conductor: Conductor, pool: Pool | None) -> None:
-        """Start the trainer beside the instances and watch both until the trainer ends."""
-        address = f"ipc://{self.scratch}/control"
-        server = asyncio.create_task(ControlServer(address, conductor.handlers()).serve())
-        trainer = Child("trainer", self._trainer_command(address), self.folder.logs / "trainer.log",
-                        {"OMP_NUM_THREADS": str(self.config.threads)})
+        trainer = self._start_trainer()
         try:
-            if pool is not None:
-                await pool.connect()
-            await self._watch(trainer, server, conductor, pool)
+            await self._with_rollouts(problems, trainer)
         finally:
+            await asyncio.to_thread(trainer.stop, 1.0)
+
+    async def _with_rollouts(self, problems: Problems, trainer: Child) -> None:
+        config, model = self.config, Path(self.config.model.path)
+        group_size = config.rollout.group_size
+        async with rollout_service(config, model, self.folder.path, config.rollout, group_size, self.trace) as service:
+            tokenizer, template = service.tokens.tokenizer, config.data.prompt_template
+            encoded = encode(problems, tokenizer, template, config.rollout.max_context)
+            loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
+            await service.pool.connect()
+            await self._watched(Conductor(config, self.folder, self.trace, loader, service), trainer)
+
+    def _start_trainer(self) -> Child:
+        log, env = self.folder.logs / "trainer.log", {"OMP_NUM_THREADS": str(self.config.threads)}
+        return Child("trainer", self._trainer_command(), log, env)
+
+    async def _watched(self, conductor: Conductor, trainer: Child) -> None:
+        """Serve the trainer's requests and watch all processes until the trainer ends."""
+        server = asyncio.create_task(ControlServer(self._address, conductor.handlers()).serve())
+        try:
+            await self._watch(trainer, server, conductor)
+        finally:
+            await asyncio.to_thread(trainer.stop, 1.0)
             await conductor.close()
             server.cancel()
             await asyncio.gather(server, return_exceptions=True)
-            await asyncio.to_thread(trainer.stop, 1.0)
 
-    def _trainer_command(self, address: str) -> list[str]:
-        arguments = ["--folder", str(self.folder.path), "--control", address, "--weights", str(self._weights_folder()),
+    @property
+    def _address(self) -> str:
+        return f"ipc://{self.scratch}/control"
+
+    def _trainer_command(self) -> list[str]:
+        arguments = ["--folder", str(self.folder.path), "--control", self._address, "--weights", str(self._weights_folder()),
                      "--threads", str(self.config.threads)]
         arguments += ["--resume"] if self.resume else []
         arguments += ["--replay", str(self.replay)] if self.replay is not None else []
@@ -111,14 +112,13 @@ class _Launcher:
         roomy = shutil.disk_usage(self.scratch).free > 4 * needed
         return (self.scratch if roomy else self.folder.path) / "weights"
 
-    async def _watch(self, trainer: Child, server: asyncio.Task[None], conductor: Conductor, pool: Pool | None) -> None:
+    async def _watch(self, trainer: Child, server: asyncio.Task[None], conductor: Conductor) -> None:
         """Until the trainer ends. An instance's death with none left stops the run; so does the control channel's."""
         stop_by: float | None = None
         while trainer.alive:
             if server.done():
                 server.result()
-            if pool is not None and pool.size == 0:
-                await conductor.fail(pool.all_gone())
+            await conductor.check_instances()
             if conductor.failure is not None:
                 stop_by = stop_by or time.monotonic() + STOP_S
                 if time.monotonic() > stop_by:

@@ -33,7 +33,7 @@ app = typer.Typer(
 def run(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
     from tasks.inputs import check_inputs, check_run_folder
-    from tasks.server import local_server
+    from tasks.server import local_server, log_prefect_to
 
     with _exit_codes():
         config = load(recipe, overrides)
@@ -42,6 +42,7 @@ def run(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
         with local_server(Path(config.run.output)) as server:
             from flows.pipeline import pipeline  # seconds, while the server starts
 
+            log_prefect_to(Path(config.run.output) / "prefect.log")
             if server is not None:
                 server.wait()
             pipeline(recipe, [*overrides, f"run.name={config.run.name}"])
@@ -63,7 +64,7 @@ def train(
         if replay is not None and not replay.is_file():
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
         check_inputs(config)
-        config = with_model_folder(config, lambda line: console.say("base model", line))
+        config = with_model_folder(config)
         _train(config, resume, replay)
 
 
@@ -98,7 +99,7 @@ def evaluate(
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
         config = load(recipe, [*overrides, *given])
         check_inputs(config)
-        config = with_model_folder(config, lambda line: console.say("base model", line))
+        config = with_model_folder(config)
         _evaluate(config)
 
 
@@ -127,7 +128,7 @@ def serve(
 
     with _exit_codes():
         config = load(recipe, overrides)
-        config = with_model_folder(config, lambda line: console.say("base model", line))
+        config = with_model_folder(config)
         raise typer.Exit(_serve(config, port))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +35,6 @@ def pipeline(recipe: str = QUICKSTART, overrides: Sequence[str] = ()) -> dict[st
     check_inputs(config)
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
-    _log_prefect_to(folder.logs / "prefect.log")
     with tracking.tracked(config):
         config = _before_training(config)
         with stage("train") as say:
@@ -77,11 +75,3 @@ def _before_training(config: Config) -> Config:
 def _evaluate(config: Config, model: Path, weight_version: int) -> None:
     with stage("evaluate") as say:
         say("accuracy " + summary.accuracy(evaluate(config, model, weight_version)))
-
-
-def _log_prefect_to(path: Path) -> None:
-    """Prefect's own lines (tracebacks among them) go to a file: the console is for the run."""
-    handler = logging.FileHandler(path, delay=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    for name in ("prefect", "prefect.flow_runs", "prefect.task_runs"):
-        logging.getLogger(name).handlers = [handler]

@@ -7,6 +7,7 @@ for _switch, _value in {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "PREFECT_LOGGING_TO_API_ENABLED": "false",  # each line a request: seconds per run
 }.items():
     os.environ.setdefault(_switch, _value)  # here, because the libraries read them when they are imported

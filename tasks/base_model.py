@@ -10,14 +10,13 @@ from prefect.cache_policies import NO_CACHE
 
 from engine.config import Config
 from engine.model.shape import read_shape
-from tasks.console import say
 from tasks.inputs import with_model_folder
 
 
 @task(name="base model", cache_policy=NO_CACHE)  # the quickstart model has a cache of its own, by content
 def base_model(config: Config) -> Config:
     """The config with `model.path` a checked Hugging Face folder."""
-    config = with_model_folder(config, lambda line: say("base model", line))
+    config = with_model_folder(config)
     shape = read_shape(Path(config.model.path))
     create_markdown_artifact(
         f"`{config.model.path}`: {shape.architecture}, {shape.layers} layers of {shape.hidden}, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from engine.config import Config
@@ -12,6 +11,7 @@ from engine.model.shape import read_shape
 from engine.recipe import HOME
 from engine.reward.resolve import load_reward
 from engine.run_folder import RunFolder
+from tasks.console import say
 
 QUICKSTART = "quickstart"
 """Value of `model.path` for the tiny model that Metronome makes itself."""
@@ -44,17 +44,19 @@ def benchmark(config: Config) -> str:
     return config.evaluate.benchmark or config.data.heldout
 
 
-def with_model_folder(config: Config, report: Callable[[str], None]) -> Config:
-    """The config with `model.path` an absolute folder. The quickstart model is made if it is not cached; `report` gets
-    lines about that.
-    """
+def with_model_folder(config: Config) -> Config:
+    """The config with `model.path` an absolute folder. A quickstart model that is not cached is made, with a word on it."""
     if config.model.path == QUICKSTART:
         from engine.base_model.warmup import ensure_quickstart_model  # imports torch: seconds
 
         lessons = HOME / "data/addition_train.jsonl"
-        folder = ensure_quickstart_model(Path(config.run.output) / "models", lessons, report=report)
+        folder = ensure_quickstart_model(Path(config.run.output) / "models", lessons, report=_report)
     else:
         folder = Path(config.model.path).expanduser()
         read_shape(folder)
     model = config.model.model_copy(update={"path": str(folder.resolve())})
     return config.model_copy(update={"model": model})
+
+
+def _report(line: str) -> None:
+    say("base model", line.removeprefix("base model: "))

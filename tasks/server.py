@@ -5,6 +5,7 @@ Prefect's own ephemeral server is a plain subprocess that outlives a killed flow
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -61,6 +62,14 @@ def local_server(output: Path) -> Iterator[LocalServer | None]:
     finally:
         child.stop(grace_s=1.0)
         del os.environ["PREFECT_API_URL"]
+
+
+def log_prefect_to(path: Path) -> None:
+    """Prefect's own lines (tracebacks among them) go to a file: the console is for the run. Call after the import."""
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logger = logging.getLogger("prefect")
+    logger.handlers, logger.propagate = [handler], False
 
 
 def main() -> None:

@@ -27,9 +27,8 @@ def training(config: Config) -> dict[str, str]:
     """Reward, speed and places of the training alone."""
     folder = RunFolder(config.folder)
     steps = list(read_lines(folder.steps))
-    first, last = steps[0], steps[-1]
     return {
-        "reward": f"{first['reward_mean']:.3f} in step {first['step']}, {last['reward_mean']:.3f} in step {last['step']}",
+        "reward": " to ".join(f"{row['reward_mean']:.3f} (step {row['step']})" for row in (steps[0], steps[-1])),
         "speed": _speed(steps),
         "run folder": str(folder.path),
         "timeline": str(folder.path / "timeline.html"),

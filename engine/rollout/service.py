@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config import Config
+from engine.config import Config, Evaluate, Rollout
 from engine.reward.workers import VerifierPool
 from engine.rollout.client import Sampling
 from engine.rollout.pool import Pool
@@ -15,13 +17,23 @@ from engine.rollout.tokens import Tokens
 from engine.trace import Trace
 
 
+@dataclass(frozen=True)
+class Service:
+    """What is needed to generate and score groups."""
+
+    pool: Pool
+    producer: Producer
+    tokens: Tokens
+
+
 @asynccontextmanager
 async def rollout_service(
-    config: Config, model: Path, folder: Path, tokens: Tokens, sampling: Sampling, group_size: int, trace: Trace
-) -> AsyncIterator[tuple[Pool, Producer]]:
-    """Start instances and verifiers; end them when the body is left, however.
+    config: Config, model: Path, folder: Path, settings: Rollout | Evaluate, group_size: int, trace: Trace
+) -> AsyncIterator[Service]:
+    """Start instances and verifiers, load the tokenizer meanwhile; end all when the body is left, however.
 
-    The instances may still be loading when the body is entered: `pool.connect()` waits for them.
+    `settings` say how responses are sampled. The instances may still be loading when the body is entered:
+    `pool.connect()` waits for them.
     """
     pool = Pool(config, model, folder)
     reward = config.reward
@@ -29,8 +41,11 @@ async def rollout_service(
     verifier = VerifierPool(reward.function, reward.workers, reward.timeout_s, reward.on_error, log=log)
     try:
         pool.spawn()
-        await verifier.start()
-        yield pool, Producer(pool, verifier, tokens.decode, sampling, group_size, config.run.seed, trace)
+        tokens, _ = await asyncio.gather(asyncio.to_thread(Tokens, model), verifier.start())
+        stop = tokens.stop_ids(config.rollout.stop)
+        sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k, stop)
+        producer = Producer(pool, verifier, tokens.decode, sampling, group_size, config.run.seed, trace)
+        yield Service(pool, producer, tokens)
     finally:
         verifier.close()
         await pool.close()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from engine.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Tokens:
     """Loads the tokenizer of a model folder; never runs code that comes with a model."""
 
     def __init__(self, model: Path) -> None:
+        from transformers import AutoTokenizer  # seconds, in which the processes of a run can start
+
         try:
             self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 model, trust_remote_code=False, local_files_only=True

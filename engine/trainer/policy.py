@@ -139,6 +139,7 @@ def _optimizer(config: Config, ddp: DistributedDataParallel):  # noqa: ANN202
         OptimizerConfig(
             optimizer="adam",
             lr=train.learning_rate,
+            min_lr=0.0,
             weight_decay=train.weight_decay,
             adam_beta1=train.betas[0],
             adam_beta2=train.betas[1],

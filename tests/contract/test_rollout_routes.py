@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -203,7 +204,8 @@ async def test_pause_abort_answers_at_once_with_partial_tokens(http):
     assert (await post(http, "/pause?mode=abort"))[0] == 200
     choices = [(await task)["choices"][0] for task in tasks]
     assert {choice["finish_reason"] for choice in choices} == {"abort"}
-    assert all(len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) < CONTEXT - 5 for choice in choices)
+    for choice in choices:
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) < CONTEXT - 5
     late = asyncio.create_task(complete(http))
     await until(http, waiting=1, running=0)
     assert (await post(http, "/resume"))[0] == 200
@@ -221,9 +223,9 @@ async def test_pause_wait_drains(http):
 
 async def update(http, path, version):
     """The whole sequence; the status of each call."""
-    calls = (("/pause?mode=abort", {}), ("/init_weight_transfer_engine", {"init_info": {}}), ("/start_weight_update", {}),
-             ("/update_weights", {"update_info": {"path": path}}), ("/finish_weight_update", {"weight_version": version}),
-             ("/reset_prefix_cache", {}), ("/resume", {}))
+    calls = (("/pause?mode=abort", {}), ("/init_weight_transfer_engine", {"init_info": {}}),
+             ("/start_weight_update", {}), ("/update_weights", {"update_info": {"path": path}}),
+             ("/finish_weight_update", {"weight_version": version}), ("/reset_prefix_cache", {}), ("/resume", {}))
     return [(await post(http, route, body))[0] for route, body in calls]
 
 
@@ -252,7 +254,7 @@ async def test_completions_sent_during_an_update_are_served_by_the_new_weights(h
 
 async def test_a_bad_file_is_400_and_the_old_weights_stay(http, models, tmp_path):
     before, version = await complete(http, seed=9), (await get(http, "/weight_version"))[1]
-    (tmp_path / "cut.safetensors").write_bytes(open(f"{models[1]}/model.safetensors", "rb").read()[:-64])
+    (tmp_path / "cut.safetensors").write_bytes(Path(models[1], "model.safetensors").read_bytes()[:-64])
     for path in (str(tmp_path / "cut.safetensors"), str(tmp_path / "absent")):
         assert await update(http, path, 99) == [200, 200, 200, 400, 409, 200, 200]
     assert (await get(http, "/weight_version"))[1] == version
@@ -273,7 +275,8 @@ async def test_the_wrong_order_is_409_without_effect(http, models):
 
 
 def test_sigterm_ends_it_with_exit_code_0_also_under_load(models, tmp_path):
-    with serving(models[0], tmp_path, "--deterministic", "--cores", str(min(os.sched_getaffinity(0)))) as (process, ready):
+    core = str(min(os.sched_getaffinity(0)))
+    with serving(models[0], tmp_path, "--deterministic", "--cores", core) as (process, ready):
         with socket.create_connection((ready["host"], ready["port"]), timeout=DEADLINE_S) as connection:
             body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}).encode()
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -64,7 +64,7 @@ def test_a_recorded_arrival_order_run_replays_bit_identically(settings, tmp_path
     for a, b in zip(steps(tmp_path, "live"), steps(tmp_path, "replayed"), strict=True):
         assert {key: a[key] for key in same} == {key: b[key] for key in same}
 
-    for damaged, said in ((record.read_bytes()[:-10], "5 groups of step 2"), (b"\xc1" + b"no record", "not a record")):
+    for damaged, said in ((b"\xc1" + b"no record", "not a record"), (record.read_bytes()[:-10], "5 groups of step 2")):
         record.write_bytes(damaged)
         code, output = launch(settings | {"run.name": "broken"}, tmp_path, "--replay", str(record))
         assert code == 2, output

@@ -45,7 +45,8 @@ def test_stop_ids_come_from_the_generation_config(tmp_path):
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"kind": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding-window"),
-    ({"kind": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type 'dynamic'"),
+    ({"kind": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+     "rope_type 'dynamic'"),
 ])
 def test_what_the_forward_does_not_compute_is_refused(tmp_path, settings, message):
     with pytest.raises(BadInput, match=message):

@@ -39,14 +39,14 @@ def test_without_a_seed_two_requests_differ():
 
 BAD = [
     {"prompt": []}, {}, {"prompt": [2] * 20}, {"prompt": "text"}, {"prompt": [[2]]}, {"prompt": [2.0]},
-    {"prompt": [True]}, {"prompt": [50]}, {"prompt": [-1]}, {"prompt": [2], "max_tokens": 0}, {"prompt": [2], "max_tokens": 1.5},
-    {"prompt": [2], "max_tokens": "8"}, {"prompt": [2], "max_tokens": True}, {"prompt": [2], "temperature": -1},
-    {"prompt": [2], "temperature": 1e-9}, {"prompt": [2], "temperature": float("nan")},
-    {"prompt": [2], "temperature": float("inf")}, {"prompt": [2], "temperature": "hot"}, {"prompt": [2], "top_p": 0},
-    {"prompt": [2], "top_p": 1.01}, {"prompt": [2], "top_k": -2}, {"prompt": [2], "top_k": 1.0},
-    {"prompt": [2], "seed": 2**63}, {"prompt": [2], "seed": 1.0}, {"prompt": [2], "stop_token_ids": [50]},
-    {"prompt": [2], "stop_token_ids": 3}, {"prompt": [2], "n": 2}, {"prompt": [2], "n": True},
-    {"prompt": [2], "logprobs": 5},
+    {"prompt": [True]}, {"prompt": [50]}, {"prompt": [-1]}, {"prompt": [2], "max_tokens": 0},
+    {"prompt": [2], "max_tokens": 1.5}, {"prompt": [2], "max_tokens": "8"}, {"prompt": [2], "max_tokens": True},
+    {"prompt": [2], "temperature": -1}, {"prompt": [2], "temperature": 1e-9},
+    {"prompt": [2], "temperature": float("nan")}, {"prompt": [2], "temperature": float("inf")},
+    {"prompt": [2], "temperature": "hot"}, {"prompt": [2], "top_p": 0}, {"prompt": [2], "top_p": 1.01},
+    {"prompt": [2], "top_k": -2}, {"prompt": [2], "top_k": 1.0}, {"prompt": [2], "seed": 2**63},
+    {"prompt": [2], "seed": 1.0}, {"prompt": [2], "stop_token_ids": [50]}, {"prompt": [2], "stop_token_ids": 3},
+    {"prompt": [2], "n": 2}, {"prompt": [2], "n": True}, {"prompt": [2], "logprobs": 5},
     {"prompt": [2], "return_token_ids": False}, {"prompt": [2], "ignore_eos": 1}, {"prompt": [2], "min_p": 0.1},
     {"prompt": [2], "model": 3},
 ]

@@ -1,0 +1,45 @@
+# The two commands: `make run` and `make test`. Each sets up what it needs; a second call starts at once.
+VENV ?= .venv
+BIN := $(VENV)/bin
+NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
+	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+export DO_NOT_TRACK := true
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export MLFLOW_DISABLE_TELEMETRY := true
+export HF_UPDATE_DOWNLOAD_COUNTS := 0
+
+.PHONY: run test slow-test lint clean
+
+run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minutes on 2 cores)
+	$(BIN)/metronome run --set run.name=$(NAME)
+
+test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not slow"
+
+slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/python:
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed, and none of python3.12, python3.11, python3, python is one; give one with make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/installed: $(VENV)/python pyproject.toml constraints.txt
+	@echo "Installing Metronome into $(VENV) (two to four minutes the first time) ..."
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) -e '.[dev]'
+	touch $@

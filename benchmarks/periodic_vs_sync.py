@@ -1,0 +1,176 @@
+"""How much faster is periodic than sync, on the same work? `python benchmarks/periodic_vs_sync.py [--pairs 3]`
+
+Runs both modes in turn, trainer and rollout instance each on a core of its own, and compares the measured ratio of
+trained tokens/s/device with two bounds:
+
+* ideal bound: (I + T + w) / (max(I, T) + w), I rollout time, T training time, w exposed sync and update of sync steps.
+* schedule bound: a group can't be trained before it is there. The sync runs' own arrivals and costs are put through
+  end_k = max(end_{k-1}, arrive_k) + train_k, each scaled by the slow-down seen when both cores are busy.
+
+Last line: RESULT {json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.recipe import HOME, dump, load
+from engine.run_folder import read_lines
+from engine.trace import read_spans
+
+BALANCED = {
+    "train.prompts_per_step": 64,
+    "rollout.concurrency": 2,
+    "algorithm.old_policy": "behavior",
+    "algorithm.kl_coef": 0.0,
+}
+"""Over the quickstart recipe: 64 groups a step, and models such that training costs about what rollouts cost."""
+
+WARM_UP = 2
+"""First steps of a run, not counted: allocators and caches settle."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Figures of one measured step; seconds."""
+
+    tokens: int
+    step_s: float
+    rollout_s: float
+    train_s: float
+    fixed_s: float
+    """Sync and update: what neither mode overlaps."""
+    arrivals: list[float]
+    """When each group was ready, from the step's first dispatch on, in that order."""
+    costs: list[float]
+    """Training time of each group, in the order of training."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=3, help="runs of each mode")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps per run")
+    parser.add_argument("--model", help="Hugging Face folder (default: the quickstart's base model)")
+    arguments = parser.parse_args()
+    model = arguments.model or quickstart_model()
+    result: dict[str, Any] = {}
+    for name, overrides in (("balanced", BALANCED), ("quickstart", {})):
+        steps = measure(name, overrides, model, arguments.pairs, arguments.steps)
+        result[name] = figures(steps["sync"], steps["periodic"])
+        show(name, result[name])
+    print("RESULT " + json.dumps({**result["balanced"], "quickstart": result["quickstart"]}))
+
+
+def quickstart_model() -> str:
+    """The cached base model, made first if need be."""
+    from engine.base_model.warmup import ensure_quickstart_model
+
+    return str(ensure_quickstart_model(Path("runs/base_models"), HOME / "data/addition_train.jsonl"))
+
+
+def measure(name: str, overrides: dict[str, Any], model: str, pairs: int, steps: int) -> dict[str, list[Step]]:
+    """Measured steps of both modes, runs alternating."""
+    found: dict[str, list[Step]] = {"sync": [], "periodic": []}
+    with tempfile.TemporaryDirectory() as output:
+        for pair in range(pairs):
+            for mode in found:
+                settings = overrides | {
+                    "run.output": output,
+                    "run.name": f"{mode}-{pair}",
+                    "run.seed": pair,  # a pair does the same work up to sampling differences of fp32 rounding
+                    "model.path": model,
+                    "train.mode": mode,
+                    "train.steps": steps + WARM_UP,
+                    "train.devices": [0],
+                    "rollout.devices": [1],
+                    "checkpoint.every": 0,
+                }
+                found[mode] += run(settings, Path(output))
+                last = found[mode][-1]
+                print(f"{name} {mode} {pair}: {last.step_s:.2f} s a step, "
+                      f"I {last.rollout_s:.2f} s, T {last.train_s:.2f} s", flush=True)
+    return found
+
+
+def run(settings: dict[str, Any], output: Path) -> list[Step]:
+    """One run of the launcher; its measured steps."""
+    config = load("infra/recipes/quickstart.toml", [f"{key}={value}" for key, value in settings.items()])
+    path = output / f"{config.run.name}.toml"
+    dump(config, path)
+    subprocess.run([sys.executable, "-m", "engine.launch", "--config", str(path)], check=True, timeout=600)
+    spans = read_spans(config.folder / "trace")
+    lines = list(read_lines(config.folder / "steps.jsonl"))
+    return [read_step(line, [span for span in spans if span.get("step") == line["step"]]) for line in lines[WARM_UP:]]
+
+
+def read_step(line: dict[str, Any], spans: list[dict[str, Any]]) -> Step:
+    """A step's figures from its report and its spans."""
+    first = min(span["start"] for span in spans if span["name"] == "rollout")
+    ready: dict[int, float] = {}
+    for span in spans:
+        if span["name"] == "verify":
+            ready[span["group"]] = max(ready.get(span["group"], 0.0), span["end"] - first)
+    costs = [span["end"] - span["start"] for span in spans if span["name"] == "train"]
+    return Step(
+        line["trained_tokens"], line["step_s"], line["rollout_s"], line["train_s"], line["sync_s"] + line["update_s"],
+        sorted(ready.values()), costs,
+    )
+
+
+def figures(sync: list[Step], periodic: list[Step]) -> dict[str, float]:
+    """Rates, their ratio and the two bounds; medians over steps."""
+    rollout, train, fixed = (median(sync, key) for key in ("rollout_s", "train_s", "fixed_s"))
+    slow_rollout = median(periodic, "rollout_s") / rollout
+    slow_train = median(periodic, "train_s") / train
+    rates = {mode: rate(steps) for mode, steps in (("sync", sync), ("periodic", periodic))}
+    scheduled = statistics.median(schedule(step, slow_rollout, slow_train) for step in sync)
+    return {
+        "ratio": rates["periodic"] / rates["sync"],
+        "ideal_bound": (rollout + train + fixed) / (max(rollout, train) + fixed),
+        "schedule_bound": median(sync, "step_s") / (scheduled + fixed),
+        "sync_tokens_per_s_per_device": rates["sync"],
+        "periodic_tokens_per_s_per_device": rates["periodic"],
+        "train_over_rollout": train / rollout,
+        "slow_down_rollout": slow_rollout,
+        "slow_down_train": slow_train,
+        "steps_each": len(sync),
+    }
+
+
+def schedule(step: Step, slow_rollout: float, slow_train: float) -> float:
+    """When the last group would be trained if training took groups as they arrive: seconds after the first dispatch."""
+    end = 0.0
+    for arrival, cost in zip(step.arrivals, step.costs, strict=True):
+        end = max(end, arrival * slow_rollout) + cost * slow_train
+    return end
+
+
+def rate(steps: list[Step]) -> float:
+    """Trained tokens per second and device; two devices, a core each."""
+    return sum(step.tokens for step in steps) / sum(step.step_s for step in steps) / 2
+
+
+def median(steps: list[Step], key: str) -> float:
+    """Of one figure over steps."""
+    return statistics.median(getattr(step, key) for step in steps)
+
+
+def show(name: str, found: dict[str, float]) -> None:
+    """For people."""
+    print(f"\n{name}: periodic {found['periodic_tokens_per_s_per_device']:.0f}, sync "
+          f"{found['sync_tokens_per_s_per_device']:.0f} trained tokens/s/device: ratio {found['ratio']:.2f}")
+    print(f"  ideal bound {found['ideal_bound']:.2f}, schedule bound {found['schedule_bound']:.2f} "
+          f"(reached {found['ratio'] / found['schedule_bound']:.0%}), T/I {found['train_over_rollout']:.2f}, slow-down "
+          f"rollout {found['slow_down_rollout']:.2f} train {found['slow_down_train']:.2f}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

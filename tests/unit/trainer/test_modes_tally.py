@@ -1,0 +1,52 @@
+import math
+
+import pytest
+import torch  # noqa: F401  (the trainer's modules need it)
+
+from engine.errors import StaleRolloutError
+from engine.trainer.modes import accepted_versions, check_versions
+from engine.trainer.tally import Tally
+from engine.types import Group, Prompt, Response, Score
+
+
+def group(step, *versions, rewards=(1.0,), statuses=("ok",)):
+    runs = tuple(enumerate(versions))
+    responses = tuple(Response((1, 2), (-1.0, -1.0), runs, (True, True), "length", "", 0, "instance-3") for _ in rewards)
+    scores = tuple(Score(r, s) for r, s in zip(rewards, statuses, strict=True))
+    return Group(step, 0, Prompt("p7", "", "", (1, 2, 3)), responses, scores)
+
+
+@pytest.mark.parametrize("mode", ["sync", "periodic"])
+def test_only_the_steps_own_version_is_on_policy(mode):
+    assert list(accepted_versions(mode, 5)) == [5]
+    check_versions(group(5, 5), mode)
+    for wrong in ((4,), (6,), (5, 4)):
+        with pytest.raises(StaleRolloutError, match=r"step 5, prompt p7, response 0 of instance-3.*accepts only 5"):
+            check_versions(group(5, *wrong), mode)
+
+
+def test_figures():
+    tally = Tally()
+    tally.add_wait(0.5)
+    tally.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "timeout")))
+    tally.add_wait(0.25)
+    tally.loss, tally.mismatch_kl, tally.scored_tokens = 3.0, 4.0, 8
+    figures = tally.figures()
+    assert figures["reward_mean"] == 0.5
+    assert figures["reward_std"] == 0.5
+    assert figures["trained_tokens"] == 2 * (3 + 2)
+    assert figures["truncated"] == 2
+    assert figures["reward_timeouts"] == 1
+    assert (figures["wait_first_s"], figures["wait_s"]) == (0.5, 0.75)
+    assert figures["loss"] == 1.5
+    assert figures["mismatch_kl"] == 0.5
+    assert figures["versions_seen"] == [0]
+
+
+def test_nan_gaps_are_not_hidden_by_later_ones():
+    tally = Tally()
+    tally.worst_gap(0.1)
+    tally.worst_gap(math.nan)
+    assert math.isnan(tally.max_ratio_gap)
+    tally.worst_gap(0.2)
+    assert math.isnan(tally.max_ratio_gap)

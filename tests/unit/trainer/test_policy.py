@@ -1,0 +1,213 @@
+"""The trained side against Hugging Face and plain autograd: one process, real Megatron."""
+
+import random
+
+import pytest
+import torch
+from conftest import config_of
+from transformers import AutoModelForCausalLM
+
+from engine.platform import cpu
+from engine.types import Group, Prompt, Response, Score
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron():
+    with cpu.single_process():
+        yield
+
+
+def response(ids, logprobs=None, mask=None):
+    ids = tuple(ids)
+    return Response(ids, tuple(logprobs or [-5.0] * len(ids)), ((0, 0),), tuple(mask or [True] * len(ids)), "stop", "", 0, "i")
+
+
+def a_group(lengths=(7, 3, 12, 5), index=0, seed=0, prompt=9):
+    draw = random.Random(seed)
+    ids = [[draw.randrange(256) for _ in range(length)] for length in lengths]
+    question = Prompt("p", "", "", tuple(draw.randrange(256) for _ in range(prompt)))
+    scores = [Score(draw.random()) for _ in lengths]
+    return Group(0, index, question, tuple(map(response, ids)), tuple(scores))
+
+
+def a_policy(settings, **changes):
+    from engine.model.shape import read_shape
+    from engine.model.tri_model import TriModel
+    from engine.trainer.policy import Policy
+
+    config = config_of(settings | {key.replace("__", "."): value for key, value in changes.items()})
+    from pathlib import Path
+
+    base = Path(config.model.path)
+    reference = base if config.algorithm.kl_coef else None
+    old = config.algorithm.old_policy == "previous"
+    return Policy(config, TriModel(read_shape(base), base, reference, old, config.rollout.temperature))
+
+
+def gradients(policy, denominator):
+    policy.ddp.scale_gradients(1 / denominator)
+    grads = {name: p.main_grad.clone() for name, p in policy.models.policy.named_parameters()}
+    from engine.model.weights import to_hf
+
+    return dict(to_hf(grads.__getitem__, policy.models.shape))
+
+
+def hf_gradients(folder, groups, temperature=1.0):
+    """Each response on its own through transformers; loss = −mean over responses of mean over tokens of A·logπ."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    total, count = 0.0, 0
+    for group in groups:
+        rewards = torch.tensor([score.value for score in group.scores])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for advantage, member in zip(advantages, group.responses, strict=True):
+            count += 1
+            if not member.token_ids:
+                continue
+            prompt = list(group.prompt.token_ids)
+            ids = torch.tensor(prompt + list(member.token_ids))
+            logs = torch.log_softmax(model(ids[None]).logits[0, len(prompt) - 1 : -1] / temperature, -1)
+            chosen = logs.gather(-1, ids[len(prompt) :, None])[:, 0]
+            mask = torch.tensor(member.loss_mask, dtype=torch.float32)
+            total = total - advantage * (chosen * mask).sum() / mask.sum().clamp(min=1)
+    (total / count).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        assert torch.norm(ours[name] - grad) <= tolerance * torch.norm(grad), name
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("budget", [4096, 20])
+def test_gradients_equal_hugging_face(settings, tiny_model, shared, temperature, budget):
+    policy = a_policy(
+        settings, algorithm__old_policy="behavior", algorithm__kl_coef=0, attention__shared_prompt=shared,
+        rollout__temperature=temperature, train__micro_batch_tokens=budget,
+    )  # fmt: skip
+    groups = [a_group(seed=1), a_group((4, 0, 16, 1), index=1, seed=2)]
+    policy.start_step()
+    for group in groups:
+        policy.accumulate(group)
+    assert_same(gradients(policy, 8), hf_gradients(tiny_model, groups, temperature))
+    assert policy.tally.trained_tokens == 4 * 9 * 2 + 27 + 21
+    if shared and budget == 4096:
+        assert policy.tally.computed_tokens == 2 * 9 + 27 + 21
+
+
+def test_masked_tokens_leave_the_gradient(settings, tiny_model):
+    policy = a_policy(settings, algorithm__old_policy="behavior", algorithm__kl_coef=0)
+    plain = a_group()
+    masked = Group(0, 0, plain.prompt, (
+        response(plain.responses[0].token_ids, mask=[True, False] * 3 + [True]), *plain.responses[1:]), plain.scores)
+    policy.start_step()
+    policy.accumulate(masked)
+    assert_same(gradients(policy, 4), hf_gradients(tiny_model, [masked]))
+
+
+def test_order_and_split_change_nothing_but_rounding(settings):
+    groups = [a_group(index=i, seed=i, lengths=(5 + i, 3, 9, 2 + i)) for i in range(4)]
+    found = []
+    for order, budget in (([0, 1, 2, 3], 4096), ([3, 1, 0, 2], 4096), ([0, 1, 2, 3], 16)):
+        policy = a_policy(settings, train__micro_batch_tokens=budget)
+        policy.start_step()
+        for index in order:
+            policy.accumulate(groups[index])
+        found.append(gradients(policy, 16))
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+def test_previous_is_the_policy_before_the_last_update(settings):
+    policy = a_policy(settings, algorithm__old_policy="previous")
+    group = a_group()
+    before = {name: p.detach().clone() for name, p in policy.models.policy.named_parameters()}
+    policy.start_step()
+    policy.accumulate(group)
+    assert policy.tally.old_ratio_max == pytest.approx(1.0, abs=1e-6)
+    policy.models.copy_policy_to_old()
+    policy.update(4)
+    after = dict(policy.models.policy.named_parameters())
+    for name, old in policy.models.old.named_parameters():
+        assert torch.equal(old, before[name])
+        assert not torch.equal(old, after[name])
+    policy.start_step()
+    policy.accumulate(group)
+    assert policy.tally.old_ratio_max > 1.0 + 1e-4
+
+
+def test_updates_are_adamw_with_schedule_and_clipping(settings):
+    """Against torch's AdamW on the same gradients: decay not on norms, warm-up from peak / w, norm clipped to the limit."""
+    policy = a_policy(settings, train__warmup_steps=2, train__weight_decay=0.1, train__max_grad_norm=0.05,
+                      train__schedule="linear", train__steps=4, algorithm__kl_coef=0, algorithm__old_policy="behavior")
+    named = dict(policy.models.policy.named_parameters())
+    twins = {name: torch.nn.Parameter(p.detach().clone()) for name, p in named.items()}
+    groups = [{"params": [p for p in twins.values() if p.dim() > 1], "weight_decay": 0.1},
+              {"params": [p for p in twins.values() if p.dim() == 1], "weight_decay": 0.0}]
+    twin = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    for step, rate in enumerate((0.5e-3, 1e-3, 1e-3 * (1 - 1 / 3), 1e-3 * (1 - 2 / 3))):
+        policy.start_step()
+        policy.accumulate(a_group(seed=step))
+        for name, p in twins.items():
+            p.grad = named[name].main_grad / 4
+        norm = torch.nn.utils.clip_grad_norm_(list(twins.values()), 0.05)
+        for group in twin.param_groups:
+            group["lr"] = rate
+        twin.step()
+        got_norm, got_rate = policy.update(4)
+        assert got_norm == pytest.approx(float(norm), rel=1e-4)
+        assert got_norm > 0.05
+        assert got_rate == pytest.approx(rate)
+        for name, p in named.items():
+            torch.testing.assert_close(p.detach(), twins[name].detach(), rtol=1e-4, atol=2e-6, msg=f"{name} step {step}")
+
+
+def test_checkpoint_is_everything_and_never_half(settings, tmp_path):
+    from engine.errors import BadInput
+    from engine.trainer import checkpoint
+
+    policy = a_policy(settings)
+    for seed in (1, 2):
+        policy.start_step()
+        policy.accumulate(a_group(seed=seed))
+        policy.models.copy_policy_to_old()
+        policy.update(4)
+    saved = checkpoint.save(tmp_path, 2, policy, "hash", keep=2)
+    fresh = a_policy(settings)
+    with pytest.raises(BadInput, match="reference"):
+        checkpoint.load(saved, fresh, "other")
+    assert checkpoint.load(saved, fresh, "hash") == 2
+    for one in (policy, fresh):
+        one.start_step()
+        one.accumulate(a_group(seed=3))
+        one.models.copy_policy_to_old()
+        one.norm_and_rate = one.update(4)
+    assert policy.norm_and_rate == fresh.norm_and_rate
+    for ours, theirs in zip(fresh.models.policy.parameters(), policy.models.policy.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+    assert checkpoint.latest(tmp_path) == saved
+    newer = checkpoint.save(tmp_path, 3, policy, "hash", keep=1)
+    assert checkpoint.latest(tmp_path) == newer
+    assert not saved.exists()
+    weights = newer / "policy.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert checkpoint.latest(tmp_path) is None
+    (newer / checkpoint.MARKER).unlink()
+    assert not checkpoint.complete(newer)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(settings):
+    from engine.errors import MetronomeError
+
+    policy = a_policy(settings)
+    before = [p.detach().clone() for p in policy.models.policy.parameters()]
+    policy.start_step()
+    policy.accumulate(a_group())
+    policy.ddp.buffers[0].grad_data[3] = float("inf")
+    with pytest.raises(MetronomeError, match="not finite"):
+        policy.update(4)
+    for p, kept in zip(policy.models.policy.parameters(), before, strict=True):
+        assert torch.equal(p, kept)
