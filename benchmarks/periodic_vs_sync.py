@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.recipe import HOME, dump, load
+from common import quickstart_model
+
+from engine.recipe import dump, load
 from engine.run_folder import read_lines
 from engine.trace import read_spans
 
@@ -51,7 +53,7 @@ class Step:
     arrivals: list[float]
     """When each group was ready, from the step's first dispatch on, in that order."""
     costs: list[float]
-    """Training time of each group, in the order of training."""
+    """Training time of each group (its share of its window's), in the order of training."""
 
 
 def main() -> None:
@@ -60,20 +62,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="measured steps per run")
     parser.add_argument("--model", help="Hugging Face folder (default: the quickstart's base model)")
     arguments = parser.parse_args()
-    model = arguments.model or quickstart_model()
+    model = arguments.model or str(quickstart_model())
     result: dict[str, Any] = {}
     for name, overrides in (("balanced", BALANCED), ("quickstart", {})):
         steps = measure(name, overrides, model, arguments.pairs, arguments.steps)
         result[name] = figures(steps["sync"], steps["periodic"])
         show(name, result[name])
     print("RESULT " + json.dumps({**result["balanced"], "quickstart": result["quickstart"]}))
-
-
-def quickstart_model() -> str:
-    """The cached base model, made first if need be."""
-    from engine.base_model.warmup import ensure_quickstart_model
-
-    return str(ensure_quickstart_model(Path("runs/base_models"), HOME / "data/addition_train.jsonl"))
 
 
 def measure(name: str, overrides: dict[str, Any], model: str, pairs: int, steps: int) -> dict[str, list[Step]]:
@@ -118,7 +113,8 @@ def read_step(line: dict[str, Any], spans: list[dict[str, Any]]) -> Step:
     for span in spans:
         if span["name"] == "verify":
             ready[span["group"]] = max(ready.get(span["group"], 0.0), span["end"] - first)
-    costs = [span["end"] - span["start"] for span in spans if span["name"] == "train"]
+    windows = [(span["end"] - span["start"], len(span["groups"])) for span in spans if span["name"] == "train"]
+    costs = [cost / count for cost, count in windows for _ in range(count)]
     return Step(
         line["trained_tokens"], line["step_s"], line["rollout_s"], line["train_s"], line["sync_s"] + line["update_s"],
         sorted(ready.values()), costs,

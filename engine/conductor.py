@@ -120,17 +120,16 @@ class Conductor:
             await self.fail(first_error(group))
 
     async def _lease(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The next group for a replica; "end" when all are trained; "wait" as a sign of life."""
+        """The next window of groups for a replica; "end" when all are trained; "wait" as a sign of life."""
         queue = self._queue
         if queue is None or queue.step != request["step"]:
             raise MetronomeError(f"{request['replica']} asked for groups of step {request['step']}, which was not started")
-        if request["trained"] is not None:
-            queue.acknowledge(request["trained"], request["replica"])
+        queue.acknowledge(request["trained"], request["replica"])
         deadline = time.monotonic() + SIGN_OF_LIFE_S
         async with self._changed:
             while True:
-                if (group := queue.lease(request["replica"])) is not None:
-                    return {"group": group_to_wire(group)}
+                if window := queue.lease(request["replica"], request["budget"]):
+                    return {"groups": [group_to_wire(group) for group in window]}
                 if queue.done:
                     return {"end": True}
                 self._check()

@@ -94,7 +94,7 @@ class Rollout(Table):
     stop: list[str] = []
     """Strings of one token each that end a response, beside the tokenizer's end of sequence."""
     deterministic: bool = False
-    """Fixed decode shapes: a response depends on prompt, seed and weights only. `benchmarks/determinism.py` prints the cost."""
+    """Fixed decode shapes: a response depends on prompt, seed and weights only. benchmarks/determinism.py prints the cost."""
     timeout_s: PositiveFloat = 600.0
     """Seconds a request, a weight update or the start of an instance may take."""
 
@@ -115,7 +115,7 @@ class Train(Table):
     devices: list[int] = []
     """CPU: cores of the trainer; empty leaves placing to the system."""
     micro_batch_tokens: PositiveInt = 4096
-    """Token budget of one forward; a group above it is split, its prompt computed once per part."""
+    """Token budget of a forward: groups that are there are packed up to it, one above it is split (its prompt computed again)."""
     learning_rate: PositiveFloat = 1e-6
     """Peak of the schedule. 1e-6 is what the papers use for full models; tiny ones want 3e-4."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

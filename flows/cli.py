@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -180,7 +181,10 @@ def _interrupt(*_: object) -> NoReturn:
 def main() -> None:
     """Console script."""
     watch_lifeline()
-    app(prog_name="metronome")
+    try:
+        app(prog_name="metronome")
+    finally:
+        gc.freeze()  # else the interpreter collects the modules of torch and Prefect one by one: two seconds
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import mlflow
 
 from engine.config import Config
-from engine.run_folder import RunFolder, write_atomically
+from engine.run_folder import write_atomically
 
 RUN_ID = "mlflow_run_id"
 """File in the run folder with the id of its MLflow run, so that a resumed run goes on in the same one."""
@@ -34,22 +35,19 @@ def ui_command(config: Config) -> str:
 def tracked(config: Config) -> Iterator[str]:
     """Track the body in the run folder's MLflow run (made if there is none yet); yields its id.
 
-    A body that raises leaves the run marked as failed.
+    A body that raises leaves the run marked as failed. MLflow writes what is queued when the run ends.
     """
-    Path(config.run.output).mkdir(parents=True, exist_ok=True)
+    config.folder.mkdir(parents=True, exist_ok=True)
     mlflow.set_tracking_uri(tracking_uri(config))
     mlflow.set_experiment(experiment_id=_experiment(config))
-    id_file = RunFolder(config.folder).path / RUN_ID
+    id_file = config.folder / RUN_ID
     known = id_file.read_text().strip() if id_file.exists() else None
     with mlflow.start_run(run_id=known, run_name=None if known else config.run.name) as run:
         if known is None:
             write_atomically(id_file, run.info.run_id)
             mlflow.log_params(flatten(config.model_dump(mode="json")))
             mlflow.set_tags({"metronome.run_folder": str(config.folder.resolve()), "metronome.mode": config.train.mode})
-        try:
-            yield run.info.run_id
-        finally:
-            mlflow.flush_async_logging()
+        yield run.info.run_id
 
 
 def log_step(row: Mapping[str, Any]) -> None:
@@ -59,7 +57,8 @@ def log_step(row: Mapping[str, Any]) -> None:
 
 def log_evaluation(row: Mapping[str, Any]) -> None:
     """The figures of a line of evaluations.jsonl as `benchmark/avg_at_k` and so on."""
-    figures = {f"{row['benchmark']}/{name}": value for name, value in numbers(row).items()}
+    benchmark = re.sub(r"[^\w.\- ]", "_", row["benchmark"])  # the characters MLflow takes
+    figures = {f"{benchmark}/{name}": value for name, value in numbers(row).items()}
     mlflow.log_metrics(figures, step=row["step"])
 
 

@@ -7,7 +7,6 @@ Slots into Megatron's layer specification in place of its DotProductAttention. T
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from engine.model.layout import Layout, Segment
+from engine.model.layout import Layout
 
 CALL_COST = 8000
 """Entries of the S×S mask whose computation costs as much as one more call of the kernel (measured on CPU)."""
@@ -54,14 +53,9 @@ class SegmentAttention(torch.nn.Module):
         layout = packed_seq_params.layout
         assert layout is not None, "SegmentAttention needs a layout: pass packed_seq_params=params(layout)"
         q, k, v = (x.squeeze(1).transpose(0, 1) for x in (query, key, value))
-        attend = by_segment if layout.size**2 > CALL_COST * _calls(layout) else masked
+        attend = by_segment if layout.size**2 > CALL_COST * len(layout.batches) else masked
         out = attend(q, k, v, layout, self.scale)
         return out.transpose(0, 1).reshape(query.shape[0], 1, -1)
-
-
-def _calls(layout: Layout) -> int:
-    """Kernel calls of `by_segment`."""
-    return sum(1 + len(set(segment.responses)) for segment in layout.segments)
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
@@ -71,26 +65,17 @@ def masked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None 
 
 def by_segment(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
     """Same result and shapes as `masked`, computing only what is visible: each prompt once, each response on its own."""
-    parts = [part for segment in layout.segments for part in _segment(q, k, v, segment, scale)]
-    return torch.cat(parts, dim=1)
+    parts = []
+    for batch in layout.batches:
+        queries, keys, values = _pick(q, batch.queries), _pick(k, batch.keys), _pick(v, batch.keys)
+        parts.append(_sdpa(queries, keys, values, batch.mask, scale).transpose(0, 1).flatten(1, 2))
+    return torch.cat(parts, dim=1).index_select(1, layout.order)
 
 
-def _segment(q: Tensor, k: Tensor, v: Tensor, segment: Segment, scale: float | None) -> list[Tensor]:
-    """Outputs of a segment's parts in their order; responses of one length are one batch, so nothing is padded."""
-    end = segment.start + segment.prompt
-    prompt = slice(segment.start, end)
-    starts = list(accumulate(segment.responses, initial=end))[:-1]
-    parts: dict[int, Tensor] = {}
-    for length in set(segment.responses):
-        members = [number for number, other in enumerate(segment.responses) if other == length]
-        queries, keys, values = (torch.stack([x[:, starts[m] : starts[m] + length] for m in members]) for x in (q, k, v))
-        keys, values = (
-            torch.cat([x[:, prompt].expand(len(members), -1, -1, -1), own], dim=2) for x, own in ((k, keys), (v, values))
-        )
-        mask = torch.ones(length, segment.prompt + length, dtype=torch.bool).tril(diagonal=segment.prompt)
-        parts.update(zip(members, _sdpa(queries, keys, values, mask, scale), strict=True))
-    first = _sdpa(q[None, :, prompt], k[None, :, prompt], v[None, :, prompt], None, scale)[0]
-    return [first, *(parts[number] for number in range(len(segment.responses)))]
+def _pick(x: Tensor, positions: Tensor) -> Tensor:
+    """[heads, S, d] at positions [n, s] → [n, heads, s, d]."""
+    heads, _, dim = x.shape
+    return x.index_select(1, positions.flatten()).view(heads, *positions.shape, dim).transpose(0, 1)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -64,6 +64,45 @@ class Layout:
         visible = (part[None, :] == 0) | (part[:, None] == part[None, :])
         return same & visible & torch.ones(self.size, self.size, dtype=torch.bool).tril()
 
+    @cached_property
+    def batches(self) -> tuple[Batch, ...]:
+        """The row's parts (prompts, responses) by shape: parts of one shape are computed as a batch, nothing is padded."""
+        parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for span in self.segments:
+            parts.setdefault((0, span.prompt), []).append((span.start, span.start))
+            at = span.start + span.prompt
+            for length in span.responses:
+                if length:
+                    parts.setdefault((span.prompt, length), []).append((span.start, at))
+                at += length
+        return tuple(_batch(prompt, length, members) for (prompt, length), members in parts.items())
+
+    @cached_property
+    def order(self) -> Tensor:
+        """[S] where each token stands in the concatenation of all batches' queries."""
+        return torch.cat([batch.queries.flatten() for batch in self.batches]).argsort()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Parts of one shape: n queries of length L, each behind a prompt of P tokens that it sees (P = 0: a prompt itself)."""
+
+    queries: Tensor
+    """[n, L] positions in the row."""
+    keys: Tensor
+    """[n, P + L] positions in the row."""
+    mask: Tensor | None
+    """[L, P + L] bool, True = may see; None is plain causal."""
+
+
+def _batch(prompt: int, length: int, members: list[tuple[int, int]]) -> Batch:
+    prompts, starts = (torch.tensor(column)[:, None] for column in zip(*members, strict=True))
+    queries = starts + torch.arange(length)
+    if not prompt:
+        return Batch(queries, queries, None)
+    mask = torch.ones(length, prompt + length, dtype=torch.bool).tril(diagonal=prompt)
+    return Batch(queries, torch.cat([prompts + torch.arange(prompt), queries], dim=1), mask)
+
 
 def layout(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], shared_prompt: bool = True) -> Layout:
     """Lay out (prompt ids, responses' ids) pairs as one micro-batch; every prompt needs at least one token."""

@@ -36,19 +36,19 @@ class ControlClient:
             if answered == number:
                 return _raise_error(unpack(data))
 
-    def groups(self, step: int) -> Iterator[Group]:
-        """This replica's groups of the step in the queue's order, until all groups of the step are trained by somebody.
+    def windows(self, step: int, budget: int) -> Iterator[list[Group]]:
+        """This replica's groups of the step, in windows of at most `budget` tokens, until somebody has trained them all.
 
-        A group is acknowledged when its successor is asked for, that is once its gradient is in: one round trip per group.
+        A window is acknowledged when its successor is asked for, that is once its gradient is in: one round trip each.
         """
-        trained: int | None = None
+        trained: list[int] = []
         while True:
-            reply = self.ask("lease", step=step, replica=self.replica, trained=trained)
-            trained = None
-            if "group" in reply:
-                group = group_from_wire(reply["group"])
-                yield group
-                trained = group.index
+            reply = self.ask("lease", step=step, replica=self.replica, budget=budget, trained=trained)
+            trained = []
+            if "groups" in reply:
+                window = [group_from_wire(group) for group in reply["groups"]]
+                yield window
+                trained = [group.index for group in window]
             elif reply.get("end"):
                 return  # any other reply is the launcher's sign of life while there is nothing to lease
 

@@ -5,6 +5,8 @@ Pure bookkeeping without threads or sockets; `engine.queue.server` serves it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.types import Group
 
 
@@ -29,29 +31,48 @@ class SampleQueue:
         self._groups[group.index] = group
         self._arrived.append(group.index)
 
-    def lease(self, replica: str) -> Group | None:
-        """The next group for a replica, or None when there is none now."""
-        if self._hold and len(self._arrived) < self.expected:
-            return None
-        for index in self._candidates():
-            if index not in self._leases and index not in self._trained:
-                self._leases[index] = replica
-                return self._groups[index]
-        return None
+    def lease(self, replica: str, budget: int) -> list[Group]:
+        """The next window for a replica: groups of at most `budget` tokens together, at least one; [] when none is due.
 
-    def _candidates(self) -> list[int]:
-        if not self._in_order:
-            return self._arrived
+        In arrival order a window is whatever is there. In prompt order it is a function of the ordered groups alone: it is
+        due once it can't grow any more.
+        """
+        if self._hold and len(self._arrived) < self.expected:
+            return []
+        window = self._arrived_window(budget) if not self._in_order else self._ordered_window(budget)
+        self._leases.update(dict.fromkeys(window, replica))
+        return [self._groups[index] for index in window]
+
+    def _arrived_window(self, budget: int) -> list[int]:
+        free = [index for index in self._arrived if index not in self._leases and index not in self._trained]
+        return free[: self._fitting(free, budget)]
+
+    def _ordered_window(self, budget: int) -> list[int]:
         taken = self._trained | self._leases.keys()
         first = next((index for index in range(self.expected) if index not in taken), self.expected)
-        return [first] if first in self._groups else []
+        last = first
+        while last in self._groups:
+            last += 1
+        ready = list(range(first, last))
+        count = self._fitting(ready, budget)
+        return ready[:count] if count < len(ready) or last == self.expected else []
 
-    def acknowledge(self, index: int, replica: str) -> None:
-        """The group's gradient is in. Only the replica that holds the lease may say so."""
-        if self._leases.get(index) != replica:
-            raise ValueError(f"{replica} holds no lease on group {index} of step {self.step}")
-        del self._leases[index]
-        self._trained.add(index)
+    def _fitting(self, indices: Sequence[int], budget: int) -> int:
+        """How many groups from the first on fit into the budget; one always does."""
+        used = 0
+        for count, index in enumerate(indices):
+            used += size(self._groups[index])
+            if used > budget and count:
+                return count
+        return len(indices)
+
+    def acknowledge(self, indices: Sequence[int], replica: str) -> None:
+        """The groups' gradients are in. Only the replica that holds the leases may say so."""
+        for index in indices:
+            if self._leases.get(index) != replica:
+                raise ValueError(f"{replica} holds no lease on group {index} of step {self.step}")
+            del self._leases[index]
+            self._trained.add(index)
 
     def give_back(self, replica: str) -> list[int]:
         """End all leases of a replica that is gone; its groups can be leased again. Returns their indices."""
@@ -69,3 +90,8 @@ class SampleQueue:
     def done(self) -> bool:
         """Whether all expected groups are trained."""
         return len(self._trained) == self.expected
+
+
+def size(group: Group) -> int:
+    """Tokens of a group with its prompt once."""
+    return len(group.prompt.token_ids) + sum(len(response.token_ids) for response in group.responses)

@@ -44,8 +44,8 @@ class Loop:
                 with self.trace.span("sync", step=step):
                     sync_s = self.rollouts.publish(self.policy.models, version=step)
                 self.rollouts.start(step)
-                for group in self._arriving(step):
-                    self._train(group)
+                for window in self._arriving(step):
+                    self._train(step, window)
             except MetronomeError:
                 self.checkpoint(step)  # the step is lost, the weights before it are not
                 raise
@@ -60,27 +60,29 @@ class Loop:
             if self._due(step + 1):
                 self.checkpoint(step + 1)
 
-    def _arriving(self, step: int) -> Iterator[Group]:
-        """The step's groups, with the time blocked on each counted as waiting."""
-        groups = self.rollouts.groups(step)
+    def _arriving(self, step: int) -> Iterator[list[Group]]:
+        """The step's groups in windows, with the time blocked on each counted as waiting."""
+        windows = self.rollouts.windows(step)
         while True:
             blocked = time.time()
-            group = next(groups, None)
+            window = next(windows, None)
             self.trace.add("wait", blocked, time.time(), step=step)
             self.policy.tally.add_wait(time.time() - blocked)
-            if group is None:
+            if window is None:
                 return
-            yield group
+            yield window
 
-    def _train(self, group: Group) -> None:
-        """Contract 1, then forward and backward of one group."""
-        check_versions(group, self.config.train.mode)
-        with self.trace.span("train", step=group.step, group=group.index):
-            self.policy.accumulate(group)
+    def _train(self, step: int, window: list[Group]) -> None:
+        """Contract 1, then forward and backward of the window."""
+        for group in window:
+            check_versions(group, self.config.train.mode)
+        with self.trace.span("train", step=step, groups=[group.index for group in window]):
+            self.policy.accumulate(window)
         limit, gap = self.config.train.ratio_gap_limit, self.policy.tally.max_ratio_gap
         if limit and not gap <= limit:
             raise RatioGapError(
-                f"step {group.step}, prompt {group.prompt.id}: trainer and {group.responses[0].instance} disagree on the same "
+                f"step {step}, prompts {[group.prompt.id for group in window]}: trainer and instances "
+                f"{sorted({response.instance for group in window for response in group.responses})} disagree on the same "
                 f"tokens: max|ratio - 1| = {gap:.3g}, limit train.ratio_gap_limit = {limit:.3g}. Their weights or their "
                 "numerics differ: a weight sync went wrong, or sampling is not comparable (rollout.top_p, rollout.top_k)"
             )

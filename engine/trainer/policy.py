@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -51,15 +51,16 @@ class Policy:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def accumulate(self, group: Group) -> None:
-        """Score the group under all models and add its gradient; no optimizer step."""
+    def accumulate(self, window: Sequence[Group]) -> None:
+        """Score the groups under all models and add their gradient; no optimizer step."""
         started = time.perf_counter()
         train = self.config.train
         shared = self.config.attention.shared_prompt
-        batches = list(micro_batches(group, self.config.algorithm.advantage, train.micro_batch_tokens, shared))
-        window = [(batch, *self._frozen_scores(batch)) for batch in batches]
-        self._forward_backward(iter(window), len(window))
-        self.tally.add_group(group)
+        batches = list(micro_batches(window, self.config.algorithm.advantage, train.micro_batch_tokens, shared))
+        scored = [(batch, *self._frozen_scores(batch)) for batch in batches]
+        self._forward_backward(iter(scored), len(scored))
+        for group in window:
+            self.tally.add_group(group)
         self.tally.train_s += time.perf_counter() - started
 
     def _frozen_scores(self, batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
@@ -72,7 +73,7 @@ class Policy:
         return old, reference
 
     def _forward_backward(self, window: Iterator[tuple[MicroBatch, Tensor | None, Tensor | None]], count: int) -> None:
-        """One window: Megatron's schedule over its micro-batches, gradients added to the buffer, nothing finalised."""
+        """Megatron's schedule over a window's micro-batches: gradients added to the buffer, nothing finalised."""
         get_forward_backward_func()(
             forward_step_func=self._forward,
             data_iterator=window,

@@ -99,7 +99,7 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
 def _rollouts(config: Config, arguments: argparse.Namespace, control: ControlClient, start: int) -> Rollouts:
     if arguments.replay is not None:
         return Recorded(arguments.replay, config.train.prompts_per_step)
-    live = Live(control, Publisher(control, FileTransport(arguments.weights)))
+    live = Live(control, Publisher(control, FileTransport(arguments.weights)), config.train.micro_batch_tokens)
     return Recording(live, arguments.folder / "record.msgpack", start) if config.train.record else live
 
 

@@ -22,16 +22,18 @@ class Rollouts(Protocol):
     def start(self, step: int) -> None:
         """Start the step's batch of prompts in the background."""
 
-    def groups(self, step: int) -> Iterator[Group]:
-        """The step's groups, each as soon as it may be trained."""
+    def windows(self, step: int) -> Iterator[list[Group]]:
+        """The step's groups in windows, each as soon as it may be trained."""
 
 
 class Live:
     """Rollouts of the running instances, reached through the launcher."""
 
-    def __init__(self, control: ControlClient, publisher: Publisher) -> None:
+    def __init__(self, control: ControlClient, publisher: Publisher, budget: int) -> None:
+        """`budget`: tokens of a window."""
         self._control = control
         self._publisher = publisher
+        self._budget = budget
 
     def publish(self, models: TriModel, version: int) -> float:
         """Export, send, and wait until every instance holds the version."""
@@ -41,13 +43,13 @@ class Live:
         """Tell the launcher's producer."""
         self._control.ask("start", step=step)
 
-    def groups(self, step: int) -> Iterator[Group]:
+    def windows(self, step: int) -> Iterator[list[Group]]:
         """Lease from the sample queue."""
-        return self._control.groups(step)
+        return self._control.windows(step, self._budget)
 
 
 class Recording:
-    """Passes everything on to the live rollouts and records each group once it has been trained."""
+    """Passes everything on to the live rollouts and records each window once it has been trained."""
 
     def __init__(self, live: Live, path: Path, start: int) -> None:
         self._recorder = Recorder(path, start)
@@ -55,11 +57,11 @@ class Recording:
         self.publish = live.publish
         self.start = live.start
 
-    def groups(self, step: int) -> Iterator[Group]:
-        """The live groups; the record is flushed when the step is complete."""
-        for group in self._live.groups(step):
-            yield group
-            self._recorder.add(group)
+    def windows(self, step: int) -> Iterator[list[Group]]:
+        """The live windows; the record is flushed when the step is complete."""
+        for window in self._live.windows(step):
+            yield window
+            self._recorder.add(window)
         self._recorder.flush()
 
 
@@ -76,6 +78,6 @@ class Recorded:
     def start(self, step: int) -> None:
         """Nothing to start."""
 
-    def groups(self, step: int) -> Iterator[Group]:
-        """The step's groups in the order in which they were trained."""
-        return self._replay.groups(step)
+    def windows(self, step: int) -> Iterator[list[Group]]:
+        """The step's windows in the order in which they were trained."""
+        return self._replay.windows(step)

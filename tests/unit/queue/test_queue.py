@@ -20,44 +20,63 @@ def test_codec_round_trip_without_columns():
     assert group_from_wire(unpack(pack(group_to_wire(with_columns)))) == sent
 
 
+ONE = 1
+"""A budget below any group: windows of one."""
+
+
+def leased(queue, replica="a", budget=ONE):
+    return [group.index for group in queue.lease(replica, budget)]
+
+
 def test_arrival_order_and_exactly_once():
     queue = SampleQueue(0, 3)
     for index in (2, 0, 1):
         queue.put(group(index))
-    assert [queue.lease("a").index, queue.lease("b").index, queue.lease("a").index] == [2, 0, 1]
-    assert queue.lease("a") is None
+    assert [leased(queue), leased(queue, "b"), leased(queue), leased(queue)] == [[2], [0], [1], []]
     for replica, index in (("a", 2), ("b", 0), ("a", 1)):
         assert not queue.done
-        queue.acknowledge(index, replica)
+        queue.acknowledge([index], replica)
     assert queue.done
 
 
-def test_prompt_order_waits_for_the_next_prompt():
-    queue = SampleQueue(0, 3, order="prompt_order")
-    queue.put(group(1))
-    assert queue.lease("a") is None
-    queue.put(group(0))
-    assert [queue.lease("a").index, queue.lease("a").index, queue.lease("a")] == [0, 1, None]
+def test_a_window_holds_what_is_there_up_to_its_budget():
+    queue = SampleQueue(0, 4)
+    for index in (2, 0, 1):
+        queue.put(group(index))  # five tokens each
+    assert leased(queue, budget=10) == [2, 0]
+    assert leased(queue, budget=10) == [1]
+
+
+def test_windows_in_prompt_order_are_a_function_of_the_ordered_groups():
+    queue = SampleQueue(0, 4, order="prompt_order")
+    for index in (1, 0):
+        queue.put(group(index))
+        assert leased(queue, budget=12) == []  # 0 and 1 fit; whether 2 does is not known before it is there
+    queue.put(group(2))
+    assert leased(queue, budget=12) == [0, 1]
+    assert leased(queue, budget=12) == []
+    queue.put(group(3))
+    assert leased(queue, budget=12) == [2, 3]
 
 
 def test_sync_leases_nothing_before_the_last_group_is_in():
     queue = SampleQueue(0, 2, hold=True)
     queue.put(group(1))
-    assert queue.lease("a") is None
+    assert leased(queue) == []
     queue.put(group(0))
-    assert queue.lease("a").index == 1
+    assert leased(queue) == [1]
 
 
 def test_a_dead_replicas_groups_come_back():
     queue = SampleQueue(0, 2)
     queue.put(group(0))
     queue.put(group(1))
-    queue.lease("dead")
-    queue.lease("alive")
+    assert leased(queue, "dead") == [0]
+    assert leased(queue, "alive") == [1]
     assert queue.give_back("dead") == [0]
-    assert queue.lease("alive").index == 0
+    assert leased(queue, "alive") == [0]
     with pytest.raises(ValueError, match="no lease"):
-        queue.acknowledge(0, "dead")
+        queue.acknowledge([0], "dead")
 
 
 def test_foreign_and_double_groups_are_refused():
@@ -68,14 +87,18 @@ def test_foreign_and_double_groups_are_refused():
             queue.put(wrong)
 
 
-@given(st.permutations(range(6)), st.sampled_from(["arrival", "prompt_order"]), st.booleans())
-def test_every_group_is_trained_once_whatever_the_arrival(arrival, order, hold):
-    queue = SampleQueue(0, 6, order, hold)
-    trained = []
-    for index in arrival:
-        queue.put(group(index))
-        while (leased := queue.lease("a")) is not None:
-            queue.acknowledge(leased.index, "a")
-            trained.append(leased.index)
-    assert queue.done
-    assert trained == (list(range(6)) if order == "prompt_order" else arrival)
+@given(st.permutations(range(6)), st.booleans(), st.integers(1, 40))
+def test_every_group_is_trained_once_and_prompt_order_ignores_arrival(arrival, hold, budget):
+    windows = {}
+    for order in ("arrival", "prompt_order"):
+        queue = SampleQueue(0, 6, order, hold)
+        windows[order] = []
+        for index in arrival:
+            queue.put(group(index))
+            while found := leased(queue, budget=budget):
+                queue.acknowledge(found, "a")
+                windows[order].append(found)
+        assert queue.done
+    assert sorted(sum(windows["arrival"], [])) == list(range(6))
+    size = max(1, budget // 5)
+    assert windows["prompt_order"] == [list(range(6))[at : at + size] for at in range(0, 6, size)]

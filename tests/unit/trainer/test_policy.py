@@ -89,8 +89,7 @@ def test_gradients_equal_hugging_face(settings, tiny_model, shared, temperature,
     )  # fmt: skip
     groups = [a_group(seed=1), a_group((4, 0, 16, 1), index=1, seed=2)]
     policy.start_step()
-    for group in groups:
-        policy.accumulate(group)
+    policy.accumulate(groups)
     assert_same(gradients(policy, 8), hf_gradients(tiny_model, groups, temperature))
     assert policy.tally.trained_tokens == 4 * 9 * 2 + 27 + 21
     if shared and budget == 4096:
@@ -103,18 +102,18 @@ def test_masked_tokens_leave_the_gradient(settings, tiny_model):
     masked = Group(0, 0, plain.prompt, (
         response(plain.responses[0].token_ids, mask=[True, False] * 3 + [True]), *plain.responses[1:]), plain.scores)
     policy.start_step()
-    policy.accumulate(masked)
+    policy.accumulate([masked])
     assert_same(gradients(policy, 4), hf_gradients(tiny_model, [masked]))
 
 
 def test_order_and_split_change_nothing_but_rounding(settings):
     groups = [a_group(index=i, seed=i, lengths=(5 + i, 3, 9, 2 + i)) for i in range(4)]
     found = []
-    for order, budget in (([0, 1, 2, 3], 4096), ([3, 1, 0, 2], 4096), ([0, 1, 2, 3], 16)):
+    for windows, budget in (([[0], [1], [2], [3]], 4096), ([[3, 1, 0, 2]], 4096), ([[0, 1], [2, 3]], 16), ([[2, 0, 1, 3]], 60)):
         policy = a_policy(settings, train__micro_batch_tokens=budget)
         policy.start_step()
-        for index in order:
-            policy.accumulate(groups[index])
+        for window in windows:
+            policy.accumulate([groups[index] for index in window])
         found.append(gradients(policy, 16))
     for other in found[1:]:
         assert_same(other, found[0])
@@ -125,7 +124,7 @@ def test_previous_is_the_policy_before_the_last_update(settings):
     group = a_group()
     before = {name: p.detach().clone() for name, p in policy.models.policy.named_parameters()}
     policy.start_step()
-    policy.accumulate(group)
+    policy.accumulate([group])
     assert policy.tally.old_ratio_max == pytest.approx(1.0, abs=1e-6)
     policy.models.copy_policy_to_old()
     policy.update(4)
@@ -134,7 +133,7 @@ def test_previous_is_the_policy_before_the_last_update(settings):
         assert torch.equal(old, before[name])
         assert not torch.equal(old, after[name])
     policy.start_step()
-    policy.accumulate(group)
+    policy.accumulate([group])
     assert policy.tally.old_ratio_max > 1.0 + 1e-4
 
 
@@ -149,7 +148,7 @@ def test_updates_are_adamw_with_schedule_and_clipping(settings):
     twin = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     for step, rate in enumerate((0.5e-3, 1e-3, 1e-3 * (1 - 1 / 3), 1e-3 * (1 - 2 / 3))):
         policy.start_step()
-        policy.accumulate(a_group(seed=step))
+        policy.accumulate([a_group(seed=step)])
         for name, p in twins.items():
             p.grad = named[name].main_grad / 4
         norm = torch.nn.utils.clip_grad_norm_(list(twins.values()), 0.05)
@@ -171,7 +170,7 @@ def test_checkpoint_is_everything_and_never_half(settings, tmp_path):
     policy = a_policy(settings)
     for seed in (1, 2):
         policy.start_step()
-        policy.accumulate(a_group(seed=seed))
+        policy.accumulate([a_group(seed=seed)])
         policy.models.copy_policy_to_old()
         policy.update(4)
     saved = checkpoint.save(tmp_path, 2, policy, "hash", keep=2)
@@ -181,7 +180,7 @@ def test_checkpoint_is_everything_and_never_half(settings, tmp_path):
     assert checkpoint.load(saved, fresh, "hash") == 2
     for one in (policy, fresh):
         one.start_step()
-        one.accumulate(a_group(seed=3))
+        one.accumulate([a_group(seed=3)])
         one.models.copy_policy_to_old()
         one.norm_and_rate = one.update(4)
     assert policy.norm_and_rate == fresh.norm_and_rate
@@ -205,7 +204,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(settings):
     policy = a_policy(settings)
     before = [p.detach().clone() for p in policy.models.policy.parameters()]
     policy.start_step()
-    policy.accumulate(a_group())
+    policy.accumulate([a_group()])
     policy.ddp.buffers[0].grad_data[3] = float("inf")
     with pytest.raises(MetronomeError, match="not finite"):
         policy.update(4)

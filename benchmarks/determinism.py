@@ -1,0 +1,71 @@
+"""What determinism costs: the embedded engine with `rollout.deterministic` off and on, on the quickstart's workload.
+
+`python benchmarks/determinism.py [--model DIR]` samples the same prompts in groups of 8 with both, alternating, and
+compares tokens per CPU-second. Last line: RESULT {json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from common import quickstart_model
+
+from engine.data.problems import read_problems
+from engine.data.prompts import encode
+from engine.recipe import load
+from engine.rollout.server.engine import Engine, Request, Result
+from engine.rollout.server.model import RolloutModel
+from engine.rollout.server.sampling import Sampling
+from engine.rollout.tokens import Tokens
+from engine.types import Prompt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="Hugging Face folder (default: the quickstart's base model)")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    config = load("infra/recipes/quickstart.toml")
+    model = arguments.model or quickstart_model()
+    tokens = Tokens(model)
+    problems = read_problems(config.data.train)
+    prompts = encode(problems, tokens.tokenizer, config.data.prompt_template, config.rollout.max_context).prompts[:32]
+    slots = config.rollout.concurrency * config.rollout.group_size
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    with torch.inference_mode():
+        loaded = RolloutModel(model, config.rollout.max_context)
+        engines = {flag: Engine(loaded, slots, config.rollout.max_context, deterministic=flag) for flag in rates}
+        for round_number in range(arguments.rounds + 1):
+            for flag, engine in engines.items():
+                rate = sample(engine, prompts, config.rollout.group_size, config.rollout.max_new_tokens, tokens.stop_ids([]))
+                if round_number:  # the first round warms up
+                    rates[flag].append(rate)
+    free, fixed = (statistics.median(rates[flag]) for flag in (False, True))
+    print(f"{slots} slots, context {config.rollout.max_context}: {free:.0f} tokens per CPU-second, deterministic {fixed:.0f}; "
+          f"determinism costs {1 - fixed / free:.0%}")
+    result = {"tokens_per_cpu_s": free, "deterministic_tokens_per_cpu_s": fixed, "cost": 1 - fixed / free, "slots": slots,
+              "max_context": config.rollout.max_context}
+    print("RESULT " + json.dumps(result))
+
+
+def sample(engine: Engine, prompts: tuple[Prompt, ...], group_size: int, limit: int, stop: tuple[int, ...]) -> float:
+    """Generate a group for each prompt; sampled tokens per CPU-second."""
+    done: list[Result] = []
+    for prompt in prompts:
+        for number in range(group_size):
+            sampling = Sampling(limit, seed=number, stop_ids=frozenset(stop))
+            engine.submit(Request(prompt.token_ids, sampling, done.append))
+    started = time.process_time()
+    while engine.busy:
+        engine.step()
+    return sum(len(result.token_ids) for result in done) / (time.process_time() - started)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROW = '{"problem": "1+1=", "answer": "2"}\n'
+
+
+def metronome(*arguments, cwd=None, timeout=60):
+    return subprocess.run(
+        [sys.executable, "-m", "flows.cli", *map(str, arguments)],
+        capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def problems(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(ROW)
+    return path
+
+
+@pytest.fixture
+def refuse(tmp_path, problems):
+    """Runs `metronome run` with settings; asserts exit code 2 and one message; returns it."""
+
+    def check(*settings, command="run", flags=()):
+        given = [f"run.output={tmp_path / 'runs'}", f"data.train={problems}", f"data.heldout={problems}", *settings]
+        done = metronome(command, *[part for one in given for part in ("--set", one)], *flags)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1, "one message, no traceback"
+        return done.stderr
+
+    return check
+
+
+def test_help_lists_the_commands_and_starts_no_library():
+    done = metronome("--help")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in ("run", "train", "evaluate", "serve", "doctor"))
+    code = "import sys, flows.cli; print([m for m in ('prefect', 'mlflow', 'torch', 'transformers') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "[]"
+
+
+def test_doctor_names_every_requirement():
+    done = metronome("doctor")
+    assert done.returncode == 0, done.stdout
+    assert "ok        megatron-core 0.16.1" in done.stdout
+
+
+def test_an_unknown_option_exits_with_2():
+    assert metronome("run", "--nonsense").returncode == 2
+
+
+def test_a_recipe_that_is_not_there(tmp_path):
+    done = metronome("run", tmp_path / "no.toml")
+    assert done.returncode == 2
+    assert "no.toml: no such file" in done.stderr
+
+
+def test_an_unknown_key_names_the_nearest_one(refuse):
+    assert "unknown key train.learning_rat; did you mean train.learning_rate?" in refuse("train.learning_rat=1")
+
+
+def test_an_impossible_value_names_key_and_value(refuse):
+    message = refuse("train.steps=-1")
+    assert "train.steps" in message
+    assert "-1" in message
+
+
+def test_values_that_do_not_fit_together(refuse):
+    assert "rollout.group_size must be at least 2" in refuse("rollout.group_size=1")
+
+
+def test_a_missing_problem_file(refuse, tmp_path):
+    assert "gone.json: no such file" in refuse(f"data.train={tmp_path / 'gone.json'}")
+    assert "gone.json: no such file" in refuse(f"evaluate.benchmark={tmp_path / 'gone.json'}")
+
+
+def test_a_malformed_line_names_file_and_line(refuse, tmp_path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text(ROW + '{"problem": "2+2=", "answer"\n')
+    assert f"{path}, line 2" in refuse(f"data.train={path}")
+
+
+def test_no_usable_row(refuse, tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text('{"problem": "2+2="}\n')
+    assert "no usable row among 1" in refuse(f"data.heldout={path}")
+
+
+def test_a_reward_that_cannot_be_imported(refuse, tmp_path):
+    assert "no_such_module" in refuse("reward.function=no_such_module:reward")
+    path = tmp_path / "mine.py"
+    path.write_text("def other(): ...\n")
+    assert "defines no reward" in refuse(f"reward.function={path}:reward")
+
+
+def test_a_model_folder_that_is_none_or_of_another_architecture(refuse, tmp_path):
+    assert "no config.json there" in refuse(f"model.path={tmp_path}")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    assert "MambaForCausalLM is not supported; supported: " in refuse(f"model.path={tmp_path}")
+
+
+def test_a_checkpoint_place_that_cannot_be_written_to(refuse):
+    assert "expected a folder or s3://" in refuse("checkpoint.path=gopher://bucket")
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_an_existing_run_folder(refuse, tmp_path, command):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.toml").write_text("")
+    assert "mine exists already" in refuse("run.name=mine", command=command)
+
+
+def test_nothing_to_resume_and_nothing_to_replay(refuse):
+    assert "no run folder" in refuse("run.name=mine", command="train", flags=["--resume"])
+    assert "no such file" in refuse("run.name=mine", command="train", flags=["--replay", "gone.msgpack"])
+
+
+def test_bad_input_leaves_nothing_behind(refuse, tmp_path):
+    refuse("reward.function=no_such_module:reward", "run.name=mine")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_shipped_recipes_load():
+    from engine.recipe import HOME, load
+
+    for path in (HOME / "infra/recipes").glob("*.toml"):
+        assert load(path).train.mode == "periodic", path
+    assert Path(load("infra/recipes/quickstart.toml").data.train).name == "addition_train.jsonl"

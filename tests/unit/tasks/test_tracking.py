@@ -1,0 +1,70 @@
+from dataclasses import fields
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from engine.config import Config, Run, Train
+from engine.types import StepReport
+from tasks import tracking
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return Config(run=Run(name="mine", output=str(tmp_path_factory.mktemp("runs"))), train=Train(steps=3))
+
+
+def report(step):
+    """A line of steps.jsonl with every key."""
+    return {field.name: [0] if field.name == "versions_seen" else float(step) for field in fields(StepReport)} | {"step": step}
+
+
+@pytest.fixture(scope="module")
+def run(config):
+    """A tracked run of two steps, resumed for a third, then registered."""
+    with tracking.tracked(config) as first:
+        for step in range(2):
+            tracking.log_step(report(step))
+        tracking.log_evaluation({"step": 0, "benchmark": "aime@24", "problems": 4, "skipped": {}, "avg_at_k": 0.5})
+    policy = config.folder / "policy"
+    policy.mkdir()
+    (policy / "config.json").write_text("{}")
+    with tracking.tracked(config) as second:
+        tracking.log_step(report(2))
+        versions = [tracking.register("metronome-test", policy) for _ in range(2)]
+    assert first == second, "a resumed run goes on in the same MLflow run"
+    assert versions == ["1", "2"]
+    return mlflow.get_run(first)
+
+
+def test_every_number_of_every_step_is_a_metric(run):
+    names = {field.name for field in fields(StepReport)} - {"step", "versions_seen"}
+    assert names <= set(run.data.metrics)
+    assert "versions_seen" not in run.data.metrics
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+def test_evaluations_are_metrics_under_their_benchmark(run):
+    assert run.data.metrics["aime_24/avg_at_k"] == 0.5
+
+
+def test_parameters_are_the_flat_config(run):
+    assert run.data.params["train.steps"] == "3"
+    assert run.data.params["rollout.group_size"] == "8"
+
+
+def test_everything_lies_under_the_output_folder(config, run):
+    output = Path(config.run.output).resolve()
+    assert (output / "mlflow.db").is_file()
+    version = mlflow.MlflowClient().get_model_version("metronome-test", "2")
+    assert version.run_id == run.info.run_id
+    assert (Path(version.source.removeprefix("file://")) / "config.json").is_file()
+    assert str(output) in version.source
+
+
+def test_a_body_that_raises_marks_the_run_failed(config, tmp_path):
+    other = config.model_copy(update={"run": Run(name="other", output=config.run.output)})
+    with pytest.raises(KeyboardInterrupt), tracking.tracked(other) as number:
+        raise KeyboardInterrupt
+    assert mlflow.get_run(number).info.status == "FAILED"
