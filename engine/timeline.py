@@ -117,7 +117,7 @@ def _bars(spans: Sequence[Span], zero: float) -> tuple[list[tuple[str, int]], li
         lanes.append((lane, max(rows) + 1))
         bars += [
             [number, row, span["name"], round(span["start"] - zero, 5), round(span["end"] - span["start"], 5),
-             span.get("step"), span.get("group")]
+             span.get("step"), span.get("group", span.get("groups"))]
             for span, row in zip(own, rows, strict=True)
         ]
     return lanes, bars

@@ -15,9 +15,8 @@ from engine.config import Config
 from engine.errors import BadInput, MetronomeError
 from engine.process import drop_lifeline, watch_lifeline
 from engine.recipe import load
+from flows import QUICKSTART
 from tasks import console
-
-QUICKSTART = "infra/recipes/quickstart.toml"
 
 Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are found by infra/recipes/NAME.toml")]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key, e.g. rollout.group_size=8")]

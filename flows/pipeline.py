@@ -12,6 +12,7 @@ from engine.data.problems import read_problems
 from engine.model.shape import content_hash
 from engine.recipe import load
 from engine.run_folder import RunFolder
+from flows import QUICKSTART
 from tasks import console, summary, tracking
 from tasks.base_model import base_model
 from tasks.caching import code_hash
@@ -23,8 +24,6 @@ from tasks.prepare import describe, encode_prompts, prepare
 from tasks.publish import publish
 from tasks.register import register
 from tasks.train import train
-
-QUICKSTART = "infra/recipes/quickstart.toml"
 
 
 @flow(name="metronome", validate_parameters=False)

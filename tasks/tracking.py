@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import mlflow
 
 from engine.config import Config
+from engine.errors import BadInput
 from engine.run_folder import write_atomically
 
 RUN_ID = "mlflow_run_id"
@@ -27,19 +30,27 @@ def tracking_uri(config: Config) -> str:
 
 
 def ui_command(config: Config) -> str:
-    """The shell command that opens the MLflow UI on this run's store."""
-    return f"mlflow ui --backend-store-uri {tracking_uri(config)}"
+    """The shell command that opens the MLflow UI on this run's store, with the mlflow of this environment."""
+    mlflow_command = Path(sys.executable).with_name("mlflow")
+    if mlflow_command.is_relative_to(Path.cwd()):
+        mlflow_command = mlflow_command.relative_to(Path.cwd())
+    return shlex.join([str(mlflow_command), "ui", "--backend-store-uri", tracking_uri(config)])
 
 
 @contextmanager
 def tracked(config: Config) -> Iterator[str]:
     """Track the body in the run folder's MLflow run (made if there is none yet); yields its id.
 
-    A body that raises leaves the run marked as failed. MLflow writes what is queued when the run ends.
+    Raises BadInput for a store that MLflow refuses. A body that raises leaves the run marked as failed. MLflow writes
+    what is queued when the run ends.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
-    mlflow.set_tracking_uri(tracking_uri(config))
-    mlflow.set_experiment(experiment_id=_experiment(config))
+    try:
+        mlflow.set_tracking_uri(tracking_uri(config))
+        mlflow.set_experiment(experiment_id=_experiment(config))
+    except mlflow.MlflowException as error:
+        raise BadInput(f"tracking.uri = {tracking_uri(config)!r}, experiment {config.tracking.experiment!r}: "
+                       f"MLflow can't use it: {str(error).splitlines()[0]}") from None
     id_file = config.folder / RUN_ID
     known = id_file.read_text().strip() if id_file.exists() else None
     with mlflow.start_run(run_id=known, run_name=None if known else config.run.name) as run:

@@ -38,7 +38,7 @@ def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str
     for row in problems.rows:
         rows.setdefault(prompt_id(row.problem, row.answer), row)  # of duplicates the first stays
     texts = [_fill(template, row.problem, tokenizer) for row in rows.values()]
-    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     prompts, skipped = _fitting(rows, ids, max_context)
     skipped.update(problems.skipped)
     skipped["duplicate"] += len(problems.rows) - len(rows)

@@ -17,7 +17,9 @@ from engine.types import Group, Prompt, Response, Score
 class Verifier(Protocol):
     """What the producer asks of the verifier workers."""
 
-    per_response: bool
+    @property
+    def per_response(self) -> bool:
+        """Whether responses are scored one by one, as they land."""
 
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
         """Scores of the responses, in order."""

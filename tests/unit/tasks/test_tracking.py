@@ -4,7 +4,8 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from engine.config import Config, Run, Train
+from engine.config import Config, Run, Tracking, Train
+from engine.errors import BadInput
 from engine.types import StepReport
 from tasks import tracking
 
@@ -61,6 +62,12 @@ def test_everything_lies_under_the_output_folder(config, run):
     assert version.run_id == run.info.run_id
     assert (Path(version.source.removeprefix("file://")) / "config.json").is_file()
     assert str(output) in version.source
+
+
+def test_a_store_that_mlflow_refuses_is_bad_input(config, tmp_path):
+    other = config.model_copy(update={"tracking": Tracking(uri=f"file:{tmp_path}/store")})
+    with pytest.raises(BadInput, match=r"tracking\.uri"), tracking.tracked(other):
+        pass
 
 
 def test_a_body_that_raises_marks_the_run_failed(config, tmp_path):
