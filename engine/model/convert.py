@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadInput, MetronomeError
-from engine.model.shape import content_hash, read_shape
+from engine.model.shape import ModelShape, content_hash, read_shape
 from engine.platform import cpu
 from engine.process import watch_lifeline
 
@@ -68,7 +68,7 @@ def _theirs(folder: Path, ids: list[int]) -> Tensor:
         return reference(torch.tensor([ids])).logits[0, :-1]
 
 
-def _round_trip(model: torch.nn.Module, folder: Path, shape) -> bool:  # noqa: ANN001
+def _round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -> bool:
     from engine.model.weights import open_hf, to_hf
 
     ours = {name: parameter.detach() for name, parameter in model.named_parameters()}

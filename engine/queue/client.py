@@ -30,7 +30,7 @@ class ControlClient:
         number = str(self._number).encode()
         self._socket.send_multipart([number, pack({"op": operation, **fields})])
         while True:
-            if not self._socket.poll(self._timeout_s * 1000):
+            if not self._socket.poll(int(self._timeout_s * 1000)):
                 raise DeadlineError(f"{self.replica}: no answer from the launcher to {operation!r} in {self._timeout_s:.0f} s")
             answered, data = self._socket.recv_multipart()
             if answered == number:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -134,7 +134,7 @@ class Policy:
         return float(norm), rate
 
 
-def _optimizer(config: Config, ddp: DistributedDataParallel):  # noqa: ANN202
+def _optimizer(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
     train = config.train
     return get_megatron_optimizer(
         OptimizerConfig(
@@ -152,7 +152,7 @@ def _optimizer(config: Config, ddp: DistributedDataParallel):  # noqa: ANN202
     )
 
 
-def _scheduler(config: Config, optimizer) -> OptimizerParamScheduler:  # noqa: ANN001
+def _scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Megatron's schedule: linear warm-up (the first of w steps trains at 1/w of the peak), then the chosen decay."""
     train = config.train
     peak, warmup = train.learning_rate, train.warmup_steps
