@@ -1,0 +1,102 @@
+"""`metronome run` from the command line: real Prefect, real MLflow, real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Tree, overrides, send, wait_for
+
+from engine.run_folder import read_lines
+
+METRONOME = [str(Path(sys.executable).parent / "metronome")]
+
+
+def command(settings, *arguments):
+    sets = [part for override in overrides(settings) for part in ("--set", override)]
+    return [*METRONOME, "run", *arguments, *sets]
+
+
+@pytest.fixture
+def small(settings):
+    return settings | {"run.name": "small", "evaluate.problems": 16, "evaluate.max_new_tokens": 16,
+                       "checkpoint.path": str(Path(settings["run.output"]) / "published")}  # fmt: skip
+
+
+def test_the_whole_pipeline(small, tmp_path):
+    done = subprocess.run(command(small), capture_output=True, text=True, timeout=230, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = tmp_path / "small"
+    lines = list(read_lines(folder / "steps.jsonl"))
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["versions_seen"] == [line["step"]] for line in lines)
+    assert [row["weight_version"] for row in read_lines(folder / "evaluations.jsonl")] == [0, 3]
+    assert (folder / "policy/model.safetensors").exists()
+    assert "train" in (folder / "timeline.html").read_text()
+    assert len(list((folder / "responses").iterdir())) == 3
+    marker = next((tmp_path / "published").rglob("_SUCCESS.json"))
+    assert all((marker.parent / name).exists() for name in json.loads(marker.read_text())["files"])
+    for word in ("reward", "tokens/s", "left", "accuracy", "timeline.html", "mlflow"):
+        assert word in done.stdout, word
+    _check_tracking(tmp_path)
+
+    again = subprocess.run(command(small), capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert again.returncode == 2
+    assert "small" in again.stderr
+    assert again.stderr.count("\n") == 1  # one message
+
+
+def _check_tracking(output):
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{output}/mlflow.db")
+    [run] = client.search_runs([e.experiment_id for e in client.search_experiments()], "attributes.run_name = 'small'")
+    assert run.info.status == "FINISHED"
+    for key in ("reward_mean", "max_ratio_gap", "step_s", "tokens_per_s_per_device"):
+        assert len(client.get_metric_history(run.info.run_id, key)) == 3
+    assert run.data.params["rollout.group_size"] == "4"
+    assert client.search_model_versions()
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGKILL"])
+def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
+    endless = small | {"train.steps": 100_000, "evaluate.problems": 2}
+    log = (tmp_path / "output").open("w+")
+    flow = subprocess.Popen(command(endless), stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+    try:
+        wait_for(lambda: (tmp_path / "small/steps.jsonl").exists(), "the first step", 150)
+        tree = Tree(flow.pid)
+        assert len(tree.processes) >= 6  # flow, Prefect server, launcher, instance, verifier, agent, rank
+        send(flow, number)
+        code = flow.wait(timeout=30)
+        assert tree.left() == []
+        log.seek(0)
+        output = log.read()
+        assert (code, "interrupted" in output) == ((130, True) if number == "SIGINT" else (-9, False))
+        assert "Traceback" not in output
+    finally:
+        flow.kill()
+        flow.wait()
+
+
+def test_bad_input_is_refused_before_anything_starts(small, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"problem": "1+1=", "answer": "2"}\n{"problem": \n')
+    cases = {
+        "data.train=missing.jsonl": "missing.jsonl",
+        f"data.train={bad}": "line 2",
+        "reward.function=no_such_module:reward": "no_such_module",
+        f"model.path={tmp_path}": "config.json",
+        "rollout.groups=3": "did you mean rollout.group_size?",
+    }
+    for override, said in cases.items():
+        environment = {**os.environ, "NO_COLOR": "1"}
+        done = subprocess.run([*command(small), "--set", override], capture_output=True, text=True, timeout=60, cwd=ROOT,
+                              env=environment)  # fmt: skip
+        assert done.returncode == 2, (override, done.stderr)
+        assert said in done.stderr
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "small").exists()
