@@ -15,7 +15,7 @@ export HF_UPDATE_DOWNLOAD_COUNTS := 0
 .PHONY: run test slow-test lint clean
 
 run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minutes on 2 cores)
-	$(BIN)/metronome run --set run.name=$(NAME)
+	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
 
 test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not slow"
