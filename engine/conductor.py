@@ -10,7 +10,7 @@ from typing import Any
 from engine import errors
 from engine.config import Config
 from engine.data.loader import PromptLoader
-from engine.errors import MetronomeError, first_error
+from engine.errors import MetronomeError
 from engine.queue.codec import group_to_wire
 from engine.queue.store import SampleQueue
 from engine.rollout.service import Service
@@ -64,8 +64,10 @@ class Conductor:
         async with self._changed:
             self._changed.notify_all()
 
-    async def check_instances(self) -> None:
-        """Stop the run when no instance is left."""
+    async def check(self) -> None:
+        """Stop the run when no instance is left; raise what is a mistake of ours in the producer."""
+        if self._batch is not None and self._batch.done():
+            self._batch.result()
         if self.service is not None and self.service.pool.size == 0:
             await self.fail(self.service.pool.all_gone())
 
@@ -116,8 +118,8 @@ class Conductor:
 
         try:
             await self.service.producer.run(step, prompts, put)
-        except* MetronomeError as group:
-            await self.fail(first_error(group))
+        except MetronomeError as error:
+            await self.fail(error)
 
     async def _lease(self, request: dict[str, Any]) -> dict[str, Any]:
         """The next window of groups for a replica; "end" when all are trained; "wait" as a sign of life."""

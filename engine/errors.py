@@ -27,9 +27,3 @@ class RewardError(MetronomeError):
 
 class ProcessDied(MetronomeError):
     """A process of the run ended when it should not have."""
-
-
-def first_error(group: BaseExceptionGroup[MetronomeError]) -> MetronomeError:
-    """The first of our errors in a (nested) exception group, as a TaskGroup raises it."""
-    first = group.exceptions[0]
-    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

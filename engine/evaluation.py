@@ -11,7 +11,6 @@ from typing import Any
 from engine.config import Config
 from engine.data.problems import Problems, read_problems
 from engine.data.prompts import encode
-from engine.errors import MetronomeError, first_error
 from engine.rollout.service import rollout_service
 from engine.run_folder import RunFolder, append_line
 from engine.trace import Trace
@@ -78,8 +77,5 @@ async def _sample(
         encoded = encode(problems, service.tokens.tokenizer, template, context)
         prompts = encoded.prompts[: settings.problems or None]
         await service.pool.connect()
-        try:
-            await service.producer.run(0, [(-1, prompt) for prompt in prompts], put)  # epoch -1: no training step's seeds
-        except* MetronomeError as errors:
-            raise first_error(errors) from None
+        await service.producer.run(0, [(-1, prompt) for prompt in prompts], put)  # epoch -1: no training step's seeds
     return sorted(groups, key=lambda group: group.index), dict(encoded.skipped)

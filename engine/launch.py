@@ -118,7 +118,7 @@ class _Launcher:
         while trainer.alive:
             if server.done():
                 server.result()
-            await conductor.check_instances()
+            await conductor.check()
             if conductor.failure is not None:
                 stop_by = stop_by or time.monotonic() + STOP_S
                 if time.monotonic() > stop_by:

@@ -11,8 +11,15 @@ from typing import Any
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.recipe import dump
+from engine.recipe import dump, load
 from engine.types import Group, StepReport
+
+FIXED = (
+    "run.seed", "model.dtype", "data.train", "data.prompt_template", "rollout.group_size", "rollout.temperature",
+    "train.prompts_per_step", "train.schedule", "train.betas", "algorithm.advantage", "algorithm.loss", "algorithm.old_policy",
+    "algorithm.kl_coef",
+)  # fmt: skip
+"""Keys that a resumed run may not change."""
 
 SAMPLED_GROUPS = 2
 """Groups per step whose prompts, responses and scores are kept for people to read."""
@@ -37,6 +44,8 @@ class RunFolder:
         """Make the folder and write the resolved config. Without `resume` a folder with steps in it is bad input."""
         if self.steps.exists() and not resume:
             raise BadInput(f"run folder {self.path} holds a run already; give --resume to go on with it, or another run.name")
+        if resume and self.config.exists():
+            check_same_run(config, load(self.config))
         for folder in (self.logs, self.responses):
             folder.mkdir(parents=True, exist_ok=True)
         self.failure.unlink(missing_ok=True)
@@ -69,6 +78,15 @@ class RunFolder:
     def fail(self, error: Exception) -> None:
         """Leave the reason of a failure for whoever started the run."""
         write_atomically(self.failure, json.dumps({"error": type(error).__name__, "message": str(error)}))
+
+
+def check_same_run(config: Config, before: Config) -> None:
+    """Refuse to resume under settings that change what the run's checkpoints mean. Raises BadInput with the key."""
+    for key in FIXED:
+        table, _, name = key.partition(".")
+        now, then = (getattr(getattr(tree, table), name) for tree in (config, before))
+        if now != then:
+            raise BadInput(f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps it")
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:

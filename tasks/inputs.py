@@ -35,6 +35,9 @@ def check_inputs(config: Config) -> None:
     if separator and scheme not in ("s3", "file"):
         raise BadInput(f"checkpoint.path = {config.checkpoint.path!r}: expected a folder or s3://bucket/folder")
     load_reward(config.reward.function)
+    if config.rollout.top_p < 1 or config.rollout.top_k:
+        say("warning", "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
+            "is trained, and the mismatch figures are not comparable")
     if config.model.path != QUICKSTART:
         read_shape(Path(config.model.path).expanduser())
 

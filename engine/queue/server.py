@@ -7,7 +7,6 @@ launcher's event loop, so a slow one never blocks another rank.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -27,7 +26,6 @@ class ControlServer:
     def __init__(self, address: str, handlers: Mapping[str, Handler]) -> None:
         self.address = address
         self._handlers = handlers
-        self._pending: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""
@@ -35,16 +33,11 @@ class ControlServer:
         socket = context.socket(zmq.ROUTER)
         try:
             socket.bind(self.address)
-            while True:
-                peer, number, data = await socket.recv_multipart()
-                task = asyncio.create_task(self._answer(socket, peer, number, unpack(data)))
-                self._pending.add(task)
-                task.add_done_callback(self._pending.discard)
+            async with asyncio.TaskGroup() as answers:  # an unexpected error in a handler ends the server, loudly
+                while True:
+                    peer, number, data = await socket.recv_multipart()
+                    answers.create_task(self._answer(socket, peer, number, unpack(data)))
         finally:
-            for task in self._pending:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*self._pending, return_exceptions=True)
             socket.close(linger=0)
             context.term()
 

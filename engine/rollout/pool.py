@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +18,7 @@ import aiohttp
 from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
 from engine.process import Child, python, stop_all
-from engine.rollout.client import InstanceClient
+from engine.rollout.client import InstanceClient, InstanceGone
 
 
 @dataclass
@@ -125,7 +127,10 @@ class Pool:
         return best if best.groups < self._config.rollout.concurrency else None
 
     def all_gone(self) -> ProcessDied:
-        """The error that says how the instances ended."""
+        """The error that says how the instances ended (a connection may break a moment before its process is gone)."""
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(1.0)
         ends = "; ".join(f"{child.name} {child.how_it_ended()}" for child in self._children)
         return ProcessDied(f"no rollout instance is left: {ends}")
 
@@ -137,10 +142,15 @@ class Pool:
 
     async def publish(self, version: int, info: dict[str, Any]) -> None:
         """Bring every usable instance to exactly this version; one that is gone is excluded."""
-        usable = [instance for instance in self._instances if instance.usable]
-        if not usable:
+        await asyncio.gather(*(self._update(instance, version, info) for instance in self._instances if instance.usable))
+        if self.size == 0:
             raise self.all_gone()
-        await asyncio.gather(*(instance.client.update_weights(version, info) for instance in usable))
+
+    async def _update(self, instance: Instance, version: int, info: dict[str, Any]) -> None:
+        try:
+            await instance.client.update_weights(version, info)
+        except InstanceGone:
+            await self.drop(instance)
 
     async def close(self) -> None:
         """End all instances."""

@@ -54,9 +54,12 @@ class Producer:
         Groups are dispatched in order with bounded concurrency: whole groups finish early, so training starts early.
         The first failure cancels the rest and is raised.
         """
-        async with asyncio.TaskGroup() as tasks:
-            for index, (epoch, prompt) in enumerate(prompts):
-                tasks.create_task(self._group(step, index, epoch, prompt, put))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for index, (epoch, prompt) in enumerate(prompts):
+                    tasks.create_task(self._group(step, index, epoch, prompt, put))
+        except ExceptionGroup as failures:
+            raise first_leaf(failures) from failures
 
     async def _group(
         self, step: int, index: int, epoch: int, prompt: Prompt, put: Callable[[Group], Awaitable[None]]
@@ -97,3 +100,9 @@ class Producer:
         scores = await self._verifier.score(prompt, list(responses))
         self._trace.add("verify", started, time.time(), lane="verifier", step=step, group=index)
         return scores
+
+
+def first_leaf(failures: ExceptionGroup[Exception]) -> Exception:
+    """The first exception of a (nested) group: what a caller can act on; the others followed from its cancellations."""
+    first = failures.exceptions[0]
+    return first_leaf(first) if isinstance(first, ExceptionGroup) else first

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import Config
 from engine.errors import BadInput
 from engine.trainer.policy import Policy
 
@@ -140,24 +139,3 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     partial.write_text(json.dumps(content, indent=1))
     partial.rename(path)
 
-
-def check_same_run(config: Config, folder: Path) -> None:
-    """Refuse to resume under settings that change what the checkpoint means (model, algorithm, data, seed)."""
-    before = json.loads((folder / "state.json").read_text())["config"]
-    now = config.model_dump(mode="json")
-    for table, keys in FIXED.items():
-        for key in keys:
-            if before[table].get(key) != now[table].get(key):
-                raise BadInput(f"--resume: {table}.{key} is {now[table].get(key)!r}, but the run in {folder.parent.parent} has "
-                               f"{before[table].get(key)!r}; a resumed run keeps it")
-
-
-FIXED = {
-    "run": ("seed",),
-    "model": ("dtype",),
-    "data": ("train", "prompt_template"),
-    "rollout": ("group_size", "temperature"),
-    "train": ("prompts_per_step", "schedule", "betas"),
-    "algorithm": ("advantage", "loss", "old_policy", "kl_coef"),
-}
-"""Keys that a resumed run may not change."""

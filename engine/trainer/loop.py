@@ -46,13 +46,14 @@ class Loop:
                 self.rollouts.start(step)
                 for window in self._arriving(step):
                     self._train(step, window)
+                self.policy.reduce(denominator)
             except MetronomeError:
                 self.checkpoint(step)  # the step is lost, the weights before it are not
                 raise
             updated = time.perf_counter()
             with self.trace.span("update", step=step):
                 self.policy.models.copy_policy_to_old()
-                norm, rate = self.policy.update(denominator)
+                norm, rate = self.policy.update()
             ended = time.perf_counter()
             self.report(step, {"sync_s": sync_s, "update_s": ended - updated, "step_s": ended - began,
                                "grad_norm": norm, "learning_rate": rate, **self.policy.tally.figures()})

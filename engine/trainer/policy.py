@@ -120,14 +120,17 @@ class Policy:
         if logprobs.numel():
             tally.old_ratio_max = max(tally.old_ratio_max, float((logprobs - old).max().exp()))
 
-    def update(self, denominator: int) -> tuple[float, float]:
-        """Divide by the step's N·G, reduce, clip, step. Returns (gradient norm before clipping, learning rate used)."""
+    def reduce(self, denominator: int) -> None:
+        """Divide the sums by the step's N·G and reduce over replicas, once. Raises MetronomeError if it is not finite."""
         self.ddp.scale_gradients(1.0 / denominator)
         self.ddp.start_grad_sync()
         self.ddp.finish_grad_sync()
         if not all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in self.ddp.buffers):
             raise MetronomeError("the gradient of this step is not finite; the update was not made (weights are unchanged). "
                                  "Lower train.learning_rate or train.max_grad_norm")
+
+    def update(self) -> tuple[float, float]:
+        """Clip and step. Returns (gradient norm before clipping, learning rate used)."""
         rate = float(self.optimizer.param_groups[0]["lr"])
         _, norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)

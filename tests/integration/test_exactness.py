@@ -46,6 +46,9 @@ def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
         process.wait()
     if (tmp_path / "killed/policy").exists():
         pytest.fail("the run ended before it was killed")
+    code, output = launch(killed | {"rollout.group_size": 8}, tmp_path, "--resume")
+    assert code == 2, output
+    assert "rollout.group_size is 8, but the run has 4" in output
     code, output = launch(killed, tmp_path, "--resume")
     assert code == 0, output
     assert weights(tmp_path, "killed") == weights(tmp_path, "sync")

@@ -126,8 +126,9 @@ def test_previous_is_the_policy_before_the_last_update(settings):
     policy.start_step()
     policy.accumulate([group])
     assert policy.tally.old_ratio_max == pytest.approx(1.0, abs=1e-6)
+    policy.reduce(4)
     policy.models.copy_policy_to_old()
-    policy.update(4)
+    policy.update()
     after = dict(policy.models.policy.named_parameters())
     for name, old in policy.models.old.named_parameters():
         assert torch.equal(old, before[name])
@@ -155,7 +156,8 @@ def test_updates_are_adamw_with_schedule_and_clipping(settings):
         for group in twin.param_groups:
             group["lr"] = rate
         twin.step()
-        got_norm, got_rate = policy.update(4)
+        policy.reduce(4)
+        got_norm, got_rate = policy.update()
         assert got_norm == pytest.approx(float(norm), rel=1e-4)
         assert got_norm > 0.05
         assert got_rate == pytest.approx(rate)
@@ -171,8 +173,9 @@ def test_checkpoint_is_everything_and_never_half(settings, tmp_path):
     for seed in (1, 2):
         policy.start_step()
         policy.accumulate([a_group(seed=seed)])
+        policy.reduce(4)
         policy.models.copy_policy_to_old()
-        policy.update(4)
+        policy.update()
     saved = checkpoint.save(tmp_path, 2, policy, "hash", keep=2)
     fresh = a_policy(settings)
     with pytest.raises(BadInput, match="reference"):
@@ -181,8 +184,9 @@ def test_checkpoint_is_everything_and_never_half(settings, tmp_path):
     for one in (policy, fresh):
         one.start_step()
         one.accumulate([a_group(seed=3)])
+        one.reduce(4)
         one.models.copy_policy_to_old()
-        one.norm_and_rate = one.update(4)
+        one.norm_and_rate = one.update()
     assert policy.norm_and_rate == fresh.norm_and_rate
     for ours, theirs in zip(fresh.models.policy.parameters(), policy.models.policy.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -207,6 +211,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(settings):
     policy.accumulate([a_group()])
     policy.ddp.buffers[0].grad_data[3] = float("inf")
     with pytest.raises(MetronomeError, match="not finite"):
-        policy.update(4)
+        policy.reduce(4)
     for p, kept in zip(policy.models.policy.parameters(), before, strict=True):
         assert torch.equal(p, kept)
