@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engine import errors
 from engine.config import Config
 from engine.data.loader import PromptLoader
-from engine.errors import MetronomeError
+from engine.errors import DeadlineError, MetronomeError
 from engine.queue.codec import group_to_wire
+from engine.queue.server import Handler
 from engine.queue.store import SampleQueue
 from engine.rollout.service import Service
-from engine.run_folder import RunFolder
+from engine.run_folder import SAMPLED_GROUPS, RunFolder
 from engine.trace import Trace
 from engine.types import Group, StepReport
 
@@ -41,22 +41,27 @@ class Conductor:
         self.service = service
         self.failure: MetronomeError | None = None
         self.told: MetronomeError | None = None
+        self._heard = time.monotonic()
         self._queue: SampleQueue | None = None
         self._batch: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
         self._rollout_s = 0.0
         self._samples: list[Group] = []
 
-    def handlers(self) -> dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]]:
-        """By the operation's name."""
-        return {
-            "ready": self._ready,
-            "publish": self._publish,
-            "start": self._start,
-            "lease": self._lease,
-            "report": self._report,
-            "failed": self._failed,
-        }
+    def handlers(self) -> dict[str, Handler]:
+        """By the operation's name; each request is a sign of life of the trainer, at its start and at its end."""
+        named = (self._ready, self._publish, self._start, self._lease, self._report, self._failed)
+        return {handler.__name__.removeprefix("_"): self._hearing(handler) for handler in named}
+
+    def _hearing(self, handler: Handler) -> Handler:
+        async def heard(request: dict[str, Any]) -> dict[str, Any]:
+            self._heard = time.monotonic()
+            try:
+                return await handler(request)
+            finally:
+                self._heard = time.monotonic()
+
+        return heard
 
     async def fail(self, error: MetronomeError) -> None:
         """Stop the run: the trainer hears of it with its next request, saves a checkpoint and ends."""
@@ -65,11 +70,15 @@ class Conductor:
             self._changed.notify_all()
 
     async def check(self) -> None:
-        """Stop the run when no instance is left; raise what is a mistake of ours in the producer."""
+        """Stop the run when no instance is left or the trainer is silent; raise what is a mistake of ours in the producer."""
         if self._batch is not None and self._batch.done():
             self._batch.result()
-        if self.service is not None and self.service.pool.size == 0:
-            await self.fail(self.service.pool.all_gone())
+        if self.failure is None and self.service is not None and self.service.pool.size == 0:
+            await self.fail(await asyncio.to_thread(self.service.pool.all_gone))
+        limit = self.config.train.timeout_s
+        if self.failure is None and time.monotonic() - self._heard > limit:
+            await self.fail(DeadlineError(f"no sign of life of the trainer in {limit:.0f} s (train.timeout_s); its log: "
+                                          f"{self.folder.logs / 'trainer.log'}"))
 
     async def close(self) -> None:
         """Cancel the batch under way."""
@@ -110,7 +119,7 @@ class Conductor:
 
         async def put(group: Group) -> None:
             queue.put(group)
-            if len(self._samples) < 2:
+            if len(self._samples) < SAMPLED_GROUPS:
                 self._samples.append(group)
             self._rollout_s = time.perf_counter() - started
             async with self._changed:
@@ -130,11 +139,11 @@ class Conductor:
         deadline = time.monotonic() + SIGN_OF_LIFE_S
         async with self._changed:
             while True:
-                if window := queue.lease(request["replica"], request["budget"]):
-                    return {"groups": [group_to_wire(group) for group in window]}
                 if queue.done:
                     return {"end": True}
                 self._check()
+                if window := queue.lease(request["replica"], request["budget"]):
+                    return {"groups": [group_to_wire(group) for group in window]}
                 try:
                     async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                         await self._changed.wait()

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Table(BaseModel):
     """Base of all tables: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Run(Table):
     """The run as a whole."""
 
-    name: str = Field(default="", pattern=r"^[A-Za-z0-9._-]*$")
+    name: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]*)?$")
     """Folder name under `output`. Empty: recipe name and start time, so that a second run never meets the first."""
     seed: int = Field(default=0, ge=0)
-    """Seed of prompt order, sampling and initialisation."""
+    """Seed of prompt order and sampling."""
     output: str = "runs"
     """Folder that holds run folders, base models, caches and the MLflow store."""
 
@@ -85,7 +87,7 @@ class Rollout(Table):
     """Prompt and response tokens together; prompts that leave no room for a response are counted skips."""
     max_new_tokens: PositiveInt = 512
     """Length limit of a response; it then counts as truncated."""
-    temperature: PositiveFloat = 1.0
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
     """Of sampling and of the log-probabilities on both sides."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """1 in training, or trainer and instance no longer speak of the same distribution."""
@@ -124,7 +126,7 @@ class Train(Table):
     """Steps of linear warm-up."""
     weight_decay: float = Field(default=0.01, ge=0)
     """AdamW's; never applied to norms and biases."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm above which the gradient is scaled down."""
@@ -191,8 +193,8 @@ class Evaluate(Table):
     """At most so many problems, the first of the file; 0 takes all."""
     samples: PositiveInt = 1
     """Responses per problem (k of avg@k and pass@k)."""
-    temperature: PositiveFloat = 1.0
-    """Of sampling."""
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    """Of sampling; 0 takes the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Of sampling."""
     top_k: int = Field(default=0, ge=0)
@@ -234,6 +236,9 @@ class Config(Table):
         if self.rollout.max_new_tokens >= self.rollout.max_context:
             raise ValueError(f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) must be below "
                              f"rollout.max_context ({self.rollout.max_context}) to leave room for a prompt")
+        for key, cores in (("train.devices", self.train.devices), ("rollout.devices", self.rollout.devices)):
+            if missing := sorted(set(cores) - usable_cores()):
+                raise ValueError(f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}")
         if len(self.rollout.devices) % self.rollout.instances:
             raise ValueError(f"rollout.devices names {len(self.rollout.devices)} cores, which "
                              f"{self.rollout.instances} instances can't share evenly")
@@ -245,9 +250,20 @@ class Config(Table):
         return Path(self.run.output) / self.run.name
 
     @property
-    def threads(self) -> int:
-        """Computing threads of the trainer and of each instance: as many as their own cores, else an even share."""
-        if self.train.devices:
-            return len(self.train.devices)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // (1 + self.rollout.instances))
+    def trainer_threads(self) -> int:
+        """Computing threads of a trainer rank: its own cores if it has some, else an even share."""
+        return len(self.train.devices) or self._share
+
+    @property
+    def instance_threads(self) -> int:
+        """Computing threads of a rollout instance: its own cores if it has some, else an even share."""
+        return len(self.rollout.devices) // self.rollout.instances or self._share
+
+    @property
+    def _share(self) -> int:
+        return max(1, len(usable_cores()) // (1 + self.rollout.instances))
+
+
+def usable_cores() -> set[int]:
+    """CPU cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

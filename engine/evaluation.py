@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from engine.rollout.service import rollout_service
 from engine.run_folder import RunFolder, append_line
 from engine.trace import Trace
 from engine.types import Group
+
+Z = 1.96
+"""Of a 95 % interval."""
 
 
 def evaluate(config: Config, model: Path, weight_version: int, folder: RunFolder) -> dict[str, Any]:
@@ -44,18 +48,27 @@ def evaluate(config: Config, model: Path, weight_version: int, folder: RunFolder
 def accuracy(values: Sequence[Sequence[float]]) -> dict[str, float]:
     """avg@k, pass@k and the 95 % Wilson interval of avg@k (Wilson 1927), problems being the independent units.
 
-    values: per problem the k scores in [0, 1]. pass@k counts a problem with any score of 1 or more. The interval is the
-    binomial one for k = 1 and conservative above, where problems' means vary less; at 0 of 30 it is not [0, 0].
+    values: per problem the k scores. pass@k counts a problem with any score of 1 or more. The interval is the binomial one
+    for k = 1 and conservative above, where problems' means vary less; at 0 of 30 it is not [0, 0]. For rewards outside
+    [0, 1] it is the normal one of the problems' means.
     """
-    average, n, z = _mean([_mean(row) for row in values]), len(values), 1.96
-    centre = (average + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(average * (1 - average) / n + z**2 / (4 * n**2))
-    return {
-        "avg_at_k": average,
-        "pass_at_k": _mean([float(max(row) >= 1.0) for row in values]),
-        "ci_low": max(0.0, centre - half),
-        "ci_high": min(1.0, centre + half),
-    }
+    means = [_mean(row) for row in values]
+    average = _mean(means)
+    low, high = (_wilson if all(0 <= value <= 1 for row in values for value in row) else _normal)(average, means)
+    passed = _mean([float(max(row) >= 1.0) for row in values])
+    return {"avg_at_k": average, "pass_at_k": passed, "ci_low": low, "ci_high": high}
+
+
+def _wilson(average: float, means: Sequence[float]) -> tuple[float, float]:
+    n = len(means)
+    centre = (average + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z / (1 + Z**2 / n) * math.sqrt(average * (1 - average) / n + Z**2 / (4 * n**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _normal(average: float, means: Sequence[float]) -> tuple[float, float]:
+    half = Z * statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
+    return average - half, average + half
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -81,7 +81,7 @@ class _Launcher:
             await self._watched(Conductor(config, self.folder, self.trace, loader, service), trainer)
 
     def _start_trainer(self) -> Child:
-        log, env = self.folder.logs / "trainer.log", {"OMP_NUM_THREADS": str(self.config.threads)}
+        log, env = self.folder.logs / "trainer.log", {"OMP_NUM_THREADS": str(self.config.trainer_threads)}
         return Child("trainer", self._trainer_command(), log, env)
 
     async def _watched(self, conductor: Conductor, trainer: Child) -> None:
@@ -101,7 +101,7 @@ class _Launcher:
 
     def _trainer_command(self) -> list[str]:
         arguments = ["--folder", str(self.folder.path), "--control", self._address, "--weights", str(self._weights_folder()),
-                     "--threads", str(self.config.threads)]
+                     "--threads", str(self.config.trainer_threads)]
         arguments += ["--resume"] if self.resume else []
         arguments += ["--replay", str(self.replay)] if self.replay is not None else []
         return python("engine.trainer.elastic", "--ranks", "1", "--", *arguments)

@@ -138,7 +138,7 @@ def _serve(config: Config, port: int) -> int:
     rollout = config.rollout
     arguments = [
         "--model", config.model.path, "--port", str(port), "--slots", str(rollout.concurrency * rollout.group_size),
-        "--max-context", str(rollout.max_context), "--threads", str(config.threads),
+        "--max-context", str(rollout.max_context), "--threads", str(config.instance_threads),
     ]  # fmt: skip
     return serve_forever([*arguments, *(["--deterministic"] if rollout.deterministic else [])])
 

@@ -18,6 +18,7 @@ from tasks.base_model import base_model
 from tasks.caching import code_hash
 from tasks.console import stage
 from tasks.convert import convert
+from tasks.convert import describe as describe_conversion
 from tasks.evaluate import evaluate
 from tasks.inputs import check_inputs, check_run_folder
 from tasks.prepare import describe, encode_prompts, prepare
@@ -65,8 +66,7 @@ def _before_training(config: Config) -> Config:
         say(describe(encoded, "tokens"))
     with stage("convert") as say:
         log = RunFolder(config.folder).logs / "convert.log"
-        report = convert(str(model), content_hash(model), code_hash("model", "platform"), log)
-        say(f"{report['parameters']:,} parameters; logits within {report['max_logit_error']:.1e} of Hugging Face")
+        say(describe_conversion(convert(str(model), content_hash(model), code_hash("model", "platform"), log)))
     _evaluate(config, model, 0)
     return config
 

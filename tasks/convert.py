@@ -35,9 +35,14 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> dict[str, Any]
     if code_:
         raise (BadInput if code_ == 2 else MetronomeError)(last_error(child))
     report: dict[str, Any] = json.loads(log.read_text().strip().rpartition("\n")[2])
+    return report
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report in one line for people, and as an artifact (here, because a cached task's body does not run)."""
     create_markdown_artifact(
         "\n".join(f"- {name}: {value}" for name, value in report.items()),
         key="conversion",
         description="Hugging Face against Megatron",
     )
-    return report
+    return f"{report['parameters']:,} parameters; logits within {report['max_logit_error']:.1e} of Hugging Face"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from engine.config import Config
@@ -9,7 +10,7 @@ from engine.data.problems import read_problems
 from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.recipe import HOME
-from engine.reward.resolve import load_reward
+from engine.reward.workers import VerifierPool
 from engine.run_folder import RunFolder
 from tasks.console import say
 
@@ -34,12 +35,21 @@ def check_inputs(config: Config) -> None:
     scheme, separator, _ = config.checkpoint.path.partition("://")
     if separator and scheme not in ("s3", "file"):
         raise BadInput(f"checkpoint.path = {config.checkpoint.path!r}: expected a folder or s3://bucket/folder")
-    load_reward(config.reward.function)
+    asyncio.run(_try_reward(config))
     if config.rollout.top_p < 1 or config.rollout.top_k:
         say("warning", "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
             "is trained, and the mismatch figures are not comparable")
     if config.model.path != QUICKSTART:
-        read_shape(Path(config.model.path).expanduser())
+        shape = read_shape(Path(config.model.path).expanduser())
+        if config.rollout.max_context > shape.context:
+            raise BadInput(f"rollout.max_context = {config.rollout.max_context} is more than the {shape.context} positions that "
+                           f"the model in {config.model.path} was made for")
+
+
+async def _try_reward(config: Config) -> None:
+    """Load the reward where it will run, in a worker: what it does when imported can neither end nor hang this process."""
+    async with VerifierPool(config.reward.function, start_timeout_s=config.rollout.timeout_s):
+        pass
 
 
 def benchmark(config: Config) -> str:

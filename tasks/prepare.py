@@ -20,14 +20,12 @@ from engine.rollout.tokens import Tokens
 def prepare(path: str, content_hash: str, code: str) -> dict[str, Any]:
     """Rows, skipped rows by reason, and the length of problems in bytes. The hashes only key the cache."""
     problems = read_problems(path)
-    figures = {
+    return {
         "source": problems.source,
         "rows": len(problems.rows),
         "skipped": dict(problems.skipped),
         **_lengths("bytes", [len(row.problem.encode()) for row in problems.rows]),
     }
-    _artifact("prepare-data", figures)
-    return figures
 
 
 @task(name="encode prompts", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
@@ -36,17 +34,16 @@ def encode_prompts(
 ) -> dict[str, Any]:
     """Usable prompts, all skips by reason, and the length of prompts in tokens. The hashes only key the cache."""
     encoded = encode(read_problems(path), Tokens(Path(model)).tokenizer, template, max_context)
-    figures = {
+    return {
         "prompts": len(encoded.prompts),
         "skipped": dict(encoded.skipped),
         **_lengths("tokens", [len(prompt.token_ids) for prompt in encoded.prompts]),
     }
-    _artifact("encode-prompts", figures)
-    return figures
 
 
 def describe(figures: dict[str, Any], unit: str) -> str:
-    """The figures in one line for people."""
+    """The figures in one line for people, and as an artifact (here, because a cached task's body does not run)."""
+    _artifact("prepare-data" if unit == "bytes" else "encode-prompts", figures)
     kind = "prompts" if "prompts" in figures else "rows"
     skips = f"; skipped {counts(figures['skipped'])}" if figures["skipped"] else ""
     return (f"{figures[kind]} {kind} of {figures[unit + '_median']:.0f} {unit} "

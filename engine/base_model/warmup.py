@@ -166,7 +166,7 @@ def _warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: 
             return
     if accuracy < how.too_low:
         raise MetronomeError(f"the quickstart model reached accuracy {accuracy:.2f} in {how.max_steps} warm-up steps, "
-                             f"below the {how.too_low:.2f} that GRPO needs; try another run.seed")
+                             f"below the {how.too_low:.2f} that GRPO needs; give a model of your own by model.path")
 
 
 def _tensors(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,10 @@ def read_shape(folder: Path) -> ModelShape:
                        "tokenizer files and *.safetensors")
     try:
         config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also of text that is not UTF-8
         raise BadInput(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"{path}: expected a JSON object, as transformers writes it")
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in SUPPORTED:
         raise BadInput(f"{path}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}")

@@ -16,16 +16,6 @@ Read = Callable[[str], Tensor]
 """Looks a Hugging Face tensor up by name."""
 
 
-def hf_names(shape: ModelShape) -> list[str]:
-    """Names of all Hugging Face tensors of the shape, in file order (a tied output layer has none of its own)."""
-    parts = ("input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-             "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
-             "mlp.down_proj")
-    layers = [f"model.layers.{i}.{part}.weight" for i in range(shape.layers) for part in parts]
-    ends = ["model.embed_tokens.weight", "model.norm.weight"] + ([] if shape.tied else ["lm_head.weight"])
-    return ends[:1] + layers + ends[1:]
-
-
 def to_megatron(read: Read, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """(Megatron parameter name, tensor) pairs from Hugging Face tensors."""
     yield "embedding.word_embeddings.weight", read("model.embed_tokens.weight")
@@ -46,7 +36,7 @@ def to_megatron(read: Read, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
 
 
 def to_hf(read: Read, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) pairs, `hf_names` order up to the layer's parts; `read` looks Megatron names up."""
+    """(Hugging Face name, tensor) pairs; `read` looks Megatron names up."""
     yield "model.embed_tokens.weight", read("embedding.word_embeddings.weight")
     for i in range(shape.layers):
         hf, ours = f"model.layers.{i}.", f"decoder.layers.{i}."

@@ -72,15 +72,22 @@ class InstanceClient:
 
     async def update_weights(self, version: int, info: dict[str, Any]) -> None:
         """The whole sequence of a weight update: pause, load, finish, drop cached prompts, resume, check the version."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                holds = await self._load(version, info)
+        except TimeoutError:
+            raise DeadlineError(f"{self.name}: it does not hold weight version {version} after {self._timeout_s:.0f} s") from None
+        if holds != version:
+            raise MetronomeError(f"{self.name}: it holds weight version {holds} after an update to version {version}")
+
+    async def _load(self, version: int, info: dict[str, Any]) -> int:
         await self._call("POST", "/pause?mode=wait", {})
         await self._call("POST", "/start_weight_update", {})
         await self._call("POST", "/update_weights", {"update_info": info})
         await self._call("POST", "/finish_weight_update", {"weight_version": version})
         await self._call("POST", "/reset_prefix_cache", {})
         await self._call("POST", "/resume", {})
-        holds = (await self._call("GET", "/weight_version", None))["weight_version"]
-        if holds != version:
-            raise MetronomeError(f"{self.name}: it holds weight version {holds} after an update to version {version}")
+        return int((await self._call("GET", "/weight_version", None))["weight_version"])
 
     async def _call(self, method: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
         try:

@@ -49,11 +49,6 @@ class Pool:
         self._session: aiohttp.ClientSession | None = None
         self._children: list[Child] = []
 
-    @property
-    def children(self) -> list[Child]:
-        """The instances' processes."""
-        return self._children
-
     def spawn(self) -> None:
         """Start the instances' processes; `connect` waits for them."""
         for number in range(self._config.rollout.instances):
@@ -76,7 +71,7 @@ class Pool:
             "--port-file": str(port_file),
             "--slots": str(rollout.concurrency * rollout.group_size),
             "--max-context": str(rollout.max_context),
-            "--threads": str(self._config.threads),
+            "--threads": str(self._config.instance_threads),
         }
         if cores:
             arguments["--cores"] = ",".join(map(str, cores))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
@@ -12,6 +13,9 @@ from engine.rollout.client import InstanceGone, Sampling
 from engine.rollout.pool import Instance, Pool
 from engine.trace import Trace
 from engine.types import Group, Prompt, Response, Score
+
+Verdict = asyncio.Task[list[Score]]
+"""A response's scores, as soon as they are there."""
 
 
 class Verifier(Protocol):
@@ -65,24 +69,27 @@ class Producer:
         self, step: int, index: int, epoch: int, prompt: Prompt, put: Callable[[Group], Awaitable[None]]
     ) -> None:
         seeds = [sampling_seed(self._seed, epoch, prompt.id, number) for number in range(self._group_size)]
-        done: dict[int, tuple[Response, list[Score]]] = {}
-        while len(done) < len(seeds):  # again only for what a dying instance did not finish, with the same seeds
-            missing = [number for number in range(len(seeds)) if number not in done]
-            async with self._pool.borrow() as instance:
-                results = await asyncio.gather(
-                    *(self._respond(step, index, prompt, seeds[number], instance) for number in missing)
-                )
-            done.update((number, result) for number, result in zip(missing, results, strict=True) if result is not None)
-        responses = tuple(done[number][0] for number in range(len(seeds)))
-        scores = [score for number in range(len(seeds)) for score in done[number][1]]
-        if not self._verifier.per_response:
+        done: dict[int, tuple[Response, Verdict | None]] = {}
+        async with asyncio.TaskGroup() as verifying:
+            while len(done) < len(seeds):  # again only for what a dying instance did not finish, with the same seeds
+                missing = [number for number in range(len(seeds)) if number not in done]
+                async with self._pool.borrow() as instance, asyncio.TaskGroup() as sampling:
+                    tasks = {
+                        number: sampling.create_task(self._respond(step, index, prompt, seeds[number], instance, verifying))
+                        for number in missing
+                    }
+                done.update((number, found) for number, task in tasks.items() if (found := task.result()) is not None)
+        responses, verdicts = zip(*(done[number] for number in range(len(seeds))), strict=True)
+        if self._verifier.per_response:
+            scores = [score for verdict in verdicts for score in verdict.result()]
+        else:
             scores = await self._verify(step, index, prompt, responses)
         await put(Group(step, index, prompt, responses, tuple(scores)))
 
     async def _respond(
-        self, step: int, index: int, prompt: Prompt, seed: int, instance: Instance
-    ) -> tuple[Response, list[Score]] | None:
-        """One response and, for a per-response reward, its score; None when the instance died on it."""
+        self, step: int, index: int, prompt: Prompt, seed: int, instance: Instance, verifying: asyncio.TaskGroup
+    ) -> tuple[Response, Verdict | None] | None:
+        """One response, None when the instance died on it. A per-response verdict starts at once, and holds up nothing."""
         started = time.time()
         try:
             sampled = await instance.client.complete(prompt, self._sampling, seed)
@@ -90,10 +97,10 @@ class Producer:
             await self._pool.drop(instance)
             return None
         self._trace.add("rollout", started, time.time(), lane=instance.client.name, step=step, group=index)
-        response = Response(**{**vars(sampled), "text": self._decode(sampled.token_ids)})
+        response = dataclasses.replace(sampled, text=self._decode(sampled.token_ids))
         if not self._verifier.per_response:
-            return response, []
-        return response, await self._verify(step, index, prompt, (response,))
+            return response, None
+        return response, verifying.create_task(self._verify(step, index, prompt, (response,)))
 
     async def _verify(self, step: int, index: int, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
         started = time.time()

@@ -32,6 +32,7 @@ def main() -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        local_addr="127.0.0.1",  # a laptop's own name may not resolve
         monitor_interval=0.1,
     )
     rest = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest

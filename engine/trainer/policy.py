@@ -171,6 +171,8 @@ def _scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamSc
         end_wd=train.weight_decay,
         wd_incr_steps=train.steps,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,  # a resumed run takes its position from the checkpoint, its settings from here
+        override_opt_param_scheduler=True,
     )
     scheduler.step(increment=0)
     return scheduler

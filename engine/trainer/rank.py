@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.config import Config
-from engine.errors import MetronomeError
+from engine.errors import BadInput, MetronomeError
 from engine.model.shape import content_hash, read_shape
 from engine.platform import cpu
 from engine.process import bind, watch_lifeline
@@ -34,7 +34,8 @@ def main() -> int:
     bind(config.train.devices)
     torch.set_num_threads(arguments.threads)
     replica = f"trainer-{os.environ['RANK']}"
-    control = ControlClient(arguments.control, replica, config.train.timeout_s)
+    # longer than an instance may take for an update, so that the launcher, who knows its name, gives up first
+    control = ControlClient(arguments.control, replica, config.train.timeout_s + config.rollout.timeout_s)
     try:
         with cpu.megatron(config.run.seed):
             _train(config, arguments, control)
@@ -78,6 +79,8 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
     root = arguments.folder / "checkpoints"
     found = checkpoint.latest(root) if arguments.resume else None
     start = checkpoint.load(found, policy, reference_hash) if found is not None else 0
+    if start > config.train.steps:
+        raise BadInput(f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}")
     trace = Trace(arguments.folder / "trace", control.replica)
 
     def save(step: int) -> None:

@@ -32,10 +32,6 @@ class Recorder:
         """Hand what was added to the system (once a step)."""
         self._file.flush()
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
 
 def _packed(window: Sequence[Group]) -> bytes:
     return msgpack.packb([group_to_wire(group) for group in window])

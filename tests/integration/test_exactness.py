@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from conftest import ROOT, launch, wait_for, write_config
 from safetensors.numpy import load_file
 
 from engine.run_folder import read_lines
+from engine.timeline import overlapped
+from engine.trace import read_spans
 
 
 def weights(tmp_path, name):
@@ -20,7 +23,8 @@ def steps(tmp_path, name):
 
 @pytest.fixture
 def exact(settings):
-    return settings | {"rollout.deterministic": True, "train.consume": "prompt_order"}
+    small_windows = {"train.micro_batch_tokens": 150}  # several a step, so that a periodic step trains before its last arrival
+    return settings | small_windows | {"rollout.deterministic": True, "train.consume": "prompt_order", "rollout.concurrency": 1}
 
 
 def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
@@ -28,6 +32,11 @@ def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
         code, output = launch(exact | {"run.name": mode, "train.mode": mode, "train.steps": 4}, tmp_path)
         assert code == 0, output
     assert weights(tmp_path, "sync") == weights(tmp_path, "periodic")
+    spans = read_spans(tmp_path / "periodic/trace")
+    windows = Counter(span["step"] for span in spans if span["name"] == "train")
+    assert min(windows.values()) >= 2
+    assert any(overlapped(spans).values())
+    assert not any(overlapped(read_spans(tmp_path / "sync/trace")).values())
     report = steps(tmp_path, "periodic")
     assert [line["versions_seen"] for line in report] == [[0], [1], [2], [3]]
     assert max(line["max_ratio_gap"] for line in report) <= 1e-3
@@ -67,7 +76,8 @@ def test_a_recorded_arrival_order_run_replays_bit_identically(settings, tmp_path
     for a, b in zip(steps(tmp_path, "live"), steps(tmp_path, "replayed"), strict=True):
         assert {key: a[key] for key in same} == {key: b[key] for key in same}
 
-    for damaged, said in ((b"\xc1" + b"no record", "not a record"), (record.read_bytes()[:-10], "5 groups of step 2")):
+    incomplete = "groups of step 2, train.prompts_per_step is 6"
+    for damaged, said in ((b"\xc1" + b"no record", "not a record"), (record.read_bytes()[:-10], incomplete)):
         record.write_bytes(damaged)
         code, output = launch(settings | {"run.name": "broken"}, tmp_path, "--replay", str(record))
         assert code == 2, output

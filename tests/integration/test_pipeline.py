@@ -60,7 +60,7 @@ def _check_tracking(output):
     assert client.search_model_versions()
 
 
-@pytest.mark.parametrize("number", ["SIGINT", "SIGKILL"])
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
     endless = small | {"train.steps": 100_000, "evaluate.problems": 2}
     log = (tmp_path / "output").open("w+")
@@ -74,7 +74,7 @@ def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
         assert tree.left() == []
         log.seek(0)
         output = log.read()
-        assert (code, "interrupted" in output) == ((130, True) if number == "SIGINT" else (-9, False))
+        assert (code, "interrupted" in output) == ((-9, False) if number == "SIGKILL" else (130, True))
         assert "Traceback" not in output
     finally:
         flow.kill()

@@ -38,6 +38,11 @@ def test_recipes_that_ship_load_from_anywhere(recipe, tmp_path, monkeypatch):
         ("rollout.devices=[0, 1, 2]\x00", "rollout.devices"),
         ("nonsense", "expected table.key=value"),
         ("rollout.temperature=nan", "rollout.temperature"),
+        ("rollout.temperature=0.001", "rollout.temperature"),
+        ("train.betas=[0.9, 1.5]", "train.betas"),
+        ("train.learning_rate=inf", "train.learning_rate"),
+        ("train.devices=[4096]", "train.devices names cores [4096]"),
+        ("run.name=..", "run.name"),
     ],
 )
 def test_each_mistake_has_one_message(override, said):

@@ -191,6 +191,13 @@ def test_checkpoint_is_everything_and_never_half(settings, tmp_path):
     for ours, theirs in zip(fresh.models.policy.parameters(), policy.models.policy.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
+    hotter = a_policy(settings, train__learning_rate=5e-3, train__steps=100)
+    checkpoint.load(saved, hotter, "hash")
+    hotter.start_step()
+    hotter.accumulate([a_group(seed=3)])
+    hotter.reduce(4)
+    assert hotter.update()[1] == pytest.approx(5e-3)  # a changed learning rate takes effect on resume
+
     assert checkpoint.latest(tmp_path) == saved
     newer = checkpoint.save(tmp_path, 3, policy, "hash", keep=1)
     assert checkpoint.latest(tmp_path) == newer
