@@ -20,8 +20,14 @@ def other_folder(tmp_path_factory):
     return save(tmp_path_factory.mktemp("b"), seed=1)
 
 
+@pytest.fixture(autouse=True)
+def _no_grad():
+    """As in the server's process."""
+    with torch.no_grad():
+        yield
+
+
 def engine_of(folder, slots=4, max_context=48, deterministic=False):
-    torch.set_grad_enabled(False)
     return Engine(RolloutModel(folder, max_context), slots, max_context, deterministic)
 
 
