@@ -196,6 +196,9 @@ async def test_a_disconnect_cancels_the_request_and_frees_its_slot(address, http
         await until(http, running=1)
         running.cancel()
         await until(http, running=0)
+        async with http.get("/load") as reply:
+            load = await reply.json()
+        assert (load["running"], load["waiting"]) == (0, 0)
 
 
 async def test_pause_abort_answers_at_once_with_partial_tokens(http):
