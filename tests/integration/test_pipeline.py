@@ -60,7 +60,9 @@ def _check_tracking(output):
     assert client.search_model_versions()
 
 
-@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(
+    "number", [pytest.param("SIGINT", marks=pytest.mark.slow), pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGKILL"]
+)
 def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
     endless = small | {"train.steps": 100_000, "evaluate.problems": 2}
     log = (tmp_path / "output").open("w+")
