@@ -1,13 +1,120 @@
-"""What the benchmarks share."""
+"""What the benchmarks share: models, runs of the launcher, and the few places where they reach into the engine."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from engine import platform
 from engine.base_model.warmup import ensure_quickstart_model
-from engine.recipe import HOME
+from engine.config import Config
+from engine.recipe import HOME, dump, load
+from engine.types import Group, Prompt, Response, Score
+
+if TYPE_CHECKING:
+    from engine.trainer.policy import Policy
+
+CACHE = HOME / "runs"
+"""Ignored by git: models and environments that benchmarks make once."""
 
 
 def quickstart_model() -> Path:
     """The quickstart's base model: cached, or made first (one to two minutes)."""
     return ensure_quickstart_model(Path("runs/models"), HOME / "data/addition_train.jsonl")
+
+
+def run_launcher(settings: Mapping[str, Any], recipe: str | None = None, timeout_s: float = 600.0) -> Config:
+    """One run of the real launcher in processes of its own, to its end; raises if it fails. Returns its config."""
+    config = load(recipe, [f"{key}={value}" for key, value in settings.items()])
+    path = Path(config.run.output) / f"{config.run.name}.toml"
+    dump(config, path)
+    command = [sys.executable, "-m", "engine.launch", "--config", str(path)]
+    subprocess.run(command, check=True, timeout=timeout_s, cwd=HOME, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return config
+
+
+# the training side in this process -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Be the only rank of a trainer on the CPU, with one computing thread."""
+    torch.set_num_threads(1)
+    with platform.single(platform.get("cpu")):
+        yield
+
+
+def random_qwen3(folder: Path, hidden: int, layers: int, vocabulary: int, context: int = 16384) -> Path:
+    """A random tied Qwen3 with heads of 64 (of hidden / 8 when small), two queries a key, MLP of 3 · hidden; no tokenizer."""
+    torch.manual_seed(0)
+    head_dim = min(64, hidden // 8)
+    config = Qwen3Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // head_dim, num_key_value_heads=hidden // head_dim // 2, head_dim=head_dim,
+        max_position_embeddings=context, tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def build_policy(model: Path, shared_prompt: bool, micro_batch_tokens: int) -> Policy:
+    """The trainer's policy alone: no frozen copies, so that `accumulate` is one forward, loss and backward."""
+    from engine.trainer.policy import Policy
+
+    config = load(None, [
+        f"model.path={model}", "algorithm.old_policy=behavior", "algorithm.kl_coef=0.0",
+        f"attention.shared_prompt={str(shared_prompt).lower()}", f"train.micro_batch_tokens={micro_batch_tokens}",
+    ])  # fmt: skip
+    return Policy(config, platform.get("cpu"))
+
+
+def gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """What `accumulate` has added up, by Hugging Face's names; the step's denominator is not applied."""
+    from engine.model.weights import export
+
+    found = {name: parameter.main_grad for name, parameter in policy.models.policy.named_parameters()}
+    return dict(export(found, policy.models.policy, policy.models.shape))
+
+
+def random_group(prompt: int, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> Group:
+    """A prompt of `prompt` random tokens with responses of these lengths, rewards random."""
+    draw = random.Random(seed)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(vocabulary) for _ in range(count))
+
+    responses = tuple(
+        Response(tokens(length), (-1.0,) * length, ((0, 0),), (True,) * length, "length", "", 0, "") for length in lengths
+    )
+    return Group(0, seed, Prompt(str(seed), "", "", tokens(prompt)), responses, tuple(Score(draw.random()) for _ in lengths))
+
+
+def alternating(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
+    """CPU seconds of each side's calls, taken in turn; a first call of each warms up and is not counted.
+
+    With one computing thread they are what a call takes on a free core, and other jobs on the machine disturb them less.
+    """
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(repeats + 1):
+        for name, call in sides.items():
+            started = time.process_time()
+            call()
+            if number:
+                found[name].append(time.process_time() - started)
+    return found
+
+
+def result(figures: Mapping[str, Any]) -> None:
+    """The last line of every benchmark."""
+    print("RESULT " + json.dumps(figures), flush=True)

@@ -10,13 +10,15 @@ from engine import errors
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError
-from engine.queue.codec import group_to_wire
+from engine.queue.codec import group_to_wire, landed_to_wire
 from engine.queue.server import Handler
 from engine.queue.store import SampleQueue
 from engine.rollout.service import Service
 from engine.run_folder import SAMPLED_GROUPS, RunFolder
+from engine.silence import Silence
 from engine.trace import Trace
-from engine.types import Group, StepReport
+from engine.trainer.record import Recorder
+from engine.types import Group, Landed, StepReport
 
 SIGN_OF_LIFE_S = 1.0
 """A rank that waits for a group hears from the launcher this often."""
@@ -41,12 +43,14 @@ class Conductor:
         self.service = service
         self.failure: MetronomeError | None = None
         self.told: MetronomeError | None = None
-        self._heard = time.monotonic()
+        self._silence = Silence()
+        self._is_ready = False
         self._queue: SampleQueue | None = None
         self._batch: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
         self._rollout_s = 0.0
         self._samples: list[Group] = []
+        self._recorder: Recorder | None = None
 
     def handlers(self) -> dict[str, Handler]:
         """By the operation's name; each request is a sign of life of the trainer, at its start and at its end."""
@@ -55,19 +59,25 @@ class Conductor:
 
     def _hearing(self, handler: Handler) -> Handler:
         async def heard(request: dict[str, Any]) -> dict[str, Any]:
-            self._heard = time.monotonic()
-            try:
+            with self._silence.answering(request.get("unit")):
                 return await handler(request)
-            finally:
-                self._heard = time.monotonic()
 
         return heard
 
     async def fail(self, error: MetronomeError) -> None:
         """Stop the run: the trainer hears of it with its next request, saves a checkpoint and ends."""
         self.failure = self.failure or error
+        await self._notify()
+
+    async def _notify(self) -> None:
+        """Wake whoever waits for something to lease."""
         async with self._changed:
             self._changed.notify_all()
+
+    @property
+    def _scores_early(self) -> bool:
+        algorithm, train = self.config.algorithm, self.config.train
+        return train.score_early and train.mode != "sync" and (algorithm.old_policy == "previous" or algorithm.kl_coef > 0)
 
     async def check(self) -> None:
         """Stop the run when no instance is left or the trainer is silent; raise what is a mistake of ours in the producer."""
@@ -75,10 +85,17 @@ class Conductor:
             self._batch.result()
         if self.failure is None and self.service is not None and self.service.pool.size == 0:
             await self.fail(await asyncio.to_thread(self.service.pool.all_gone))
-        limit = self.config.train.timeout_s
-        if self.failure is None and time.monotonic() - self._heard > limit:
-            await self.fail(DeadlineError(f"no sign of life of the trainer in {limit:.0f} s (train.timeout_s); its log: "
+        limit, keys = self._longest_silence()
+        if self.failure is None and (who := self._silence.longer_than(limit)):
+            await self.fail(DeadlineError(f"no sign of life of {who} in {limit:.0f} s ({keys}); its log: "
                                           f"{self.folder.logs / 'trainer.log'}"))
+
+    def _longest_silence(self) -> tuple[float, str]:
+        """In seconds, and the keys that set it. Until it is ready the trainer loads models, which instances get time for too."""
+        limit = self.config.train.timeout_s
+        if self._is_ready:
+            return limit, "train.timeout_s"
+        return limit + self.config.rollout.timeout_s, "train.timeout_s + rollout.timeout_s"
 
     async def close(self) -> None:
         """Cancel the batch under way."""
@@ -88,7 +105,10 @@ class Conductor:
         self.trace.flush()
 
     async def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._is_ready = True
         self.folder.cut(request["start"])
+        if self.config.train.record and self.service is not None:
+            self._recorder = Recorder(self.folder.path / "record.msgpack", self.config, request["start"])
         return {}
 
     async def _publish(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -106,9 +126,10 @@ class Conductor:
         train = self.config.train
         self._samples = []
         self._queue = SampleQueue(
-            request["step"], train.prompts_per_step, train.consume, hold=train.mode == "sync"
+            request["step"], train.prompts_per_step, train.consume, train.mode == "sync", self.config.parallel.units
         )
         self._batch = asyncio.create_task(self._produce(request["step"], self._queue))
+        self._silence.expect(self.config.parallel.units)
         return {}
 
     async def _produce(self, step: int, queue: SampleQueue) -> None:
@@ -122,38 +143,55 @@ class Conductor:
             if len(self._samples) < SAMPLED_GROUPS:
                 self._samples.append(group)
             self._rollout_s = time.perf_counter() - started
-            async with self._changed:
-                self._changed.notify_all()
+            await self._notify()
+
+        async def land(landed: Landed) -> None:
+            queue.land(landed)
+            await self._notify()
 
         try:
-            await self.service.producer.run(step, prompts, put)
+            await self.service.producer.run(step, prompts, put, land if self._scores_early else None)
         except MetronomeError as error:
             await self.fail(error)
 
     async def _lease(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The next window of groups for a replica; "end" when all are trained; "wait" as a sign of life."""
-        queue = self._queue
+        """The next window for a unit of the trainer; "end" when all are trained; "wait" as a sign of life."""
+        queue, unit = self._queue, request["unit"]
         if queue is None or queue.step != request["step"]:
-            raise MetronomeError(f"{request['replica']} asked for groups of step {request['step']}, which was not started")
-        queue.acknowledge(request["trained"], request["replica"])
+            raise MetronomeError(f"unit {unit} of the trainer asked for groups of step {request['step']}, which was not started")
+        queue.acknowledge(request["trained"], unit)
+        if queue.done:
+            await self._notify()  # the other units wait for this
         deadline = time.monotonic() + SIGN_OF_LIFE_S
         async with self._changed:
             while True:
                 if queue.done:
+                    self._silence.excuse(unit)
                     return {"end": True}
                 self._check()
-                if window := queue.lease(request["replica"], request["budget"]):
-                    return {"groups": [group_to_wire(group) for group in window]}
+                if found := self._due(queue, unit, request["budget"]):
+                    if self._recorder is not None:
+                        self._recorder.add(queue.step, unit, found)
+                    return found
                 try:
                     async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                         await self._changed.wait()
                 except TimeoutError:
                     return {"wait": f"{queue.arrived} of {queue.expected} groups"}
 
+    @staticmethod
+    def _due(queue: SampleQueue, unit: int, budget: int) -> dict[str, Any]:
+        """A window to train if there is one, else responses to score early; {} when there is neither."""
+        if window := queue.lease(unit, budget):
+            return {"groups": [group_to_wire(group) for group in window]}
+        if landed := queue.early(unit, budget):
+            return {"landed": [landed_to_wire(one) for one in landed]}
+        return {}
+
     async def _report(self, request: dict[str, Any]) -> dict[str, Any]:
         """Complete the trainer's figures and append them to steps.jsonl."""
         figures, step = request["figures"], request["step"]
-        devices = 1 + self.config.rollout.instances
+        devices = self.config.parallel.ranks + self.config.rollout.instances
         report = StepReport(
             step=step,
             weight_version=step,
@@ -164,12 +202,15 @@ class Conductor:
         )
         self.folder.add_step(report)
         self.folder.add_samples(step, self._samples)
+        if self._recorder is not None:
+            self._recorder.flush()
         self.trace.flush()
         return {}
 
     async def _failed(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The trainer ends with this error."""
-        self.told = getattr(errors, request["error"], MetronomeError)(request["message"])
+        """A unit of the trainer ends with this error; the others hear of it with their next request."""
+        self.told = self.told or getattr(errors, request["error"], MetronomeError)(request["message"])
+        await self.fail(self.told)
         return {}
 
     def _check(self) -> None:

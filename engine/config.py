@@ -11,6 +11,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+WINDOW_PER_STAGE = 4
+"""Micro-batches of a window per pipeline stage: a full window idles at most (p - 1) / (5p - 1) < 20 % of its time."""
+
+BF16_GAP = 0.2
+"""Below this a limit on max|ratio - 1| refuses sound bf16 runs: a token's log-probability moves by up to 0.15."""
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -130,8 +136,16 @@ class Train(Table):
     """AdamW's."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm above which the gradient is scaled down."""
-    dtype: Literal["float32"] = "float32"
-    """Of the trainer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trainer's weights and activations. With bfloat16 the optimizer keeps fp32 master weights and gradients."""
+    recompute: bool = False
+    """Forget each layer's activations and compute them again in the backward pass: less memory, a third more time."""
+    offload: bool = False
+    """Keep old policy and reference in host memory; they take turns in one model on the device, copied there for each window."""
+    distributed_optimizer: bool = False
+    """Share the optimizer's state among the data-parallel replicas (ZeRO stage 1)."""
+    score_early: bool = False
+    """Compute old and reference log-probabilities as soon as a response lands while the trainer would otherwise wait."""
     ratio_gap_limit: float = Field(default=1e-3, ge=0)
     """A step whose max_ratio_gap exceeds it fails the run (weights of trainer and instance differ). 0 only reports."""
     timeout_s: PositiveFloat = 600.0
@@ -166,6 +180,60 @@ class Attention(Table):
     """Compute a group's prompt once (Periodic Asynchrony §4.2)."""
 
 
+class Parallel(Table):
+    """How the trainer's ranks share the model and the work; their product (without expert) is the number of ranks."""
+
+    tensor: PositiveInt = 1
+    """Ranks that share each layer's matrices."""
+    pipeline: PositiveInt = 1
+    """Stages that share the layers (1F1B)."""
+    context: PositiveInt = 1
+    """Ranks that share the tokens of a micro-batch."""
+    data: PositiveInt = 1
+    """Replicas; each takes groups from the one queue as it becomes free."""
+    expert: PositiveInt = 1
+    """Ranks, among tensor x context x data, that share the experts of a mixture-of-experts model (each holds whole ones)."""
+    sequence: bool = False
+    """Also share the norms' work and activations among the tensor ranks; off by default, it is slower on CPU."""
+
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks in all."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def lockstep(self) -> int:
+        """Replicas whose experts are shared: they take their windows together."""
+        return max(1, self.expert // (self.tensor * self.context))
+
+    @property
+    def units(self) -> int:
+        """Replicas, or sets of replicas in lockstep, that take windows on their own."""
+        return self.data // self.lockstep
+
+    @model_validator(mode="after")
+    def _allowed(self) -> Parallel:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence shares activations among tensor ranks: it needs parallel.tensor above 1")
+        if self.expert > 1 and self.tensor > 1 and not self.sequence:
+            raise ValueError("parallel.expert with parallel.tensor above 1 needs parallel.sequence = true (Megatron's rule for training)")
+        replica = self.tensor * self.context
+        if self.expert % replica and replica % self.expert:
+            raise ValueError(f"of parallel.expert ({self.expert}) and parallel.tensor x parallel.context ({replica}) one must divide "
+                             "the other: experts are shared inside a replica or by whole replicas")
+        if self.data % self.lockstep:
+            raise ValueError(f"parallel.expert ({self.expert}) must divide parallel.tensor x context x data "
+                             f"({replica * self.data}): experts are shared among these ranks")
+        return self
+
+
+class Platform(Table):
+    """Where the trainer computes."""
+
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """"auto": an NPU if there is one, else a CUDA device, else the CPU."""
+
+
 class Weights(Table):
     """Weight sync from trainer to instances."""
 
@@ -180,8 +248,10 @@ class Checkpoint(Table):
     """Steps between checkpoints; 0 keeps only the one at the end."""
     keep_last: PositiveInt = 2
     """Older ones are deleted once a newer one is complete."""
+    keep_best: int = Field(default=0, ge=0)
+    """Beside the newest, so many are kept of those with the highest reward_mean at their last step."""
     path: str = ""
-    """Where the final checkpoint is published: a folder or s3://…; empty keeps it in the run folder only."""
+    """Where complete checkpoints are published: a folder or s3://…; empty keeps them in the run folder only."""
 
 
 class Evaluate(Table):
@@ -223,6 +293,8 @@ class Config(Table):
     train: Train = Train()
     algorithm: Algorithm = Algorithm()
     attention: Attention = Attention()
+    parallel: Parallel = Parallel()
+    platform: Platform = Platform()
     weights: Weights = Weights()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
@@ -239,9 +311,21 @@ class Config(Table):
         for key, cores in (("train.devices", self.train.devices), ("rollout.devices", self.rollout.devices)):
             if missing := sorted(set(cores) - usable_cores()):
                 raise ValueError(f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}")
-        if len(self.rollout.devices) % self.rollout.instances:
-            raise ValueError(f"rollout.devices names {len(self.rollout.devices)} cores, which "
-                             f"{self.rollout.instances} instances can't share evenly")
+        for key, cores, sharers, count in (
+            ("rollout.devices", self.rollout.devices, "instances", self.rollout.instances),
+            ("train.devices", self.train.devices, "trainer ranks", self.parallel.ranks),
+        ):
+            if len(cores) % count:
+                raise ValueError(f"{key} names {len(cores)} cores, which {count} {sharers} can't share evenly")
+        if self.train.dtype == "bfloat16" and 0 < self.train.ratio_gap_limit < BF16_GAP:
+            raise ValueError(f"train.dtype = \"bfloat16\" moves single log-probabilities by more than train.ratio_gap_limit = "
+                             f"{self.train.ratio_gap_limit:g}; set it to at least {BF16_GAP:g}, or 0 to only report the gap")
+        if self.train.score_early and self.train.consume == "prompt_order":
+            raise ValueError("train.score_early needs train.consume = \"arrival\": which responses are scored together depends on "
+                             "when they land, and with it the last bit of their log-probabilities")
+        if self.train.score_early and (self.parallel.context > 1 or self.parallel.lockstep > 1):
+            raise ValueError("train.score_early needs parallel.context = 1 and no experts shared among replicas: the scores stay "
+                             "on the rank that computes them")
         return self
 
     @property
@@ -250,9 +334,15 @@ class Config(Table):
         return Path(self.run.output) / self.run.name
 
     @property
+    def window_tokens(self) -> int:
+        """Token budget of a window. A pipeline idles for its depth in each window, so it may take several micro-batches."""
+        pipeline, deep = self.parallel.pipeline, self.parallel.pipeline > 1
+        return self.train.micro_batch_tokens * self.parallel.lockstep * (WINDOW_PER_STAGE * pipeline if deep else 1)
+
+    @property
     def trainer_threads(self) -> int:
         """Computing threads of a trainer rank: its own cores if it has some, else an even share."""
-        return len(self.train.devices) or self._share
+        return len(self.train.devices) // self.parallel.ranks or self._share
 
     @property
     def instance_threads(self) -> int:
@@ -261,7 +351,7 @@ class Config(Table):
 
     @property
     def _share(self) -> int:
-        return max(1, len(usable_cores()) // (1 + self.rollout.instances))
+        return max(1, len(usable_cores()) // (self.parallel.ranks + self.rollout.instances))
 
 
 def usable_cores() -> set[int]:

@@ -27,7 +27,7 @@ from engine.recipe import load
 from engine.rollout.service import rollout_service
 from engine.run_folder import RunFolder
 from engine.trace import Trace
-from engine.trainer.record import Replay
+from engine.trainer import record
 
 STOP_S = 60.0
 """How long a trainer that was told to stop may take for its checkpoint."""
@@ -60,7 +60,7 @@ class _Launcher:
         """Bring everything up (all processes at once, each takes seconds), wait for the trainer, bring everything down."""
         self._stop_on_signals()
         if self.replay is not None:
-            Replay(self.replay, self.config.train.prompts_per_step)  # what is no record is refused before anything starts
+            record.check(self.replay, self.config)  # what can't be replayed is refused before anything starts
             await self._watched(Conductor(self.config, self.folder, self.trace), self._start_trainer())
             return
         problems = read_problems(self.config.data.train)
@@ -104,7 +104,7 @@ class _Launcher:
                      "--threads", str(self.config.trainer_threads)]
         arguments += ["--resume"] if self.resume else []
         arguments += ["--replay", str(self.replay)] if self.replay is not None else []
-        return python("engine.trainer.elastic", "--ranks", "1", "--", *arguments)
+        return python("engine.trainer.elastic", "--ranks", str(self.config.parallel.ranks), "--", *arguments)
 
     def _weights_folder(self) -> Path:
         """Beside the lifeline (shared memory where there is some) if two versions fit well, else in the run folder."""

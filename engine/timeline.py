@@ -20,6 +20,8 @@ COLORS = {
     "verify": "#b07aa1",
     "wait": "#d3d3d3",
     "train": "#59a14f",
+    "score": "#8cd17d",
+    "bubble": "#bab0ac",
     "update": "#f28e2b",
     "sync": "#e15759",
     "checkpoint": "#9c755f",

@@ -75,6 +75,19 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Landed:
+    """A response whose group is not complete yet: all that scoring it early needs."""
+
+    step: int
+    group: int
+    """Its group's index."""
+    number: int
+    """Its own number in the group."""
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One line of steps.jsonl. Times are wall-clock seconds, lengths and counts are tokens."""
 
@@ -108,3 +121,5 @@ class StepReport:
     mismatch_kl: float
     grad_norm: float
     learning_rate: float
+    memory_peak_gib: list[float]
+    """Of each trainer rank: of its device, on a CPU of its process."""

@@ -21,11 +21,11 @@ LIMIT_S = 1800.0
 
 @task(name="convert", cache_policy=INPUTS - "log" + TASK_SOURCE, persist_result=True, result_serializer="json")
 def convert(model: str, model_hash: str, code: str, log: Path) -> dict[str, Any]:
-    """The report of `engine.model.convert`, run in a process of its own. The hashes only key the cache.
+    """The report of `engine.convert`, run in a process of its own. The hashes only key the cache.
 
     Raises BadInput for an unusable folder, MetronomeError when logits or tensors differ.
     """
-    child = Child("convert", python("engine.model.convert", model), log)
+    child = Child("convert", python("engine.convert", model), log)
     try:
         code_ = child.process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -45,4 +45,5 @@ def describe(report: dict[str, Any]) -> str:
         key="conversion",
         description="Hugging Face against Megatron",
     )
-    return f"{report['parameters']:,} parameters; logits within {report['max_logit_error']:.1e} of Hugging Face"
+    return (f"{report['parameters']:,} parameters; logits within {report['max_logit_error']:.1e} of Hugging Face; "
+            f"{report['weight_bytes'] / 2**30:.2f} GiB of weights converted within {report['peak_bytes'] / 2**30:.2f} GiB")

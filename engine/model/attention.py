@@ -1,4 +1,4 @@
-"""Core attention over a `Layout`: scaled-dot-product attention on CPU, by segment or with one mask.
+"""Core attention over a `Layout`, by the kernel of a platform.
 
 Slots into Megatron's layer specification in place of its DotProductAttention. The layout travels in Megatron's own
 `packed_seq_params` argument, so that activation recomputation and pipelines see the right one.
@@ -6,18 +6,20 @@ Slots into Megatron's layer specification in place of its DotProductAttention. T
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from engine.errors import BadInput
+from engine.model.kernels import KERNELS
 from engine.model.layout import Layout
-
-CALL_COST = 8000
-"""Entries of the S×S mask whose computation costs as much as one more call of the kernel (measured on CPU)."""
 
 
 @dataclass
@@ -33,11 +35,31 @@ def params(layout: Layout) -> LayoutParams:
 
 
 class SegmentAttention(torch.nn.Module):
-    """Megatron core attention: query [S, 1, heads, d], key and value [S, 1, key-value heads, d] → [S, 1, heads·d]."""
+    """Megatron core attention: query [S, 1, heads, d], key and value [S, 1, key-value heads, d] → [S, 1, heads·d].
 
-    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:  # noqa: ANN401
+    Heads are this tensor rank's, rows this context rank's: under context parallelism keys and values of the whole row are
+    gathered from the group, and their gradients summed back over it.
+    """
+
+    def __init__(
+        self,
+        config: Any,  # noqa: ANN401
+        *args: Any,  # noqa: ANN401
+        kernel: str = "cpu",
+        softmax_scale: float | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """`kernel` is a key of KERNELS; the other arguments are Megatron's, most of them for dropout and masks."""
         super().__init__()
+        self.kernel = KERNELS[kernel]
         self.scale = softmax_scale
+
+    @classmethod
+    def backend(cls, name: str) -> Callable[..., SegmentAttention]:
+        """The module with the kernel of that name, as Megatron's layer specification takes it. Raises BadInput if unknown."""
+        if name not in KERNELS:
+            raise BadInput(f'attention backend "{name}" is unknown, expected one of {", ".join(sorted(KERNELS))}')
+        return partial(cls, kernel=name)
 
     def forward(
         self,
@@ -51,36 +73,21 @@ class SegmentAttention(torch.nn.Module):
     ) -> Tensor:
         """Attend over the layout in `packed_seq_params`; the mask argument of Megatron stays unused."""
         layout = packed_seq_params.layout
-        assert layout is not None, "SegmentAttention needs a layout: pass packed_seq_params=params(layout)"
-        q, k, v = (x.squeeze(1).transpose(0, 1) for x in (query, key, value))
-        attend = by_segment if layout.size**2 > CALL_COST * len(layout.batches) else masked
-        out = attend(q, k, v, layout, self.scale)
-        return out.transpose(0, 1).reshape(query.shape[0], 1, -1)
+        if layout is None:
+            raise ValueError("SegmentAttention needs a layout: pass packed_seq_params=params(layout)")
+        key, value = whole_row(key, value, layout)
+        out = self.kernel(query.squeeze(1), key.squeeze(1), value.squeeze(1), layout, self.scale)
+        return out.reshape(query.shape[0], 1, -1)
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """The reference: one call with the layout's mask. q [heads, S, d], k and v [key-value heads, S, d] → [heads, S, d]."""
-    return _sdpa(q[None], k[None], v[None], layout.mask, scale)[0]
-
-
-def by_segment(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `masked`, computing only what is visible: each prompt once, each response on its own."""
-    parts = []
-    for batch in layout.batches:
-        queries, keys, values = _pick(q, batch.queries), _pick(k, batch.keys), _pick(v, batch.keys)
-        parts.append(_sdpa(queries, keys, values, batch.mask, scale).transpose(0, 1).flatten(1, 2))
-    return torch.cat(parts, dim=1).index_select(1, layout.order)
-
-
-def _pick(x: Tensor, positions: Tensor) -> Tensor:
-    """[heads, S, d] at positions [n, s] → [n, heads, s, d]."""
-    heads, _, dim = x.shape
-    return x.index_select(1, positions.flatten()).view(heads, *positions.shape, dim).transpose(0, 1)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Causal attention (or under a mask) of [n, heads, s, d], with fewer key-value heads where grouped."""
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
+def whole_row(key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Keys and values [S, ...] of all context-parallel ranks in the order of the row [row_size, ...]; one collective."""
+    ranks = parallel_state.get_context_parallel_world_size() or 1  # 0 without a process group
+    if layout.shards != ranks:
+        raise ValueError(f"the layout is spread over {layout.shards} ranks, the context-parallel group has {ranks}")
+    if ranks == 1:
+        return key, value
+    both = torch.cat([key, value], dim=-1)
+    gathered = gather_from_sequence_parallel_region(both, group=parallel_state.get_context_parallel_group())
+    row = gathered.index_select(0, layout.row_order)
+    return row[..., : key.shape[-1]], row[..., key.shape[-1] :]

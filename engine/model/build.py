@@ -1,37 +1,72 @@
-"""Building the Megatron GPT model of a shape: Megatron's own layers with our core attention and rotary positions."""
+"""Building the Megatron GPT model of a shape: Megatron's own layers with our core attention, norms and rotary positions.
+
+Sizes of the parallel layout come from Megatron's parallel state; `Computation` holds what is not in there.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from engine.model.attention import LayoutParams, SegmentAttention, params
+from engine.model.families import settings
 from engine.model.layout import Layout
+from engine.model.norm import HeadNorm, RMSNorm
+from engine.model.rotary import RotaryAtPositions
 from engine.model.shape import ModelShape
+from engine.model.weights import padded_vocabulary
 
 
-def transformer_config(shape: ModelShape) -> TransformerConfig:
-    """Megatron's configuration for the shape, in fp32, everything fused switched off (no such kernels on CPU)."""
+@dataclass(frozen=True)
+class Computation:
+    """How a model is computed, whatever its weights."""
+
+    sequence: bool = False
+    """Sequence parallelism beside tensor parallelism."""
+    dtype: torch.dtype = torch.float32
+    recompute: bool = False
+    """Forget the activations inside each layer and compute them again in the backward pass."""
+    attention: str = "cpu"
+    """Attention backend (engine.model.attention)."""
+    device: torch.device = torch.device("cpu")
+
+
+def transformer_config(shape: ModelShape, computation: Computation) -> TransformerConfig:
+    """Megatron's configuration of the shape in the present parallel layout; its Transformer-Engine fusions stay off."""
     return TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.intermediate,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=True,
+        **settings(shape),
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        sequence_parallel=computation.sequence,
+        bf16=computation.dtype is torch.bfloat16,
+        params_dtype=computation.dtype,
+        pipeline_dtype=computation.dtype,
+        recompute_granularity="full" if computation.recompute else None,
+        recompute_method="uniform" if computation.recompute else None,
+        recompute_num_layers=1 if computation.recompute else None,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
-        add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -43,70 +78,84 @@ def transformer_config(shape: ModelShape) -> TransformerConfig:
         use_cpu_initialization=True,
         perform_initialization=False,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
         deallocate_pipeline_outputs=False,
         batch_p2p_comm=True,
         calculate_per_token_loss=True,  # leaves gradients undivided: the step's denominator is ours (contract 2)
     )
 
 
-def build_model(shape: ModelShape) -> GPTModel:
-    """A GPTModel with uninitialised weights (load them with `engine.model.weights`)."""
-    config = transformer_config(shape)
+def build_model(shape: ModelShape, computation: Computation | None = None) -> GPTModel:
+    """This rank's part of the model, with uninitialised weights (load them with `engine.model.weights`)."""
+    computation = computation or Computation()
+    config = transformer_config(shape, computation)
+    tensor = config.tensor_model_parallel_size
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(),
-        vocab_size=shape.vocabulary,
+        transformer_layer_spec=_block_spec(config, computation.attention),
+        vocab_size=padded_vocabulary(shape, tensor),
         max_sequence_length=shape.context,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_base=int(shape.rope_theta),
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
     )
-    model.rotary_pos_emb = RotaryAtPositions(shape.head_dim, shape.rope_theta)
-    model.decoder.register_forward_hook(_keep_scored, with_kwargs=True)
-    return model
+    model.rotary_pos_emb = RotaryAtPositions(shape)
+    if model.post_process:
+        model.decoder.register_forward_hook(_keep_scored, with_kwargs=True)
+        model.output_layer.sequence_parallel = False  # `_keep_scored` gathers before it selects
+        model.output_layer.allreduce_dgrad = tensor > 1
+    _mark_cuts(model)
+    return model.to(computation.device)
+
+
+def _mark_cuts(model: GPTModel) -> None:
+    """Megatron marks which weights are cut over tensor ranks while it initialises them, which we skip.
+
+    Without the marks the gradient norm would count only the first rank's part.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if weight is not None and isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)):
+            set_tensor_model_parallel_attributes(weight, True, int(isinstance(module, RowParallelLinear)), 1)
 
 
 def logits(model: torch.nn.Module, layout: Layout) -> Tensor:
-    """[T, vocabulary] logits that score the layout's response tokens."""
+    """[T, vocabulary/tensor] logits that score the layout's response tokens; on other stages the hidden states."""
     out = model(
         input_ids=layout.token_ids[None],
         position_ids=layout.positions[None],
         attention_mask=None,
         packed_seq_params=params(layout),
     )
-    return out[0]
+    return out[0] if parallel_state.is_pipeline_last_stage() else out
 
 
-def _layer_spec() -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = SegmentAttention
-    return spec
+def row_multiple(computation: Computation) -> int:
+    """What a row's length must be a multiple of in the present layout: sequence and context parallelism cut it evenly."""
+    context = parallel_state.get_context_parallel_world_size()
+    tensor = parallel_state.get_tensor_model_parallel_world_size() if computation.sequence else 1
+    return tensor * (2 * context if context > 1 else 1)
+
+
+def _block_spec(config: TransformerConfig, attention: str) -> TransformerBlockSubmodules:
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        inner = parts.self_attention.submodules
+        inner.core_attention = ModuleSpec(module=SegmentAttention, params={"kernel": attention})
+        if inner.q_layernorm is not IdentityOp:
+            inner.q_layernorm = inner.k_layernorm = HeadNorm
+    return block
 
 
 def _keep_scored(decoder: torch.nn.Module, args: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:  # noqa: ANN401
     """Only scored positions go through the output layer: [S, 1, h] → [T, 1, h]; a prompt's last is used G times."""
-    if not decoder.post_process:
-        return hidden
     carried: LayoutParams = kwargs["packed_seq_params"]
     assert carried.layout is not None
+    if decoder.config.sequence_parallel:  # the rows behind it are the same on all tensor ranks, and so is their gradient
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     return hidden.index_select(0, carried.layout.scored)
-
-
-class RotaryAtPositions(torch.nn.Module):
-    """Rotary embedding of the layout's positions (Megatron's own counts 0 … S−1, wrong for shared prompts)."""
-
-    def __init__(self, dim: int, theta: float) -> None:
-        super().__init__()
-        self.register_buffer("inv_freq", theta ** -(torch.arange(0, dim, 2).float() / dim), persistent=False)
-
-    def get_rotary_seq_len(self, context: Any, transformer: Any, hidden: Any, config: Any, carried: LayoutParams) -> Tensor:  # noqa: ANN401
-        """Called by GPTModel for the "length"; we hand it the positions [S]."""
-        assert carried.layout is not None
-        return carried.layout.positions
-
-    def forward(self, positions: Tensor, **unused: Any) -> Tensor:  # noqa: ANN401
-        """[S] positions → [S, 1, 1, d] angles in Megatron's (non-interleaved) order."""
-        angles = torch.outer(positions.float(), self.inv_freq)
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]

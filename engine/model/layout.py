@@ -1,17 +1,28 @@
 """Micro-batches of native length: which tokens stand where, what each may see, and which positions are scored.
 
 A micro-batch is one row of tokens made of *segments*: a prompt once, then any number of its responses (Periodic
-Asynchrony §4.2, eq. 10–11). With the shared prompt switched off every response is a segment of its own. No padding.
+Asynchrony §4.2, eq. 10–11). With the shared prompt switched off every response is a segment of its own. No padding, but for
+`aligned`: sequence and context parallelism cut the row evenly, so its length may need a few tokens of filler.
+
+Under context parallelism each rank computes a *shard* of the row: its queries are local, keys and values are those of the
+whole row. The row is cut into 2·size chunks and rank r computes chunks r and 2·size−1−r (zigzag), because under a causal
+mask the early rows see little and the late ones much: the two together cost every rank about the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+FILLER = 0
+"""Token id of the filler: any id that every vocabulary has, its output is never used."""
+
+Derived = TypeVar("Derived")
 
 
 @dataclass(frozen=True)
@@ -29,79 +40,193 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Consecutive queries of one run of tokens, each of which sees the prompt before the run and the run up to itself.
+
+    A prompt and its first response are one run (plain causal attention); every other response is a run behind the prompt.
+    """
+
+    query: int
+    """Place of the first query among the layout's rows."""
+    length: int
+    """L, how many queries."""
+    prompt: tuple[int, int]
+    """(first position in the whole row, tokens) of the prompt before the run; (0, 0) where the run begins with it."""
+    own: tuple[int, int]
+    """(first position, tokens up to the last query) of the run; the last L of them are the queries."""
+
+    @property
+    def start(self) -> int:
+        """First position of its segment."""
+        return self.prompt[0] if self.prompt[1] else self.own[0]
+
+    @property
+    def prefix(self) -> int:
+        """P, how many keys all of the queries see."""
+        return self.prompt[1] + self.own[1] - self.length
+
+    @property
+    def keys(self) -> Tensor:
+        """[P + L] positions in the whole row; the last L are the queries' own, and seen causally."""
+        return torch.cat([torch.arange(start, start + count) for start, count in (self.prompt, self.own)])
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """One micro-batch. S tokens in all, T of them response tokens to be scored, R responses."""
+    """One micro-batch, or the shard of it that one context-parallel rank computes.
+
+    S rows are computed here and T of the response tokens scored here; the whole row has `row_size` tokens. Only
+    `segments` and `lengths` always speak of the whole micro-batch.
+    """
 
     token_ids: Tensor
     """[S] int64."""
     positions: Tensor
     """[S] int64; each response continues after its prompt (eq. 11)."""
     segments: tuple[Segment, ...]
+    """Of the whole row, filler included (a prompt without responses)."""
     scored: Tensor
-    """[T] positions in the row whose logits score the response tokens; a first token is scored by its prompt's last."""
+    """[T] rows whose logits score the response tokens; a response's first token is scored by its prompt's last."""
     targets: Tensor
     """[T] the response tokens themselves, response after response."""
     lengths: tuple[int, ...]
-    """[R] tokens of each response; their sum is T."""
+    """[R] tokens of each response of the whole micro-batch; without sharding their sum is T."""
+    rows: Tensor
+    """[S] where each row stands in the whole row, ascending."""
+    kept: Tensor
+    """[T] which of the whole micro-batch's response tokens are scored here, ascending."""
+    shards: int = 1
+    """How many context-parallel ranks the row is spread over."""
 
     @property
     def size(self) -> int:
         """S."""
         return int(self.token_ids.numel())
 
+    @property
+    def row_size(self) -> int:
+        """Tokens of the whole row."""
+        return self.segments[-1].start + self.segments[-1].length
+
+    def aligned(self, multiple: int) -> Layout:
+        """The same micro-batch with fewer than `multiple` tokens of filler behind it, so that it divides S."""
+        missing = -self.size % multiple
+        if not missing:
+            return self
+        if self.shards > 1:
+            raise ValueError("a shard can't be aligned: align the whole layout, then shard it")
+        at = torch.arange(missing, device=self.token_ids.device)
+        return replace(
+            self,
+            token_ids=torch.cat([self.token_ids, torch.full_like(at, FILLER)]),
+            positions=torch.cat([self.positions, at]),
+            segments=(*self.segments, Segment(self.size, missing, ())),
+            rows=torch.cat([self.rows, at + self.size]),
+        )
+
+    def shard(self, rank: int, size: int) -> Layout:
+        """What context-parallel rank `rank` of `size` computes (see above). S must be a multiple of 2·size (`aligned`)."""
+        if size == 1:
+            return self
+        if self.shards > 1 or self.size % (2 * size):
+            raise ValueError(f"{self.size} rows in {self.shards} shards can't be cut into 2·{size} even chunks")
+        rows = zigzag(self.size, rank, size).to(self.token_ids.device)
+        place = torch.full_like(self.rows, -1)
+        place[rows] = torch.arange(rows.numel(), device=rows.device)
+        here = place[self.scored]
+        kept = (here >= 0).nonzero().flatten()
+        return replace(
+            self,
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            scored=here[kept],
+            targets=self.targets[kept],
+            rows=rows,
+            kept=kept,
+            shards=size,
+        )
+
+    def to(self, device: torch.device) -> Layout:
+        """The same layout with its tensors on the device."""
+        if device == self.rows.device:
+            return self
+        tensors = ("token_ids", "positions", "scored", "targets", "rows", "kept")
+        moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in tensors})
+        vars(moved)["parts"] = self.parts  # read off the rows here, so that it need not wait for the device there
+        return moved
+
+    def once(self, make: Callable[..., Derived], *arguments: int) -> Derived:
+        """`make(self, *arguments)`, computed at the first call and kept: what a kernel derives serves all layers."""
+        kept: dict[tuple[Any, ...], Derived] = vars(self).setdefault("derived", {})
+        key = (make, *arguments)
+        if key not in kept:
+            kept[key] = make(self, *arguments)
+        return kept[key]
+
+    @cached_property
+    def row_order(self) -> Tensor:
+        """[row_size] where each token of the whole row stands in the concatenation of all shards' rows."""
+        ranks = [zigzag(self.row_size, rank, self.shards) for rank in range(self.shards)]
+        return torch.cat(ranks).argsort().to(self.token_ids.device)
+
+    @cached_property
+    def membership(self) -> tuple[Tensor, Tensor]:
+        """Of each token of the whole row: its segment's number, and 0 in a prompt or k in the k-th response; [row_size] each."""
+        segment, part = [], []
+        for number, span in enumerate(self.segments):
+            segment += [number] * span.length
+            part += [k for k, length in enumerate((span.prompt, *span.responses)) for _ in range(length)]
+        device = self.rows.device
+        return torch.tensor(segment, device=device), torch.tensor(part, device=device)
+
     @cached_property
     def mask(self) -> Tensor:
-        """[S, S] bool, True = may see: causal, inside the segment, own response and the prompt only (Figure 2)."""
-        segment = torch.empty(self.size, dtype=torch.long)
-        part = torch.zeros(self.size, dtype=torch.long)  # 0 = prompt, k = k-th response
-        for number, span in enumerate(self.segments):
-            segment[span.start : span.start + span.length] = number
-            at = span.start + span.prompt
-            for k, length in enumerate(span.responses, start=1):
-                part[at : at + length] = k
-                at += length
-        same = segment[:, None] == segment[None, :]
-        visible = (part[None, :] == 0) | (part[:, None] == part[None, :])
-        return same & visible & torch.ones(self.size, self.size, dtype=torch.bool).tril()
+        """[S, row_size] bool, True = may see: causal, inside the segment, own response and the prompt only (Figure 2)."""
+        return self.visible(self.rows, torch.arange(self.row_size, device=self.rows.device))
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """[q, k] bool, which of the keys each query may see, both given by their positions in the whole row."""
+        segment, part = self.membership
+        query = queries[:, None]
+        own = (part[keys] == 0) | (part[query] == part[keys])
+        return (segment[query] == segment[keys]) & own & (keys <= query)
 
     @cached_property
-    def batches(self) -> tuple[Batch, ...]:
-        """The row's parts (prompts, responses) by shape: parts of one shape are computed as a batch, nothing is padded."""
-        parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    def parts(self) -> tuple[Part, ...]:
+        """The rows computed here as parts, in the order of the rows."""
+        found: list[Part] = []
+        place = 0
+        for first, last in self._ranges():
+            for prompt, start, end in self._runs():
+                a, b = max(first, start), min(last, end)
+                if a < b:
+                    found.append(Part(place, b - a, prompt, (start, b - start)))
+                    place += b - a
+        return tuple(found)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """The stretches [first, end) of the whole row computed here."""
+        cuts = [0, *((self.rows.diff() != 1).nonzero().flatten() + 1).tolist(), self.size]
+        rows = self.rows.tolist()
+        return [(rows[a], rows[b - 1] + 1) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def _runs(self) -> Iterator[tuple[tuple[int, int], int, int]]:
+        """(prompt before it, first position, end) of every run of the whole row."""
         for span in self.segments:
-            parts.setdefault((0, span.prompt), []).append((span.start, span.start))
-            at = span.start + span.prompt
-            for length in span.responses:
-                if length:
-                    parts.setdefault((span.prompt, length), []).append((span.start, at))
+            first, *others = [length for length in span.responses if length] or [0]
+            at = span.start + span.prompt + first
+            yield (0, 0), span.start, at
+            for length in others:
+                yield (span.start, span.prompt), at, at + length
                 at += length
-        return tuple(_batch(prompt, length, members) for (prompt, length), members in parts.items())
-
-    @cached_property
-    def order(self) -> Tensor:
-        """[S] where each token stands in the concatenation of all batches' queries."""
-        return torch.cat([batch.queries.flatten() for batch in self.batches]).argsort()
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Parts of one shape: n queries of length L, each behind a prompt of P tokens that it sees (P = 0: a prompt itself)."""
-
-    queries: Tensor
-    """[n, L] positions in the row."""
-    keys: Tensor
-    """[n, P + L] positions in the row."""
-    mask: Tensor | None
-    """[L, P + L] bool, True = may see; None is plain causal."""
-
-
-def _batch(prompt: int, length: int, members: list[tuple[int, int]]) -> Batch:
-    prompts, starts = (torch.tensor(column)[:, None] for column in zip(*members, strict=True))
-    queries = starts + torch.arange(length)
-    if not prompt:
-        return Batch(queries, queries, None)
-    mask = torch.ones(length, prompt + length, dtype=torch.bool).tril(diagonal=prompt)
-    return Batch(queries, torch.cat([prompts + torch.arange(prompt), queries], dim=1), mask)
+def zigzag(size: int, rank: int, ranks: int) -> Tensor:
+    """[size / ranks] the rows of one rank: chunks `rank` and 2·ranks−1−rank of 2·ranks."""
+    if ranks == 1:
+        return torch.arange(size)
+    chunks = torch.arange(size).view(2 * ranks, -1)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
 def layout(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], shared_prompt: bool = True) -> Layout:
@@ -130,6 +255,8 @@ def layout(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], shar
         scored=torch.tensor(scored, dtype=torch.long),
         targets=torch.tensor(targets, dtype=torch.long),
         lengths=tuple(len(response) for _, responses in spans for response in responses),
+        rows=torch.arange(len(ids)),
+        kept=torch.arange(len(targets)),
     )
 
 

@@ -11,14 +11,59 @@ from typing import Any
 
 from engine.errors import BadInput
 
-SUPPORTED = ("Qwen3ForCausalLM",)
+SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+
+UNDECLARED_HEAD_DIM = {"Qwen3ForCausalLM": 128}
+"""transformers' own default where `head_dim` is absent; for the others it is hidden // heads."""
+UNDECLARED_ROPE_THETA = 10000.0
+"""transformers' own default for all of SUPPORTED."""
+
+PLAIN: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "use_sliding_window": False,
+    "use_mrope": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+"""Settings of config.json with the only value that we compute; an absent one has it."""
+UNBIASED: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False}
+"""The same for families in which these keys mean something (Qwen2 always has its query, key and value bias)."""
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Stretching of the rotary wavelengths as in Llama 3.1 (`rope_type` "llama3")."""
+
+    factor: float
+    """By how much long wavelengths are stretched."""
+    low_freq_factor: float
+    """Wavelengths above original_context / this are stretched by `factor`."""
+    high_freq_factor: float
+    """Wavelengths below original_context / this stay; those between are interpolated."""
+    original_context: int
+    """Positions of the pre-training before stretching."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts that takes the MLP's place in some layers."""
+
+    count: int
+    per_token: int
+    intermediate: int
+    """Hidden size inside each expert."""
+    normalised: bool
+    """Whether the chosen experts' probabilities are divided by their sum."""
+    layers: tuple[int, ...]
+    """Indices of the layers with experts, from 0; the others have a dense MLP."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder with RMSNorm, rotary positions and a gated SiLU MLP."""
+    """Sizes of a decoder with RMSNorm, rotary positions and gated SiLU MLPs (or experts of that kind)."""
 
     architecture: str
+    """One of SUPPORTED."""
     layers: int
     hidden: int
     heads: int
@@ -32,6 +77,10 @@ class ModelShape:
     norm_eps: float
     tied: bool
     """Whether the output layer is the embedding."""
+    rope_scaling: Llama3Scaling | None = None
+    """None is plain rotary positions."""
+    experts: Experts | None = None
+    """None is a dense model."""
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -49,45 +98,99 @@ def read_shape(folder: Path) -> ModelShape:
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in SUPPORTED:
         raise BadInput(f"{path}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}")
-    _refuse_variants(path, config)
+    _refuse_variants(path, architecture, config)
     if not list(folder.glob("*.safetensors")):
         raise BadInput(f"model.path {folder}: no *.safetensors there; other weight formats are not read (pickle is unsafe)")
-    return _shape(path, architecture, config)
-
-
-def _shape(path: Path, architecture: str, config: Mapping[str, Any]) -> ModelShape:
-    rope = config.get("rope_parameters") or {}
     try:
-        return ModelShape(
-            architecture=architecture,
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            heads=config["num_attention_heads"],
-            kv_heads=config["num_key_value_heads"],
-            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            intermediate=config["intermediate_size"],
-            vocabulary=config["vocab_size"],
-            context=config["max_position_embeddings"],
-            rope_theta=float(rope.get("rope_theta") or config["rope_theta"]),
-            norm_eps=config["rms_norm_eps"],
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
+        return _checked(path, _shape(architecture, config))
     except KeyError as error:
         raise BadInput(f"{path}: key {error} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{path}: a size is not a number: {error}") from None
 
 
-def _refuse_variants(path: Path, config: Mapping[str, Any]) -> None:
+def _shape(architecture: str, config: Mapping[str, Any]) -> ModelShape:
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    rope = _rope(config)
+    theta = rope.get("rope_theta") or config.get("rope_theta") or UNDECLARED_ROPE_THETA
+    return ModelShape(
+        architecture=architecture,
+        layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(config["num_key_value_heads"] or heads),
+        head_dim=int(config.get("head_dim") or UNDECLARED_HEAD_DIM.get(architecture, hidden // max(heads, 1))),
+        intermediate=int(config["intermediate_size"]),
+        vocabulary=int(config["vocab_size"]),
+        context=int(config["max_position_embeddings"]),
+        rope_theta=float(theta),
+        norm_eps=float(config["rms_norm_eps"]),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        rope_scaling=_scaling(rope, config) if _kind(rope) == "llama3" else None,
+        experts=_experts(config) if architecture == "Qwen3MoeForCausalLM" else None,
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """transformers 5 writes `rope_parameters`, with rope_theta inside; 4 wrote `rope_scaling` (or null) beside it."""
+    found: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return found
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_context=int(rope.get("original_max_position_embeddings") or config["max_position_embeddings"]),
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> Experts:
+    step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    return Experts(
+        count=int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]),  # 5 or 4
+        per_token=int(config["num_experts_per_tok"]),
+        intermediate=int(config["moe_intermediate_size"]),
+        normalised=bool(config.get("norm_topk_prob", False)),
+        layers=tuple(i for i in range(config["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0),
+    )
+
+
+def _refuse_variants(path: Path, architecture: str, config: Mapping[str, Any]) -> None:
     """Refuse settings that would be computed differently from what the model was trained with."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    for name, value, wanted in (
-        ("rope_type", kind, "default"),
-        ("hidden_act", config.get("hidden_act", "silu"), "silu"),
-        ("attention_bias", bool(config.get("attention_bias", False)), False),
-        ("use_sliding_window", bool(config.get("use_sliding_window", False)), False),
-    ):
-        if value != wanted:
-            raise BadInput(f"{path}: {name} = {value!r} is not supported for this architecture, only {wanted!r}")
+    wanted = dict(PLAIN) if architecture == "Qwen2ForCausalLM" else {**PLAIN, **UNBIASED}
+    rope = _rope(config)
+    found = {**config, "partial_rotary_factor": rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))}
+    for name, only in wanted.items():
+        value = found.get(name)
+        if value is not None and value != only:
+            shown = value if isinstance(value, (bool, int, float, str)) else f"{str(value)[:60]}..."
+            raise BadInput(f"{path}: {name} = {shown!r} is not supported for {architecture}, only {only!r}")
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise BadInput(f"{path}: layer_types has 'sliding_attention', which is not supported, only 'full_attention'")
+    if _kind(rope) not in ("default", "llama3"):
+        raise BadInput(f"{path}: rope_type = {_kind(rope)!r} is not supported, only 'default' and 'llama3'")
+
+
+def _checked(path: Path, shape: ModelShape) -> ModelShape:
+    """The shape, with sizes that can be meant."""
+    sizes = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate, shape.vocabulary)
+    if min(sizes) < 1:
+        raise BadInput(f"{path}: sizes must be positive, found {shape}")
+    if shape.heads % shape.kv_heads:
+        raise BadInput(f"{path}: num_attention_heads {shape.heads} is no multiple of num_key_value_heads {shape.kv_heads}")
+    experts = shape.experts
+    if experts and not 1 <= experts.per_token <= experts.count:
+        raise BadInput(f"{path}: num_experts_per_tok {experts.per_token} must be 1 to the {experts.count} experts")
+    if experts and experts.normalised and experts.per_token == 1:
+        raise BadInput(f"{path}: norm_topk_prob with num_experts_per_tok = 1 leaves the router without a gradient; "
+                       "it is not supported, only two or more experts per token")
+    return shape
 
 
 def content_hash(folder: Path) -> str:

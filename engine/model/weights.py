@@ -1,107 +1,207 @@
-"""Hugging Face ↔ Megatron weights: one declarative mapping, streamed tensor by tensor."""
+"""Hugging Face ↔ Megatron weights, tensor by tensor, in any tensor-, pipeline- and expert-parallel layout.
+
+Carries out the rules of `engine.model.families`. Which part of the model is this rank's comes from Megatron's parallel
+state and from the numbers of the layers it built.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError, safe_open
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
-from engine.errors import BadInput
+from engine.errors import BadInput, MetronomeError
+from engine.model.families import TIED_OUTPUT, Rule, rules
 from engine.model.shape import ModelShape
 
 Read = Callable[[str], Tensor]
-"""Looks a Hugging Face tensor up by name."""
+"""Looks a whole Hugging Face tensor up by name; the dtype may be any."""
+
+LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
-def to_megatron(read: Read, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(Megatron parameter name, tensor) pairs from Hugging Face tensors."""
-    yield "embedding.word_embeddings.weight", read("model.embed_tokens.weight")
-    for i in range(shape.layers):
-        hf, ours = f"model.layers.{i}.", f"decoder.layers.{i}."
-        yield ours + "input_layernorm.weight", read(hf + "input_layernorm.weight")
-        yield ours + "self_attention.linear_qkv.weight", _fuse_qkv(read, hf, shape)
-        yield ours + "self_attention.linear_proj.weight", read(hf + "self_attn.o_proj.weight")
-        yield ours + "self_attention.q_layernorm.weight", read(hf + "self_attn.q_norm.weight")
-        yield ours + "self_attention.k_layernorm.weight", read(hf + "self_attn.k_norm.weight")
-        yield ours + "pre_mlp_layernorm.weight", read(hf + "post_attention_layernorm.weight")
-        gate, up = read(hf + "mlp.gate_proj.weight"), read(hf + "mlp.up_proj.weight")
-        yield ours + "mlp.linear_fc1.weight", torch.cat([gate, up])
-        yield ours + "mlp.linear_fc2.weight", read(hf + "mlp.down_proj.weight")
-    yield "decoder.final_layernorm.weight", read("model.norm.weight")
-    if not shape.tied:
-        yield "output_layer.weight", read("lm_head.weight")
+def padded_vocabulary(shape: ModelShape, tensor_size: int) -> int:
+    """Rows of the embedding and the output layer: the vocabulary, up to a multiple of the tensor-parallel size.
+
+    The rows behind the vocabulary are zero when loaded; their logits belong to no token and must stay out of a softmax.
+    """
+    return -(-shape.vocabulary // tensor_size) * tensor_size
 
 
-def to_hf(read: Read, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) pairs; `read` looks Megatron names up."""
-    yield "model.embed_tokens.weight", read("embedding.word_embeddings.weight")
-    for i in range(shape.layers):
-        hf, ours = f"model.layers.{i}.", f"decoder.layers.{i}."
-        yield hf + "input_layernorm.weight", read(ours + "input_layernorm.weight")
-        for name, tensor in zip("qkv", _split_qkv(read(ours + "self_attention.linear_qkv.weight"), shape), strict=True):
-            yield f"{hf}self_attn.{name}_proj.weight", tensor
-        yield hf + "self_attn.o_proj.weight", read(ours + "self_attention.linear_proj.weight")
-        yield hf + "self_attn.q_norm.weight", read(ours + "self_attention.q_layernorm.weight")
-        yield hf + "self_attn.k_norm.weight", read(ours + "self_attention.k_layernorm.weight")
-        yield hf + "post_attention_layernorm.weight", read(ours + "pre_mlp_layernorm.weight")
-        gate, up = read(ours + "mlp.linear_fc1.weight").chunk(2)
-        yield hf + "mlp.gate_proj.weight", gate
-        yield hf + "mlp.up_proj.weight", up
-        yield hf + "mlp.down_proj.weight", read(ours + "mlp.linear_fc2.weight")
-    yield "model.norm.weight", read("decoder.final_layernorm.weight")
-    if not shape.tied:
-        yield "lm_head.weight", read("output_layer.weight")
+@torch.no_grad()
+def load(model: torch.nn.Module, read: Read, shape: ModelShape) -> None:
+    """Copy Hugging Face tensors into every parameter of this rank's GPTModel, cut to its part, in the parameter's dtype.
+
+    Holds the tensors of one parameter at a time. Raises BadInput for a tensor that does not have the shape's sizes.
+    """
+    parts = _Parts(model, shape)
+    for name, parameter in model.named_parameters():
+        _load_one(name, parameter, parts, read, shape)
 
 
-def _fuse_qkv(read: Read, hf: str, shape: ModelShape) -> Tensor:
-    """Megatron keeps, per key-value head, its query heads, then its key, then its value: [heads·d + 2·kv·d, h]."""
-    groups, dim, hidden = shape.kv_heads, shape.head_dim, shape.hidden
-    parts = [read(f"{hf}self_attn.{name}_proj.weight").view(groups, -1, dim, hidden) for name in "qkv"]
-    return torch.cat(parts, dim=1).reshape(-1, hidden)
+def _load_one(name: str, parameter: Tensor, parts: _Parts, read: Read, shape: ModelShape) -> None:
+    part = parts.find(name)
+    names = part.theirs(parts.first_expert)
+    tensors = [read(theirs) for theirs in names]
+    cut = _fuse_and_cut(part.rule, names, tensors, shape, *_tensor_rank(part))
+    if cut.shape != parameter.shape:
+        sizes = ", ".join(f"{theirs} {list(tensor.shape)}" for theirs, tensor in zip(names, tensors, strict=True))
+        raise BadInput(f"sizes do not fit config.json: {sizes} give {list(cut.shape)} for {name}, "
+                       f"expected {list(parameter.shape)}")
+    parameter.copy_(cut)
+
+
+@torch.no_grad()
+def export(named: Mapping[str, Tensor], model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) pairs of this rank's pipeline stage.
+
+    `named` has tensors of the model's parameters' sizes by Megatron name: the parameters themselves, or their gradients.
+    A collective of the stage's tensor- and expert-parallel group: every rank must give the same names in the same order
+    and iterate to the end; all get the same pairs. What is yielded may share memory with `named`: copy it to keep it.
+    A tied model's output layer is its embedding and comes from the first stage only.
+    """
+    parts = _Parts(model, shape)
+    for name, tensor in named.items():
+        part = parts.find(name)
+        if part.rule is not TIED_OUTPUT:
+            yield from _export_one(part, tensor, parts, shape)
+
+
+def _export_one(part: _Part, tensor: Tensor, parts: _Parts, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    whole = _gather_and_split(part, tensor, shape)
+    if part.expert is None:
+        yield from zip(part.theirs(), whole, strict=True)
+        return
+    group = parallel_state.get_expert_model_parallel_group()
+    columns = [_all_gather(piece, group) for piece in whole]
+    for rank, pieces in enumerate(zip(*columns, strict=True)):
+        yield from zip(part.theirs(rank * parts.local_experts), pieces, strict=True)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of this rank's parameters, placed in the whole model."""
+
+    rule: Rule
+    layer: int | None
+    expert: int | None
+    """Number among this rank's experts."""
+
+    def theirs(self, first_expert: int = 0) -> list[str]:
+        """Its Hugging Face names, on the rank whose experts begin with that number."""
+        expert = None if self.expert is None else first_expert + self.expert
+        return [name.format(layer=self.layer, expert=expert) for name in self.rule.theirs]
+
+
+class _Parts:
+    """Finds the rule and the place of a Megatron parameter name."""
+
+    def __init__(self, model: torch.nn.Module, shape: ModelShape) -> None:
+        self._architecture = shape.architecture
+        self._rules = rules(shape)
+        # Megatron's names count the layers of a stage from 0; layer_number counts all from 1
+        self._layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        count = shape.experts.count if shape.experts else 0
+        self.local_experts = count // parallel_state.get_expert_model_parallel_world_size()
+        self.first_expert = self.local_experts * parallel_state.get_expert_model_parallel_rank()
+
+    def find(self, name: str) -> _Part:
+        """Raises MetronomeError for a parameter that the family does not have."""
+        layer, expert = LAYER.search(name), EXPERT.search(name)
+        pattern = EXPERT.sub("{expert}", LAYER.sub("{layer}", name))
+        if pattern not in self._rules:
+            raise MetronomeError(f"parameter {name} has no rule for {self._architecture} in engine/model/families.py")
+        number = self._layers[int(layer.group())] if layer else None
+        return _Part(self._rules[pattern], number, int(expert.group()) if expert else None)
+
+
+def _tensor_rank(part: _Part) -> tuple[int, int]:
+    """(rank, size) of the tensor parallelism that cuts the parameter."""
+    if part.expert is None:
+        return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
+
+
+def _tensor_group(part: _Part) -> dist.ProcessGroup:
+    if part.expert is None:
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
+def _fuse_and_cut(rule: Rule, names: list[str], tensors: list[Tensor], shape: ModelShape, rank: int, size: int) -> Tensor:
+    """This rank's part of the fused tensor."""
+    if rule.fuse == "gate_up":
+        return torch.cat([_cut(tensor, 0, rank, size) for tensor in tensors])
+    whole = _fuse_qkv(names, tensors, shape) if rule.fuse == "qkv" else tensors[0]
+    if rule.cut == "replicated":
+        return whole
+    if rule.cut == "vocabulary":
+        whole = _check_rows(names[0], whole, shape.vocabulary)
+        part = whole[rank * (rows := padded_vocabulary(shape, size) // size) : (rank + 1) * rows]
+        return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])]) if len(part) < rows else part
+    return _cut(whole, 1 if rule.cut == "row" else 0, rank, size)
+
+
+def _cut(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
+    if whole.shape[dim] % size:
+        raise BadInput(f"a weight of sizes {list(whole.shape)} cannot be cut evenly over parallel.tensor = {size}")
+    return whole.chunk(size, dim)[rank]
+
+
+def _check_rows(name: str, tensor: Tensor, rows: int) -> Tensor:
+    if tensor.shape[0] != rows:
+        raise BadInput(f"sizes do not fit config.json: {name} is {list(tensor.shape)}, expected {rows} rows")
+    return tensor
+
+
+def _qkv_heads(shape: ModelShape) -> list[int]:
+    """Heads of the query, the key and the value that stand together."""
+    return [shape.heads // shape.kv_heads, 1, 1]
+
+
+def _fuse_qkv(names: list[str], tensors: list[Tensor], shape: ModelShape) -> Tensor:
+    """Megatron keeps, per key-value head, its query heads, then its key, then its value: [(heads + 2·kv)·d, ...]."""
+    parts = [
+        _check_rows(name, tensor, heads * shape.kv_heads * shape.head_dim).unflatten(0, (shape.kv_heads, -1))
+        for name, tensor, heads in zip(names, tensors, _qkv_heads(shape), strict=True)
+    ]
+    return torch.cat(parts, dim=1).flatten(0, 1)
 
 
 def _split_qkv(fused: Tensor, shape: ModelShape) -> list[Tensor]:
-    groups, dim, hidden = shape.kv_heads, shape.head_dim, shape.hidden
-    sizes = [shape.heads // groups, 1, 1]
-    parts = fused.view(groups, sum(sizes), dim, hidden).split(sizes, dim=1)
-    return [part.reshape(-1, hidden) for part in parts]
+    rows = [heads * shape.head_dim for heads in _qkv_heads(shape)]
+    return [part.flatten(0, 1) for part in fused.unflatten(0, (shape.kv_heads, sum(rows))).split(rows, dim=1)]
 
 
-def load_hf(model: torch.nn.Module, folder: Path, shape: ModelShape) -> None:
-    """Copy a Hugging Face folder's weights into a Megatron model; every parameter exactly once, or BadInput."""
-    targets = dict(model.named_parameters())
-    with open_hf(folder) as files, torch.no_grad():
-        for name, tensor in to_megatron(files.read, shape):
-            target = targets.pop(name)
-            if target.shape != tensor.shape:
-                raise BadInput(f"{folder}: tensor for {name} is {list(tensor.shape)}, expected {list(target.shape)}")
-            target.copy_(tensor)
-    assert not targets, f"parameters without a mapping: {sorted(targets)}"
+def _gather_and_split(part: _Part, tensor: Tensor, shape: ModelShape) -> list[Tensor]:
+    """Inverse of `_fuse_and_cut`, with the other ranks' parts: the whole tensors in the order of the rule's names."""
+    rule = part.rule
+    if rule.cut == "replicated":
+        return [tensor]
+    pieces = _all_gather(tensor, _tensor_group(part))
+    if rule.fuse == "gate_up":
+        return [_join(list(column), 0) for column in zip(*(piece.chunk(2) for piece in pieces), strict=True)]
+    whole = _join(pieces, 1 if rule.cut == "row" else 0)
+    if rule.fuse == "qkv":
+        return _split_qkv(whole, shape)
+    return [whole[: shape.vocabulary] if rule.cut == "vocabulary" else whole]
 
 
-class open_hf:  # noqa: N801
-    """All safetensors of a folder, opened lazily and read tensor by tensor."""
+def _join(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
-    def __enter__(self) -> open_hf:
-        try:
-            self.files = [safe_open(path, framework="pt") for path in sorted(self.folder.glob("*.safetensors"))]
-        except SafetensorError as error:
-            raise BadInput(f"{self.folder}: damaged safetensors file: {error}") from None
-        self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.where.clear()
-        self.files.clear()
-
-    def read(self, name: str) -> Tensor:
-        """The tensor of that name in fp32."""
-        if name not in self.where:
-            raise BadInput(f"{self.folder}: tensor {name} is missing")
-        return self.where[name].get_tensor(name).float()
+def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The tensors of all ranks of a group, in their order."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [tensor]
+    gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(gathered, tensor.contiguous(), group=group)
+    return gathered

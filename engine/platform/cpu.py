@@ -1,142 +1,55 @@
-"""Megatron-core on a CPU: what its modules expect of `torch.cuda`, answered by the host.
-
-megatron-core calls `torch.cuda` and `device="cuda"` in many places. Instead of patching the real torch (which every other
-library in the process would see), each `megatron.core.*` module gets a private *view* of torch in which these names mean
-the CPU. MindSpeed does the same for Ascend with its `megatron_adaptor` and `transfer_to_npu`.
-"""
+"""The CPU: gloo between processes, Megatron over the host's view of torch, exact-FLOP attention by segment."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import logging
+import resource
 import sys
-import tempfile
-import types
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-BACKEND = "gloo"
-"""Collectives backend of torch.distributed."""
+from engine.platform import host_view
+from engine.platform.base import Platform
 
-LAZY = (
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.models.gpt.gpt_model",
-    "megatron.core.optimizer",
-    "megatron.core.optimizer_param_scheduler",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.distributed",
-    "megatron.core.timers",
-    "megatron.core.transformer.moe.moe_layer",
-)
-"""Modules that Megatron imports late; they must be there before the view is put in."""
-
-CREATORS = ("tensor", "zeros", "ones", "empty", "arange", "full")
+STATUS = Path("/proc/self/status")
+RESET_PEAK = "5"
+"""Written to /proc/self/clear_refs it makes Linux count the peak again (proc(5))."""
 
 
-def adapt_megatron() -> None:
-    """Give every loaded megatron.core module the host's view of torch. Call once, before building a model."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # absent Transformer Engine and Apex, which a CPU has no use for
-        for name in LAZY:
-            importlib.import_module(name)
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    view = _host_view()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            vars(module)["torch"] = view
-        if name.startswith("megatron.core.optimizer"):
-            _rename_types(module)
+class Cpu(Platform):
+    """Any machine; every rank computes on the host."""
 
+    name = "cpu"
+    backend = "gloo"
+    attention = "cpu"
 
-def _rename_types(module: types.ModuleType) -> None:
-    """The optimizer compares `tensor.type()` with CUDA type names, which no view of torch reaches: rename the constants."""
-    functions = [item for item in vars(module).values() if inspect.isfunction(item)]
-    for item in vars(module).values():
-        if inspect.isclass(item) and item.__module__ == module.__name__:
-            functions += [getattr(method, "__func__", method) for method in vars(item).values()]
-    for function in functions:
-        if inspect.isfunction(function) and function.__module__ == module.__name__:
-            function.__code__ = _with_host_types(function.__code__)
+    def missing(self) -> None:
+        """Nothing: torch always has a CPU."""
 
+    def device(self, local_rank: int) -> torch.device:
+        """One device for all."""
+        return torch.device("cpu")
 
-def _with_host_types(code: types.CodeType) -> types.CodeType:
-    def host(constant: object) -> object:
-        if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
-            return constant.replace("torch.cuda.", "torch.")
-        if isinstance(constant, tuple):
-            return tuple(host(part) for part in constant)
-        return _with_host_types(constant) if isinstance(constant, types.CodeType) else constant
+    def set_device(self, local_rank: int) -> torch.device:
+        """There is only the one."""
+        return torch.device("cpu")
 
-    return code.replace(co_consts=tuple(host(constant) for constant in code.co_consts))
+    def adapt_megatron(self) -> None:
+        """See `engine.platform.host_view`."""
+        host_view.put_in()
 
+    def synchronize(self) -> None:
+        """A CPU returns when it is done."""
 
-@contextmanager
-def megatron(seed: int) -> Iterator[None]:
-    """Process group and Megatron's parallel state from torch elastic's environment, for the time of the body."""
-    dist.init_process_group(BACKEND)
-    with _parallel_state(seed):
-        yield
+    def peak_bytes(self) -> int:
+        """Peak resident memory of the process; where there is no /proc, since the process started."""
+        if STATUS.exists():
+            line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+            return int(line.split()[1]) * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
-
-@contextmanager
-def _parallel_state(seed: int) -> Iterator[None]:
-    adapt_megatron()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    try:
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-        model_parallel_cuda_manual_seed(seed)
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-@contextmanager
-def single_process(seed: int = 0) -> Iterator[None]:
-    """`megatron` for a process on its own (conversion, tests), without a launcher."""
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(BACKEND, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        with _parallel_state(seed):
-            yield
-
-
-def _host_view() -> types.ModuleType:
-    """A module that looks like torch, with `torch.cuda` and `device="cuda"` meaning the CPU."""
-    view = types.ModuleType("torch")
-    view.__dict__.update({key: value for key, value in vars(torch).items() if key not in ("__name__", "__spec__")})
-    view.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
-    vars(view)["cuda"] = _host_cuda()
-    for name in CREATORS:
-        vars(view)[name] = _on_host(getattr(torch, name))
-    return view
-
-
-def _host_cuda() -> types.ModuleType:
-    cuda = types.ModuleType("torch.cuda")
-    cuda.__dict__.update({key: value for key, value in vars(torch.cuda).items() if not key.startswith("__")})
-    cuda.__dict__.update({name: getattr(torch.cpu, name) for name in torch.cpu.__all__})
-    vars(cuda).update(
-        current_device=lambda: torch.device("cpu"),
-        manual_seed=torch.manual_seed,
-        get_rng_state=lambda device=None: torch.get_rng_state(),
-        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
-    )
-    return cuda
-
-
-def _on_host(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def created(*args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-            kwargs.pop("pin_memory", None)
-        return create(*args, **kwargs)
-
-    return created
+    def reset_peak(self) -> None:
+        """Only Linux can; elsewhere the peak stays that of the process."""
+        if STATUS.exists():
+            STATUS.with_name("clear_refs").write_text(RESET_PEAK)

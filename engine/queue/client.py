@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import zmq
 
 from engine import errors
 from engine.errors import DeadlineError, MetronomeError
-from engine.queue.codec import group_from_wire, pack, unpack
-from engine.types import Group
+from engine.queue.codec import pack, unpack
 
 
 class ControlClient:
@@ -35,22 +33,6 @@ class ControlClient:
             answered, data = self._socket.recv_multipart()
             if answered == number:
                 return _raise_error(unpack(data))
-
-    def windows(self, step: int, budget: int) -> Iterator[list[Group]]:
-        """This replica's groups of the step, in windows of at most `budget` tokens, until somebody has trained them all.
-
-        A window is acknowledged when its successor is asked for, that is once its gradient is in: one round trip each.
-        """
-        trained: list[int] = []
-        while True:
-            reply = self.ask("lease", step=step, replica=self.replica, budget=budget, trained=trained)
-            trained = []
-            if "groups" in reply:
-                window = [group_from_wire(group) for group in reply["groups"]]
-                yield window
-                trained = [group.index for group in window]
-            elif reply.get("end"):
-                return  # any other reply is the launcher's sign of life while there is nothing to lease
 
     def close(self) -> None:
         """Close the socket; requests under way are dropped."""

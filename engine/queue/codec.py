@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 
-from engine.types import Group, Prompt, Response, Score
+from engine.types import Group, Landed, Prompt, Response, Score
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -46,6 +46,17 @@ def group_from_wire(wire: dict[str, Any]) -> Group:
         responses=tuple(_response_from_wire(response) for response in wire["responses"]),
         scores=tuple(Score(**score) for score in wire["scores"]),
     )
+
+
+def landed_to_wire(landed: Landed) -> list[Any]:
+    """A landed response as a plain message."""
+    return [landed.step, landed.group, landed.number, _ints(landed.prompt), _ints(landed.token_ids)]
+
+
+def landed_from_wire(wire: list[Any]) -> Landed:
+    """The inverse of `landed_to_wire`."""
+    step, group, number, prompt, token_ids = wire
+    return Landed(step, group, number, _tuple("i", prompt), _tuple("i", token_ids))
 
 
 def _response_to_wire(response: Response) -> dict[str, Any]:

@@ -12,10 +12,13 @@ from engine.data.loader import sampling_seed
 from engine.rollout.client import InstanceGone, Sampling
 from engine.rollout.pool import Instance, Pool
 from engine.trace import Trace
-from engine.types import Group, Prompt, Response, Score
+from engine.types import Group, Landed, Prompt, Response, Score
 
 Verdict = asyncio.Task[list[Score]]
 """A response's scores, as soon as they are there."""
+
+Land = Callable[[Landed], Awaitable[None]]
+"""Told of each response as it lands, before its group is complete."""
 
 
 class Verifier(Protocol):
@@ -51,9 +54,13 @@ class Producer:
         self._trace = trace
 
     async def run(
-        self, step: int, prompts: Sequence[tuple[int, Prompt]], put: Callable[[Group], Awaitable[None]]
+        self,
+        step: int,
+        prompts: Sequence[tuple[int, Prompt]],
+        put: Callable[[Group], Awaitable[None]],
+        land: Land | None = None,
     ) -> None:
-        """Generate a batch of (epoch, prompt) pairs; `put` gets each group when it is finished.
+        """Generate a batch of (epoch, prompt) pairs; `put` gets each group when it is finished, `land` each response.
 
         Groups are dispatched in order with bounded concurrency: whole groups finish early, so training starts early.
         The first failure cancels the rest and is raised.
@@ -61,12 +68,12 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index, (epoch, prompt) in enumerate(prompts):
-                    tasks.create_task(self._group(step, index, epoch, prompt, put))
+                    tasks.create_task(self._group(step, index, epoch, prompt, put, land))
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
 
     async def _group(
-        self, step: int, index: int, epoch: int, prompt: Prompt, put: Callable[[Group], Awaitable[None]]
+        self, step: int, index: int, epoch: int, prompt: Prompt, put: Callable[[Group], Awaitable[None]], land: Land | None
     ) -> None:
         seeds = [sampling_seed(self._seed, epoch, prompt.id, number) for number in range(self._group_size)]
         done: dict[int, tuple[Response, Verdict | None]] = {}
@@ -75,7 +82,9 @@ class Producer:
                 missing = [number for number in range(len(seeds)) if number not in done]
                 async with self._pool.borrow() as instance, asyncio.TaskGroup() as sampling:
                     tasks = {
-                        number: sampling.create_task(self._respond(step, index, prompt, seeds[number], instance, verifying))
+                        number: sampling.create_task(
+                            self._respond(step, index, prompt, number, seeds[number], instance, verifying, land)
+                        )
                         for number in missing
                     }
                 done.update((number, found) for number, task in tasks.items() if (found := task.result()) is not None)
@@ -87,7 +96,8 @@ class Producer:
         await put(Group(step, index, prompt, responses, tuple(scores)))
 
     async def _respond(
-        self, step: int, index: int, prompt: Prompt, seed: int, instance: Instance, verifying: asyncio.TaskGroup
+        self, step: int, index: int, prompt: Prompt, number: int, seed: int, instance: Instance,
+        verifying: asyncio.TaskGroup, land: Land | None,
     ) -> tuple[Response, Verdict | None] | None:
         """One response, None when the instance died on it. A per-response verdict starts at once, and holds up nothing."""
         started = time.time()
@@ -97,6 +107,8 @@ class Producer:
             await self._pool.drop(instance)
             return None
         self._trace.add("rollout", started, time.time(), lane=instance.client.name, step=step, group=index)
+        if land is not None:
+            await land(Landed(step, index, number, prompt.token_ids, sampled.token_ids))
         response = dataclasses.replace(sampled, text=self._decode(sampled.token_ids))
         if not self._verifier.per_response:
             return response, None

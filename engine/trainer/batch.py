@@ -14,9 +14,20 @@ from engine.types import Group, Response
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """One forward and backward; per-token tensors are [T] over the scored response tokens."""
+class Member:
+    """A response in a micro-batch: whose it is, by its group's and its own number, and behind which prompt it stands."""
 
+    group: int
+    number: int
+    prompt: tuple[int, ...]
+    response: Response
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward; per-token tensors are [T] over the response tokens that this rank scores."""
+
+    members: tuple[Member, ...]
     layout: Layout
     rollout: Tensor
     """The instance's log-probabilities."""
@@ -30,45 +41,85 @@ class Part:
     """Some responses of one group, with their advantages."""
 
     prompt: tuple[int, ...]
-    responses: tuple[Response, ...]
+    members: tuple[Member, ...]
     advantages: Tensor
     size: int
     """Tokens computed."""
 
 
-def micro_batches(window: Sequence[Group], advantage: str, budget: int, shared_prompt: bool) -> Iterator[MicroBatch]:
-    """Pack groups into micro-batches of at most `budget` tokens; a group above it is split, its prompt computed again.
+@dataclass(frozen=True)
+class Packing:
+    """How groups become micro-batches on this rank."""
 
-    Advantages are over the whole group, whatever the split.
-    """
+    advantage: str
+    budget: int
+    """Tokens of a micro-batch."""
+    shared_prompt: bool = True
+    multiple: int = 1
+    """Rows are filled up to a multiple of this (engine.model.build.row_multiple)."""
+    context: tuple[int, int] = (0, 1)
+    """(rank, size) of context parallelism: which part of each row is this rank's."""
+    share: tuple[int, int] = (0, 1)
+    """(number, count) of the replicas that train a window together."""
+    device: torch.device = torch.device("cpu")
+
+    def micro_batches(self, window: Sequence[Group]) -> list[MicroBatch]:
+        """This replica's micro-batches of a window; groups above the budget are split, their prompt computed again.
+
+        Advantages are over the whole group, whatever the split. Replicas in lockstep are dealt one micro-batch in turn
+        and all run equally many: who has no more gets one of a single token and no response.
+        """
+        packed = list(_packed([part for group in window for part in self._parts(group)], self.budget))
+        number, count = self.share
+        mine = packed[number::count]
+        fillers = -(-len(packed) // count) - len(mine)
+        return [self.micro_batch(parts) for parts in mine] + [self.micro_batch([FILLER])] * fillers
+
+    def _parts(self, group: Group) -> Iterator[Part]:
+        rewards = torch.tensor([score.value for score in group.scores], dtype=torch.float32)
+        advantages = ADVANTAGES[self.advantage](rewards)
+        prompt = group.prompt.token_ids
+        lengths = [len(response.token_ids) for response in group.responses]
+        for indices in split(len(prompt), lengths, self.budget, self.shared_prompt):
+            size = sum(lengths[i] for i in indices) + len(prompt) * (1 if self.shared_prompt else len(indices))
+            members = tuple(Member(group.index, i, prompt, group.responses[i]) for i in indices)
+            yield Part(prompt, members, advantages[indices], size)
+
+    def micro_batch(self, parts: Sequence[Part]) -> MicroBatch:
+        """Parts as one row, and this rank's share of it."""
+        members = tuple(member for part in parts for member in part.members)
+        responses = [member.response for member in members]
+        lengths = torch.tensor([len(response.token_ids) for response in responses], dtype=torch.long)
+        row = self.row([(part.prompt, [member.response.token_ids for member in part.members]) for part in parts])
+        columns = (
+            torch.tensor([value for response in responses for value in response.logprobs]),
+            torch.repeat_interleave(torch.cat([part.advantages for part in parts]), lengths),
+            torch.cat([_weights(response) for response in responses]) if responses else torch.zeros(0),
+        )
+        if self.context[1] > 1:
+            columns = tuple(column[row.kept.cpu()] for column in columns)
+        return MicroBatch(members, row, *(column.to(self.device) for column in columns))
+
+    def row(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Layout:
+        """(prompt, responses) token ids as a row, and this rank's share of it."""
+        row = layout(groups, self.shared_prompt).aligned(self.multiple)
+        rank, size = self.context
+        return (row.shard(rank, size) if size > 1 else row).to(self.device)
+
+
+FILLER = Part((0,), (), torch.zeros(0), 1)
+"""Computes one token and trains nothing."""
+
+
+def _packed(parts: Sequence[Part], budget: int) -> Iterator[list[Part]]:
     packed: list[Part] = []
-    for part in (part for group in window for part in _parts(group, advantage, budget, shared_prompt)):
+    for part in parts:
         if packed and sum(other.size for other in packed) + part.size > budget:
-            yield _micro_batch(packed, shared_prompt)
+            yield packed
             packed = []
         packed.append(part)
-    yield _micro_batch(packed, shared_prompt)
-
-
-def _parts(group: Group, advantage: str, budget: int, shared_prompt: bool) -> Iterator[Part]:
-    rewards = torch.tensor([score.value for score in group.scores], dtype=torch.float32)
-    advantages = ADVANTAGES[advantage](rewards)
-    prompt = group.prompt.token_ids
-    lengths = [len(response.token_ids) for response in group.responses]
-    for indices in split(len(prompt), lengths, budget, shared_prompt):
-        size = sum(lengths[i] for i in indices) + len(prompt) * (1 if shared_prompt else len(indices))
-        yield Part(prompt, tuple(group.responses[i] for i in indices), advantages[indices], size)
-
-
-def _micro_batch(parts: Sequence[Part], shared_prompt: bool) -> MicroBatch:
-    responses = [response for part in parts for response in part.responses]
-    lengths = torch.tensor([len(response.token_ids) for response in responses])
-    return MicroBatch(
-        layout=layout([(part.prompt, [r.token_ids for r in part.responses]) for part in parts], shared_prompt),
-        rollout=torch.tensor([value for response in responses for value in response.logprobs]),
-        advantages=torch.repeat_interleave(torch.cat([part.advantages for part in parts]), lengths),
-        weights=torch.cat([_weights(response) for response in responses]),
-    )
+    if packed:
+        yield packed
 
 
 def _weights(response: Response) -> Tensor:

@@ -1,141 +1,226 @@
 """Checkpoints that are everything (contract 8) and never look complete when they are not.
 
-A checkpoint is a folder of safetensors and JSON, written under a temporary name, renamed, its marker written last.
-Readers trust the marker only. No pickle.
+A checkpoint is a folder in Megatron's `torch_dist` format (weights, old policy, moments and random streams: see
+`checkpoint_state`) with `state.json` beside it (step, config, layout, schedule, the reference by path and hash). It is saved
+by all ranks at once and loaded by any layout. Each rank takes a copy of its tensors and goes on; a thread of its own writes
+them. Rank 0's thread makes the whole of it: index, rename, marker last, old ones deleted, the new one published to
+`checkpoint.path`. All ranks must see the same run folder.
+
+Megatron's index is a pickle. It is read only if it is the file that the marker was written for and refers to nothing but
+what an index consists of (`checkpoint_files.check`), so a checkpoint from a bucket can't run code.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
-from engine.errors import BadInput
+from engine.config import Config
+from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.trainer import checkpoint_store as store
+from engine.trainer.checkpoint_files import (
+    check,
+    complete,
+    folder_of,
+    incomplete,
+    latest,
+    partial_of,
+    prune,
+    publish,
+    step_of,
+    write_json,
+)
+from engine.trainer.checkpoint_state import layout, load_state, state_to_save, updates_of
+from engine.trainer.checkpoint_writer import Snapshot, snapshot
 from engine.trainer.policy import Policy
 
-MARKER = "_SUCCESS.json"
+__all__ = ["Checkpoints", "complete", "folder_of", "incomplete", "latest", "step_of"]
+
+STATE = "state.json"
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """Folder of the checkpoint taken before step `step` (weight version = step)."""
-    return root / f"step-{step:06d}"
+@dataclass(frozen=True)
+class _Flight:
+    """A save whose files are not all written yet."""
+
+    name: str
+    done: Future[None]
 
 
-def complete(folder: Path) -> bool:
-    """Whether the checkpoint is whole: marker there, every file of the size that the marker says."""
-    marker = folder / MARKER
-    if not marker.is_file():
-        return False
-    sizes = json.loads(marker.read_text())["files"]
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+class Checkpoints:
+    """The run's checkpoints, as one rank sees them. Built by every rank; `save` and `resume` are collectives of all."""
+
+    def __init__(self, root: Path, policy: Policy, config: Config, reference_hash: str | None) -> None:
+        """`root`: folder of the checkpoints; `reference_hash`: content of the reference model, None without one."""
+        self._root = root
+        self._policy = policy
+        self._config = config
+        self._reference = {"path": config.model.path, "hash": reference_hash} if reference_hash else None
+        self._place = store.place_of(config)
+        self._flight: _Flight | None = None
+        self._step: int | None = None
+        """Of the checkpoint that was saved or loaded last."""
+
+    def save(self, step: int, figures: Mapping[str, Any] | None = None) -> None:
+        """Take the checkpoint before step `step`; returns once the copy is taken. Nothing if it was the last one already.
+
+        `figures` are the numbers of the last step; the best checkpoints are chosen by its reward_mean. Waits for the save
+        before, if that is still under way, and raises what it failed with. A collective of all ranks.
+        """
+        self.finish(self._config.train.timeout_s)
+        target = folder_of(self._root, step)
+        ranks = self._policy.ranks
+        start = ranks.from_first(lambda: {"needed": self._prepare(step), "updates": updates_of(self._policy.optimizer)})
+        self._step = step
+        if not start["needed"]:
+            return
+        taken = snapshot(state_to_save(self._policy, start["updates"]), partial_of(target))
+        numbers = {key: float(value) for key, value in (figures or {}).items() if isinstance(value, int | float)}
+        state = self._state(step, start["updates"])
+        self._flight = _Flight(target.name, _in_background(lambda: self._write(taken, target, state, numbers)))
+
+    def poll(self) -> None:
+        """Forget a save that is through. Raises MetronomeError, naming the checkpoint, if it failed. No collective."""
+        if self._flight is None or not self._flight.done.done():
+            return
+        flight, self._flight = self._flight, None
+        error = flight.done.exception()
+        if error is not None:
+            raise MetronomeError(f"checkpoint {flight.name} could not be saved: {type(error).__name__}: {error}") from error
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait until this rank has nothing left to write; rank 0 waits for all and for what is published.
+
+        Raises DeadlineError after `timeout_s` seconds, and like `poll`. No collective.
+        """
+        if self._flight is not None and wait([self._flight.done], timeout_s).not_done:
+            raise DeadlineError(f"waited {timeout_s:.0f} s for checkpoint {self._flight.name} to be written to {self._root}"
+                                + (f" and {self._place}" if self._place else ""))
+        self.poll()
+
+    def resume(self) -> int | None:
+        """Load the newest complete checkpoint, of the run folder or else of `checkpoint.path`; the step to go on with.
+
+        None if there is none. Prints what is ignored and why, and what another layout can't take over. Raises BadInput if
+        the checkpoint is of another model or reference. A collective of all ranks.
+        """
+        found = self._policy.ranks.from_first(self._find)
+        if not found["name"]:
+            return None
+        folder = self._root / str(found["name"])
+        state = json.loads((folder / STATE).read_text())
+        self._must_fit(folder, state)
+        same_layout = state["layout"] == layout()
+        try:
+            load_state(str(folder), self._policy, state["updates"], same_layout)
+        except CheckpointException as error:
+            raise MetronomeError(f"checkpoint {folder} could not be read: {error}") from error
+        self._policy.scheduler.load_state_dict(state["scheduler"])
+        self._policy.scheduler.step(increment=0)
+        self._step = int(state["step"])
+        if not same_layout:
+            self._say(f"checkpoint {folder.name} was saved in the layout {state['layout']}, this run has {layout()}: "
+                      "the random streams of its ranks are not restored (sampling does not depend on them)")  # fmt: skip
+        return self._step
+
+    def _prepare(self, step: int) -> bool:
+        """Whether it is to be written; then there is an empty folder for it."""
+        target = folder_of(self._root, step)
+        if step == self._step and complete(target):
+            return False
+        shutil.rmtree(partial_of(target), ignore_errors=True)
+        partial_of(target).mkdir(parents=True)
+        return True
+
+    def _state(self, step: int, updates: int) -> dict[str, Any]:
+        """What is not in tensors, as of now."""
+        return {
+            "step": step,
+            "weight_version": step,
+            "updates": updates,
+            "layout": layout(),
+            "model": _plain(asdict(self._policy.models.shape)),
+            "reference": self._reference,
+            "scheduler": self._policy.scheduler.state_dict(),
+            "gradient_control": {},
+            "config": self._config.model_dump(mode="json"),
+            "torch": torch.__version__,
+        }
+
+    def _write(self, taken: Snapshot, target: Path, state: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        """In the background: this rank's part; on rank 0 then the whole."""
+        taken.write()
+        if taken.rank_in_world:
+            return
+        taken.gather(self._config.train.timeout_s)
+        write_json(partial_of(target) / STATE, state)
+        publish(partial_of(target), target, int(state["step"]), figures)
+        keep = self._config.checkpoint
+        prune(self._root, keep.keep_last, keep.keep_best)
+        if self._place:
+            store.upload(target, f"{self._place}/{target.name}")
+            store.prune(self._place, keep.keep_last, keep.keep_best)
+
+    def _find(self) -> dict[str, Any]:
+        """On rank 0: the name of the checkpoint to load, in the run folder and checked, "" if there is none."""
+        for message in incomplete(self._root).values():
+            self._say(message)
+        folder = latest(self._root)
+        if folder is None and self._place:
+            folder = self._fetch()
+        if folder is None:
+            return {"name": ""}
+        check(folder)
+        return {"name": folder.name}
+
+    def _fetch(self) -> Path | None:
+        found, ignored = store.survey(self._place)
+        for message in ignored:
+            self._say(message)
+        if not found:
+            return None
+        name = max(found, key=lambda name: found[name]["step"])
+        self._say(f"checkpoint {name} comes from {self._place}")
+        return store.download(self._place, name, found[name], self._root)
+
+    def _must_fit(self, folder: Path, state: Mapping[str, Any]) -> None:
+        if (state["reference"] or {}).get("hash") != (self._reference or {}).get("hash"):
+            raise BadInput(f"checkpoint {folder}: it was taken with another reference model (content hash differs); "
+                           "resume with the model.path that the run started from")
+        ours = _plain(asdict(self._policy.models.shape))
+        if differs := sorted(key for key in ours if ours[key] != state["model"].get(key)):
+            raise BadInput(f"checkpoint {folder}: it is of another model than model.path = {self._config.model.path!r} "
+                           f"({', '.join(differs)} differ)")
+
+    def _say(self, message: str) -> None:
+        if self._policy.ranks.rank == 0:
+            print(message, flush=True)
 
 
-def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint under a root folder."""
-    found = sorted(folder for folder in root.glob("step-*") if complete(folder))
-    return found[-1] if found else None
+def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
+    """As it comes back from JSON."""
+    return dict(json.loads(json.dumps(content)))
 
 
-def step_of(folder: Path) -> int:
-    """The step with which a run goes on from this checkpoint."""
-    return int(json.loads((folder / MARKER).read_text())["step"])
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Do it in a thread that the process does not wait for when it ends."""
+    future: Future[None] = Future()
 
+    def run() -> None:
+        try:
+            work()
+            future.set_result(None)
+        except Exception as error:  # whatever it is, it is raised by the next call
+            future.set_exception(error)
 
-def save(root: Path, step: int, policy: Policy, reference_hash: str | None, keep: int) -> Path:
-    """Write the checkpoint before step `step`, then delete all but the newest `keep` complete ones."""
-    target = folder_of(root, step)
-    if not complete(target):
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write(partial, step, policy, reference_hash)
-        files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        partial.rename(target)
-        _write_json(target / MARKER, {"step": step, "weight_version": step, "files": files})
-    for old in sorted(folder for folder in root.glob("step-*") if complete(folder))[:-keep]:
-        shutil.rmtree(old)
-    return target
-
-
-def _write(folder: Path, step: int, policy: Policy, reference_hash: str | None) -> None:
-    models = policy.models
-    save_file(_weights(models.policy), folder / "policy.safetensors")
-    if models.old is not None:
-        save_file(_weights(models.old), folder / "old.safetensors")
-    save_file(dict(_moments(policy)), folder / "optimizer.safetensors")
-    state = {
-        "step": step,
-        "weight_version": step,
-        "layout": {"world": 1},
-        "reference_hash": reference_hash,
-        "scheduler": policy.scheduler.state_dict(),
-        "optimizer_step": [group.get("step", 0) for group in policy.optimizer.optimizer.param_groups],
-        "rng": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
-        "config": policy.config.model_dump(mode="json"),
-    }
-    _write_json(folder / "state.json", state)
-
-
-def load(folder: Path, policy: Policy, reference_hash: str | None) -> int:
-    """Put everything back; returns the step to go on with. Raises BadInput if it does not fit the run."""
-    state = json.loads((folder / "state.json").read_text())
-    if state["reference_hash"] != reference_hash:
-        raise BadInput(f"checkpoint {folder}: it was taken with another reference model (content hash differs); "
-                       "resume with the model.path that the run started from")
-    models = policy.models
-    _copy(load_file(folder / "policy.safetensors"), models.policy, folder)
-    if models.old is not None:
-        _copy(load_file(folder / "old.safetensors"), models.old, folder)
-    _load_moments(policy, load_file(folder / "optimizer.safetensors"), state["optimizer_step"])
-    policy.scheduler.load_state_dict(state["scheduler"])
-    policy.scheduler.step(increment=0)
-    rng = bytearray(base64.b64decode(state["rng"]))
-    torch.set_rng_state(torch.frombuffer(rng, dtype=torch.uint8))
-    return int(state["step"])
-
-
-def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-@torch.no_grad()
-def _copy(tensors: Mapping[str, Tensor], model: torch.nn.Module, folder: Path) -> None:
-    parameters = dict(model.named_parameters())
-    if parameters.keys() != tensors.keys():
-        raise BadInput(f"checkpoint {folder}: it holds other parameters than the model of this run")
-    for name, parameter in parameters.items():
-        parameter.copy_(tensors[name])
-
-
-def _moments(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Adam's state of each parameter, by name (empty before the first update)."""
-    states = policy.optimizer.optimizer.state
-    for name, parameter in policy.models.policy.named_parameters():
-        for key, value in states.get(parameter, {}).items():
-            yield f"{key}/{name}", torch.as_tensor(value).detach().clone()
-
-
-def _load_moments(policy: Policy, tensors: Mapping[str, Tensor], steps: list[int]) -> None:
-    optimizer = policy.optimizer.optimizer
-    parameters = dict(policy.models.policy.named_parameters())
-    for full, tensor in tensors.items():
-        key, _, name = full.partition("/")
-        optimizer.state[parameters[name]][key] = tensor.clone()
-    for group, step in zip(optimizer.param_groups, steps, strict=True):
-        if step:
-            group["step"] = step
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1))
-    partial.rename(path)
-
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future

@@ -11,8 +11,8 @@ from engine.errors import MetronomeError, RatioGapError
 from engine.trace import Trace
 from engine.trainer.modes import check_versions
 from engine.trainer.policy import Policy
-from engine.trainer.source import Rollouts
-from engine.types import Group
+from engine.trainer.source import Rollouts, Work
+from engine.types import Group, Landed
 
 
 class Loop:
@@ -25,7 +25,7 @@ class Loop:
         rollouts: Rollouts,
         trace: Trace,
         report: Callable[[int, dict[str, Any]], None],
-        checkpoint: Callable[[int], None],
+        checkpoint: Callable[[int, dict[str, Any]], None],
     ) -> None:
         self.config = config
         self.policy = policy
@@ -44,42 +44,56 @@ class Loop:
                 with self.trace.span("sync", step=step):
                     sync_s = self.rollouts.publish(self.policy.models, version=step)
                 self.rollouts.start(step)
-                for window in self._arriving(step):
-                    self._train(step, window)
+                for work in self._arriving(step):
+                    self._do(step, work)
                 self.policy.reduce(denominator)
-            except MetronomeError:
-                self.checkpoint(step)  # the step is lost, the weights before it are not
+            except MetronomeError as error:
+                self.rollouts.failed(error)
+                self.checkpoint(step, {})  # the step is lost, the weights before it are not
                 raise
             updated = time.perf_counter()
             with self.trace.span("update", step=step):
                 self.policy.models.copy_policy_to_old()
                 norm, rate = self.policy.update()
             ended = time.perf_counter()
-            self.report(step, {"sync_s": sync_s, "update_s": ended - updated, "step_s": ended - began,
-                               "grad_norm": norm, "learning_rate": rate, **self.policy.tally.figures()})
+            figures = {"sync_s": sync_s, "update_s": ended - updated, "step_s": ended - began,
+                       "grad_norm": norm, "learning_rate": rate, **self.policy.figures()}
+            self.report(step, figures)
             self.trace.flush()
             if self._due(step + 1):
-                self.checkpoint(step + 1)
+                self.checkpoint(step + 1, figures)
 
-    def _arriving(self, step: int) -> Iterator[list[Group]]:
-        """The step's groups in windows, with the time blocked on each counted as waiting."""
-        windows = self.rollouts.windows(step)
+    def _arriving(self, step: int) -> Iterator[Work]:
+        """The unit's work of the step, with the time blocked on each piece counted as waiting."""
+        arriving = self.rollouts.work(step)
         while True:
             blocked = time.time()
-            window = next(windows, None)
+            work = next(arriving, None)
             self.trace.add("wait", blocked, time.time(), step=step)
             self.policy.tally.add_wait(time.time() - blocked)
-            if window is None:
+            if work is None:
                 return
-            yield window
+            yield work
+
+    def _do(self, step: int, work: Work) -> None:
+        landed = [item for item in work if isinstance(item, Landed)]
+        if landed:
+            with self.trace.span("score", step=step, responses=len(landed)):
+                self.policy.score_early(landed)
+        else:
+            self._train(step, [item for item in work if isinstance(item, Group)])
 
     def _train(self, step: int, window: list[Group]) -> None:
         """Contract 1, then forward and backward of the window."""
         for group in window:
             check_versions(group, self.config.train.mode)
-        with self.trace.span("train", step=step, groups=[group.index for group in window]):
-            self.policy.accumulate(window)
-        limit, gap = self.config.train.ratio_gap_limit, self.policy.tally.max_ratio_gap
+        started = time.time()
+        idle = self.policy.accumulate(window)
+        ended = time.time()
+        self.trace.add("train", started, ended, step=step, groups=[group.index for group in window])
+        if idle is not None:
+            self.trace.add("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=step)
+        limit, gap = self.config.train.ratio_gap_limit, self.policy.worst_gap()
         if limit and not gap <= limit:
             raise RatioGapError(
                 f"step {step}, prompts {[group.prompt.id for group in window]}: trainer and instances "

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -17,63 +18,108 @@ from engine.algorithm.losses import LOSSES, Coefficients, Loss, Terms
 from engine.algorithm.mismatch import mismatch
 from engine.config import Config
 from engine.errors import MetronomeError
-from engine.model.build import logits
+from engine.model.build import logits, row_multiple
 from engine.model.logprobs import token_logprobs
-from engine.model.tri_model import TriModel, score
-from engine.trainer.batch import MicroBatch, micro_batches
+from engine.model.tri_model import TriModel
+from engine.platform import Platform
+from engine.trainer.bubble import Busy
+from engine.trainer.batch import MicroBatch, Packing
+from engine.trainer.early import EarlyScores
+from engine.trainer.models import DTYPES, computation, open_models
+from engine.trainer.ranks import Ranks
 from engine.trainer.tally import Tally
-from engine.types import Group
+from engine.types import Group, Landed
+
+Scored = tuple[MicroBatch, Tensor | None, Tensor | None]
+"""A micro-batch with its log-probabilities under old policy and reference."""
 
 
 class Policy:
-    """Policy, frozen copies, optimizer and schedule of one replica."""
+    """Policy, frozen copies, optimizer and schedule of one rank."""
 
-    def __init__(self, config: Config, models: TriModel) -> None:
+    def __init__(self, config: Config, platform: Platform, ranks: Ranks | None = None) -> None:
+        """Built by every rank at once, inside a `session` of the platform."""
         self.config = config
-        self.models = models
+        self.platform = platform
+        self.ranks = ranks or Ranks(config.parallel.lockstep)
+        self.models: TriModel = open_models(config, platform)
         self.tally = Tally()
+        self.packing = self._packing()
+        self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
         self._loss = LOSSES[algorithm.loss]
         self._coefficients = Coefficients(
             algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef
         )
+        sharded = config.train.distributed_optimizer
         self.ddp = DistributedDataParallel(
-            models.policy.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
-            models.policy,
+            self.models.policy.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=sharded
+            ),
+            self.models.policy,
         )
+        self._pipelined = config.parallel.pipeline > 1
+        self._busy = Busy()
+        self.models.policy.config.timers = self._busy if self._pipelined else None
         self.optimizer = _optimizer(config, self.ddp)
         self.scheduler = _scheduler(config, self.optimizer)
+
+    def _packing(self) -> Packing:
+        config, ranks = self.config, self.ranks
+        return Packing(
+            config.algorithm.advantage,
+            config.train.micro_batch_tokens,
+            config.attention.shared_prompt,
+            row_multiple(computation(config, self.platform)),
+            (parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()),
+            (ranks.share, ranks.lockstep),
+            self.models.device,
+        )
 
     def start_step(self) -> None:
         """Drop gradients and sums, also those of a half-done step."""
         self.tally = Tally()
+        self.early.clear()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def accumulate(self, window: Sequence[Group]) -> None:
-        """Score the groups under all models and add their gradient; no optimizer step."""
+    def accumulate(self, window: Sequence[Group]) -> float | None:
+        """Score the groups under all models and add their gradient; no optimizer step. A collective of the unit.
+
+        Under a pipeline returns the seconds of the schedule in which this stage had nothing to compute.
+        """
         started = time.perf_counter()
-        train = self.config.train
-        shared = self.config.attention.shared_prompt
-        batches = list(micro_batches(window, self.config.algorithm.advantage, train.micro_batch_tokens, shared))
-        scored = [(batch, *self._frozen_scores(batch)) for batch in batches]
-        self._forward_backward(iter(scored), len(scored))
-        for group in window:
-            self.tally.add_group(group)
+        batches = self.packing.micro_batches(window)
+        scored = self._frozen_scores(batches)
+        idle = self._forward_backward(iter(scored), len(scored))
+        if self.ranks.leader:
+            for group in window:
+                self.tally.add_group(group)
         self.tally.train_s += time.perf_counter() - started
+        return idle
 
-    def _frozen_scores(self, batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
-        """Forward-only passes of old policy and reference over the micro-batch."""
+    def score_early(self, landed: Sequence[Landed]) -> None:
+        """Score responses under the frozen models before their group is complete. A collective of the unit."""
         started = time.perf_counter()
-        models, temperature = self.models, self.models.temperature
-        old = score(models.old, batch.layout, temperature) if models.old is not None else None
-        reference = score(models.reference, batch.layout, temperature) if models.reference is not None else None
+        self.early.add(landed)
         self.tally.score_s += time.perf_counter() - started
-        return old, reference
 
-    def _forward_backward(self, window: Iterator[tuple[MicroBatch, Tensor | None, Tensor | None]], count: int) -> None:
+    def worst_gap(self) -> float:
+        """The step's largest ratio gap so far in the unit. A collective of the unit."""
+        return self.ranks.worst(self.tally.max_ratio_gap)
+
+    def _frozen_scores(self, batches: Sequence[MicroBatch]) -> list[Scored]:
+        """Forward-only passes of old policy and reference over the window, before its 1F1B (contract 4)."""
+        started = time.perf_counter()
+        old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
+        self.tally.score_s += time.perf_counter() - started
+        return list(zip(batches, old, reference, strict=True))
+
+    def _forward_backward(self, window: Iterator[Scored], count: int) -> float | None:
         """Megatron's schedule over a window's micro-batches: gradients added to the buffer, nothing finalised."""
+        started = time.perf_counter()
+        self._busy.seconds = 0.0
         get_forward_backward_func()(
             forward_step_func=self._forward,
             data_iterator=window,
@@ -83,20 +129,23 @@ class Policy:
             micro_batch_size=1,
             forward_only=False,
         )
+        return time.perf_counter() - started - self._busy.seconds if self._pipelined else None
 
     def _forward(
-        self, window: Iterator[tuple[MicroBatch, Tensor | None, Tensor | None]], model: torch.nn.Module
+        self, window: Iterator[Scored], model: torch.nn.Module
     ) -> tuple[Tensor, partial[tuple[Tensor, Tensor, None]]]:
         """Megatron's forward step: the micro-batch's logits, and the function that makes its loss of them."""
         batch, old, reference = next(window)
-        self.tally.computed_tokens += batch.layout.size
+        if self.ranks.feeds:
+            self.tally.computed_tokens += batch.layout.size
         return logits(model, batch.layout), partial(self._loss_of, batch, old, reference)
 
     def _loss_of(
         self, batch: MicroBatch, old: Tensor | None, reference: Tensor | None, out: Tensor
     ) -> tuple[Tensor, Tensor, None]:
         """The sum over responses of their losses; the count is 0, since the step's denominator is ours (contract 2)."""
-        logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature)
+        shape = self.models.shape
+        logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
         if self.config.algorithm.old_policy == "behavior":
             old = logprobs.detach()
         elif self.config.algorithm.old_policy == "rollout":
@@ -104,28 +153,35 @@ class Policy:
         assert old is not None
         loss = self._loss(Terms(logprobs, old, reference, entropy, batch.advantages, batch.weights), self._coefficients)
         self._tell(batch, logprobs.detach(), old, loss)
-        return loss.total, torch.zeros((), dtype=torch.int), None
+        return loss.total, torch.zeros((), dtype=torch.int, device=out.device), None
 
     def _tell(self, batch: MicroBatch, logprobs: Tensor, old: Tensor, loss: Loss) -> None:
         """Add the micro-batch's figures to the step's tally."""
         tally = self.tally
+        gap, divergence = mismatch(logprobs, batch.rollout)
+        tally.worst_gap(gap)
+        if not self.ranks.judges:
+            return
         tally.loss += float(loss.total.detach())
         tally.kl += float(loss.kl)
         tally.entropy += float(loss.entropy)
         tally.clipped += float(loss.clipped)
-        gap, divergence = mismatch(logprobs, batch.rollout)
-        tally.worst_gap(gap)
         tally.mismatch_kl += divergence
         tally.scored_tokens += logprobs.numel()
         if logprobs.numel():
             tally.old_ratio_max = max(tally.old_ratio_max, float((logprobs - old).max().exp()))
 
     def reduce(self, denominator: int) -> None:
-        """Divide the sums by the step's N·G and reduce over replicas, once. Raises MetronomeError if it is not finite."""
+        """Divide the sums by the step's N·G and reduce over replicas, once. Raises MetronomeError if it is not finite.
+
+        A collective of all ranks, also of those that got no group; they meet on the host first.
+        """
+        self.ranks.barrier()
         self.ddp.scale_gradients(1.0 / denominator)
-        self.ddp.start_grad_sync()
-        self.ddp.finish_grad_sync()
-        if not all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in self.ddp.buffers):
+        finalize_model_grads([self.ddp], None)
+        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
+        finite = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
+        if self.ranks.worst(0.0 if finite else 1.0, everyone=True):
             raise MetronomeError("the gradient of this step is not finite; the update was not made (weights are unchanged). "
                                  "Lower train.learning_rate or train.max_grad_norm")
 
@@ -136,19 +192,25 @@ class Policy:
         self.scheduler.step(increment=1)
         return float(norm), rate
 
+    def figures(self) -> dict[str, float]:
+        """The step's figures over all ranks, as steps.jsonl names them. A collective of all ranks."""
+        return Tally.merged(self.ranks.gather(self.tally.wire(self.ranks.leader, self.platform.peak_bytes())))
+
 
 def _optimizer(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
     train = config.train
     return get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
+            bf16=train.dtype == "bfloat16",
+            params_dtype=DTYPES[train.dtype],
             lr=train.learning_rate,
             min_lr=0.0,
             weight_decay=train.weight_decay,
             adam_beta1=train.betas[0],
             adam_beta2=train.betas[1],
             clip_grad=train.max_grad_norm,
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=train.distributed_optimizer,
         ),
         [ddp],
         use_gloo_process_groups=False,

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from engine import platform
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError
-from engine.model.shape import content_hash, read_shape
-from engine.platform import cpu
+from engine.model.shape import content_hash
 from engine.process import bind, watch_lifeline
 from engine.queue.client import ControlClient
 from engine.recipe import load
 from engine.trace import Trace
-from engine.trainer.source import Live, Recorded, Recording, Rollouts
 from engine.weights.transport import FileTransport, Publisher
 
 
@@ -31,13 +28,11 @@ def main() -> int:
     watch_lifeline()
     arguments = _arguments()
     config = load(arguments.folder / "config.toml")
-    bind(config.train.devices)
+    bind(_own_cores(config))
     torch.set_num_threads(arguments.threads)
-    replica = f"trainer-{os.environ['RANK']}"
-    # longer than an instance may take for an update, so that the launcher, who knows its name, gives up first
-    control = ControlClient(arguments.control, replica, config.train.timeout_s + config.rollout.timeout_s)
+    control = ControlClient(arguments.control, f"trainer-{os.environ['RANK']}", _patience(config))
     try:
-        with cpu.megatron(config.run.seed):
+        with _session(config):
             _train(config, arguments, control)
         return 0
     except MetronomeError as error:
@@ -45,6 +40,30 @@ def main() -> int:
         return 1
     finally:
         control.close()
+
+
+def _patience(config: Config) -> float:
+    """Longer than an instance may take for an update, so that the launcher, who knows its name, gives up first."""
+    return config.train.timeout_s + config.rollout.timeout_s
+
+
+def _own_cores(config: Config) -> list[int]:
+    share = len(config.train.devices) // config.parallel.ranks
+    first = int(os.environ["LOCAL_RANK"]) * share
+    return config.train.devices[first : first + share]
+
+
+def _session(config: Config) -> Any:  # noqa: ANN401
+    parallel = config.parallel
+    return platform.session(
+        platform.get(config.platform.device),
+        config.run.seed,
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        timeout_s=config.train.timeout_s,
+    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -60,61 +79,48 @@ def _arguments() -> argparse.Namespace:
 
 def _train(config: Config, arguments: argparse.Namespace, control: ControlClient) -> None:
     """Build the models, load the newest checkpoint if asked to, run the loop, export the final policy."""
-    from engine.model.tri_model import TriModel
-    from engine.trainer import checkpoint
+    from engine.trainer.checkpoint import Checkpoints
+    from engine.trainer.export import export
     from engine.trainer.loop import Loop
     from engine.trainer.policy import Policy
+    from engine.trainer.ranks import Ranks
 
     base = Path(config.model.path)
-    with_reference = config.algorithm.kl_coef > 0
-    reference_hash = content_hash(base) if with_reference else None
-    models = TriModel(
-        read_shape(base),
-        base,
-        base if with_reference else None,
-        config.algorithm.old_policy == "previous",
-        config.rollout.temperature,
-    )
-    policy = Policy(config, models)
-    root = arguments.folder / "checkpoints"
-    found = checkpoint.latest(root) if arguments.resume else None
-    start = checkpoint.load(found, policy, reference_hash) if found is not None else 0
+    ranks = Ranks(config.parallel.lockstep, _patience(config))
+    policy = Policy(config, platform.get(config.platform.device), ranks)
+    reference_hash = content_hash(base) if config.algorithm.kl_coef > 0 else None
+    checkpoints = Checkpoints(arguments.folder / "checkpoints", policy, config, reference_hash)
+    start = (checkpoints.resume() if arguments.resume else None) or 0
     if start > config.train.steps:
         raise BadInput(f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}")
-    trace = Trace(arguments.folder / "trace", control.replica)
+    trace = Trace(arguments.folder / "trace", ranks.name)
 
-    def save(step: int) -> None:
+    def save(step: int, figures: dict[str, Any]) -> None:
         with trace.span("checkpoint", step=step):
-            checkpoint.save(root, step, policy, reference_hash, config.checkpoint.keep_last)
+            checkpoints.save(step, figures)
 
     def report(step: int, figures: dict[str, Any]) -> None:
-        control.ask("report", step=step, figures=figures)
+        checkpoints.poll()
+        ranks.from_first(lambda: control.ask("report", step=step, figures=figures))
 
-    rollouts = _rollouts(config, arguments, control, start)
-    control.ask("ready", start=start)
+    rollouts = _rollouts(config, arguments, control, ranks)
+    ranks.from_first(lambda: control.ask("ready", start=start))
     try:
         Loop(config, policy, rollouts, trace, report, save).run(start)
     finally:
         trace.flush()
-    export(models, base, arguments.folder / "policy")
+        checkpoints.finish(config.train.timeout_s)
+    export(policy.models, ranks, base, arguments.folder / "policy")
 
 
-def _rollouts(config: Config, arguments: argparse.Namespace, control: ControlClient, start: int) -> Rollouts:
+def _rollouts(config: Config, arguments: argparse.Namespace, control: ControlClient, ranks: Any) -> Any:  # noqa: ANN401
+    from engine.trainer.models import DTYPES
+    from engine.trainer.source import Live, Recorded
+
     if arguments.replay is not None:
-        return Recorded(arguments.replay, config.train.prompts_per_step)
-    live = Live(control, Publisher(control, FileTransport(arguments.weights)), config.train.micro_batch_tokens)
-    return Recording(live, arguments.folder / "record.msgpack", start) if config.train.record else live
-
-
-def export(models: Any, base: Path, target: Path) -> None:  # noqa: ANN401
-    """Write the policy as a Hugging Face folder: the base model's configuration and tokenizer, our weights."""
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    skip = shutil.ignore_patterns("*.safetensors", "*.index.json", ".*")
-    shutil.copytree(base, partial, ignore=skip)
-    save_file(dict(models.export()), partial / "model.safetensors", metadata={"format": "pt"})
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+        return Recorded(arguments.replay, ranks, config.train.prompts_per_step)
+    publisher = Publisher(control, ranks, FileTransport(arguments.weights), DTYPES[config.model.dtype])
+    return Live(control, ranks, publisher, config.window_tokens)
 
 
 if __name__ == "__main__":

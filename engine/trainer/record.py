@@ -1,71 +1,123 @@
-"""Recording a run's groups, window by window, in their order of training, and replaying them (contract 2)."""
+"""Recording what the trainer's units were given, in their order of training, and replaying it (contract 2)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgpack
 
+from engine.config import Config
 from engine.errors import BadInput
-from engine.queue.codec import group_from_wire, group_to_wire
-from engine.types import Group
+
+PLAN = (
+    "model.dtype", "rollout.group_size", "rollout.temperature", "train.prompts_per_step", "train.micro_batch_tokens",
+    "train.learning_rate", "train.schedule", "train.warmup_steps", "train.weight_decay", "train.betas", "train.max_grad_norm",
+    "train.dtype", "train.recompute", "train.distributed_optimizer", "algorithm", "attention", "parallel",
+)  # fmt: skip
+"""What a replay must have in common with the recorded run to give the same weights."""
+
+Entry = dict[str, Any]
+"""{"unit", "step", "groups"} or {"unit", "step", "landed"}: what one unit was given to train or to score, on the wire."""
 
 
 class Recorder:
-    """Appends each trained window to `record.msgpack`; micro-batches are a function of the window and need no record."""
+    """Appends to `record.msgpack`: first the settings, then what each unit was given.
 
-    def __init__(self, path: Path, start: int) -> None:
-        """On resume, steps from `start` on are cut off: they are redone."""
-        kept = [window for window in read(path) if window[0].step < start] if path.exists() else []
+    Micro-batches are a function of these windows and need no record.
+    """
+
+    def __init__(self, path: Path, config: Config, start: int) -> None:
+        """On resume, steps from `start` on are cut off: they are redone.
+
+        Raises BadInput for a resumed run with other settings than the record's: half of its steps could not be replayed.
+        """
+        kept = [entry for entry in read(path) if entry["step"] < start] if path.exists() else []
+        if kept:
+            _must_agree(path, config, "--resume", "keep it, or go on with train.record = false")
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
-            file.writelines(_packed(window) for window in kept)
+            file.write(msgpack.packb({"plan": plan(config)}))
+            file.writelines(msgpack.packb(entry) for entry in kept)
         partial.rename(path)
         self._file = path.open("ab")
 
-    def add(self, window: Sequence[Group]) -> None:
-        """Append a window that has been trained."""
-        self._file.write(_packed(window))
+    def add(self, step: int, unit: int, given: dict[str, Any]) -> None:
+        """Append what a unit is given."""
+        self._file.write(msgpack.packb({"unit": unit, "step": step, **given}))
 
     def flush(self) -> None:
         """Hand what was added to the system (once a step)."""
         self._file.flush()
 
 
-def _packed(window: Sequence[Group]) -> bytes:
-    return msgpack.packb([group_to_wire(group) for group in window])
+def plan(config: Config) -> dict[str, Any]:
+    """The settings of `PLAN` by key, as JSON has them."""
+    tree = config.model_dump(mode="json")
+    found: dict[str, Any] = {}
+    for key in PLAN:
+        table, _, name = key.partition(".")
+        found |= {key: tree[table][name]} if name else {f"{table}.{name}": value for name, value in tree[table].items()}
+    return found
 
 
-def read(path: Path) -> Iterator[list[Group]]:
-    """All windows of a record in order of training. Raises BadInput for a file that is no record."""
+def _items(path: Path) -> Iterator[Any]:
     try:
         with path.open("rb") as file:
-            for window in msgpack.Unpacker(file, strict_map_key=False):
-                yield [group_from_wire(group) for group in window]
+            yield from msgpack.Unpacker(file)
     except FileNotFoundError:
         raise BadInput(f"--replay {path}: no such file; a run with train.record = true writes record.msgpack") from None
-    except (msgpack.UnpackException, ValueError, TypeError, KeyError, IndexError) as error:
+    except (msgpack.UnpackException, ValueError) as error:
         raise BadInput(f"--replay {path}: not a record of train.record ({error})") from None
 
 
-class Replay:
-    """Stands in for the queue: yields the recorded windows of each step, synchronously."""
+def read(path: Path) -> Iterator[Entry]:
+    """What all units were given, in order. Raises BadInput for a file that is no record."""
+    items = _items(path)
+    header = next(items, None)
+    if not isinstance(header, dict) or not isinstance(header.get("plan"), dict):
+        raise BadInput(f"--replay {path}: not a record of train.record (it does not begin with a run's settings)")
+    for number, entry in enumerate(items):
+        if not isinstance(entry, dict) or not {"unit", "step"} <= entry.keys():
+            raise BadInput(f"--replay {path}: entry {number} is damaged; replay with a whole copy of record.msgpack")
+        yield entry
 
-    def __init__(self, path: Path, expected: int) -> None:
+
+def check(path: Path, config: Config) -> None:
+    """Raise BadInput unless the file is a record of a run with the settings that a replay needs."""
+    for _ in read(path):
+        pass  # to its end: what is damaged is refused now
+    _must_agree(path, config, f"--replay {path}", "replay with the recorded run's own config.toml")
+
+
+def _must_agree(path: Path, config: Config, what: str, remedy: str) -> None:
+    recorded = next(_items(path))["plan"]
+    for key, value in plan(config).items():
+        if recorded.get(key) != value:
+            raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")
+
+
+class Replay:
+    """Stands in for the queue: yields what one unit was given in each step, synchronously."""
+
+    def __init__(self, path: Path, unit: int, expected: int) -> None:
         """`expected` groups make a step; one that was cut off can't be replayed."""
         self._expected = expected
-        self._steps: dict[int, list[list[Group]]] = {}
-        for window in read(path):
-            self._steps.setdefault(window[0].step, []).append(window)
+        self._mine: dict[int, list[Entry]] = {}
+        self._groups: dict[int, int] = {}
+        for entry in read(path):
+            step = entry["step"]
+            self._groups[step] = self._groups.get(step, 0) + len(entry.get("groups", ()))
+            if entry["unit"] == unit:
+                self._mine.setdefault(step, []).append(entry)
 
-    def windows(self, step: int) -> Iterator[list[Group]]:
-        """The windows of a step in their recorded order. Raises BadInput unless all of them were recorded."""
-        found = self._steps.get(step, [])
-        count = sum(len(window) for window in found)
+    def entries(self, step: int) -> Iterator[Entry]:
+        """What the unit was given in a step. Raises BadInput unless all groups of the step were recorded."""
+        count = self._groups.get(step, 0)
         if count != self._expected:
             raise BadInput(
                 f"--replay: the record holds {count} groups of step {step}, train.prompts_per_step is "
                 f"{self._expected}; replay with the recorded run's own config.toml and no more steps than it trained"
             )
-        yield from found
+        yield from self._mine.get(step, [])

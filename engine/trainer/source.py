@@ -1,20 +1,29 @@
-"""Where the loop's groups come from: the running instances, the same with a recorder behind, or a record of them."""
+"""Where the loop's groups come from: the running instances, or a record of them.
+
+A unit's leader asks; what it is told goes to every rank of the unit over the CPU channel, signs of life included.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from engine.errors import MetronomeError
 from engine.model.tri_model import TriModel
 from engine.queue.client import ControlClient
-from engine.trainer.record import Recorder, Replay
-from engine.types import Group
+from engine.queue.codec import group_from_wire, landed_from_wire
+from engine.trainer.ranks import Ranks
+from engine.trainer.record import Entry, Replay
+from engine.types import Group, Landed
 from engine.weights.transport import Publisher
+
+Work = list[Group] | list[Landed]
+"""A window to train, or responses to score early."""
 
 
 class Rollouts(Protocol):
-    """What the loop asks of the inference side."""
+    """What the loop asks of the inference side. Every method is a collective: of all ranks, `work` of a unit's."""
 
     def publish(self, models: TriModel, version: int) -> float:
         """Give every instance exactly this version of the policy; returns the exposed seconds."""
@@ -22,54 +31,60 @@ class Rollouts(Protocol):
     def start(self, step: int) -> None:
         """Start the step's batch of prompts in the background."""
 
-    def windows(self, step: int) -> Iterator[list[Group]]:
-        """The step's groups in windows, each as soon as it may be trained."""
+    def work(self, step: int) -> Iterator[Work]:
+        """What the unit has to do in the step, each piece as soon as it may be done."""
+
+    def failed(self, error: MetronomeError) -> None:
+        """Let the launcher, and through it the other units, know that this unit ends."""
 
 
 class Live:
     """Rollouts of the running instances, reached through the launcher."""
 
-    def __init__(self, control: ControlClient, publisher: Publisher, budget: int) -> None:
+    def __init__(self, control: ControlClient, ranks: Ranks, publisher: Publisher, budget: int) -> None:
         """`budget`: tokens of a window."""
         self._control = control
+        self._ranks = ranks
         self._publisher = publisher
         self._budget = budget
 
     def publish(self, models: TriModel, version: int) -> float:
         """Export, send, and wait until every instance holds the version."""
-        return self._publisher.publish(models.export(), version)
+        return self._publisher.publish(models, version)
 
     def start(self, step: int) -> None:
         """Tell the launcher's producer."""
-        self._control.ask("start", step=step)
+        self._ranks.from_first(lambda: self._control.ask("start", step=step))
 
-    def windows(self, step: int) -> Iterator[list[Group]]:
-        """Lease from the sample queue."""
-        return self._control.windows(step, self._budget)
+    def work(self, step: int) -> Iterator[Work]:
+        """Lease from the sample queue until somebody has trained every group.
 
+        A window is acknowledged when its successor is asked for, that is once its gradient is in: one round trip each.
+        """
+        trained: list[int] = []
+        while True:
+            reply = self._ranks.from_leader(lambda: self._lease(step, trained))
+            trained = []
+            if reply.get("end"):
+                return
+            if work := _work(reply):  # any other reply is the launcher's sign of life while there is nothing to do
+                yield work
+                trained = [item.index for item in work if isinstance(item, Group)]
 
-class Recording:
-    """Passes everything on to the live rollouts and records each window once it has been trained."""
+    def _lease(self, step: int, trained: list[int]) -> dict[str, Any]:
+        return self._control.ask("lease", step=step, unit=self._ranks.unit, budget=self._budget, trained=trained)
 
-    def __init__(self, live: Live, path: Path, start: int) -> None:
-        self._recorder = Recorder(path, start)
-        self._live = live
-        self.publish = live.publish
-        self.start = live.start
-
-    def windows(self, step: int) -> Iterator[list[Group]]:
-        """The live windows; the record is flushed when the step is complete."""
-        for window in self._live.windows(step):
-            yield window
-            self._recorder.add(window)
-        self._recorder.flush()
+    def failed(self, error: MetronomeError) -> None:
+        """Told once, by the unit's leader."""
+        if self._ranks.leader:
+            self._control.ask("failed", error=type(error).__name__, message=str(error))
 
 
 class Recorded:
     """A record in place of rollouts: nothing to publish, nothing to start."""
 
-    def __init__(self, path: Path, expected: int) -> None:
-        self._replay = Replay(path, expected)
+    def __init__(self, path: Path, ranks: Ranks, expected: int) -> None:
+        self._replay = Replay(path, ranks.unit, expected)
 
     def publish(self, models: TriModel, version: int) -> float:
         """No instances: no time."""
@@ -78,6 +93,15 @@ class Recorded:
     def start(self, step: int) -> None:
         """Nothing to start."""
 
-    def windows(self, step: int) -> Iterator[list[Group]]:
-        """The step's windows in the order in which they were trained."""
-        return self._replay.windows(step)
+    def work(self, step: int) -> Iterator[Work]:
+        """What the unit did in the step, in the order in which it was done."""
+        return (_work(entry) for entry in self._replay.entries(step))
+
+    def failed(self, error: MetronomeError) -> None:
+        """No other unit waits for this one."""
+
+
+def _work(entry: Entry) -> Work:
+    if "groups" in entry:
+        return [group_from_wire(group) for group in entry["groups"]]
+    return [landed_from_wire(landed) for landed in entry.get("landed", ())]

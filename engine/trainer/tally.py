@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 from engine.trainer.batch import trained_tokens
 from engine.types import Group
 
 
+TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
+
+
 @dataclass
 class Tally:
-    """Sums over the groups and micro-batches of one step on one replica."""
+    """What one rank adds up over a step. Only ranks that speak for something add it (engine.trainer.ranks)."""
 
     rewards: list[float] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
@@ -53,8 +58,23 @@ class Tally:
         """Keep the largest ratio gap; NaN wins over everything, so that it can't hide."""
         self.max_ratio_gap = gap if math.isnan(gap) else max(self.max_ratio_gap, gap)
 
-    def figures(self) -> dict[str, Any]:
-        """The keys of steps.jsonl that a replica knows: means over responses, times in seconds."""
+    def wire(self, leader: bool, peak_bytes: int) -> dict[str, Any]:
+        """What the rank tells the others at the end of the step."""
+        return {**asdict(self), "versions": sorted(self.versions), "leader": leader, "peak_bytes": peak_bytes}
+
+    @staticmethod
+    def merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The keys of steps.jsonl that the trainer knows, from every rank's `wire`.
+
+        Sums and means are over the step's responses; times are means over the units (their leaders), in seconds.
+        """
+        whole = Tally(**{name: merge([rank[name] for rank in ranks]) for name, merge in MERGED.items()})
+        leaders = [rank for rank in ranks if rank["leader"]]
+        for name in TIMES:
+            setattr(whole, name, sum(rank[name] for rank in leaders) / len(leaders))
+        return {**whole._figures(), "memory_peak_gib": [round(rank["peak_bytes"] / 2**30, 3) for rank in ranks]}
+
+    def _figures(self) -> dict[str, Any]:
         count = max(1, len(self.rewards))
         mean = sum(self.rewards) / count
         return {
@@ -79,3 +99,23 @@ class Tally:
             "wait_first_s": self.wait_first_s,
             "wait_s": self.wait_s,
         }
+
+
+def _worst(values: Iterable[float]) -> float:
+    """The largest; NaN wins, so that it can't hide."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+MERGED: dict[str, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys(("rewards", "statuses", "lengths"), _all),
+    "versions": lambda found: set(_all(found)),
+    **dict.fromkeys(("truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
+    **dict.fromkeys(("loss", "kl", "entropy", "clipped", "mismatch_kl"), sum),
+    **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _worst),
+}
+"""How each figure of the ranks becomes one of the step."""

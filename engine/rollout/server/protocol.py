@@ -90,11 +90,11 @@ def completion_reply(number: int, model: str, prompt_tokens: int, result: Result
 
 
 def parse_update_path(body: Mapping[str, Any]) -> str:
-    """The safetensors file of an /update_weights body."""
+    """The safetensors file, or folder of such, of an /update_weights body."""
     info = body.get("update_info")
     path = info.get("path") if isinstance(info, dict) else None
     if not isinstance(path, str):
-        raise BadInput('/update_weights needs {"update_info": {"path": "file.safetensors"}}')
+        raise BadInput('/update_weights needs {"update_info": {"path": "file.safetensors or a folder of such"}}')
     return path
 
 

@@ -1,4 +1,4 @@
-"""Replacing the weights of a running model by those of a safetensors file: all or nothing."""
+"""Replacing the weights of a running model by those of safetensors files: all or nothing."""
 
 from __future__ import annotations
 
@@ -12,24 +12,33 @@ from engine.errors import BadInput
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Copy a file's tensors, under their Hugging Face names, into the model's parameters in place.
+    """Copy the tensors of a file, or of a folder's *.safetensors (one per pipeline stage of the trainer), under their
+    Hugging Face names, into the model's parameters in place.
 
     Every parameter must be there exactly once with its shape and dtype, and nothing else; a tied lm_head may be absent
     or equal to the embedding. Anything else raises BadInput before a single parameter is touched.
     """
-    if not Path(path).is_file():
-        raise BadInput(f"update_info.path {path!r}: no such file")
+    place = Path(path)
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if not files or not files[0].is_file():
+        raise BadInput(f"update_info.path {path!r}: no such file, and no folder with *.safetensors")
     parameters = dict(model.named_parameters(remove_duplicate=True))
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise BadInput(f"update_info.path {path!r}: not a whole safetensors file: {error}") from None
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= _read(file)
     _check_tied(model, tensors, path)
     _check(parameters, tensors, path)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise BadInput(f"update_info.path {str(path)!r}: not a whole safetensors file: {error}") from None
 
 
 def _check_tied(model: nn.Module, tensors: dict[str, Tensor], path: str) -> None:

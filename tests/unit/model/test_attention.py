@@ -1,7 +1,17 @@
+"""Every kernel against the plain mask, values and gradients; SegmentAttention over two context-parallel processes."""
+
+import os
+import socket
+
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex
+from torch import multiprocessing
 
-from engine.model.attention import by_segment, masked
+from engine.errors import BadInput
+from engine.model.attention import SegmentAttention, params
+from engine.model.kernels import cpu, cuda
+from engine.model.kernels.reference import masked
 from engine.model.layout import layout
 
 CASES = {
@@ -9,20 +19,177 @@ CASES = {
     "empty and equal": [(4, [6, 0, 6, 2])],
     "several groups": [(3, [2, 2]), (1, [5]), (7, [1, 4])],
     "one token": [(1, [1])],
+    "only empty": [(3, [0, 0])],
+    "over several blocks": [(130, [140, 3, 0, 129]), (1, [1] * 8)],
 }
+HEADS = [(4, 4), (4, 2), (3, 1)]
+"""(query heads, key-value heads)."""
+
+
+def row_of(groups, shared=True):
+    return layout([([0] * prompt, [[0] * n for n in lengths]) for prompt, lengths in groups], shared)
+
+
+def shards_of(row):
+    """The row as it is, and aligned and cut for two and three context-parallel ranks."""
+    yield row
+    for size in (2, 3):
+        aligned = row.aligned(2 * size)
+        yield from (aligned.shard(rank, size) for rank in range(size))
+
+
+def results(kernel, row, heads, scale=None):
+    """Output and gradients of q, k, v of seeded random inputs in float64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(row.size, heads[0], 16), (row.row_size, heads[1], 16), (row.row_size, heads[1], 16)]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    weight = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
+    out = kernel(*inputs, row, scale)
+    return out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)
+
+
+def assert_same(kernel, row, heads, scale=None):
+    for found, expected in zip(results(kernel, row, heads, scale), results(masked, row, heads, scale), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-def test_by_segment_equals_the_mask_and_its_gradients(case, heads):
-    row = layout([([0] * prompt, [[0] * n for n in lengths]) for prompt, lengths in CASES[case]])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kernel", [cpu.by_segment, cpu.attend], ids=["segment", "cpu"])
+def test_a_cpu_kernel_equals_the_mask_and_its_gradients(kernel, case, heads):
+    for row in shards_of(row_of(CASES[case])):
+        assert_same(kernel, row, heads)
+
+
+def test_the_plan_computes_nothing_hidden_if_calls_are_free():
+    (causal, behind) = row_of([(10, [4, 4, 4])]).once(cpu.plan, 0).batches
+    assert causal.mask is None
+    assert causal.queries.shape == (1, 14)  # the prompt with its first response
+    assert behind.queries.shape == (2, 4)
+    assert behind.mask.tolist() == [[True] * (11 + i) + [False] * (3 - i) for i in range(4)]
+
+
+def test_the_plan_prefers_few_calls_for_short_rows():
+    row = row_of([(3, [2, 4, 1]), (2, [3, 1]), (200, [150, 3])])
+    plans = [[tuple(batch.queries.shape) for batch in row.once(cpu.plan, cost).batches] for cost in (0, 1000, 10**9)]
+    assert plans[0] == [(2, 5), (1, 4), (1, 1), (1, 1), (1, 350), (1, 3)]
+    assert plans[1] == [(1, 16), (1, 350), (1, 3)]  # both short groups under one mask, the long one in parts
+    assert plans[2] == [(1, row.size)]
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """FlexAttention's plain implementation has a backward on CPU too; only a check of the arguments refuses it."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_cuda_kernel_uncompiled_equals_the_mask_and_its_gradients(case, flex_on_cpu):
+    for row in shards_of(row_of(CASES[case])):
+        assert_same(cuda.attend, row, (4, 2))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_cuda_kernel_in_bfloat16():
+    row = row_of(CASES["ragged"])
+    q, k, v = (torch.randn(row.size, heads, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 1))
+    v = v.expand(-1, 2, -1)
+    found = cuda.attend(*(x.bfloat16() for x in (q, k, v)), row)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.float(), masked(q, k, v, row), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_block_mask_is_that_of_the_whole_mask(case):
+    for row in shards_of(row_of(CASES[case])):
+        ours, mask = row.once(cuda.block_mask), row.mask
+        theirs = flex.create_block_mask(lambda b, h, q, kv: mask[q, kv], None, None, *mask.shape, device="cpu")  # noqa: B023
+        for name in ("kv", "full_kv", "q", "full_q"):
+            counts, numbers = getattr(ours, f"{name}_num_blocks"), getattr(ours, f"{name}_indices")
+            assert torch.equal(counts, getattr(theirs, f"{name}_num_blocks"))
+            for count, found, expected in zip(
+                counts.flatten(), numbers.flatten(0, 2), getattr(theirs, f"{name}_indices").flatten(0, 2), strict=True
+            ):
+                assert torch.equal(found[:count], expected[:count])
+        assert row.once(cuda.block_mask) is ours  # made once for all layers
+
+
+def test_whole_blocks_are_found():
+    mask = row_of([(256, [256])]).once(cuda.block_mask)
+    assert mask.full_kv_num_blocks.flatten().tolist() == [0, 1, 2, 3]
+    assert mask.kv_num_blocks.flatten().tolist() == [1, 1, 1, 1]
+
+
+def test_the_module_takes_megatrons_arguments():
+    row = row_of(CASES["several groups"])
+    q, k, v = (torch.randn(row.size, 1, heads, 8) for heads in (4, 2, 2))
+    expected = masked(*(x.squeeze(1) for x in (q, k, v)), row, 0.2).reshape(row.size, 1, 32)
+    for name in ("cpu", "reference"):
+        module = SegmentAttention.backend(name)(config=None, layer_number=1, attn_mask_type=None, softmax_scale=0.2)
+        torch.testing.assert_close(module(q, k, v, None, packed_seq_params=params(row)), expected)
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(BadInput, match="tpu.*cpu, cuda, npu, reference"):
+        SegmentAttention.backend("tpu")
+
+
+PARALLEL = {
+    "group of 1": [(5, [6])],
+    "group of 2, one empty": [(4, [0, 9])],
+    "group of 8, very different lengths": [(17, [1, 40, 3, 0, 90, 2, 2, 7])],
+    "several groups": CASES["several groups"],
+    "over several blocks": CASES["over several blocks"],
+}
+
+
+def inputs_of(row, heads):
     generator = torch.Generator().manual_seed(0)
-    shapes = [(heads[0], row.size, 8), (heads[1], row.size, 8), (heads[1], row.size, 8)]
-    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    weight = torch.randn(heads[0], row.size, 8, generator=generator, dtype=torch.float64)
-    results = []
-    for attend in (masked, by_segment):
-        out = attend(*inputs, row)
-        results.append((out, *torch.autograd.grad((out * weight).sum(), inputs)))
-    for reference, other in zip(*results, strict=True):
-        torch.testing.assert_close(other, reference, rtol=1e-9, atol=1e-11)
+    shapes = [(row.row_size, 1, heads[0], 16), *[(row.row_size, 1, heads[1], 16)] * 2, (row.row_size, 1, heads[0] * 16)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def on_a_rank(rank, port, folder):
+    """One of two context-parallel ranks: outputs and gradients of its rows, by case; also with recomputation."""
+    from megatron.core.tensor_parallel.random import checkpoint
+
+    from engine.platform import get, session
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    found = {}
+    with session(get("cpu"), seed=0, context=2, timeout_s=60):
+        module = SegmentAttention.backend("cpu")(None)
+        for name, groups in PARALLEL.items():
+            row = row_of(groups).aligned(4).shard(rank, 2)
+            *inputs, weight = (x[row.rows].requires_grad_() for x in inputs_of(row, (4, 2)))
+
+            def attend(*inputs, row=row):
+                return module(*inputs, None, packed_seq_params=params(row))
+
+            for out in (attend(*inputs), checkpoint(attend, False, *inputs)):
+                for x in inputs:
+                    x.grad = None
+                (out * weight).sum().backward()
+                found.setdefault(name, []).append([row.rows, out.detach(), *(x.grad for x in inputs)])
+        with pytest.raises(ValueError, match="spread over 1 ranks.* has 2"):
+            module(*inputs, None, packed_seq_params=params(row_of(CASES["ragged"])))
+    torch.save(found, f"{folder}/{rank}.pt")
+
+
+def test_context_parallel_attention_equals_a_single_process(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    multiprocessing.spawn(on_a_rank, (port, tmp_path), nprocs=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for name, groups in PARALLEL.items():
+        row = row_of(groups).aligned(4)
+        *inputs, weight = (x.requires_grad_() for x in inputs_of(row, (4, 2)))
+        out = masked(*(x.squeeze(1) for x in inputs), row).reshape(row.size, 1, -1)
+        whole = [out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)]
+        for found in (run for rank in ranks for run in rank[name]):
+            rows, *tensors = found
+            for ours, expected in zip(tensors, whole, strict=True):
+                torch.testing.assert_close(ours, expected[rows], rtol=1e-9, atol=1e-11)

@@ -1,7 +1,10 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.model.kernels import cpu
+from engine.model.kernels.reference import masked
 from engine.model.layout import layout, split
 
 
@@ -46,6 +49,99 @@ def test_each_target_is_the_token_after_its_scored_position(groups, shared):
     assert row.targets.tolist() == flat
     seen = row.mask.sum(1)
     assert torch.equal(seen, row.positions + 1)  # every token sees exactly the tokens before it in its own sequence
+
+
+@given(groups, st.booleans(), st.integers(1, 12))
+def test_aligned_adds_filler_that_nothing_sees(groups, shared, multiple):
+    row = layout(groups, shared)
+    aligned = row.aligned(multiple)
+    assert aligned.size % multiple == 0
+    assert 0 <= aligned.size - row.size < multiple
+    assert aligned.token_ids[: row.size].tolist() == row.token_ids.tolist()
+    assert torch.equal(aligned.mask[: row.size, : row.size], row.mask)
+    assert not aligned.mask[: row.size, row.size :].any()
+    assert aligned.scored.tolist() == row.scored.tolist()
+    assert aligned.targets.tolist() == row.targets.tolist()
+    assert torch.equal(aligned.mask.sum(1), aligned.positions + 1)
+
+
+def test_a_row_of_the_right_length_is_not_touched():
+    row = layout([([1, 2], [[3, 4]])])
+    assert row.aligned(4) is row
+    assert row.shard(0, 1) is row
+
+
+def test_ranks_take_an_early_and_a_late_chunk():
+    row = layout([([1, 2, 3], [[4, 5], [6, 7, 8]])])
+    first, second = row.shard(0, 2), row.shard(1, 2)
+    assert first.rows.tolist() == [0, 1, 6, 7]
+    assert second.rows.tolist() == [2, 3, 4, 5]
+    assert first.token_ids.tolist() == [1, 2, 7, 8]
+    assert second.positions.tolist() == [2, 3, 4, 3]
+    assert first.targets.tolist() == [8]  # scored at the row of token 7
+    assert first.kept.tolist() == [4]
+    assert second.targets.tolist() == [4, 5, 6, 7]  # token 6 is scored by the prompt's last, in row 2
+    assert second.scored.tolist() == [0, 1, 0, 3]
+    assert second.kept.tolist() == [0, 1, 2, 3]
+
+
+@given(groups, st.booleans(), st.integers(2, 4))
+def test_shards_divide_the_rows_and_the_scored_tokens(groups, shared, size):
+    row = layout(groups, shared).aligned(2 * size)
+    shards = [row.shard(rank, size) for rank in range(size)]
+    together = torch.cat([shard.rows for shard in shards])
+    assert sorted(together.tolist()) == list(range(row.size))
+    assert sorted(torch.cat([shard.kept for shard in shards]).tolist()) == list(range(row.targets.numel()))
+    assert torch.equal(together[shards[0].row_order], torch.arange(row.size))
+    for shard in shards:
+        assert shard.size * size == row.size == shard.row_size
+        assert torch.equal(shard.rows[shard.scored], row.scored[shard.kept])
+        assert torch.equal(shard.targets, row.targets[shard.kept])
+        assert torch.equal(shard.token_ids, row.token_ids[shard.rows])
+        assert torch.equal(shard.positions, row.positions[shard.rows])
+        assert torch.equal(shard.mask, row.mask[shard.rows])
+
+
+@given(groups, st.booleans(), st.integers(1, 3))
+def test_parts_cover_each_row_once_and_list_what_it_sees(groups, shared, size):
+    row = layout(groups, shared).aligned(2 * size)
+    for shard in (row.shard(rank, size) for rank in range(size)):
+        rebuilt = torch.zeros_like(shard.mask)
+        assert [part.query for part in shard.parts] == [sum(p.length for p in shard.parts[:i]) for i in range(len(shard.parts))]
+        for part in shard.parts:
+            for i in range(part.length):
+                rebuilt[part.query + i, part.keys[: part.prefix + i + 1]] = True
+        assert torch.equal(rebuilt, shard.mask)
+
+
+@given(groups, st.booleans(), st.integers(1, 3))
+def test_attention_of_the_shards_is_that_of_the_whole(groups, shared, size):
+    row = layout(groups, shared).aligned(2 * size)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(row.size, heads, 4, generator=generator, dtype=torch.float64) for heads in (2, 1, 1))
+    shards = [row.shard(rank, size) for rank in range(size)]
+    parts = torch.cat([cpu.by_segment(q[shard.rows], k, v, shard) for shard in shards])
+    torch.testing.assert_close(parts[shards[0].row_order], masked(q, k, v, row))
+
+
+def test_uneven_cuts_are_refused():
+    row = layout([([1, 2, 3], [[4, 5]])])
+    with pytest.raises(ValueError, match="5 rows.*2·2"):
+        row.shard(0, 2)
+    with pytest.raises(ValueError, match="align the whole"):
+        row.aligned(6).shard(0, 3).aligned(4)
+    with pytest.raises(ValueError, match="in 2 shards"):
+        row.aligned(8).shard(0, 2).shard(0, 2)
+
+
+def test_to_moves_all_tensors():
+    shard = layout([([1, 2], [[3, 4]])]).aligned(8).shard(1, 2)
+    moved = shard.to(torch.device("meta"))
+    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 6
+    assert all(tensor.is_meta for tensor in tensors)
+    assert moved.parts == shard.parts
+    assert shard.to(torch.device("cpu")) is shard
 
 
 @given(st.integers(1, 50), st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(10, 200), st.booleans())

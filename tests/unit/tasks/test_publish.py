@@ -4,23 +4,37 @@ import fsspec
 import pytest
 
 from engine.errors import MetronomeError
+from engine.trainer import checkpoint_store as store
+from engine.trainer.checkpoint_files import complete
 from tasks.publish import copy_checkpoint
 
 server = pytest.importorskip("moto.server")
 
 
+def a_checkpoint(root, step, **figures):
+    folder = root / f"step-{step:06d}"
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(b"weights" * 1000)
+    (folder / "state.json").write_text(json.dumps({"step": step}))
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    marker = {"step": step, "weight_version": step, "id": f"{root.name} {step}", "figures": figures, "files": files}
+    (folder / "_SUCCESS.json").write_text(json.dumps(marker))
+    return folder
+
+
 @pytest.fixture
 def made(tmp_path):
     """A complete checkpoint and a policy folder."""
-    checkpoint, policy = tmp_path / "step-000002", tmp_path / "policy"
-    checkpoint.mkdir()
+    policy = tmp_path / "policy"
     policy.mkdir()
-    (checkpoint / "policy.safetensors").write_bytes(b"weights" * 1000)
-    (checkpoint / "state.json").write_text('{"step": 2}')
-    files = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    (checkpoint / "_SUCCESS.json").write_text(json.dumps({"step": 2, "weight_version": 2, "files": files}))
     (policy / "model.safetensors").write_bytes(b"hf" * 500)
-    return checkpoint, policy
+    return a_checkpoint(tmp_path, 2), policy
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request, tmp_path):
+    """Where to publish, empty."""
+    return f"{tmp_path}/out" if request.param == "folder" else f"{request.getfixturevalue('s3')}/{tmp_path.name}"
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +60,62 @@ def published(place):
     return json.loads(store.cat_file(f"{root}/_SUCCESS.json")), sizes
 
 
-@pytest.mark.parametrize("where", ["folder", "s3"])
-def test_a_published_checkpoint_is_whole(made, where, tmp_path, request):
-    place = f"{tmp_path}/out/mine" if where == "folder" else f"{request.getfixturevalue('s3')}/mine"
+def test_a_published_checkpoint_is_whole(made, place):
     copy_checkpoint(*made, place)
     copy_checkpoint(*made, place)  # again over the first
     marker, sizes = published(place)
     assert marker["step"] == 2
     assert marker["files"]["policy/model.safetensors"] == 1000
     assert {name: size for name, size in sizes.items() if name != "_SUCCESS.json"} == marker["files"]
+
+
+def test_what_the_trainer_has_published_is_not_sent_again(made, place):
+    checkpoint, policy = made
+    store.upload(checkpoint, place)
+    (checkpoint / "__0_0.distcp").write_bytes(b"changed" * 1000)
+    copy_checkpoint(checkpoint, policy, place)
+    files, root = fsspec.core.url_to_fs(place)
+    assert files.cat_file(f"{root}/__0_0.distcp") == b"weights" * 1000
+    assert files.cat_file(f"{root}/policy/model.safetensors") == b"hf" * 500
+    marker, _ = published(place)
+    (checkpoint / "_SUCCESS.json").write_text(json.dumps(marker | {"id": "of another run", "files": {"__0_0.distcp": 7000}}))
+    copy_checkpoint(checkpoint, policy, place)
+    assert files.cat_file(f"{root}/__0_0.distcp") == b"changed" * 1000
+
+
+def test_the_newest_whole_one_is_found_fetched_and_the_last_and_best_are_kept(place, tmp_path):
+    for step, reward in {2: 0.9, 4: 0.1, 6: 0.2, 8: 0.3, 10: 0.4}.items():
+        store.upload(a_checkpoint(tmp_path / "run", step, reward_mean=reward), f"{place}/step-{step:06d}")
+    files, root = fsspec.core.url_to_fs(place)
+    files.rm_file(f"{root}/step-000010/_SUCCESS.json")
+    files.pipe_file(f"{root}/step-000008/state.json", b"{}")
+    found, ignored = store.survey(place)
+    assert sorted(found) == ["step-000002", "step-000004", "step-000006"]
+    assert ignored == [
+        f"checkpoint {place}/step-000008 is incomplete (state.json has 2 bytes, _SUCCESS.json says 11), ignored",
+        f"checkpoint {place}/step-000010 is incomplete (no _SUCCESS.json), ignored",
+    ]
+    fetched = store.download(place, "step-000006", found["step-000006"], tmp_path / "fetched")
+    assert complete(fetched)
+    assert (fetched / "__0_0.distcp").read_bytes() == b"weights" * 1000
+    store.prune(place, 1, 1)
+    assert sorted(store.survey(place)[0]) == ["step-000002", "step-000006"]
+    assert not [name for name in files.find(root) if "step-000004" in name]
+
+
+def test_a_fetched_checkpoint_stays_in_its_folder_and_has_the_right_sizes(made, place, tmp_path):
+    copy_checkpoint(*made, f"{place}/step-000002")
+    marker = store.survey(place)[0]["step-000002"]
+    (tmp_path / "a/.step-000002.partial").mkdir(parents=True)
+    (tmp_path / "a/.step-000002.partial/written-00000.json").touch()  # of a save that was killed
+    fetched = store.download(place, "step-000002", marker, tmp_path / "a")
+    assert sorted(path.name for path in fetched.iterdir()) == ["_SUCCESS.json", "__0_0.distcp", "state.json"]
+    outside = {"files": marker["files"] | {"../../escaped": 11}}
+    store.download(place, "step-000002", marker | outside, tmp_path / "b")
+    assert not list(tmp_path.rglob("escaped"))
+    with pytest.raises(MetronomeError, match=r"step-000002 failed: state.json has 11 bytes, _SUCCESS.json says 12"):
+        store.download(place, "step-000002", marker | {"files": marker["files"] | {"state.json": 12}}, tmp_path / "c")
+    assert not complete(tmp_path / "c/step-000002")
 
 
 def test_a_failing_upload_leaves_no_marker(made, s3):

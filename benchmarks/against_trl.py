@@ -1,0 +1,265 @@
+"""End to end against TRL's GRPOTrainer on two cores: `python benchmarks/against_trl.py [--pairs 2] [--steps 4]`
+
+The same tiny Qwen3 (hidden 128, 4 layers, vocabulary 512, fp32), the same 110-token prompts, 16 prompts x 8 responses x 128 new
+tokens, temperature 1, kl_coef 0.04, the same reward, learning rate and optimizer. TRL 1.16 runs in an environment of its own, which the
+script makes once (runs/environments, about 1 GB, by pip). Runs alternate: TRL, ours with old_policy "behavior", ours with
+"previous", and again. All responses have full length on both sides because of the model itself: the end token has a probability
+of 1e-12 (`out_of_reach`); the lengths of both sides are checked.
+
+The measure: trained tokens/s, prompt and response tokens of every response over the time from one update's end to the next; the
+first steps of a run are dropped. Required: 2.0 times TRL's with "behavior" (which is what TRL computes: ratio 1, no third copy) and
+1.7 with "previous" (one model's forward more than TRL).
+
+What was tuned, for ours: one trainer thread and one instance thread, pinned to a core each; rollout.concurrency and
+train.micro_batch_tokens, see OURS. For TRL: two threads; fp32 (bf16 is its default, and slower on this CPU); no gradient checkpointing
+(on by default); micro-batch, cache implementation and generation path, see TRL; no vLLM.
+
+Printed besides: where our time goes and the ceiling, that is the step time if both cores were always busy with nothing but
+generation, forward and backward, each at the speed it has in a sync run (where it has the machine to itself).
+Last line: RESULT {json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import CACHE, run_launcher
+from transformers import Qwen3ForCausalLM
+
+from engine.base_model.tokenizer import SPECIAL_TOKENS, build
+from engine.base_model.warmup import WarmUp, untrained
+from engine.recipe import HOME
+from engine.run_folder import read_lines
+from engine.trace import read_spans
+
+PACKAGES = ("trl==1.16.0", "torch==2.13.*", "transformers==5.23.*", "accelerate==1.15.*", "datasets==5.2.*")
+VOCABULARY, CONTEXT = 512, 512
+PROMPTS, GROUP, NEW_TOKENS, PROMPT_TOKENS = 16, 8, 128, 110
+RATE, KL = 1e-6, 0.04
+WARM_UP = 2
+"""First steps of a run, not counted."""
+REQUIRED = {"behavior": 2.0, "previous": 1.7}
+OURS = {"rollout.concurrency": 4, "train.micro_batch_tokens": 2048}
+TRL = {"--micro-batch": 32, "--threads": 2}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one steady step."""
+
+    step_s: float
+    parts: dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=2, help="rounds of TRL and ours")
+    parser.add_argument("--steps", type=int, default=4, help="measured steps per run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting of our runs")
+    arguments = parser.parse_args()
+    python = environment()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model, problems = make_model(folder / "model"), make_problems(folder / "problems.jsonl", arguments.steps + WARM_UP)
+        found = measure(python, model, problems, arguments, folder)
+    result = figures(found)
+    show(found, result)
+    print("RESULT " + json.dumps(result))
+
+
+def measure(python: Path, model: Path, problems: Path, arguments: argparse.Namespace,
+            folder: Path) -> dict[str, list[list[Step]]]:
+    """Steady steps of every run, runs alternating: {side: runs}. A sync run of each kind at the end, for the ceiling."""
+    found: dict[str, list[list[Step]]] = {"trl": [], **{name: [] for name in REQUIRED}}
+    extra = dict(item.split("=", 1) for item in arguments.set)
+
+    def ours(old: str, mode: str, number: int) -> list[Step]:
+        changes = {**extra, "algorithm.old_policy": old, "train.mode": mode, "run.name": f"{old}-{mode}-{number}"}
+        return run_ours(model, problems, arguments.steps + WARM_UP, folder, changes)
+
+    for pair in range(arguments.pairs):
+        for side in found:
+            steps = run_trl(python, model, problems, arguments.steps + WARM_UP) if side == "trl" else ours(side, "periodic", pair)
+            found[side].append(steps)
+            print(f"{side} {pair}: {statistics.mean(step.step_s for step in steps):.2f} s a step, {tokens_per_s(steps):.0f} tokens/s",
+                  flush=True)
+    return found | {f"{old} sync": [ours(old, "sync", 0)] for old in REQUIRED}
+
+
+# what both sides get -----------------------------------------------------------------------------------------------------
+
+
+def make_model(folder: Path) -> Path:
+    """A random Qwen3 whose tokenizer is the byte-level one (260 of the 512 ids), as a Hugging Face folder."""
+    tokenizer = build(CONTEXT)
+    torch.manual_seed(0)
+    model = untrained(tokenizer, WarmUp(context=CONTEXT))
+    model.resize_token_embeddings(VOCABULARY, mean_resizing=False)
+    out_of_reach(model, [tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def out_of_reach(model: Qwen3ForCausalLM, ids: list[int], size: float = 4.0) -> None:
+    """Take the last hidden dimension as a bias: every embedding has `size` there, the given ids −`size`, and no layer writes to it.
+
+    With tied embeddings their logits fall by 2 · size² / rms, here by about 22, so that they are never sampled.
+    """
+    embedding = model.get_input_embeddings().weight
+    embedding[:, -1] = size
+    embedding[ids, -1] = -size
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[-1] = 0.0
+        layer.mlp.down_proj.weight[-1] = 0.0
+
+
+def make_problems(path: Path, steps: int) -> Path:
+    """Different prompts for every step, all of PROMPT_TOKENS letters and spaces: no side has to pad."""
+    draw = random.Random(0)
+    texts = ["".join(draw.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(PROMPT_TOKENS)) for _ in range(PROMPTS * steps)]
+    path.write_text("".join(json.dumps({"problem": text, "answer": "none", "solution": ""}) + "\n" for text in texts))
+    return path
+
+
+# TRL ---------------------------------------------------------------------------------------------------------------------
+
+
+def environment() -> Path:
+    """The Python of TRL's own environment; made first if it isn't there or holds other packages."""
+    folder = CACHE / "environments/trl"
+    python, marker = folder / "bin/python", folder / "packages.json"
+    if not marker.exists() or json.loads(marker.read_text()) != list(PACKAGES):
+        print(f"making TRL's environment in {folder} (a minute or two)", flush=True)
+        venv.create(folder, with_pip=True, clear=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *PACKAGES], check=True, timeout=1800)
+        marker.write_text(json.dumps(PACKAGES))
+    return python
+
+
+def run_trl(python: Path, model: Path, problems: Path, steps: int, changes: dict[str, Any] | None = None) -> list[Step]:
+    """One run of TRL; its steady steps."""
+    options = {"--model": model, "--problems": problems, "--steps": steps, "--prompts": PROMPTS, "--group-size": GROUP,
+               "--new-tokens": NEW_TOKENS, "--learning-rate": RATE, "--kl-coef": KL, **TRL, **(changes or {})}
+    command = [str(python), str(HOME / "benchmarks/trl_side.py"), *(str(part) for pair in options.items() for part in pair)]
+    env = {**os.environ, "OMP_NUM_THREADS": str(options["--threads"]), "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=env)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("TRL ")]
+    if done.returncode or not lines:
+        sys.exit(f"TRL's run failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    report = json.loads(lines[0].removeprefix("TRL "))
+    check_lengths("TRL", report["lengths"])
+    return [Step(step["step_s"], {"generation": step["generate_s"], "forward of the reference": step["score_s"],
+                                  "the rest (forward, backward, update)": step["step_s"] - step["generate_s"] - step["score_s"]})
+            for step in report["steps"][WARM_UP:]]
+
+
+def check_lengths(side: str, means: list[float]) -> None:
+    if set(means) != {float(NEW_TOKENS)}:
+        sys.exit(f"{side}: mean response lengths {means}; every response must have {NEW_TOKENS} tokens for the sides to be comparable")
+
+
+# ours --------------------------------------------------------------------------------------------------------------------
+
+
+def run_ours(model: Path, problems: Path, steps: int, folder: Path, changes: dict[str, Any]) -> list[Step]:
+    """One run of the launcher; its steady steps."""
+    config = run_launcher({
+        "run.output": folder,
+        "model.path": model,
+        "data.train": problems,
+        "reward.function": f"{HOME / 'benchmarks/rewards.py'}:letters",
+        "rollout.devices": [1],
+        "rollout.group_size": GROUP,
+        "rollout.max_context": PROMPT_TOKENS + NEW_TOKENS + 2,
+        "rollout.max_new_tokens": NEW_TOKENS,
+        "train.devices": [0],
+        "train.steps": steps,
+        "train.prompts_per_step": PROMPTS,
+        "train.learning_rate": RATE,
+        "train.weight_decay": 0.0,
+        "train.max_grad_norm": 1.0,
+        "algorithm.kl_coef": KL,
+        "checkpoint.every": 0,
+        **OURS,
+        **changes,
+    })
+    lines = list(read_lines(config.folder / "steps.jsonl"))
+    check_lengths("ours", [line["response_length_mean"] for line in lines])
+    ends = list(update_ends(read_spans(config.folder / "trace")))
+    assert lines[0]["trained_tokens"] == PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS), lines[0]["trained_tokens"]
+    keys = ("rollout_s", "train_s", "score_s", "update_s", "sync_s", "wait_first_s", "wait_s")
+    return [Step(end - before, {key: line[key] for key in keys})
+            for before, end, line in list(zip(ends, ends[1:], lines[1:], strict=False))[WARM_UP - 1:]]
+
+
+def update_ends(spans: list[dict[str, Any]]) -> Iterator[float]:
+    """When each step's update was done, in order of steps."""
+    return iter(sorted(span["end"] for span in spans if span["name"] == "update"))
+
+
+# figures -----------------------------------------------------------------------------------------------------------------
+
+
+def tokens_per_s(steps: list[Step]) -> float:
+    """Trained tokens per second of wall clock on both cores."""
+    return PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS) * len(steps) / sum(step.step_s for step in steps)
+
+
+def figures(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
+    """Rates, ratios, ceilings."""
+    result: dict[str, Any] = {"trl_tokens_per_s": tokens_per_s(sum(found["trl"], []))}
+    for old, required in REQUIRED.items():
+        rate, ceiling = tokens_per_s(sum(found[old], [])), core_seconds(found[f"{old} sync"][0], old)
+        pairs = [tokens_per_s(ours) / tokens_per_s(theirs) for ours, theirs in zip(found[old], found["trl"], strict=True)]
+        result[old] = {
+            "tokens_per_s": rate,
+            "ratio": rate / result["trl_tokens_per_s"],
+            "ratio_of_each_pair": pairs,
+            "required": required,
+            "core_seconds": ceiling,
+            "ceiling_tokens_per_s": PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS) / (sum(ceiling.values()) / 2),
+        }
+    return result
+
+
+def core_seconds(sync: list[Step], old: str) -> dict[str, float]:
+    """What a step's work takes on one core that has the machine to itself; of the policy's forward we know what the frozen models' take."""
+    frozen = 2 if old == "previous" else 1
+    mean = {key: statistics.mean(step.parts[key] for step in sync) for key in sync[0].parts}
+    forward = mean["score_s"] / frozen
+    return {"generation": mean["rollout_s"], "forward of frozen models": mean["score_s"], "forward of the policy": forward,
+            "backward": mean["train_s"] - mean["score_s"] - forward, "sync and update": mean["sync_s"] + mean["update_s"]}
+
+
+def show(found: dict[str, list[list[Step]]], result: dict[str, Any]) -> None:
+    """For people."""
+    print("\nseconds of a step, mean:")
+    for side, runs in found.items():
+        steps = sum(runs, [])
+        parts = ", ".join(f"{key} {statistics.mean(step.parts[key] for step in steps):.2f}" for key in steps[0].parts)
+        print(f"  {side}: {statistics.mean(step.step_s for step in steps):.2f} ({parts})")
+    for old in REQUIRED:
+        one = result[old]
+        parts = ", ".join(f"{key} {value:.2f}" for key, value in one["core_seconds"].items())
+        print(f"{old}: {one['tokens_per_s']:.0f} tokens/s, TRL {result['trl_tokens_per_s']:.0f}: ratio {one['ratio']:.2f}, "
+              f"required {one['required']}; ceiling {one['ceiling_tokens_per_s']:.0f} tokens/s "
+              f"({one['tokens_per_s'] / one['ceiling_tokens_per_s']:.0%} reached), core-seconds: {parts}")
+
+
+if __name__ == "__main__":
+    main()

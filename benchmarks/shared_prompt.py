@@ -1,0 +1,129 @@
+"""What computing a group's prompt once saves in training: `python benchmarks/shared_prompt.py [--repeats 3] [--hidden 512] [--layers 4]`
+
+A micro-step is `Policy.accumulate` of one group in one micro-batch: the policy's forward, loss and backward. It is timed with
+`attention.shared_prompt` on, and off: then every response carries its own copy of the prompt and all of them are *packed* into one row
+without padding. So the comparison is with the best one can do without sharing. fp32, one thread, a random Qwen3 (by default
+hidden 512, 4 layers, 8 heads of 64, 4 key-value heads, MLP 1536, vocabulary 4096), large enough that kernels cost more than calls.
+Calls alternate; medians of CPU seconds, one computing thread.
+
+The bound is the ratio of the floating-point operations of both, S tokens computed, A visible (query, key) pairs, T tokens scored:
+
+    F = 2 · S · (weights of the layers' linear maps) + 4 · A · layers · heads · head_dim + 2 · T · hidden · vocabulary
+
+times 3 for forward and backward on both sides. With prompt P and G responses of R tokens (Periodic Asynchrony §4.2, eq. 10-13):
+
+    shared    S = P + G·R     A = P(P+1)/2 + G·(R·P + R(R+1)/2)      T = G·R
+    separate  S = G·(P + R)   A = G·(P(P+1)/2 + R·P + R(R+1)/2)      T = G·R
+
+Required: at least 0.85 of the bound for (1024, 64, 8). Peak memory is the largest resident size of a fresh process in such a
+micro-step minus what it had before it. Last line: RESULT {json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from common import alternating, build_policy, one_rank, random_group, random_qwen3, result
+
+from engine import platform
+from engine.model.shape import ModelShape, read_shape
+
+POINTS = ((1024, 64, 8), (512, 256, 8), (128, 1024, 8))
+"""(prompt, response, group) in tokens, tokens, responses."""
+REQUIRED = 0.85
+VOCABULARY = 4096
+SIDES = {"shared": True, "packed": False}
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.memory:
+        side, *point = arguments.memory.split(",")
+        print(json.dumps(peak(Path(arguments.model), SIDES[side], tuple(map(int, point)))))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_qwen3(Path(folder) / "model", arguments.hidden, arguments.layers, VOCABULARY)
+        shape = read_shape(model)
+        print(f"Qwen3, hidden {shape.hidden}, {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, vocabulary "
+              f"{shape.vocabulary}, float32, 1 thread, torch {torch.__version__}")
+        found = [measure(model, shape, point, arguments.repeats) for point in POINTS]
+    result({"hidden": shape.hidden, "layers": shape.layers, "vocabulary": VOCABULARY, "dtype": "float32", "threads": 1,
+            "required_share": REQUIRED, "points": found})
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls of each side")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--memory", help=argparse.SUPPRESS)  # "side,prompt,response,group" in a fresh process
+    return parser.parse_args()
+
+
+def measure(model: Path, shape: ModelShape, point: tuple[int, int, int], repeats: int) -> dict[str, Any]:
+    """Seconds and peak memory of both sides at one point, with the bound."""
+    prompt, response, size = point
+    group = random_group(prompt, [response] * size, VOCABULARY)
+    with one_rank():
+        policies = {side: build_policy(model, shared, size * (prompt + response)) for side, shared in SIDES.items()}
+        for policy in policies.values():
+            policy.start_step()
+        times = alternating({side: partial(policy.accumulate, [group]) for side, policy in policies.items()}, repeats)
+    seconds = {side: statistics.median(taken) for side, taken in times.items()}
+    speed_up, bound = seconds["packed"] / seconds["shared"], flops(shape, point, False) / flops(shape, point, True)
+    memory = {side: peak_of_process(model, side, point) for side in SIDES}
+    print(f"prompt {prompt}, response {response}, group {size}: shared {seconds['shared']:.2f} s, packed {seconds['packed']:.2f} s: "
+          f"{speed_up:.2f} times faster, bound {bound:.2f} ({speed_up / bound:.0%} of it); peak memory shared "
+          f"{memory['shared'] / 2**20:.0f} MiB, packed {memory['packed'] / 2**20:.0f} MiB", flush=True)
+    return {"prompt": prompt, "response": response, "group": size, "shared_s": seconds["shared"], "packed_s": seconds["packed"],
+            "speed_up": speed_up, "bound": bound, "share_of_bound": speed_up / bound,
+            "gflops_per_s_shared": flops(shape, point, True) / seconds["shared"] / 1e9,
+            "gflops_per_s_packed": flops(shape, point, False) / seconds["packed"] / 1e9,
+            "shared_peak_bytes": memory["shared"], "packed_peak_bytes": memory["packed"]}
+
+
+def flops(shape: ModelShape, point: tuple[int, int, int], shared: bool) -> float:
+    """Of forward and backward; the formula is in the module's docstring."""
+    prompt, response, size = point
+    copies = 1 if shared else size
+    tokens = copies * prompt + size * response
+    pairs = copies * prompt * (prompt + 1) / 2 + size * (response * prompt + response * (response + 1) / 2)
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    weights = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
+    output = 2 * size * response * shape.hidden * shape.vocabulary
+    return 3 * (2 * tokens * weights + 4 * pairs * shape.layers * shape.heads * shape.head_dim + output)
+
+
+def peak_of_process(model: Path, side: str, point: tuple[int, int, int]) -> int:
+    """Bytes that a micro-step needs at its peak, in a process of its own."""
+    command = [sys.executable, __file__, "--model", str(model), "--memory", ",".join(map(str, (side, *point)))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    return int(json.loads(done.stdout.splitlines()[-1]))
+
+
+def peak(model: Path, shared: bool, point: tuple[int, ...]) -> int:
+    """Largest resident size during one micro-step minus that before it, bytes; a tiny one has loaded all code before."""
+    prompt, response, size = point
+    with one_rank():
+        policy = build_policy(model, shared, size * (prompt + response))
+        policy.start_step()
+        policy.accumulate([random_group(8, [8] * 2, VOCABULARY)])
+        before = psutil.Process().memory_info().rss
+        platform.get("cpu").reset_peak()
+        policy.accumulate([random_group(prompt, [response] * size, VOCABULARY)])
+        return platform.get("cpu").peak_bytes() - before
+
+
+if __name__ == "__main__":
+    main()

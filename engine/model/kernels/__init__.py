@@ -1,0 +1,20 @@
+"""Attention kernels over a `Layout`, one per platform, with one signature (see `reference.masked`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from engine.model.kernels import cpu, cuda, npu, reference
+from engine.model.layout import Layout
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Layout, float | None], Tensor]
+
+KERNELS: dict[str, Kernel] = {
+    "reference": reference.masked,
+    "cpu": cpu.attend,
+    "cuda": cuda.attend,
+    "npu": npu.attend,
+}
+"""By the name that a platform gives in `Platform.attention`."""

@@ -1,0 +1,31 @@
+"""NVIDIA GPUs: NCCL, Megatron as it is, FlexAttention."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from engine.platform.base import Accelerator, without_transformer_engine
+
+
+class Cuda(Accelerator):
+    """One GPU per rank. Transformer Engine and Apex are not needed."""
+
+    name = "cuda"
+    backend = "nccl"
+    attention = "cuda"
+
+    def missing(self) -> str | None:
+        """A torch built for CUDA and a GPU that its driver shows."""
+        if not torch.backends.cuda.is_built():
+            return f"this torch ({torch.__version__}) is built without CUDA"
+        return None if torch.cuda.is_available() else "torch.cuda finds no GPU (driver, CUDA_VISIBLE_DEVICES)"
+
+    def api(self) -> ModuleType:
+        """`torch.cuda`."""
+        return torch.cuda
+
+    def adapt_megatron(self) -> None:
+        """Megatron is at home here."""
+        without_transformer_engine()

@@ -1,0 +1,58 @@
+"""Ascend NPUs: torch_npu, HCCL, MindSpeed's adaptor under Megatron, npu_fusion_attention.
+
+Written against torch_npu 2.13 and MindSpeed's branch core_r0.16.0 (which pairs with megatron-core 0.16.1). It has not run on
+an NPU: the attention call is tested against the operator's published schema, the rest is not tested.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+
+import torch
+
+from engine.platform.base import Accelerator, without_transformer_engine
+
+
+class Npu(Accelerator):
+    """One NPU per rank."""
+
+    name = "npu"
+    backend = "hccl"
+    attention = "npu"
+
+    def missing(self) -> str | None:
+        """torch_npu (whose import needs CANN), a device, and MindSpeed."""
+        if binding := self._missing_binding():
+            return binding
+        return None if importlib.util.find_spec("mindspeed") else "the package mindspeed (branch core_r0.16.0) is not installed"
+
+    def present(self) -> bool:
+        """A machine with NPUs is meant to be used as one: there "auto" does not fall back when MindSpeed is missing."""
+        return self._missing_binding() is None
+
+    def _missing_binding(self) -> str | None:
+        if importlib.util.find_spec("torch_npu") is None:
+            return "the package torch_npu is not installed"
+        try:
+            api = self.api()
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"torch_npu can't be imported, is CANN's environment set up? ({error})"
+        return None if api.is_available() else "torch_npu finds no NPU (driver, ASCEND_RT_VISIBLE_DEVICES)"
+
+    def api(self) -> ModuleType:
+        """`torch.npu`, which importing torch_npu adds to torch."""
+        importlib.import_module("torch_npu")
+        return vars(torch)["npu"]
+
+    def adapt_megatron(self) -> None:
+        """Import MindSpeed's adaptor, which patches megatron-core. It reads its features from the command line, so hide ours."""
+        importlib.import_module("torch_npu")
+        arguments, sys.argv = sys.argv, sys.argv[:1]
+        try:
+            importlib.import_module("mindspeed.megatron_adaptor")
+        finally:
+            sys.argv = arguments
+        without_transformer_engine()

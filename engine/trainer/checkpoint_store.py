@@ -1,0 +1,126 @@
+"""Checkpoints in the place that `checkpoint.path` names, a folder or s3://: files first, marker last.
+
+Any file system of fsspec would do; a folder and s3:// are tested.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import botocore.exceptions
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from engine.config import Config
+from engine.errors import MetronomeError
+from engine.trainer.checkpoint_files import MARKER, Marker, fault, kept, parse, partial_of, read_marker, write_json
+
+
+def place_of(config: Config) -> str:
+    """Where the run's checkpoints are published: `<checkpoint.path>/<run.name>`, or "" if they stay in the run folder."""
+    return f"{config.checkpoint.path.rstrip('/')}/{config.run.name}" if config.checkpoint.path else ""
+
+
+def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = None) -> None:
+    """Copy a complete checkpoint, and files `beside` it by name, to a folder or URL.
+
+    A marker that is there already is removed first; files that it names are left as they are if it is this checkpoint's.
+    Raises MetronomeError naming the place; no marker is left then.
+    """
+    marker = read_marker(checkpoint)
+    if marker is None:
+        raise MetronomeError(f"checkpoint {checkpoint} is not complete: it has no {MARKER}")
+    files = {name: checkpoint / name for name in marker["files"]} | dict(beside or {})
+    with _named(f"publishing the checkpoint to {place}"):
+        store, root = _open(place)
+        there = _marker(store, root)
+        if there is not None:
+            store.rm_file(f"{root}/{MARKER}")
+        same = there["files"] if there and "id" in marker and there.get("id") == marker["id"] else {}
+        for name, file in files.items():
+            if name not in same or name in (beside or {}):
+                store.put_file(str(file), f"{root}/{name}")
+        sizes = {name: file.stat().st_size for name, file in files.items()}
+        store.pipe_file(f"{root}/{MARKER}", json.dumps({**marker, "files": sizes}, indent=1).encode())
+
+
+def survey(place: str) -> tuple[dict[str, Marker], list[str]]:
+    """The complete checkpoints of a place by name, and a sentence about each incomplete one."""
+    complete: dict[str, Marker] = {}
+    ignored = []
+    with _named(f"looking for checkpoints in {place}"):
+        store, root = _open(place)
+        store.invalidate_cache()
+        listed = {name.removeprefix(f"{root}/"): int(entry["size"])
+                  for name, entry in store.find(root, detail=True).items()}  # fmt: skip
+        for folder in sorted({name.partition("/")[0] for name in listed if name.startswith("step-") and "/" in name}):
+            marker = _marker(store, f"{root}/{folder}")
+            sizes = {name.removeprefix(f"{folder}/"): size for name, size in listed.items() if name.startswith(f"{folder}/")}
+            wrong = fault(marker, sizes)
+            if marker is not None and wrong is None:
+                complete[folder] = marker
+            else:
+                ignored.append(f"checkpoint {place}/{folder} is incomplete ({wrong}), ignored")
+    return complete, ignored
+
+
+def download(place: str, name: str, marker: Marker, root: Path) -> Path:
+    """Copy a published checkpoint under a root folder, marker last; what lies beside it in folders of its own is left out.
+
+    Raises MetronomeError if a file arrives with another size than the marker says.
+    """
+    target = root / name
+    partial = partial_of(target)
+    for stale in (partial, target):
+        shutil.rmtree(stale, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files = {file: size for file, size in marker["files"].items() if _is_name(file)}
+    with _named(f"fetching the checkpoint {place}/{name}"):
+        store, where = _open(place)
+        for file in files:
+            store.get_file(f"{where}/{name}/{file}", str(partial / file))
+    if wrong := fault({"files": files}, {file: (partial / file).stat().st_size for file in files}):
+        raise MetronomeError(f"fetching the checkpoint {place}/{name} failed: {wrong}")
+    partial.rename(target)
+    write_json(target / MARKER, {**marker, "files": files})
+    return target
+
+
+def prune(place: str, last: int, best: int) -> None:
+    """Delete the complete checkpoints of a place that are not kept, each marker first."""
+    markers, _ = survey(place)
+    keep = kept(markers, last, best)
+    with _named(f"deleting old checkpoints in {place}"):
+        store, root = _open(place)
+        for name in set(markers) - keep:
+            store.rm_file(f"{root}/{name}/{MARKER}")
+            store.rm(f"{root}/{name}", recursive=True)
+
+
+def _open(place: str) -> tuple[Any, str]:
+    store, root = fsspec.core.url_to_fs(place)
+    if isinstance(store, LocalFileSystem):
+        store.auto_mkdir = True
+    return store, str(root)
+
+
+def _marker(store: Any, folder: str) -> Marker | None:  # noqa: ANN401
+    return parse(store.cat_file(f"{folder}/{MARKER}")) if store.exists(f"{folder}/{MARKER}") else None
+
+
+def _is_name(name: str) -> bool:
+    """Whether it names a file in the folder itself: the marker comes from outside and must not lead out of it."""
+    return "/" not in name and name not in ("", ".", "..", MARKER)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, botocore.exceptions.BotoCoreError) as error:
+        raise MetronomeError(f"{what} (checkpoint.path) failed: {error}") from error

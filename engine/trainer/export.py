@@ -1,0 +1,34 @@
+"""Writing the final policy as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from engine.model.tri_model import TriModel
+from engine.trainer.ranks import Ranks
+from engine.weights.hf_folder import join, write_sharded
+
+
+def export(models: TriModel, ranks: Ranks, base: Path, target: Path) -> None:
+    """The base model's configuration and tokenizer with our weights. A collective of all ranks.
+
+    Each pipeline stage's tensors are written by the rank that gathers them; the folder appears when all are there.
+    """
+    partial = target.with_name(f".{target.name}.partial")
+    if ranks.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(base, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", ".*"))
+    ranks.barrier()
+    if ranks.exports:
+        tensors = models.export()
+        if ranks.writes:
+            write_sharded(partial / f"stage-{ranks.stage:03d}", tensors)
+        else:
+            for _ in tensors:
+                pass  # gives its shards to the rank that writes
+    ranks.barrier()
+    if ranks.rank == 0:
+        join(partial, sorted(partial.glob("stage-*")))
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)

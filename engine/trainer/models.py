@@ -1,0 +1,48 @@
+"""Opening the tri-model that a config describes, on this rank."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from engine.config import Config
+from engine.model.build import Computation
+from engine.model.shape import ModelShape, read_shape
+from engine.model.tri_model import TriModel
+from engine.model.weights import load
+from engine.platform import Platform
+from engine.weights.hf_folder import open_folder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""By the name in `train.dtype`."""
+
+
+def computation(config: Config, platform: Platform) -> Computation:
+    """How the config wants models to be computed on this platform."""
+    device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
+    return Computation(config.parallel.sequence, DTYPES[config.train.dtype], config.train.recompute, platform.attention, device)
+
+
+def open_models(config: Config, platform: Platform) -> TriModel:
+    """Policy, and old policy and reference where the algorithm needs them, all from `model.path`."""
+    base = Path(config.model.path)
+    shape = read_shape(base)
+    put = partial(_load, base, shape)
+    return TriModel(
+        shape,
+        computation(config, platform),
+        config.rollout.temperature,
+        put,
+        old=config.algorithm.old_policy == "previous",
+        reference=put if config.algorithm.kl_coef > 0 else None,
+        offload=config.train.offload,
+    )
+
+
+def _load(folder: Path, shape: ModelShape, model: GPTModel) -> None:
+    with open_folder(folder) as files:
+        load(model, files.read, shape)

@@ -1,0 +1,85 @@
+"""What the ranks train in the parallel tests: cases, and the groups that they share with the reference."""
+
+import random
+from dataclasses import dataclass, field
+
+from engine.types import Group, Prompt, Response, Score
+
+VOCABULARY, CONTEXT = 61, 128  # 61 is padded under tensor parallelism
+LARGE, SMALL = 4096, 24
+"""Token budgets of a micro-batch: everything packed into one row, or nearly every response in a row of its own."""
+
+GROUP_SETS = {
+    "mixed": [(9, (7, 3, 12, 5)), (4, (4, 0, 16, 1)), (13, (2, 9))],
+    "many": [(6, (5, 3, 9, 2)), (11, (6, 1)), (3, (8, 0, 4)), (7, (2, 2, 13, 6)), (5, (10, 3))],
+    "one": [(9, (11,)), (1, (1,)), (5, (30,))],
+    "two": [(9, (CONTEXT - 9, 1)), (1, (6, 0))],
+    "eight": [(12, (1, 2, CONTEXT - 12, 0, 33, 5, 5, 17))],
+    "few": [(6, (9, 4))],
+}
+"""(tokens of the prompt, tokens of each response) of each group; "one", "two" and "eight" responses of very different
+lengths, among them an empty one and one that ends at the model's limit."""
+
+Windows = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step of one policy in one layout."""
+
+    name: str
+    layout: dict[str, int | bool]
+    kind: str = "qwen3"
+    tied: bool = False
+    shared: bool = True
+    budget: int = LARGE
+    temperature: float = 1.0
+    loss: str = "plain"
+    """"plain" is the policy gradient; "full" has ratios to an old policy, clipping, KL and entropy."""
+    groups: str = "mixed"
+    deal: tuple[Windows, ...] = ()
+    """The windows of each unit, each a tuple of group numbers; () deals one group per window, in turn."""
+    early: bool = False
+    """Score some responses under the frozen models before their groups are trained."""
+    settings: dict[str, object] = field(default_factory=dict)
+    tolerance: float = 1e-5
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        sizes = [self.layout.get(name, 1) for name in ("tensor", "pipeline", "context", "data")]
+        return sizes[0] * sizes[1] * sizes[2] * sizes[3]
+
+    @property
+    def model(self) -> str:
+        """Name of its folder."""
+        return f"{self.kind}-{'tied' if self.tied else 'untied'}"
+
+    def windows(self, unit: int, units: int) -> Windows:
+        """What a unit trains, in order."""
+        if self.deal:
+            return self.deal[unit] if unit < len(self.deal) else ()
+        return tuple((index,) for index in range(len(GROUP_SETS[self.groups])) if index % units == unit)
+
+
+OLD_SCALE, REFERENCE_SCALE = 0.93, 1.07
+"""In the full loss old policy and reference are the policy with all weights times this: the same in every layout."""
+KL_COEF, ENTROPY_COEF, CLIP = 0.05, 0.02, 0.2
+
+
+def make_groups(name: str) -> list[Group]:
+    """The groups of a set, the same in every process."""
+    draw = random.Random(name)
+    return [_group(draw, index, prompt, lengths) for index, (prompt, lengths) in enumerate(GROUP_SETS[name])]
+
+
+def _group(draw: random.Random, index: int, prompt: int, lengths: tuple[int, ...]) -> Group:
+    def ids(length: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(2, VOCABULARY) for _ in range(length))  # transformers trains no embedding of its padding, 1
+
+    def response(length: int) -> Response:
+        mask = tuple(draw.random() < 0.8 for _ in range(length))
+        return Response(ids(length), (-4.0,) * length, ((0, 0),), mask, "stop", "", 0, "i")
+
+    question = Prompt(f"p{index}", "", "", ids(prompt))
+    return Group(0, index, question, tuple(map(response, lengths)), tuple(Score(draw.random()) for _ in lengths))

@@ -1,0 +1,110 @@
+"""One rank of the parallel tests: `python rank.py FOLDER` runs every case of FOLDER/cases.pickle, one after the other.
+
+Writes FOLDER/<number>-<rank>.pt for each: whole Hugging Face gradients of this rank's stage, the log-probabilities that
+this rank judges, and the step's figures. Started by harness.py; knows nothing of transformers.
+"""
+
+import json
+import os
+import pickle
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
+
+from parallel.cases import CLIP, ENTROPY_COEF, KL_COEF, OLD_SCALE, REFERENCE_SCALE, Case, make_groups  # noqa: E402
+
+from engine import platform, recipe  # noqa: E402
+from engine.algorithm.advantages import ADVANTAGES  # noqa: E402
+from engine.model.weights import export  # noqa: E402
+from engine.trainer.policy import Policy  # noqa: E402
+from engine.types import Landed  # noqa: E402
+
+SIZES = ("tensor", "pipeline", "context", "expert")
+
+
+def config_of(case: Case, folder: Path):
+    full = {"algorithm.old_policy": "previous", "algorithm.kl_coef": KL_COEF, "algorithm.entropy_coef": ENTROPY_COEF,
+            "algorithm.clip_low": CLIP, "algorithm.clip_high": CLIP}  # fmt: skip
+    settings = {
+        "run.name": "parallel", "model.path": str(folder / case.model), "rollout.temperature": case.temperature,
+        "attention.shared_prompt": case.shared, "train.micro_batch_tokens": case.budget,
+        **{f"parallel.{key}": value for key, value in case.layout.items()},
+        **(full if case.loss == "full" else {"algorithm.old_policy": "behavior"}), **case.settings,
+    }  # fmt: skip
+    return recipe.load(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+
+
+def open_policy(case: Case, folder: Path) -> Policy:
+    policy = Policy(config_of(case, folder), platform.get("cpu"))
+    if min(len(group.responses) for group in make_groups(case.groups)) == 1:  # grpo has no advantage for these
+        ADVANTAGES["reward"] = lambda rewards: rewards
+        policy.packing = replace(policy.packing, advantage="reward")
+    for frozen, scale in ((policy.models.old, OLD_SCALE), (policy.models.reference, REFERENCE_SCALE)):
+        if frozen is not None:
+            frozen.set([weight * scale for weight in frozen.weights])
+    return policy
+
+
+def run(case: Case, folder: Path) -> dict:
+    """One step: what this rank found."""
+    policy = open_policy(case, folder)
+    groups = make_groups(case.groups)
+    found = []
+    tell = policy._tell
+
+    def overhear(batch, logprobs, old, loss):
+        if policy.ranks.judges:
+            found.append(([(m.group, m.number, len(m.response.token_ids)) for m in batch.members],
+                          batch.layout.kept, logprobs.clone(), old.clone()))  # fmt: skip
+        tell(batch, logprobs, old, loss)
+
+    policy._tell = overhear
+    policy.start_step()
+    for window in case.windows(policy.ranks.unit, policy.ranks.units):
+        if case.early:
+            policy.score_early(landed([groups[index] for index in window]))
+        policy.accumulate([groups[index] for index in window])
+    policy.reduce(sum(len(group.responses) for group in groups))
+    models = policy.models
+    grads = {name: p.main_grad for name, p in models.policy.named_parameters()}
+    whole = {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)}
+    figures = policy.figures()
+    norm, _ = policy.update()
+    weights = {name: tensor.clone() for name, tensor in models.export()}
+    return {"stage": policy.ranks.stage, "gradients": whole, "logprobs": found, "figures": figures, "norm": norm,
+            "weights": weights}  # fmt: skip
+
+
+def landed(window):
+    """Every second response of the window, as it would arrive alone."""
+    return [
+        Landed(0, group.index, number, group.prompt.token_ids, response.token_ids)
+        for group in window for number, response in enumerate(group.responses) if number % 2 == 0
+    ]  # fmt: skip
+
+
+def main():
+    torch.set_num_threads(1)
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    cases = pickle.loads((folder / "cases.pickle").read_bytes())
+    with ExitStack() as stack:
+        layout = None
+        for number, case in enumerate(cases):
+            print(f"case {case.name}", flush=True)
+            if case.layout != layout:
+                stack.close()
+                os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # a part of the parent's store of its own
+                sizes = {name: int(case.layout.get(name, 1)) for name in SIZES}
+                stack.enter_context(platform.session(platform.get("cpu"), 0, timeout_s=120.0, **sizes))
+                layout = case.layout
+            torch.save(run(case, folder), folder / f"unfinished-{rank}")
+            (folder / f"unfinished-{rank}").rename(folder / f"{number}-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Reading a model folder's configuration, what is refused in it, and what Megatron is told."""
+
+import json
+
+import pytest
+from tiny_models import LLAMA3_ROPE, save
+from transformers import AutoConfig
+
+from engine.errors import BadInput
+from engine.model.families import FAMILIES, rules, settings
+from engine.model.shape import SUPPORTED, Experts, Llama3Scaling, ModelShape, read_shape
+
+LLAMA = {  # Llama 3.2 1B as transformers 4 wrote it
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
+}  # fmt: skip
+DISTILLED = {  # DeepSeek-R1-Distill-Qwen-1.5B, likewise
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 1536,
+    "intermediate_size": 8960, "max_position_embeddings": 131072, "max_window_layers": 21, "model_type": "qwen2",
+    "num_attention_heads": 12, "num_hidden_layers": 28, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 10000, "sliding_window": 4096, "tie_word_embeddings": False, "use_mrope": False,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+MOE = {  # Qwen3-30B-A3B, likewise
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None,
+    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def shape_of(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    return read_shape(folder)
+
+
+def test_configurations_of_transformers_4(tmp_path):
+    llama = shape_of(tmp_path, LLAMA)
+    assert llama == ModelShape("LlamaForCausalLM", 16, 2048, 32, 8, 64, 8192, 128256, 131072, 500000.0, 1e-5, True,
+                               Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    distilled = shape_of(tmp_path, DISTILLED)
+    assert (distilled.head_dim, distilled.rope_theta, distilled.rope_scaling, distilled.tied) == (128, 10000.0, None, False)
+    assert shape_of(tmp_path, MOE).experts == Experts(128, 8, 768, True, tuple(range(48)))
+
+
+@pytest.mark.parametrize(("kind", "changes"), [
+    ("qwen3", {}),  # no head_dim given: transformers takes 128, not hidden / heads
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    ("qwen3_moe", {"mlp_only_layers": [1], "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+])  # fmt: skip
+def test_configurations_of_transformers_5(tmp_path, kind, changes):
+    shape = read_shape(save_in(tmp_path, kind, changes))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert shape.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert shape.tied == theirs.tie_word_embeddings
+    assert (shape.rope_scaling is not None) == (theirs.rope_parameters["rope_type"] == "llama3")
+    if shape.experts:
+        assert shape.experts == Experts(4, 2, 32, True, (3,))
+
+
+def save_in(folder, kind, changes):
+    save(folder, kind, **changes)
+    return folder
+
+
+@pytest.mark.parametrize(("base", "changes", "message"), [
+    (LLAMA, {"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM is not supported; supported: LlamaForCausalLM, Q"),
+    (LLAMA, {"attention_bias": True}, "attention_bias = True is not supported for LlamaForCausalLM"),
+    (LLAMA, {"mlp_bias": True}, "mlp_bias = True"),
+    (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
+    (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type = 'yarn'"),
+    (LLAMA, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    (LLAMA, {"vocab_size": None}, "a size is not a number"),
+    (LLAMA, {"num_key_value_heads": 5}, "num_attention_heads 32 is no multiple of num_key_value_heads 5"),
+    (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "key 'low_freq_factor' is missing"),
+    (DISTILLED, {"use_sliding_window": True}, "use_sliding_window = True"),
+    (DISTILLED, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    (DISTILLED, {"use_mrope": True}, "use_mrope = True"),
+    (MOE, {"attention_bias": True}, "attention_bias = True is not supported for Qwen3MoeForCausalLM"),
+    (MOE, {"num_experts_per_tok": 129}, "num_experts_per_tok 129 must be 1 to the 128 experts"),
+    (MOE, {"num_experts_per_tok": 1}, "norm_topk_prob with num_experts_per_tok = 1"),
+])  # fmt: skip
+def test_refused_by_name(tmp_path, base, changes, message):
+    with pytest.raises(BadInput) as refused:
+        shape_of(tmp_path, base | changes)
+    assert message in str(refused.value)
+    assert str(tmp_path / "config.json") in str(refused.value)
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(BadInput, match=r"no \*\.safetensors there; other weight formats are not read"):
+        read_shape(tmp_path)
+
+
+def test_every_supported_architecture_has_a_family(tmp_path):
+    assert set(SUPPORTED) == set(FAMILIES)
+    tied, untied = shape_of(tmp_path, LLAMA), shape_of(tmp_path, DISTILLED)
+    assert rules(tied)["output_layer.weight"].theirs == ("model.embed_tokens.weight",)
+    assert rules(untied)["output_layer.weight"].theirs == ("lm_head.weight",)
+
+
+def test_settings(tmp_path):
+    llama, distilled, moe = (settings(shape_of(tmp_path, config)) for config in (LLAMA, DISTILLED, MOE))
+    assert (llama["kv_channels"], llama["num_query_groups"], llama["layernorm_epsilon"]) == (64, 8, 1e-5)
+    assert "add_qkv_bias" not in llama
+    assert "qk_layernorm" not in llama
+    assert distilled["add_qkv_bias"] is True
+    assert moe["qk_layernorm"] is True
+    assert (moe["num_moe_experts"], moe["moe_router_topk"], moe["moe_ffn_hidden_size"]) == (128, 8, 768)
+    assert moe["moe_layer_freq"] == [1] * 48
+    assert moe["moe_router_pre_softmax"] is False
+    assert settings(shape_of(tmp_path, MOE | {"norm_topk_prob": False}))["moe_router_pre_softmax"] is True

@@ -1,0 +1,61 @@
+"""Rotary positions against transformers'."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from engine.model.rotary import RotaryAtPositions, frequencies
+from engine.model.shape import Llama3Scaling, ModelShape
+
+PLAIN = ModelShape("LlamaForCausalLM", 2, 64, 4, 2, 16, 80, 61, 128, 10000.0, 1e-6, False)
+STRETCHED = [Llama3Scaling(32.0, 1.0, 4.0, 8192), Llama3Scaling(8.0, 2.0, 5.0, 48)]
+
+
+def shape_of(head_dim, theta, scaling):
+    return ModelShape("LlamaForCausalLM", 2, 4 * head_dim, 4, 2, head_dim, 80, 61, 128, theta, 1e-6, False, scaling)
+
+
+def theirs(shape):
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if shape.rope_scaling:
+        s = shape.rope_scaling
+        rope |= {"rope_type": "llama3", "factor": s.factor, "low_freq_factor": s.low_freq_factor,
+                 "high_freq_factor": s.high_freq_factor, "original_max_position_embeddings": s.original_context}
+    config = LlamaConfig(hidden_size=shape.hidden, num_attention_heads=shape.heads, head_dim=shape.head_dim,
+                         rope_parameters=rope, max_position_embeddings=131072)  # fmt: skip
+    return LlamaRotaryEmbedding(config)
+
+
+@pytest.mark.parametrize("scaling", [None, *STRETCHED])
+@pytest.mark.parametrize(("head_dim", "theta"), [(64, 500000.0), (12, 1e6), (128, 10000.0)])
+def test_against_transformers(head_dim, theta, scaling):
+    shape = shape_of(head_dim, theta, scaling)
+    reference = theirs(shape)
+    assert torch.equal(frequencies(shape), reference.inv_freq)
+    positions = torch.tensor([0, 1, 2, 3, 3, 40, 2, 100_000])
+    angles = RotaryAtPositions(shape)(positions)
+    cos, sin = reference(torch.empty(0), positions[None])
+    assert angles.shape == (8, 1, 1, head_dim)
+    assert torch.equal(angles[:, 0, 0].cos(), cos[0])
+    assert torch.equal(angles[:, 0, 0].sin(), sin[0])
+
+
+def test_scaling_changes_long_wavelengths_only():
+    plain, stretched = frequencies(shape_of(64, 500000.0, None)), frequencies(shape_of(64, 500000.0, STRETCHED[0]))
+    assert torch.equal(stretched[:10], plain[:10])
+    torch.testing.assert_close(stretched[-1], plain[-1] / 32)
+    assert (stretched <= plain).all()
+
+
+def test_positions_come_from_the_layout_and_stay_fp32():
+    rotary = RotaryAtPositions(PLAIN).bfloat16()  # as a mixed-precision wrapper casts the whole model
+    positions = torch.tensor([0, 1, 2, 2, 3])
+    handed = rotary.get_rotary_seq_len(None, None, None, None, SimpleNamespace(layout=SimpleNamespace(positions=positions)))
+    assert handed is positions
+    angles = rotary(handed, packed_seq=False, cp_group=None)
+    assert angles.dtype == torch.float32
+    assert torch.equal(angles[2], angles[3])
+    torch.testing.assert_close(angles[4, 0, 0, :8], 3 * frequencies(PLAIN), rtol=0, atol=0)

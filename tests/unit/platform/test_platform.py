@@ -1,0 +1,126 @@
+import importlib.util
+import random
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine import platform
+from engine.errors import BadInput
+from engine.platform import npu
+from engine.platform.cuda import Cuda
+from engine.platform.npu import Npu
+
+
+def test_auto_is_the_cpu_where_there_is_nothing_else():
+    assert platform.get("auto").name == "cpu"
+    assert platform.get().device(3) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("cuda", "without CUDA"), ("npu", "torch_npu is not installed"), ("tpu", "expected auto, cpu")]
+)
+def test_a_platform_that_is_not_there_is_refused_with_the_reason(name, reason, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(BadInput, match=reason):
+        platform.get(name)
+
+
+def test_a_gpu_that_is_not_visible(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BadInput, match="finds no GPU"):
+        platform.get("cuda")
+
+
+def test_auto_chooses_an_npu_first_and_then_asks_for_mindspeed(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: True if name == "torch_npu" else found(name))
+    monkeypatch.setattr(Npu, "api", lambda self: SimpleNamespace(is_available=lambda: True))
+    with pytest.raises(BadInput, match="mindspeed"):
+        platform.get("auto")
+
+
+def test_more_ranks_than_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert Cuda().device(1) == torch.device("cuda", 1)
+    with pytest.raises(BadInput, match="rank 2 .* there are 2"):
+        Cuda().device(2)
+
+
+def test_importing_the_platforms_imports_no_vendor_package():
+    code = "import engine.platform, sys; print([m for m in ('torch_npu', 'mindspeed', 'megatron.core') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_mindspeed_does_not_see_our_command_line(monkeypatch):
+    seen = []
+    monkeypatch.setattr(npu.importlib, "import_module", lambda name: seen.append((name, list(sys.argv))))
+    monkeypatch.setattr(sys, "argv", ["rank.py", "--folder", "x"])
+    Npu().adapt_megatron()
+    assert seen == [("torch_npu", ["rank.py", "--folder", "x"]), ("mindspeed.megatron_adaptor", ["rank.py"])]
+    assert sys.argv == ["rank.py", "--folder", "x"]
+
+
+def test_peak_memory_can_be_counted_again():
+    cpu = platform.get("cpu")
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    with_block = cpu.peak_bytes()
+    assert with_block > 64 * 2**20
+    del block
+    cpu.reset_peak()
+    assert cpu.peak_bytes() < with_block - 32 * 2**20
+
+
+def test_all_random_streams_come_back():
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    cpu = platform.get("cpu")
+
+    def draw():
+        with get_cuda_rng_tracker().fork():
+            inside = torch.rand(3)
+        return random.random(), torch.rand(3), inside
+
+    with platform.single(cpu, seed=5):
+        state = cpu.rng_state()
+        assert set(state) == {"python", "cpu", *(f"megatron.{name}-parallel-rng" for name in ("data", "model", "expert"))}
+        assert all(stream.dtype is torch.uint8 and stream.dim() == 1 for stream in state.values())
+        state = {name: stream.clone() for name, stream in state.items()}
+        first = draw()
+        assert not torch.equal(draw()[2], first[2])  # Megatron's stream goes on
+        cpu.set_rng_state(state)
+        again = draw()
+        assert again[0] == first[0]
+        assert torch.equal(again[1], first[1])
+        assert torch.equal(again[2], first[2])
+        assert not torch.equal(first[1], first[2])
+        with pytest.raises(BadInput, match="streams"):
+            cpu.set_rng_state({"cpu": state["cpu"]})
+
+
+def test_a_session_starts_the_same_streams_for_the_same_seed():
+    draws = []
+    for seed in (7, 7, 8):
+        with platform.single(platform.get("cpu"), seed):
+            draws.append(torch.rand(4))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"tensor": 2}, r"parallel\.tensor 2 × parallel\.pipeline 1 × parallel\.context 1 = 2 does not divide the 1 ranks"),
+    ({"expert": 3}, r"parallel\.expert 3 = 3 does not divide"),
+])  # fmt: skip
+def test_ranks_that_can_not_be_divided_so(sizes, message, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(BadInput, match=message):
+        with platform.session(platform.get("cpu"), 0, **sizes):
+            pass
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,43 @@
+import pytest
+
+from engine.config import Config
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"parallel": {"sequence": True}}, "needs parallel.tensor above 1"),
+        ({"parallel": {"expert": 2, "tensor": 2, "data": 2}}, "needs parallel.sequence = true"),
+        ({"parallel": {"expert": 3, "context": 2, "data": 3}}, "one must divide the other"),
+        ({"parallel": {"expert": 4, "data": 2}}, "must divide parallel.tensor x context x data"),
+        ({"train": {"score_early": True, "consume": "prompt_order"}}, 'needs train.consume = "arrival"'),
+        ({"train": {"score_early": True}, "parallel": {"context": 2}}, "needs parallel.context = 1"),
+        ({"train": {"dtype": "bfloat16"}}, "set it to at least 0.2"),
+    ],
+)
+def test_a_combination_that_can_not_be_is_refused_with_its_rule(settings, said):
+    with pytest.raises(ValueError, match=said):
+        Config(**settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "lockstep", "units"),
+    [
+        ({}, 1, 1, 1),
+        ({"tensor": 2, "pipeline": 3, "context": 2, "data": 4}, 48, 1, 4),
+        ({"data": 4, "expert": 2}, 4, 2, 2),
+        ({"tensor": 2, "sequence": True, "data": 2, "expert": 2}, 4, 1, 2),
+        ({"tensor": 2, "sequence": True, "data": 2, "expert": 4}, 4, 2, 1),
+        ({"context": 2, "data": 2, "expert": 2}, 4, 1, 2),
+    ],
+)
+def test_units_are_the_replicas_that_share_no_expert(sizes, ranks, lockstep, units):
+    parallel = Config(parallel=sizes).parallel
+    assert (parallel.ranks, parallel.lockstep, parallel.units) == (ranks, lockstep, units)
+
+
+def test_a_windows_budget_grows_with_the_pipeline_and_the_replicas_in_lockstep():
+    def window(**parallel):
+        return Config(parallel=parallel, train={"micro_batch_tokens": 100}).window_tokens
+
+    assert [window(), window(pipeline=2), window(data=2, expert=2), window(data=4)] == [100, 800, 200, 100]
