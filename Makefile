@@ -12,13 +12,16 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run test slow-test lint clean
+.PHONY: run test slow-test parallel-test lint clean
 
 run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minutes on 2 cores)
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
 
 test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not parallel"
+
+parallel-test: $(VENV)/installed-dev  ## several trainer ranks at once: layouts against Hugging Face, whole runs (under 15 minutes)
+	$(BIN)/python -m pytest -m parallel
 
 slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow

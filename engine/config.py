@@ -216,11 +216,12 @@ class Parallel(Table):
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence shares activations among tensor ranks: it needs parallel.tensor above 1")
         if self.expert > 1 and self.tensor > 1 and not self.sequence:
-            raise ValueError("parallel.expert with parallel.tensor above 1 needs parallel.sequence = true (Megatron's rule for training)")
+            raise ValueError("parallel.expert with parallel.tensor above 1 needs parallel.sequence = true "
+                             "(Megatron's rule for training)")
         replica = self.tensor * self.context
         if self.expert % replica and replica % self.expert:
-            raise ValueError(f"of parallel.expert ({self.expert}) and parallel.tensor x parallel.context ({replica}) one must divide "
-                             "the other: experts are shared inside a replica or by whole replicas")
+            raise ValueError(f"of parallel.expert ({self.expert}) and parallel.tensor x parallel.context ({replica}) one must "
+                             "divide the other: experts are shared inside a replica or by whole replicas")
         if self.data % self.lockstep:
             raise ValueError(f"parallel.expert ({self.expert}) must divide parallel.tensor x context x data "
                              f"({replica * self.data}): experts are shared among these ranks")
@@ -321,8 +322,8 @@ class Config(Table):
             raise ValueError(f"train.dtype = \"bfloat16\" moves single log-probabilities by more than train.ratio_gap_limit = "
                              f"{self.train.ratio_gap_limit:g}; set it to at least {BF16_GAP:g}, or 0 to only report the gap")
         if self.train.score_early and self.train.consume == "prompt_order":
-            raise ValueError("train.score_early needs train.consume = \"arrival\": which responses are scored together depends on "
-                             "when they land, and with it the last bit of their log-probabilities")
+            raise ValueError("train.score_early needs train.consume = \"arrival\": which responses are scored together depends "
+                             "on when they land, and with it the last bit of their log-probabilities")
         if self.train.score_early and (self.parallel.context > 1 or self.parallel.lockstep > 1):
             raise ValueError("train.score_early needs parallel.context = 1 and no experts shared among replicas: the scores stay "
                              "on the rank that computes them")

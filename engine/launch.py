@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from engine.checks import check_training
 from engine.conductor import Conductor
 from engine.config import Config
 from engine.data.loader import PromptLoader
@@ -35,6 +36,9 @@ STOP_S = 60.0
 
 def launch(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
     """Train. `config.model.path` is a folder by now. Raises the error that ended the run; no process is left behind."""
+    check_training(config)
+    if replay is not None:
+        record.check(replay, config)
     folder = RunFolder(config.folder)
     folder.create(config, resume)
     try:
@@ -60,7 +64,6 @@ class _Launcher:
         """Bring everything up (all processes at once, each takes seconds), wait for the trainer, bring everything down."""
         self._stop_on_signals()
         if self.replay is not None:
-            record.check(self.replay, self.config)  # what can't be replayed is refused before anything starts
             await self._watched(Conductor(self.config, self.folder, self.trace), self._start_trainer())
             return
         problems = read_problems(self.config.data.train)

@@ -98,7 +98,7 @@ def evaluate(
         given = [f"model.path={model}"] if model else []
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
         config = load(recipe, [*overrides, *given])
-        check_inputs(config)
+        check_inputs(config, training=False)
         config = with_model_folder(config)
         _evaluate(config)
 

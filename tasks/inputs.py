@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from engine.checks import check_rollouts, check_training
 from engine.config import Config
 from engine.data.problems import read_problems
 from engine.errors import BadInput
@@ -28,8 +29,11 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
                        "or go on with that run by `metronome train --resume`")
 
 
-def check_inputs(config: Config) -> None:
-    """Read the problems, load the reward, read the model's configuration. Raises BadInput for the first that fails."""
+def check_inputs(config: Config, training: bool = True) -> None:
+    """Read the problems, load the reward, read the model's configuration. Raises BadInput for the first that fails.
+
+    Without `training` (an evaluation) the trainer's layout does not matter.
+    """
     for path in {config.data.train: None, benchmark(config): None}:
         read_problems(path)
     scheme, separator, _ = config.checkpoint.path.partition("://")
@@ -40,10 +44,10 @@ def check_inputs(config: Config) -> None:
         say("warning", "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
             "is trained, and the mismatch figures are not comparable")
     if config.model.path != QUICKSTART:
-        shape = read_shape(Path(config.model.path).expanduser())
-        if config.rollout.max_context > shape.context:
-            raise BadInput(f"rollout.max_context = {config.rollout.max_context} is more than the {shape.context} positions that "
-                           f"the model in {config.model.path} was made for")
+        if training:
+            check_training(config)
+        else:
+            check_rollouts(config)
 
 
 async def _try_reward(config: Config) -> None:

@@ -80,6 +80,7 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         variable_seq_lengths=True,
         deallocate_pipeline_outputs=False,
         batch_p2p_comm=True,
+        cuda_graph_scope=[],  # the default warns about itself
         calculate_per_token_loss=True,  # leaves gradients undivided: the step's denominator is ours (contract 2)
     )
 

@@ -22,8 +22,8 @@ from engine.model.build import logits, row_multiple
 from engine.model.logprobs import token_logprobs
 from engine.model.tri_model import TriModel
 from engine.platform import Platform
-from engine.trainer.bubble import Busy
 from engine.trainer.batch import MicroBatch, Packing
+from engine.trainer.bubble import Busy
 from engine.trainer.early import EarlyScores
 from engine.trainer.models import DTYPES, computation, open_models
 from engine.trainer.ranks import Ranks

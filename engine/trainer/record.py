@@ -53,10 +53,11 @@ class Recorder:
 
 
 def plan(config: Config) -> dict[str, Any]:
-    """The settings of `PLAN` by key, as JSON has them."""
+    """The settings of `PLAN` by key, as JSON has them; a schedule that falls also depends on where it ends."""
     tree = config.model_dump(mode="json")
     found: dict[str, Any] = {}
-    for key in PLAN:
+    falls = config.train.schedule != "constant"
+    for key in (*PLAN, "train.steps") if falls else PLAN:
         table, _, name = key.partition(".")
         found |= {key: tree[table][name]} if name else {f"{table}.{name}": value for name, value in tree[table].items()}
     return found

@@ -6,6 +6,7 @@ A unit's leader asks; what it is told goes to every rank of the unit over the CP
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,7 +64,7 @@ class Live:
         """
         trained: list[int] = []
         while True:
-            reply = self._ranks.from_leader(lambda: self._lease(step, trained))
+            reply = self._ranks.from_leader(partial(self._lease, step, trained))
             trained = []
             if reply.get("end"):
                 return

@@ -11,7 +11,6 @@ from typing import Any
 from engine.trainer.batch import trained_tokens
 from engine.types import Group
 
-
 TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
 
 

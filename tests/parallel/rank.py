@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
@@ -20,6 +21,7 @@ from parallel.cases import CLIP, ENTROPY_COEF, KL_COEF, OLD_SCALE, REFERENCE_SCA
 
 from engine import platform, recipe  # noqa: E402
 from engine.algorithm.advantages import ADVANTAGES  # noqa: E402
+from engine.model.logprobs import token_logprobs  # noqa: E402
 from engine.model.weights import export  # noqa: E402
 from engine.trainer.policy import Policy  # noqa: E402
 from engine.types import Landed  # noqa: E402
@@ -51,7 +53,34 @@ def open_policy(case: Case, folder: Path) -> Policy:
 
 
 def run(case: Case, folder: Path) -> dict:
-    """One step: what this rank found."""
+    """What this rank found."""
+    return {"errors": slice_errors()} if case.kind == "logprobs" else step(case, folder)
+
+
+def slice_errors() -> dict[str, float]:
+    """Largest errors of token_logprobs on this rank's slice of logits, against torch in fp64 on all of them."""
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    errors = {}
+    for tokens, vocabulary in ((13, 20), (13, 17), (13, 10), (13, 3), (1, 19), (0, 17)):  # of 20 columns
+        for temperature in (1.0, 0.7):
+            draw = torch.Generator().manual_seed(vocabulary)
+            logits = 3 * torch.randn(tokens, 20, generator=draw, dtype=torch.float64).float()
+            targets = torch.randint(vocabulary, (tokens,), generator=draw)
+            of = torch.randn(2, tokens, generator=draw)
+            mine, all_of_it = logits.chunk(size, 1)[rank].clone().requires_grad_(), logits.double().requires_grad_()
+            ours = token_logprobs(mine, targets, temperature, vocabulary, chunk=4)
+            logs = torch.log_softmax(all_of_it[:, :vocabulary] / temperature, -1)
+            theirs = logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+            for outputs in (ours, theirs):
+                sum((out * weight).sum() for out, weight in zip(outputs, of, strict=True)).backward()
+            pairs = zip((*ours, mine.grad), (*theirs, all_of_it.grad.chunk(size, 1)[rank]), strict=True)
+            gaps = torch.cat([torch.zeros(1), *((a.detach() - b.detach()).abs().flatten() for a, b in pairs)])
+            errors[f"{tokens} tokens, vocabulary {vocabulary}, temperature {temperature}"] = float(gaps.max())
+    return errors
+
+
+def step(case: Case, folder: Path) -> dict:
+    """One step of training."""
     policy = open_policy(case, folder)
     groups = make_groups(case.groups)
     found = []
@@ -91,16 +120,16 @@ def landed(window):
 def main():
     torch.set_num_threads(1)
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    cases = pickle.loads((folder / "cases.pickle").read_bytes())
+    cases, ports = pickle.loads((folder / "cases.pickle").read_bytes())
     with ExitStack() as stack:
         layout = None
         for number, case in enumerate(cases):
             print(f"case {case.name}", flush=True)
             if case.layout != layout:
                 stack.close()
-                os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # a part of the parent's store of its own
+                os.environ["MASTER_PORT"] = str(ports.pop(0))
                 sizes = {name: int(case.layout.get(name, 1)) for name in SIZES}
-                stack.enter_context(platform.session(platform.get("cpu"), 0, timeout_s=120.0, **sizes))
+                stack.enter_context(platform.session(platform.get("cpu"), 0, timeout_s=60.0, **sizes))
                 layout = case.layout
             torch.save(run(case, folder), folder / f"unfinished-{rank}")
             (folder / f"unfinished-{rank}").rename(folder / f"{number}-{rank}.pt")

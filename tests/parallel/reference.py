@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
-
 from parallel.cases import CLIP, ENTROPY_COEF, KL_COEF, OLD_SCALE, REFERENCE_SCALE, make_groups
+from transformers import AutoModelForCausalLM
 
 
 @dataclass

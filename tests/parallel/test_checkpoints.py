@@ -274,6 +274,7 @@ def kill(processes):
         process.wait()
 
 
+@pytest.mark.parallel
 @pytest.mark.timeout(240)
 def test_layouts_and_a_kill_while_writing(tmp_path):
     models(tmp_path)

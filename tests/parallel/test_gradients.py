@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-
 from parallel.cases import GROUP_SETS, LARGE, SMALL, Case
 from parallel.harness import Worlds, check
 
@@ -22,6 +21,9 @@ PAIRWISE = [
     ("llama", False, LARGE, False, 1.0),
 ]
 """Family, shared prompt, budget (packed or not), tied, temperature: any two values of two factors meet."""
+
+BF16 = 0.1
+"""Roundings of 2^-9 each, through a model of random weights."""
 
 ONE = {"": {}}
 TWO = {
@@ -67,6 +69,7 @@ def group_sizes():
 def mixtures():
     """Qwen3-MoE: experts on two ranks, inside one replica and over replicas in lockstep, with unequal numbers of rows."""
     dp, sp, cp = {"expert": 2, "data": 2}, {"expert": 2, "tensor": 2, "sequence": True}, {"expert": 2, "context": 2}
+    dp4 = {"expert": 2, "data": 4}
     return [Case(f"ep2-{name}", layout, "qwen3_moe", loss=loss, tolerance=1e-4, **factors) for name, layout, loss, factors in (
         ("one-rank", {}, "full", {}),
         ("dp2-odd", dp, "full", {"budget": SMALL, "deal": (((0, 1), (2,)),)}),
@@ -74,8 +77,8 @@ def mixtures():
         ("dp2-separate", dp, "full", {"shared": False, "tied": True, "early": True}),
         ("tp2sp", sp, "full", {"budget": SMALL}),
         ("cp2", cp, "full", {"temperature": 0.7}),
-        ("dp4-unequal", {"expert": 2, "data": 4}, "full", {"budget": SMALL, "groups": "many", "deal": (((0, 1, 2), (3,)), ((4,),))}),
-        ("dp4-idle", {"expert": 2, "data": 4}, "plain", {"deal": ((), ((0,), (1, 2)))}),
+        ("dp4-unequal", dp4, "full", {"budget": SMALL, "groups": "many", "deal": (((0, 1, 2), (3,)), ((4,),))}),
+        ("dp4-idle", dp4, "plain", {"deal": ((), ((0,), (1, 2)))}),
         ("pp2dp2", {"expert": 2, "data": 2, "pipeline": 2}, "full", {"budget": SMALL, "temperature": 0.7}),
     )]  # fmt: skip
 
@@ -83,6 +86,7 @@ def mixtures():
 def options():
     """What may not change a gradient: recomputation, a sharded optimizer, replicas with nothing to do."""
     recompute, sharded = {"train.recompute": True}, {"train.distributed_optimizer": True}
+    bf16 = {"train.dtype": "bfloat16", "train.ratio_gap_limit": 0}
     update = {"train.learning_rate": 1e-2, "train.max_grad_norm": 1e6}
     return [
         Case("recompute", {}, loss="full", settings=recompute),
@@ -95,6 +99,8 @@ def options():
         Case("whole-tp2dp2", FOUR["tp2dp2"], settings=update),
         Case("sharded-tp2dp2", FOUR["tp2dp2"], settings=update | sharded),
         Case("offload", {}, loss="full", settings={"train.offload": True}),
+        Case("bf16", {}, settings=bf16, tolerance=BF16),
+        Case("bf16-tp2sp", TWO["tp2sp"], settings=bf16, tolerance=BF16),
     ]
 
 
@@ -114,10 +120,14 @@ def any_split(count, seed, name, layout, units):
 
 
 CASES = [
-    *matrix(ONE, 6), *group_sizes(), *matrix(TWO, 6), *matrix(FOUR, 4), *matrix(MORE, 2), *mixtures(), *options(),
+    *matrix(ONE, 6), *group_sizes(), *matrix(TWO, 6), *matrix(FOUR, 6), *matrix(MORE, 3), *mixtures(), *options(),
     *any_split(8, 1, "one", {}, 1), *any_split(8, 2, "dp2", TWO["dp2"], 2), *any_split(4, 3, "pp2", TWO["pp2"], 1),
     *any_split(3, 4, "dp4", {"data": 4}, 4),
 ]  # fmt: skip
+SLICES = [
+    Case("slices-tp2", TWO["tp2"], "logprobs"),
+    Case("slices-tp4", {"tensor": 4}, "logprobs"),
+]
 SECONDS = {1: 150, 2: 300, 4: 300}
 """Deadline of all cases of a world size."""
 
@@ -130,14 +140,15 @@ def worlds(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(worlds, request):
     """Looks a case's outcome up; runs a world size at the first question, all its selected cases at once."""
-    wanted = [getattr(item, "callspec", None) and item.callspec.params.get("case") for item in request.session.items]
-    selected = [case for case in wanted if isinstance(case, Case)]
+    parameters = [value for item in request.session.items if hasattr(item, "callspec") for value in item.callspec.params.values()]
+    selected = {case.name: case for case in parameters if isinstance(case, Case)}
     found = {}
 
     def outcome(case):
         if case.name not in found:
-            cases = sorted((one for one in selected if one.world == case.world), key=lambda one: str(one.layout))
-            found.update(worlds.run(cases, SECONDS[case.world]))
+            due = selected | {case.name: case}
+            cases = [one for one in due.values() if one.world == case.world and one.name not in found]
+            found.update(worlds.run(sorted(cases, key=lambda one: str(one.layout)), SECONDS[case.world]))
         return found[case.name]
 
     return outcome
@@ -154,3 +165,43 @@ def expected(worlds, case):
 @named(CASES)
 def test_transformers_agrees(case, outcomes, worlds):
     check(case, outcomes(case), expected(worlds, case))
+
+
+@named(SLICES)
+def test_vocabulary_in_slices(case, outcomes):
+    """token_logprobs itself, also of no tokens, and on ranks whose slice is all padding."""
+    for rank in outcomes(case).ranks():
+        assert len(rank["errors"]) == 12
+        assert max(rank["errors"].values()) < 5e-6, rank["errors"]
+
+
+PAIRS = [
+    pytest.param(one, other, id=f"{one.name} {other.name}")
+    for one, other in zip(group_sizes()[0::3], group_sizes()[2::3], strict=True)
+]
+
+
+@pytest.mark.parametrize(("case", "separate"), PAIRS)
+def test_a_shared_prompt_is_the_same_responses_alone(case, separate, outcomes):
+    (ours,), (theirs,) = outcomes(case).ranks(), outcomes(separate).ranks()
+    assert ours["figures"]["computed_tokens"] <= theirs["figures"]["computed_tokens"]
+    for name, gradient in theirs["gradients"].items():
+        assert torch.norm(ours["gradients"][name] - gradient) <= 1e-5 * torch.norm(gradient), name
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2dp2"])
+def test_a_sharded_optimizer_makes_the_same_update(name, outcomes):
+    """One step of Adam at a rate at which it is seen; the gradients are the same bit for bit, since two terms commute."""
+    whole, sharded = (
+        next(case for case in CASES if case.name == f"{kind}-{name}") for kind in ("whole", "sharded")
+    )  # fmt: skip
+    for ours, theirs in zip(outcomes(sharded).ranks(), outcomes(whole).ranks(), strict=True):
+        assert ours["weights"].keys() == theirs["weights"].keys()
+        for key, weight in theirs["weights"].items():
+            torch.testing.assert_close(ours["weights"][key], weight, rtol=1e-6, atol=1e-7, msg=key)
+
+
+def test_the_full_loss_clips(worlds):
+    """Or its cases would not test what they are there for."""
+    worlds.models(CASES)
+    assert 0.05 < worlds.expected("qwen3-untied", "mixed", 1.0, "full").clipped < 0.5

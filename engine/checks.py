@@ -1,0 +1,31 @@
+"""A run's configuration against its base model: what can't work is refused before any process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.model.rules import check_layout
+from engine.model.shape import ModelShape, read_shape
+
+EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""What the embedded engine can run: `engine.rollout.server.model.SUPPORTED`, which takes seconds to import, by architecture."""
+
+
+def check_rollouts(config: Config) -> ModelShape:
+    """The shape of the model in `model.path`, a Hugging Face folder. Raises BadInput unless instances can sample from it."""
+    folder = Path(config.model.path).expanduser()
+    shape = read_shape(folder)
+    if config.rollout.engine == "embedded" and shape.architecture not in EMBEDDED:
+        raise BadInput(f'model.path {folder}: rollout.engine = "embedded" does not run {shape.architecture}, '
+                       f"only {', '.join(EMBEDDED)}")
+    if config.rollout.max_context > shape.context:
+        raise BadInput(f"rollout.max_context = {config.rollout.max_context} is more than the {shape.context} positions that "
+                       f"the model in {config.model.path} was made for")
+    return shape
+
+
+def check_training(config: Config) -> None:
+    """Raise BadInput unless the model can be sampled from, and trained in the layout of `parallel`."""
+    check_layout(check_rollouts(config), config.parallel)

@@ -1,0 +1,38 @@
+import json
+
+import pytest
+from tiny_models import save
+from transformers import AutoConfig
+
+from engine.checks import EMBEDDED, check_rollouts, check_training
+from engine.config import Config, Model, Parallel, Rollout
+from engine.errors import BadInput
+
+
+def a_config(folder, **tables):
+    sizes = {"max_context": 128, "max_new_tokens": 16} | tables.pop("rollout", {})
+    return Config(model=Model(path=str(folder)), rollout=Rollout(**sizes), **tables)
+
+
+def test_the_embedded_engines_families_are_those_that_its_model_names():
+    from engine.rollout.server.model import SUPPORTED
+
+    configs = {kind: type(AutoConfig.for_model(kind)).__name__ for kind in SUPPORTED}
+    assert sorted(EMBEDDED) == sorted(name.removesuffix("Config") + "ForCausalLM" for name in configs.values())
+
+
+def test_a_model_with_experts_is_refused_for_the_embedded_engine(tmp_path):
+    save(tmp_path, "qwen3_moe")
+    with pytest.raises(BadInput, match=r'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'):
+        check_rollouts(a_config(tmp_path))
+
+
+def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
+    save(tmp_path, "qwen3")
+    check_training(a_config(tmp_path, parallel=Parallel(tensor=2, data=3)))
+    wrong = a_config(tmp_path, parallel=Parallel(tensor=4, pipeline=4))
+    with pytest.raises(BadInput, match=r"parallel\.pipeline = 4 does not divide its 2 layers"):
+        check_training(wrong)
+    assert check_rollouts(wrong).layers == json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+    with pytest.raises(BadInput, match=r"rollout\.max_context = 129 is more than the 128 positions"):
+        check_rollouts(a_config(tmp_path, rollout={"max_context": 129}))

@@ -1,0 +1,135 @@
+import msgpack
+import pytest
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.queue.codec import group_to_wire, landed_to_wire
+from engine.trainer.record import Recorder, Replay, check, plan, read
+from engine.types import Group, Landed, Prompt, Response, Score
+
+CONFIG = Config(parallel={"data": 2}, train={"prompts_per_step": 3})
+
+
+def group(index, step=0):
+    response = Response((5, 6), (-0.5, -1.25), ((0, step),), (True, False), "stop", "añ", 2**62, "instance-0")
+    return group_to_wire(Group(step, index, Prompt("id", "1+1=", "2", (1, 2, 3)), (response,), (Score(1.0),)))
+
+
+def recorded(path, steps=2, config=CONFIG, start=0):
+    """Steps of three groups: unit 1 scores one response early and trains two of the groups, one at a time."""
+    recorder = Recorder(path, config, start)
+    for step in range(start, steps):
+        recorder.add(step, 1, {"landed": [landed_to_wire(Landed(step, 2, 0, (1, 2, 3), (5, 6)))]})
+        recorder.add(step, 0, {"groups": [group(0, step)]})
+        recorder.add(step, 1, {"groups": [group(2, step)]})
+        recorder.add(step, 1, {"groups": [group(1, step)]})
+        recorder.flush()
+    return path
+
+
+def indices(entries):
+    return [[item["index"] for item in entry["groups"]] if "groups" in entry else "landed" for entry in entries]
+
+
+def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
+    path = recorded(tmp_path / "record.msgpack")
+    check(path, CONFIG)
+    for step in (0, 1):
+        assert indices(Replay(path, 0, 3).entries(step)) == [[0]]
+        mine = list(Replay(path, 1, 3).entries(step))
+        assert indices(mine) == ["landed", [2], [1]]
+        assert mine[1]["groups"] == [group(2, step)]
+        assert mine[0]["landed"] == [landed_to_wire(Landed(step, 2, 0, (1, 2, 3), (5, 6)))]
+
+
+def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
+    path = recorded(tmp_path / "record.msgpack")
+    assert list(Replay(path, 2, 3).entries(0)) == []
+
+
+def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
+    path = recorded(tmp_path / "record.msgpack", steps=3)
+    Recorder(path, CONFIG, 1)
+    assert {entry["step"] for entry in read(path)} == {0}
+    recorded(path, steps=3, start=1)
+    assert [indices(Replay(path, 1, 3).entries(step)) for step in range(3)] == [["landed", [2], [1]]] * 3
+
+
+def test_a_resumed_run_with_other_settings_can_not_go_on_with_its_record(tmp_path):
+    path = recorded(tmp_path / "record.msgpack")
+    other = Config(parallel={"data": 1}, train={"prompts_per_step": 3})
+    with pytest.raises(BadInput, match=r"--resume: parallel\.data is 1, but the record was taken with 2"):
+        Recorder(path, other, 1)
+    assert len(list(read(path))) == 8  # and nothing is lost
+    Recorder(path, other, 0)  # all steps are done again: a new record
+    assert list(read(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "change"),
+    [
+        ("train", {"learning_rate": 0.5}),
+        ("train", {"betas": (0.8, 0.9)}),
+        ("train", {"micro_batch_tokens": 7}),
+        ("parallel", {"data": 1}),
+        ("parallel", {"data": 2, "tensor": 2}),
+        ("algorithm", {"clip_low": 0.1}),
+        ("attention", {"shared_prompt": False}),
+        ("rollout", {"temperature": 0.5}),
+    ],
+)
+def test_a_replay_with_another_setting_is_refused_by_its_key(tmp_path, table, change):
+    path = recorded(tmp_path / "record.msgpack")
+    tables = {"parallel": {"data": 2}, "train": {"prompts_per_step": 3}}
+    changed = Config(**(tables | {table: tables.get(table, {}) | change}))
+    key = f"{table}.{list(change)[-1]}"
+    with pytest.raises(BadInput, match=rf"{key} is .*, but the record was taken with .*config\.toml"):
+        check(path, changed)
+
+
+def test_settings_that_change_no_weight_may_differ(tmp_path):
+    path = recorded(tmp_path / "record.msgpack")
+    check(path, Config(run={"name": "again"}, rollout={"concurrency": 7}, parallel={"data": 2},
+                       train={"prompts_per_step": 3, "mode": "sync", "steps": 1, "timeout_s": 5}))  # fmt: skip
+
+
+def test_the_steps_of_a_schedule_that_falls_belong_to_the_plan(tmp_path):
+    falling = {"prompts_per_step": 3, "schedule": "linear"}
+    path = recorded(tmp_path / "record.msgpack", config=Config(train=falling | {"steps": 2}))
+    with pytest.raises(BadInput, match=r"train\.steps is 1, but the record was taken with 2"):
+        check(path, Config(train=falling | {"steps": 1}))
+
+
+def test_a_step_that_was_cut_off_is_refused(tmp_path):
+    path = recorded(tmp_path / "record.msgpack")
+    path.write_bytes(path.read_bytes()[:-10])  # in the middle of the last entry
+    check(path, CONFIG)
+    assert indices(Replay(path, 0, 3).entries(0)) == [[0]]
+    for step, groups in ((1, 2), (2, 0)):
+        with pytest.raises(BadInput, match=f"holds {groups} groups of step {step}, train.prompts_per_step is 3"):
+            list(Replay(path, 0, 3).entries(step))
+
+
+HEADER = msgpack.packb({"plan": plan(CONFIG)})
+DAMAGED = {
+    "text": (b"step,loss\n0,1\n", "does not begin with a run's settings"),
+    "no msgpack": (b"\xc1 nothing", "not a record"),
+    "empty": (b"", "does not begin with a run's settings"),
+    "another message": (msgpack.packb({"plan": 1}), "does not begin with a run's settings"),
+    "bytes behind the header": (HEADER + b"\x07\x07", "entry 0 is damaged"),
+    "no msgpack behind the header": (HEADER + msgpack.packb({"unit": 0, "step": 0, "groups": []}) + b"\xc1", "not a record"),
+    "an entry of something else": (HEADER + msgpack.packb({"step": 0}), "entry 0 is damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_refused(tmp_path, damage):
+    content, said = DAMAGED[damage]
+    (tmp_path / "record.msgpack").write_bytes(content)
+    with pytest.raises(BadInput, match=said):
+        check(tmp_path / "record.msgpack", CONFIG)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="no such file"):
+        check(tmp_path / "record.msgpack", CONFIG)
