@@ -208,8 +208,12 @@ def run_ours(model: Path, problems: Path, steps: int, folder: Path, changes: dic
 
 
 def update_ends(spans: list[dict[str, Any]]) -> Iterator[float]:
-    """When each step's update was done, in order of steps."""
-    return iter(sorted(span["end"] for span in spans if span["name"] == "update"))
+    """When each step's update was done, in order of steps; with several replicas when the last was."""
+    ends: dict[int, float] = {}
+    for span in spans:
+        if span["name"] == "update":
+            ends[span["step"]] = max(ends.get(span["step"], 0.0), span["end"])
+    return (ends[step] for step in sorted(ends))
 
 
 # figures -----------------------------------------------------------------------------------------------------------------

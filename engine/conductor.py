@@ -87,7 +87,7 @@ class Conductor:
             await self.fail(await asyncio.to_thread(self.service.pool.all_gone))
         limit, keys = self._longest_silence()
         if self.failure is None and (who := self._silence.longer_than(limit)):
-            await self.fail(DeadlineError(f"no sign of life of {who} in {limit:.0f} s ({keys}); its log: "
+            await self.fail(DeadlineError(f"no sign of life of {who} in {limit:g} s ({keys}); its log: "
                                           f"{self.folder.logs / 'trainer.log'}"))
 
     def _longest_silence(self) -> tuple[float, str]:

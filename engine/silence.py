@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,24 +13,24 @@ class Silence:
 
     def __init__(self) -> None:
         self._trainer = time.monotonic()
-        self._units: dict[int, float] = {}
         self._answering = 0
+        self._units: dict[int, float] = {}  # of those with something to do: when heard, infinite while they wait for us
 
     @contextmanager
     def answering(self, unit: int | None) -> Iterator[None]:
-        """A request is a sign of life of the trainer, and of the unit that it comes from, when it comes and when it ends."""
+        """A request is a sign of life of the trainer, and of the unit that it comes from."""
         self._answering += 1
-        self._hear(unit)
+        self._hear(unit, math.inf)
         try:
             yield
         finally:
             self._answering -= 1
-            self._hear(unit)
+            self._trainer = time.monotonic()
+            self._hear(unit, self._trainer)
 
-    def _hear(self, unit: int | None) -> None:
-        self._trainer = time.monotonic()
+    def _hear(self, unit: int | None, when: float) -> None:
         if unit in self._units:
-            self._units[unit] = self._trainer
+            self._units[unit] = when
 
     def expect(self, units: int) -> None:
         """From now on each unit asks for groups, until `excuse`."""

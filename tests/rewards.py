@@ -22,3 +22,14 @@ def raises(prompt, responses):
 
 def too_few(prompt, responses):
     return [0.0]
+
+
+def _slow(seconds):
+    def reward(prompt, responses):
+        time.sleep(seconds)
+        return even(prompt, responses)
+
+    return reward
+
+
+after_100_ms, after_3_s, after_30_s = _slow(0.1), _slow(3), _slow(30)

@@ -51,8 +51,8 @@ class Statistics(NamedTuple):
     """Largest logit m. The others count from it, so that nothing is lost where logits are large."""
     rest: Tensor
     """log Σ exp((logits − m) / temperature), 0 … log V."""
-    share: Tensor
-    """Probability that lies in this rank's slice."""
+    share: Tensor | None
+    """Probability that lies in this rank's slice; None where that is everything."""
     entropy: Tensor | None
 
 
@@ -111,8 +111,9 @@ class _TokenLogprobs(torch.autograd.Function):
             return None, None, None, None
         logits, targets, *saved = ctx.saved_tensors
         found = Statistics(*saved)
-        of_chosen = torch.zeros_like(found.chosen) if of_chosen is None else of_chosen / ctx.job.temperature
-        of_entropy = None if of_entropy is None else of_entropy / ctx.job.temperature
+        inverse = 1.0 / ctx.job.temperature
+        of_chosen = torch.zeros_like(found.chosen) if of_chosen is None else of_chosen * inverse
+        of_entropy = None if of_entropy is None else of_entropy * inverse
         return _gradient(logits, targets, ctx.job, found, of_chosen, of_entropy), None, None, None
 
 
@@ -123,10 +124,11 @@ def _gradient(
     grad = torch.empty_like(logits)
     columns = grad[:, : job.part.size]
     grad[:, job.part.size :] = 0.0
-    parts = [columns, logits[:, : job.part.size], -of_chosen * found.share]
+    share = -1.0 if found.share is None else -found.share
+    parts = [columns, logits[:, : job.part.size], of_chosen * share]
     if of_entropy is not None:
         assert found.entropy is not None, "a gradient of the entropy has come without an entropy"
-        parts += [found.top, found.entropy - found.rest, -of_entropy * found.share]
+        parts += [found.top, found.entropy - found.rest, of_entropy * share]
     scaled = _Scaled(logits, job, found.chosen.dtype)
     for out, rows, first, *second in zip(*(part.split(job.rows) for part in parts), strict=True):
         weight, logs = first[:, None], scaled(rows, second[0] if second else None)
@@ -155,8 +157,9 @@ def _at_targets(
 
 def _local(targets: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
     """[T] columns of the targets in this slice (of at least one), any column for the others; [T] which lie in it."""
-    here = targets - part.start
-    return here.clamp(0, part.size - 1), (here >= 0) & (here < part.size)
+    here = targets - part.start if part.start else targets
+    column = here.clamp(0, part.size - 1)
+    return column, column == here
 
 
 def _job(logits: Tensor, temperature: float, vocabulary: int | None, chunk: int | None) -> Job:
@@ -183,10 +186,10 @@ def _statistics(logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> Sta
         top = own.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, job.part.group)
     chosen = _chosen(columns, targets, top, job)
-    share = torch.ones_like(top)
+    share = None
     if job.part.group is not None:
         rest, share, surprise, chosen = _combine((own - top) / job.temperature + rest, surprise, chosen, job.part.group)
-    chosen = (chosen - rest).masked_fill_((targets < 0) | (targets >= job.vocabulary), -torch.inf)
+    chosen = (chosen - rest).masked_fill_(targets.clamp(0, job.vocabulary - 1) != targets, -torch.inf)
     return Statistics(chosen, top, rest, share, surprise if entropy else None)
 
 

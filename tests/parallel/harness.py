@@ -100,15 +100,14 @@ def check(case: Case, outcome: Outcome, expected: Expected) -> dict[str, float]:
     """Compare every rank's result with the reference's; the largest errors found."""
     ranks = outcome.ranks()
     figures = ranks[0]["figures"]
-    assert all({key: value for key, value in rank["figures"].items() if not key.endswith("_s")} ==
-               {key: value for key, value in figures.items() if not key.endswith("_s")} for rank in ranks)  # fmt: skip
+    assert all(rank["figures"] == figures for rank in ranks), f"{case.name}: the ranks report different figures"
     errors = {f"log-probabilities of {key}": error for key, error in _logprob_errors(ranks, expected).items()}
     errors |= {name: abs(figures[name] - value) / scale for name, value, scale in (
         ("loss", expected.loss, expected.scale), ("entropy", expected.entropy, expected.entropy))}
     errors["gradient norm"] = max(abs(rank["norm"] - expected.norm) / expected.norm for rank in ranks)
     if case.loss == "full":
         errors["kl"] = abs(figures["kl"] - expected.kl) / expected.kl
-        assert abs(figures["clip_fraction"] - expected.clipped) < 1e-6
+        assert abs(figures["clip_fraction"] - expected.clipped) < 1e-6, f"{case.name}: share of clipped tokens"
     if not case.settings.get("train.distributed_optimizer"):  # there no rank has the whole gradient
         errors |= _gradient_errors(ranks, expected)
     bad = {name: error for name, error in errors.items() if not error <= case.tolerance}
@@ -126,13 +125,14 @@ def _logprob_errors(ranks: list[dict], expected: Expected) -> dict[tuple[int, in
             rows.setdefault(tuple(members), []).append((kept, logprobs, old))
     for members, parts in rows.items():
         kept = torch.cat([part[0] for part in parts])
-        assert torch.equal(kept.sort().values, torch.arange(sum(length for *_, length in members)))
+        assert torch.equal(kept.sort().values, torch.arange(sum(length for *_, length in members))), (
+            f"tokens {kept.sort().values.tolist()} of the row of {members} were scored")
         columns = [torch.cat([part[which] for part in parts])[kept.argsort()] for which in (1, 2)]
         lengths = [length for *_, length in members]
         for (group, number, _), *pair in zip(members, *(column.split(lengths) for column in columns), strict=True):
             assert (group, number) not in found, f"response {number} of group {group} was trained twice"
             found[group, number] = pair
-    assert found.keys() == expected.logprobs.keys()
+    assert found.keys() == expected.logprobs.keys(), f"trained (group, response): {sorted(found)}"
     return {
         key: max(_error(mine, theirs) for mine, theirs in zip(pair, (expected.logprobs[key], expected.old[key]), strict=True))
         for key, pair in found.items()
@@ -145,13 +145,13 @@ def _gradient_errors(ranks: list[dict], expected: Expected) -> dict[str, float]:
     for rank in ranks:
         for name, grad in rank["gradients"].items():
             errors[name] = max(errors.get(name, 0.0), _error(grad, expected.gradients[name]))
-    assert errors.keys() == expected.gradients.keys()
+    assert errors.keys() == expected.gradients.keys(), f"gradients: {errors.keys() ^ expected.gradients.keys()} on one side only"
     return errors
 
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """Norm of the difference over the reference's; where that is 0, of the difference."""
-    assert ours.shape == theirs.shape
+    assert ours.shape == theirs.shape, f"shapes {list(ours.shape)} and {list(theirs.shape)}"
     return float((ours.double() - theirs.double()).norm() / (theirs.double().norm() or 1.0))
 
 

@@ -99,6 +99,8 @@ def options():
         Case("whole-tp2dp2", FOUR["tp2dp2"], settings=update),
         Case("sharded-tp2dp2", FOUR["tp2dp2"], settings=update | sharded),
         Case("offload", {}, loss="full", settings={"train.offload": True}),
+        Case("early-cp2", TWO["cp2"], loss="full", early=True),
+        Case("early-pp2cp2", MORE["pp2cp2"], loss="full", early=True, budget=SMALL, deal=(((0, 1, 2),),)),
         Case("bf16", {}, settings=bf16, tolerance=BF16),
         Case("bf16-tp2sp", TWO["tp2sp"], settings=bf16, tolerance=BF16),
     ]

@@ -1,0 +1,224 @@
+"""The CUDA path of training on one GPU: `python benchmarks/gpu.py [--shapes 0.6b 1.7b] [--prompt 1024] [--response 1024]`
+
+Needs torch and megatron-core only. **Its CUDA numbers have not been taken yet: no GPU has been at hand.** What has run is the
+correctness part on the CPU, with a small shape: `--device cpu --tiny` (the kernel is then the CPU's, not FlexAttention).
+
+1. Correctness: log-probabilities and gradients of a small random Qwen3 with a shared prompt, against the same model written
+   plainly in this file (each response on its own, full mask), in fp32 (without TF32) and in bf16. Required: fp32 gradients
+   within 1e-4 (relative norm per tensor); bf16 log-probabilities within 0.02 on average of the fp32 reference.
+2. Speed in bf16: a micro-step (forward, loss, backward) of Qwen3-0.6B- and 1.7B-shaped models with random weights, one
+   group, shared prompt on and off, layers recomputed. Tokens/s counts prompt and response of every response, whatever
+   was computed; model FLOP utilisation counts what the computed tokens need (recomputation is not counted):
+
+       3 · (2 · S · weights of the layers' linear maps + 4 · A · layers · heads · head_dim + 2 · T · hidden · vocabulary)
+
+   S tokens computed, A visible (query, key) pairs, T tokens scored. Last line: RESULT {json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
+
+from engine import platform
+from engine.errors import BadInput
+from engine.model.shape import ModelShape
+
+TINY = ModelShape(
+    architecture="Qwen3ForCausalLM", layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, vocabulary=1000,
+    context=4096, rope_theta=1e6, norm_eps=1e-6, tied=True,
+)  # fmt: skip
+SHAPES = {
+    "0.6b": replace(TINY, layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocabulary=151936),
+    "1.7b": replace(TINY, layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, intermediate=6144, vocabulary=151936),
+}
+"""The published sizes of Qwen3-0.6B and Qwen3-1.7B."""
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
+"""Dense bf16 operations per second (1e12) by a part of the device's name, as their maker publishes them."""
+Groups = list[tuple[list[int], list[list[int]]]]
+
+
+def main() -> None:
+    arguments = parse()
+    try:
+        machine = platform.get(arguments.device)
+    except BadInput as error:
+        raise SystemExit(f"error: {error}") from None
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with platform.single(machine) as device:
+        figures: dict[str, Any] = {"device": name_of(device), "torch": torch.__version__}
+        figures["correctness"] = [correctness(machine.attention, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        if not arguments.tiny:
+            peak = arguments.peak_tflops or next((p for n, p in PEAK_TFLOPS.items() if n in name_of(device)), None)
+            figures["speed"] = [
+                speed(name, machine, device, arguments, shared, peak) for name in arguments.shapes for shared in (True, False)
+            ]
+    print("RESULT " + json.dumps(figures))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="correctness only")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--response", type=int, default=1024)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--peak-tflops", type=float, help="of the device in bf16, if it is not one of " + ", ".join(PEAK_TFLOPS))
+    return parser.parse_args()
+
+
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def correctness(kernel: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Our model with a shared prompt against the plain one. Raises SystemExit where a requirement is missed."""
+    from engine.model.weights import export
+
+    model = build(TINY, kernel, device, dtype, recompute=False)
+    groups = random_groups(37, [50, 1, 0, 200, 33], TINY.vocabulary)
+    ours = chosen(model, groups, shared=True)
+    (-ours.mean()).backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    weights = {n: t.detach().float().clone().requires_grad_() for n, t in export(dict(model.named_parameters()), model, TINY)}
+    plain = torch.cat([reference(weights, p, r, TINY) for p, responses in groups for r in responses if r])
+    (-plain.mean()).backward()
+    mean = float((ours - plain).detach().abs().mean())
+    worst = max(float((g.float() - weights[n].grad).norm() / weights[n].grad.norm()) for n, g in export(grads, model, TINY))
+    print(f"{dtype}: log-probabilities differ by {mean:.2e} on average, gradients by {worst:.2e} (relative norm, worst tensor)")
+    if (dtype is torch.float32 and worst > 1e-4) or mean > 0.02:
+        raise SystemExit(f"error: {dtype} is wrong: {mean:.2e} (limit 0.02), {worst:.2e} (limit 1e-4 in fp32)")
+    return {"dtype": str(dtype), "mean_logprob_error": mean, "worst_gradient_error": worst}
+
+
+def speed(
+    name: str, machine: platform.Platform, device: torch.device, arguments: argparse.Namespace, shared: bool, peak: float | None
+) -> dict[str, Any]:
+    """Median seconds of a micro-step, and what follows from it."""
+    shape = SHAPES[name]
+    model = build(shape, machine.attention, device, torch.bfloat16, recompute=True)
+    groups = random_groups(arguments.prompt, [arguments.response] * arguments.group, shape.vocabulary)
+    machine.reset_peak()
+    seconds = timed(lambda: (-chosen(model, groups, shared).mean()).backward(), machine, arguments.repeats)
+    trained = arguments.group * (arguments.prompt + arguments.response)
+    needed = flops(shape, arguments.prompt, arguments.response, arguments.group, shared)
+    found = {
+        "shape": name, "shared_prompt": shared, "seconds": seconds, "tokens_per_s": trained / seconds,
+        "model_flop_utilisation": needed / seconds / (peak * 1e12) if peak else None, "peak_bytes": machine.peak_bytes(),
+    }  # fmt: skip
+    print(found, flush=True)
+    return found
+
+
+def timed(call: Callable[[], None], machine: platform.Platform, repeats: int) -> float:
+    """Median wall seconds; the first two calls (compilation) are not counted."""
+    taken = []
+    for _ in range(repeats + 2):
+        machine.synchronize()
+        started = time.perf_counter()
+        call()
+        machine.synchronize()
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[2:])
+
+
+def flops(shape: ModelShape, prompt: int, response: int, group: int, shared: bool) -> float:
+    """Of forward and backward, without recomputation; the formula is in the module's docstring."""
+    copies = 1 if shared else group
+    tokens = copies * prompt + group * response
+    pairs = copies * prompt * (prompt + 1) / 2 + group * (response * prompt + response * (response + 1) / 2)
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    weights = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
+    output = 2 * group * response * shape.hidden * shape.vocabulary
+    return 3 * (2 * tokens * weights + 4 * pairs * shape.layers * shape.heads * shape.head_dim + output)
+
+
+def random_groups(prompt: int, lengths: list[int], vocabulary: int) -> Groups:
+    draw = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(vocabulary, (count,), generator=draw).tolist()
+
+    return [(tokens(prompt), [tokens(length) for length in lengths])]
+
+
+def build(shape: ModelShape, kernel: str, device: torch.device, dtype: torch.dtype, recompute: bool) -> torch.nn.Module:
+    """The trainer's model with random weights (norms near 1)."""
+    from engine.model.build import Computation, build_model
+
+    torch.manual_seed(0)
+    model = build_model(shape, Computation(dtype=dtype, recompute=recompute, attention=kernel, device=device))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, device=device)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.05 * noise)
+    return model.train()
+
+
+def chosen(model: torch.nn.Module, groups: Groups, shared: bool) -> Tensor:
+    """[T] log-probabilities of all response tokens, with gradient."""
+    from engine.model.build import logits
+    from engine.model.layout import layout
+    from engine.model.logprobs import token_logprobs
+
+    row = layout(groups, shared).to(next(model.parameters()).device)
+    return token_logprobs(logits(model, row), row.targets, 1.0, entropy=False)[0]
+
+
+def reference(weights: dict[str, Tensor], prompt: list[int], response: list[int], shape: ModelShape) -> Tensor:
+    """[T] log-probabilities of one response by a Qwen3 written out: fp32, one sequence, the full causal mask."""
+    device = weights["model.norm.weight"].device
+    ids = torch.tensor(prompt + response, device=device)
+    angle = torch.outer(torch.arange(len(ids), device=device).float(), frequencies(shape).to(device)).repeat(1, 2)
+    x = weights["model.embed_tokens.weight"][ids]
+    for layer in range(shape.layers):
+        own = {n.removeprefix(f"model.layers.{layer}."): w for n, w in weights.items() if n.startswith(f"model.layers.{layer}.")}
+        x = x + attention(own, norm(x, own["input_layernorm.weight"], shape), angle, shape)
+        h = norm(x, own["post_attention_layernorm.weight"], shape)
+        gate, up = h @ own["mlp.gate_proj.weight"].T, h @ own["mlp.up_proj.weight"].T
+        x = x + (F.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+    scored = norm(x, weights["model.norm.weight"], shape)[len(prompt) - 1 : -1]
+    logs = torch.log_softmax(scored @ weights["model.embed_tokens.weight"].T, -1)
+    return logs.gather(-1, ids[len(prompt) :, None])[:, 0]
+
+
+def frequencies(shape: ModelShape) -> Tensor:
+    return shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+
+
+def norm(x: Tensor, weight: Tensor, shape: ModelShape) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + shape.norm_eps) * weight
+
+
+def attention(own: dict[str, Tensor], x: Tensor, angle: Tensor, shape: ModelShape) -> Tensor:
+    q, k, v = ((x @ own[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, shape.head_dim)).transpose(0, 1) for n in "qkv")
+    q, k = (turned(norm(y, own[f"self_attn.{n}_norm.weight"], shape), angle) for n, y in (("q", q), ("k", k)))
+    k, v = (y.repeat_interleave(shape.heads // shape.kv_heads, 0) for y in (k, v))
+    hidden = torch.ones(len(x), len(x), device=x.device, dtype=torch.bool).triu(1)
+    seen = (q @ k.transpose(1, 2) * shape.head_dim**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    return (seen @ v).transpose(0, 1).flatten(1) @ own["self_attn.o_proj.weight"].T
+
+
+def turned(x: Tensor, angle: Tensor) -> Tensor:
+    """Rotary positions: halves of the head as real and imaginary parts."""
+    a, b = x.chunk(2, -1)
+    return x * angle.cos() + torch.cat([-b, a], -1) * angle.sin()
+
+
+if __name__ == "__main__":
+    main()

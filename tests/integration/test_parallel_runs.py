@@ -1,0 +1,263 @@
+"""Whole runs in parallel layouts: the launcher, an instance over HTTP, ranks under torch elastic (issue 3)."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import msgpack
+import pytest
+import torch
+from conftest import ROOT, Tree, config_of, launch, send, wait_for, write_config
+from safetensors.torch import load_file, save_file
+from tiny_models import save
+
+from engine.errors import RatioGapError
+from engine.launch import launch as launch_here
+from engine.rollout.pool import Pool
+from engine.run_folder import read_lines
+from engine.timeline import overlapped
+from engine.trace import read_spans
+from engine.trainer.checkpoint import complete, latest, step_of
+
+pytestmark = [pytest.mark.parallel, pytest.mark.timeout(600)]
+REWARDS = ROOT / "tests/rewards.py"
+
+
+@pytest.fixture
+def exact(settings):
+    """A function of its seed; windows of two groups, so that a periodic step trains before its last arrival."""
+    return settings | {"rollout.deterministic": True, "train.consume": "prompt_order", "rollout.concurrency": 1,
+                       "train.micro_batch_tokens": 150, "train.steps": 2}  # fmt: skip
+
+
+def run(settings, folder, *arguments):
+    code, output = launch(settings, folder, *arguments)
+    log = folder / settings["run.name"] / "logs/trainer.log"
+    assert code == 0, output + "\ntrainer.log ends:\n" + log.read_text()[-3000:]
+
+
+def refused(settings, folder, *arguments):
+    code, output = launch(settings, folder, *arguments)
+    assert code == 2, output
+    return output
+
+
+def start(settings, folder):
+    log = (folder / f"{settings['run.name']}.log").open("w+")
+    command = [sys.executable, "-m", "engine.launch", "--config", str(write_config(settings, folder))]
+    return subprocess.Popen(command, stderr=log, cwd=ROOT), log
+
+
+def rank(tree, number):
+    """The process of a trainer rank."""
+    (found,) = [process for process in tree.processes if "engine.trainer.rank" in process.cmdline()
+                and process.environ()["RANK"] == str(number)]  # fmt: skip
+    return found
+
+
+def weights(folder, name):
+    return load_file(folder / name / "policy/model.safetensors")
+
+
+def same(one, other):
+    """Whether they are, bit for bit."""
+    return one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
+
+
+def steps(folder, name):
+    return list(read_lines(folder / name / "steps.jsonl"))
+
+
+def spans(folder, name, kind, rank=None):
+    found = [span for span in read_spans(folder / name / "trace") if span["name"] == kind]
+    return [span for span in found if rank is None or span["lane"] == f"trainer-{rank}"]
+
+
+def check_report(lines, count, ranks):
+    """Contract 1, and that the figures are those of all ranks."""
+    assert [line["step"] for line in lines] == list(range(count))
+    assert [line["versions_seen"] for line in lines] == [[step] for step in range(count)]
+    assert max(line["max_ratio_gap"] for line in lines) <= 1e-3
+    assert max(line["mismatch_kl"] for line in lines) <= 1e-6
+    for line in lines:
+        assert len(line["memory_peak_gib"]) == ranks
+        assert min(line["memory_peak_gib"]) > 0.05
+        assert line["pool_size"] == 1
+        assert 0 < line["computed_tokens"] <= line["trained_tokens"]
+        assert 0 < line["wait_first_s"] <= line["wait_s"] < line["step_s"]
+        assert line["grad_norm"] > 0
+
+
+def test_tensor_parallel_runs_are_exact_and_resume_as_replicas(exact, tmp_path):
+    exact = exact | {"parallel.tensor": 2}
+    for mode in ("sync", "periodic"):
+        run(exact | {"run.name": mode, "train.mode": mode}, tmp_path)
+        check_report(steps(tmp_path, mode), 2, 2)
+    assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
+    windows = Counter(span["step"] for span in spans(tmp_path, "periodic", "train", 0))
+    assert min(windows.values()) >= 2
+    assert [span["groups"] for span in spans(tmp_path, "periodic", "train", 0)] == [
+        span["groups"] for span in spans(tmp_path, "periodic", "train", 1)]
+    assert any(overlapped(read_spans(tmp_path / "periodic/trace")).values())
+
+    replicas = {"run.name": "periodic", "parallel.tensor": 1, "parallel.data": 2, "train.steps": 4}
+    run(exact | replicas, tmp_path, "--resume")
+    check_report(steps(tmp_path, "periodic"), 4, 2)
+    assert "was saved in the layout" in (tmp_path / "periodic/logs/trainer.log").read_text()
+    assert not same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))  # it went on
+
+
+def test_replicas_are_exact_also_when_one_dies_and_the_run_resumes(exact, tmp_path):
+    exact = exact | {"parallel.data": 2, "train.steps": 5, "reward.function": f"{REWARDS}:after_100_ms"}
+    run(exact | {"run.name": "sync", "train.mode": "sync"}, tmp_path)
+    check_report(steps(tmp_path, "sync"), 5, 2)
+    assert {rank: len(spans(tmp_path, "sync", "train", rank)) >= 5 for rank in (0, 1)} == {0: True, 1: True}
+
+    periodic = exact | {"run.name": "periodic", "checkpoint.every": 2}
+    launcher, log = start(periodic, tmp_path)
+    try:
+        checkpoints = tmp_path / "periodic/checkpoints"
+        wait_for(lambda: len(steps(tmp_path, "periodic")) >= 3 and latest(checkpoints), "the third step and a checkpoint")
+        tree = Tree(launcher.pid)
+        send(rank(tree, 1), "SIGKILL")
+        assert launcher.wait(timeout=60) == 1
+        assert tree.left() == []
+    finally:
+        launcher.kill()
+        launcher.wait()
+    log.seek(0)
+    assert "trainer rank 1: Signal 9 (SIGKILL)" in log.read()
+    assert not (tmp_path / "periodic/policy").exists()
+    assert step_of(latest(checkpoints)) in (2, 4)
+
+    run(periodic, tmp_path, "--resume")
+    check_report(steps(tmp_path, "periodic"), 5, 2)
+    assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
+
+
+def test_pipeline_and_context_parallel_runs(exact, tmp_path):
+    single = exact | {"train.micro_batch_tokens": 80}  # one group each
+    for layout in ("pipeline", "context"):
+        arrival = {"run.name": layout, f"parallel.{layout}": 2, "train.consume": "arrival", "rollout.concurrency": 4}
+        run(single | arrival, tmp_path)
+        check_report(steps(tmp_path, layout), 2, 2)
+        plans = [[span["groups"] for span in spans(tmp_path, layout, "train", rank)] for rank in (0, 1)]
+        assert plans[0] == plans[1]  # both ranks have had every window
+        assert sorted(sum(plans[0], [])) == sorted([*range(6), *range(6)])
+        most = max(map(len, plans[0]))
+        assert (most > 1) == (layout == "pipeline")  # a window of a pipeline takes several micro-batches
+    bubbles = [span for span in read_spans(tmp_path / "pipeline/trace") if span["name"] == "bubble"]
+    assert {span["lane"] for span in bubbles} == {"trainer-0 bubble", "trainer-1 bubble"}
+    trained = {span["end"]: span for rank in (0, 1) for span in spans(tmp_path, "pipeline", "train", rank)}
+    assert len(bubbles) == len(trained)
+    assert all(trained[span["end"]]["start"] <= span["start"] < span["end"] for span in bubbles)
+    assert not [span for span in read_spans(tmp_path / "context/trace") if span["name"] == "bubble"]
+
+    (one, *_), (other, *_) = (steps(tmp_path, layout) for layout in ("pipeline", "context"))
+    for key in ("reward_mean", "trained_tokens", "response_length_mean"):  # the same rollouts, since the weights are the same
+        assert one[key] == other[key], key
+    for key in ("grad_norm", "entropy"):
+        assert one[key] == pytest.approx(other[key], rel=1e-4), key
+
+
+def entries(path):
+    with path.open("rb") as file:
+        return list(msgpack.Unpacker(file))
+
+
+def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, tmp_path):
+    slow = {"reward.function": f"{REWARDS}:after_100_ms", "rollout.concurrency": 2}  # responses land long before their group
+    early = settings | slow | {"parallel.data": 2, "train.steps": 2, "train.record": True, "train.score_early": True}
+    run(early | {"run.name": "live"}, tmp_path)
+    live = steps(tmp_path, "live")
+    check_report(live, 2, 2)
+    record = tmp_path / "live/record.msgpack"
+    header, *given = entries(record)
+    check_early_scores(given, tmp_path)
+
+    run(early | {"run.name": "again", "train.record": False}, tmp_path, "--replay", str(record))
+    assert same(weights(tmp_path, "live"), weights(tmp_path, "again"))
+    exactly = ("loss", "grad_norm", "kl", "old_ratio_max", "max_ratio_gap", "reward_mean", "trained_tokens")
+    again = steps(tmp_path, "again")
+    assert [[line[key] for key in exactly] for line in live] == [[line[key] for key in exactly] for line in again]
+
+    late = tmp_path / "late.msgpack"  # the same windows, but nothing scored before its group is there
+    late.write_bytes(b"".join(msgpack.packb(entry) for entry in [header, *(entry for entry in given if "groups" in entry)]))
+    run(early | {"run.name": "late", "train.record": False, "train.score_early": False}, tmp_path, "--replay", str(late))
+    assert spans(tmp_path, "late", "score") == []
+    for mine, theirs in zip(live, steps(tmp_path, "late"), strict=True):
+        for key in ("loss", "grad_norm", "kl", "old_ratio_max"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-7), key
+    one, other = weights(tmp_path, "live"), weights(tmp_path, "late")
+    assert all(torch.allclose(one[key], other[key], atol=1e-5) for key in one)
+
+    changed = {"train.learning_rate": 0.5, "parallel.data": 1}
+    for key, value in changed.items():
+        said = refused(early | {"run.name": "other", key: value}, tmp_path, "--replay", str(record))
+        assert f"{key} is {value}, but the record was taken with {early[key]}" in said
+    assert not (tmp_path / "other").exists()
+
+
+def check_early_scores(given, folder):
+    """Some responses were scored while their group was not complete, each once, by one unit per group."""
+    complete, scored = set(), []
+    for entry in given:
+        step = entry["step"]
+        complete |= {(step, group["index"]) for group in entry.get("groups", ())}
+        for _, group, number, *_ in entry.get("landed", ()):
+            assert (step, group) not in complete
+            scored.append((step, group, number, entry["unit"]))
+    assert len(scored) > 10
+    assert len({response[:3] for response in scored}) == len(scored)
+    assert len({response[:2] + response[3:] for response in scored}) == len({response[:2] for response in scored})
+    assert sum(span["responses"] for span in spans(folder, "live", "score")) == len(scored)
+    for step in (0, 1):
+        score, train = ([span for span in spans(folder, "live", kind) if span["step"] == step] for kind in ("score", "train"))
+        assert score[0]["start"] < train[0]["start"]
+
+
+def test_a_replica_that_gets_nothing_and_groups_that_come_slowly(settings, tmp_path):
+    slow = {"reward.function": f"{REWARDS}:after_3_s", "train.prompts_per_step": 1, "parallel.data": 2, "train.steps": 2}
+    run(settings | slow, tmp_path)
+    lines = steps(tmp_path, "run")
+    check_report(lines, 2, 2)
+    for step, line in enumerate(lines):
+        assert line["wait_first_s"] > 3.0
+        windows = [span for rank in (0, 1) for span in spans(tmp_path, "run", "train", rank) if span["step"] == step]
+        assert [span["groups"] for span in windows] == [[0]]
+
+
+def test_an_error_of_one_replica_ends_all_after_a_checkpoint(settings, tmp_path, monkeypatch):
+    publish = Pool.publish
+
+    async def corrupting(self, version, info):
+        if version == 1:
+            path = f"{info['path']}/stage-000.safetensors"
+            tensors = load_file(path)
+            tensors["model.layers.1.mlp.up_proj.weight"] += 0.05 * torch.randn(128, 64)
+            save_file(tensors, path)
+        await publish(self, version, info)
+
+    monkeypatch.setattr(Pool, "publish", corrupting)
+    config = config_of(settings | {"parallel.data": 2})
+    with pytest.raises(RatioGapError, match=r"step 1.*disagree.*train\.ratio_gap_limit"):
+        launch_here(config)
+    checkpoint = latest(config.folder / "checkpoints")
+    assert complete(checkpoint)
+    assert step_of(checkpoint) == 1
+
+
+def test_what_does_not_fit_the_model_is_refused_before_anything_starts(settings, tmp_path):
+    assert "parallel.tensor = 3 does not divide its 4 attention heads" in refused(settings | {"parallel.tensor": 3}, tmp_path)
+    save(tmp_path / "mixture", "qwen3_moe", max_position_embeddings=128)
+    said = refused(settings | {"model.path": str(tmp_path / "mixture")}, tmp_path)
+    assert 'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM' in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_groups_that_come_longer_apart_than_anybody_may_be_silent(settings, tmp_path):
+    slow = {"reward.function": f"{REWARDS}:after_30_s", "reward.timeout_s": 60, "train.timeout_s": 20}
+    run(settings | slow | {"train.prompts_per_step": 2, "parallel.data": 2, "train.steps": 1}, tmp_path)
+    (line,) = steps(tmp_path, "run")
+    assert line["wait_s"] > 40  # 60 s for one replica, 30 s or more for the other

@@ -1,0 +1,151 @@
+"""The launcher's side of the control channel: who waits, who is silent. Requests are made in this process, groups by hand."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from engine.conductor import Conductor
+from engine.config import Config
+from engine.errors import DeadlineError, MetronomeError
+from engine.run_folder import RunFolder
+from engine.silence import Silence
+from engine.trace import Trace
+from engine.types import Group, Prompt, Response, Score
+
+PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
+LIMIT_S = 0.4
+
+
+def group(index):
+    response = Response((5, 6), (-0.5, -1.25), ((0, 0),), (True, True), "stop", "a", 0, "instance-0")
+    return Group(0, index, PROMPT, (response,), (Score(1.0),))
+
+
+class Rollouts:
+    """What a conductor needs of a service: groups come when the test puts them."""
+
+    def __init__(self):
+        self.pool = SimpleNamespace(size=1)
+        self.producer = self
+        self.come = asyncio.Queue()
+
+    async def run(self, step, prompts, put, land=None):
+        for _ in prompts:
+            await put(group(await self.come.get()))
+
+
+@pytest.fixture
+def conduct(tmp_path):
+    """A conductor of two units whose step of so many groups has begun, its handlers, and where its groups come from."""
+
+    async def begin(groups, **train):
+        config = Config(parallel={"data": 2}, rollout={"timeout_s": 1.2},
+                        train={"prompts_per_step": groups, "timeout_s": LIMIT_S, **train})  # fmt: skip
+        loader = SimpleNamespace(batch=lambda step: [PROMPT] * groups, epoch_of=lambda step, index: 0)
+        rollouts = Rollouts()
+        conductor = Conductor(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"), loader, rollouts)
+        handlers = conductor.handlers()
+        await handlers["ready"]({"start": 0})
+        await handlers["start"]({"step": 0})
+        return conductor, handlers, rollouts.come
+
+    return begin
+
+
+async def work(handlers, unit, hang=lambda leased: False):
+    """Lease and train until the end of the step; the indices of the groups. Stops asking once `hang` says so."""
+    mine, trained = [], []
+    while True:
+        reply = await handlers["lease"]({"step": 0, "unit": unit, "budget": 1, "trained": trained})
+        trained = [one["index"] for one in reply.get("groups", ())]
+        mine += trained
+        if reply.get("end") or hang(mine):
+            return mine
+
+
+async def watch(conductor):
+    """As the launcher does, until the conductor fails."""
+    while conductor.failure is None:
+        await conductor.check()
+        await asyncio.sleep(0.02)
+    return conductor.failure
+
+
+async def test_a_step_ends_for_all_units_also_for_one_that_got_nothing(conduct):
+    conductor, handlers, come = await conduct(1)
+    units = [asyncio.create_task(work(handlers, unit)) for unit in (0, 1)]
+    watching = asyncio.create_task(watch(conductor))
+    come.put_nowait(0)
+    async with asyncio.timeout(5):
+        assert sorted(await asyncio.gather(*units)) == [[], [0]]
+    assert not watching.done()
+    watching.cancel()
+    await conductor.close()
+
+
+async def test_waiting_for_groups_is_not_silence_however_long(conduct):
+    conductor, handlers, come = await conduct(2)
+    units = [asyncio.create_task(work(handlers, unit)) for unit in (0, 1)]
+    watching = asyncio.create_task(watch(conductor))
+    for index in (1, 0):
+        await asyncio.sleep(3 * LIMIT_S)
+        come.put_nowait(index)
+    async with asyncio.timeout(5):
+        assert sorted(sum(await asyncio.gather(*units), [])) == [0, 1]
+    assert not watching.done()
+    watching.cancel()
+    await conductor.close()
+
+
+async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
+    conductor, handlers, come = await conduct(2)
+    come.put_nowait(0)
+    assert await work(handlers, 1, hang=bool) == [0]
+    other = asyncio.create_task(work(handlers, 0))
+    async with asyncio.timeout(LIMIT_S + 3):
+        failure = await watch(conductor)
+    assert isinstance(failure, DeadlineError)
+    assert str(failure).startswith("no sign of life of unit 1 of the trainer in 0.4 s (train.timeout_s); its log: ")
+    with pytest.raises(DeadlineError, match="unit 1"):  # it hears of it, and ends
+        await other
+    await conductor.close()
+
+
+async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct):
+    conductor, handlers, _ = await conduct(2)
+    other = asyncio.create_task(work(handlers, 0))
+    await asyncio.sleep(0.05)
+    began = time.monotonic()
+    await handlers["failed"]({"error": "RatioGapError", "message": "they disagree"})
+    with pytest.raises(MetronomeError, match="they disagree"):
+        await other
+    assert time.monotonic() - began < 0.5
+    assert type(conductor.told).__name__ == "RatioGapError"
+    await conductor.close()
+
+
+async def test_a_trainer_may_take_longer_to_get_ready_than_it_may_be_silent_later(tmp_path):
+    config = Config(rollout={"timeout_s": 1.2}, train={"timeout_s": LIMIT_S})
+    conductor = Conductor(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"))
+    await asyncio.sleep(2 * LIMIT_S)
+    await conductor.check()
+    assert conductor.failure is None
+    with_keys = r"no sign of life of the trainer in 1.6 s \(train.timeout_s \+ rollout.timeout_s\)"
+    async with asyncio.timeout(5):
+        with pytest.raises(DeadlineError, match=with_keys):
+            raise await watch(conductor)
+
+
+def test_a_request_that_is_being_answered_is_no_silence():
+    silence = Silence()
+    silence.expect(2)
+    with silence.answering(0):
+        time.sleep(0.1)
+        assert silence.longer_than(0.05) == "unit 1 of the trainer"
+        silence.excuse(1)
+        assert silence.longer_than(0.05) is None
+    assert silence.longer_than(0.05) is None
+    time.sleep(0.1)
+    assert silence.longer_than(0.05) == "the trainer"
