@@ -324,9 +324,9 @@ class Config(Table):
         if self.train.score_early and self.train.consume == "prompt_order":
             raise ValueError("train.score_early needs train.consume = \"arrival\": which responses are scored together depends "
                              "on when they land, and with it the last bit of their log-probabilities")
-        if self.train.score_early and (self.parallel.context > 1 or self.parallel.lockstep > 1):
-            raise ValueError("train.score_early needs parallel.context = 1 and no experts shared among replicas: the scores stay "
-                             "on the rank that computes them")
+        if self.train.score_early and self.parallel.lockstep > 1:
+            raise ValueError("train.score_early needs replicas that share no experts (parallel.expert at most tensor x context): "
+                             "those that do must compute together")
         return self
 
     @property

@@ -261,7 +261,7 @@ def layout(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], shar
 
 
 def _parts(responses: Sequence[Sequence[int]], shared: bool) -> list[Sequence[Sequence[int]]]:
-    return [responses] if shared else [[response] for response in responses]
+    return [responses] if shared or not responses else [[response] for response in responses]
 
 
 def split(prompt: int, responses: Sequence[int], budget: int, shared_prompt: bool = True) -> list[list[int]]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
+from engine.model.layout import Layout
 from engine.model.tri_model import TriModel
 from engine.trainer.batch import Member, MicroBatch, Packing
 from engine.types import Landed
@@ -33,7 +36,8 @@ class EarlyScores:
         lengths = [len(one.token_ids) for one in landed]
         for name in NAMES:
             (scores,) = self._models.score(name, [row])
-            parts = scores.split(lengths) if scores is not None else [None] * len(landed)
+            whole = None if scores is None else _whole(scores, row)
+            parts = whole.split(lengths) if whole is not None else [None] * len(landed)
             for one, part in zip(landed, parts, strict=True):
                 self._known[name][one.group, one.number] = part
 
@@ -61,4 +65,14 @@ class EarlyScores:
     def _joined(self, name: str, batch: MicroBatch) -> Tensor | None:
         parts = [self._known[name][member.group, member.number] for member in batch.members]
         whole = [part for part in parts if part is not None]
-        return torch.cat(whole) if whole else None
+        return torch.cat(whole)[batch.layout.kept] if whole else None
+
+
+def _whole(scores: Tensor, row: Layout) -> Tensor:
+    """The scores of all of a row's response tokens, where context parallelism has each rank score a part of them."""
+    if row.shards == 1:
+        return scores
+    whole = scores.new_zeros(sum(row.lengths))
+    whole[row.kept] = scores
+    dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+    return whole

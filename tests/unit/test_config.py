@@ -11,7 +11,7 @@ from engine.config import Config
         ({"parallel": {"expert": 3, "context": 2, "data": 3}}, "one must divide the other"),
         ({"parallel": {"expert": 4, "data": 2}}, "must divide parallel.tensor x context x data"),
         ({"train": {"score_early": True, "consume": "prompt_order"}}, 'needs train.consume = "arrival"'),
-        ({"train": {"score_early": True}, "parallel": {"context": 2}}, "needs parallel.context = 1"),
+        ({"train": {"score_early": True}, "parallel": {"data": 2, "expert": 2}}, "needs replicas that share no experts"),
         ({"train": {"dtype": "bfloat16"}}, "set it to at least 0.2"),
     ],
 )
