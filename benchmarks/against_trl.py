@@ -1,21 +1,22 @@
 """End to end against TRL's GRPOTrainer on two cores: `python benchmarks/against_trl.py [--pairs 2] [--steps 4]`
 
-The same tiny Qwen3 (hidden 128, 4 layers, vocabulary 512, fp32), the same 110-token prompts, 16 prompts x 8 responses x 128 new
-tokens, temperature 1, kl_coef 0.04, the same reward, learning rate and optimizer. TRL 1.16 runs in an environment of its own, which the
-script makes once (runs/environments, about 1 GB, by pip). Runs alternate: TRL, ours with old_policy "behavior", ours with
-"previous", and again. All responses have full length on both sides because of the model itself: the end token has a probability
-of 1e-12 (`out_of_reach`); the lengths of both sides are checked.
+The same tiny Qwen3 (hidden 128, 4 layers, vocabulary 512, fp32), the same 110-token prompts, 16 prompts x 8 responses x 128
+new tokens, temperature 1, kl_coef 0.04, the same reward, learning rate and optimizer (AdamW, no weight decay). TRL 1.16 runs
+in an environment of its own, which the script makes once (runs/environments, about 1 GB, by pip). Runs alternate: TRL, ours
+with old_policy "behavior", ours with "previous", and again. All responses have full length on both sides because of the model
+itself: its end token has a probability of 1e-12 (`out_of_reach`); the lengths of both sides are checked.
 
-The measure: trained tokens/s, prompt and response tokens of every response over the time from one update's end to the next; the
-first steps of a run are dropped. Required: 2.0 times TRL's with "behavior" (which is what TRL computes: ratio 1, no third copy) and
-1.7 with "previous" (one model's forward more than TRL).
+The measure: trained tokens/s, prompt and response tokens of every response over the time from one update's end to the next;
+the first steps of a run are dropped. Required: 2.0 times TRL's with "behavior" (which is what TRL computes: ratio 1, no third
+copy) and 1.7 with "previous" (one model's forward more than TRL).
 
-What was tuned, for ours: one trainer thread and one instance thread, pinned to a core each; rollout.concurrency and
-train.micro_batch_tokens, see OURS. For TRL: two threads; fp32 (bf16 is its default, and slower on this CPU); no gradient checkpointing
-(on by default); micro-batch, cache implementation and generation path, see TRL; no vLLM.
+What was tuned. Ours: one computing thread per process, and how processes share the cores (`--layout`): "one each" is a trainer
+on one core and an instance on the other; "two each" a trainer replica and an instance on both, so that no core waits for the
+other; rollout.concurrency and train.micro_batch_tokens, see LAYOUTS. TRL: two threads; fp32 (bf16, its default, is slower on
+this CPU); no gradient checkpointing (it is on by default); micro-batch, cache and generation, see TRL; no vLLM.
 
-Printed besides: where our time goes and the ceiling, that is the step time if both cores were always busy with nothing but
-generation, forward and backward, each at the speed it has in a sync run (where it has the machine to itself).
+Printed besides: where the time goes, and the ceiling: the step if both cores were always busy with nothing but generation,
+forward and backward, each at its speed in a sync run of "one each" (where it has the machine to itself).
 Last line: RESULT {json}.
 """
 
@@ -52,7 +53,16 @@ RATE, KL = 1e-6, 0.04
 WARM_UP = 2
 """First steps of a run, not counted."""
 REQUIRED = {"behavior": 2.0, "previous": 1.7}
-OURS = {"rollout.concurrency": 4, "train.micro_batch_tokens": 2048}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one each": {
+        "train.devices": [0], "rollout.devices": [1], "rollout.concurrency": 2, "train.micro_batch_tokens": 4800,
+    },
+    "two each": {
+        "parallel.data": 2, "train.devices": [0, 1], "rollout.instances": 2, "rollout.devices": [0, 1], "rollout.concurrency": 2,
+        "train.micro_batch_tokens": 2400,
+    },
+}  # fmt: skip
+"""A group is 1134 tokens with its prompt once."""
 TRL = {"--micro-batch": 32, "--threads": 2}
 
 
@@ -68,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=2, help="rounds of TRL and ours")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per run")
+    parser.add_argument("--layout", default="two each", choices=list(LAYOUTS), help="of our processes on the two cores")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting of our runs")
     arguments = parser.parse_args()
     python = environment()
@@ -84,19 +95,20 @@ def measure(python: Path, model: Path, problems: Path, arguments: argparse.Names
             folder: Path) -> dict[str, list[list[Step]]]:
     """Steady steps of every run, runs alternating: {side: runs}. A sync run of each kind at the end, for the ceiling."""
     found: dict[str, list[list[Step]]] = {"trl": [], **{name: [] for name in REQUIRED}}
-    extra = dict(item.split("=", 1) for item in arguments.set)
+    count = arguments.steps + WARM_UP
+    tuned = LAYOUTS[arguments.layout] | dict(item.split("=", 1) for item in arguments.set)
 
-    def ours(old: str, mode: str, number: int) -> list[Step]:
-        changes = {**extra, "algorithm.old_policy": old, "train.mode": mode, "run.name": f"{old}-{mode}-{number}"}
-        return run_ours(model, problems, arguments.steps + WARM_UP, folder, changes)
+    def ours(old: str, mode: str, number: int, settings: dict[str, Any]) -> list[Step]:
+        named = {"algorithm.old_policy": old, "train.mode": mode, "run.name": f"{old}-{mode}-{number}"}
+        return run_ours(model, problems, count, folder, settings | named)
 
     for pair in range(arguments.pairs):
         for side in found:
-            steps = run_trl(python, model, problems, arguments.steps + WARM_UP) if side == "trl" else ours(side, "periodic", pair)
+            steps = run_trl(python, model, problems, count) if side == "trl" else ours(side, "periodic", pair, tuned)
             found[side].append(steps)
-            print(f"{side} {pair}: {statistics.mean(step.step_s for step in steps):.2f} s a step, {tokens_per_s(steps):.0f} tokens/s",
-                  flush=True)
-    return found | {f"{old} sync": [ours(old, "sync", 0)] for old in REQUIRED}
+            print(f"{side} {pair}: {statistics.mean(step.step_s for step in steps):.2f} s a step, "
+                  f"{tokens_per_s(steps):.0f} tokens/s", flush=True)
+    return found | {f"{old} sync": [ours(old, "sync", 0, LAYOUTS["one each"])] for old in REQUIRED}
 
 
 # what both sides get -----------------------------------------------------------------------------------------------------
@@ -116,7 +128,7 @@ def make_model(folder: Path) -> Path:
 
 @torch.no_grad()
 def out_of_reach(model: Qwen3ForCausalLM, ids: list[int], size: float = 4.0) -> None:
-    """Take the last hidden dimension as a bias: every embedding has `size` there, the given ids −`size`, and no layer writes to it.
+    """Take the last hidden dimension as a bias: embeddings have `size` there, those of `ids` −`size`, and no layer writes to it.
 
     With tied embeddings their logits fall by 2 · size² / rms, here by about 22, so that they are never sampled.
     """
@@ -152,7 +164,7 @@ def environment() -> Path:
 
 
 def run_trl(python: Path, model: Path, problems: Path, steps: int, changes: dict[str, Any] | None = None) -> list[Step]:
-    """One run of TRL; its steady steps."""
+    """One run of TRL, with these options of trl_side.py changed; its steady steps."""
     options = {"--model": model, "--problems": problems, "--steps": steps, "--prompts": PROMPTS, "--group-size": GROUP,
                "--new-tokens": NEW_TOKENS, "--learning-rate": RATE, "--kl-coef": KL, **TRL, **(changes or {})}
     command = [str(python), str(HOME / "benchmarks/trl_side.py"), *(str(part) for pair in options.items() for part in pair)]
@@ -170,7 +182,7 @@ def run_trl(python: Path, model: Path, problems: Path, steps: int, changes: dict
 
 def check_lengths(side: str, means: list[float]) -> None:
     if set(means) != {float(NEW_TOKENS)}:
-        sys.exit(f"{side}: mean response lengths {means}; every response must have {NEW_TOKENS} tokens for the sides to be comparable")
+        sys.exit(f"{side}: mean response lengths {means}; only with {NEW_TOKENS} tokens everywhere can the sides be compared")
 
 
 # ours --------------------------------------------------------------------------------------------------------------------
@@ -183,11 +195,9 @@ def run_ours(model: Path, problems: Path, steps: int, folder: Path, changes: dic
         "model.path": model,
         "data.train": problems,
         "reward.function": f"{HOME / 'benchmarks/rewards.py'}:letters",
-        "rollout.devices": [1],
         "rollout.group_size": GROUP,
         "rollout.max_context": PROMPT_TOKENS + NEW_TOKENS + 2,
         "rollout.max_new_tokens": NEW_TOKENS,
-        "train.devices": [0],
         "train.steps": steps,
         "train.prompts_per_step": PROMPTS,
         "train.learning_rate": RATE,
@@ -195,7 +205,6 @@ def run_ours(model: Path, problems: Path, steps: int, folder: Path, changes: dic
         "train.max_grad_norm": 1.0,
         "algorithm.kl_coef": KL,
         "checkpoint.every": 0,
-        **OURS,
         **changes,
     })
     lines = list(read_lines(config.folder / "steps.jsonl"))
@@ -242,7 +251,7 @@ def figures(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
 
 
 def core_seconds(sync: list[Step], old: str) -> dict[str, float]:
-    """What a step's work takes on one core that has the machine to itself; of the policy's forward we know what the frozen models' take."""
+    """What a step's work takes on one core; the policy's forward is taken to cost what a frozen model's does."""
     frozen = 2 if old == "previous" else 1
     mean = {key: statistics.mean(step.parts[key] for step in sync) for key in sync[0].parts}
     forward = mean["score_s"] / frozen

@@ -5,14 +5,14 @@ correctness part on the CPU, with a small shape: `--device cpu --tiny` (the kern
 
 1. Correctness: log-probabilities and gradients of a small random Qwen3 with a shared prompt, against the same model written
    plainly in this file (each response on its own, full mask), in fp32 (without TF32) and in bf16. Required: fp32 gradients
-   within 1e-4 (relative norm per tensor); bf16 log-probabilities within 0.02 on average of the fp32 reference.
+   within 1e-4 (relative norm per tensor); bf16 log-probabilities within 0.02 on average of the fp32 reference. The formula
+   for operations (flops.py) is held against those that torch counts in the plain model.
 2. Speed in bf16: a micro-step (forward, loss, backward) of Qwen3-0.6B- and 1.7B-shaped models with random weights, one
-   group, shared prompt on and off, layers recomputed. Tokens/s counts prompt and response of every response, whatever
-   was computed; model FLOP utilisation counts what the computed tokens need (recomputation is not counted):
+   group, shared prompt on and off. Tokens/s counts prompt and response of every response, whatever was computed; model FLOP
+   utilisation counts what the computed tokens need, over the device's dense bf16 peak. Activations are kept, or layers
+   recomputed with `--recompute` (recomputation is not counted).
 
-       3 · (2 · S · weights of the layers' linear maps + 4 · A · layers · heads · head_dim + 2 · T · hidden · vocabulary)
-
-   S tokens computed, A visible (query, key) pairs, T tokens scored. Last line: RESULT {json}.
+Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
+
+from flops import forward, micro_step
 
 from engine import platform
 from engine.errors import BadInput
@@ -61,6 +63,7 @@ def main() -> None:
     with platform.single(machine) as device:
         figures: dict[str, Any] = {"device": name_of(device), "torch": torch.__version__}
         figures["correctness"] = [correctness(machine.attention, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        check_flops(device)
         if not arguments.tiny:
             peak = arguments.peak_tflops or next((p for n, p in PEAK_TFLOPS.items() if n in name_of(device)), None)
             figures["speed"] = [
@@ -78,6 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--recompute", action="store_true", help="compute layers again in the backward pass, to save memory")
     parser.add_argument("--peak-tflops", type=float, help="of the device in bf16, if it is not one of " + ", ".join(PEAK_TFLOPS))
     return parser.parse_args()
 
@@ -111,12 +115,12 @@ def speed(
 ) -> dict[str, Any]:
     """Median seconds of a micro-step, and what follows from it."""
     shape = SHAPES[name]
-    model = build(shape, machine.attention, device, torch.bfloat16, recompute=True)
+    model = build(shape, machine.attention, device, torch.bfloat16, arguments.recompute)
     groups = random_groups(arguments.prompt, [arguments.response] * arguments.group, shape.vocabulary)
     machine.reset_peak()
     seconds = timed(lambda: (-chosen(model, groups, shared).mean()).backward(), machine, arguments.repeats)
     trained = arguments.group * (arguments.prompt + arguments.response)
-    needed = flops(shape, arguments.prompt, arguments.response, arguments.group, shared)
+    needed = micro_step(shape, arguments.prompt, arguments.response, arguments.group, shared)
     found = {
         "shape": name, "shared_prompt": shared, "seconds": seconds, "tokens_per_s": trained / seconds,
         "model_flop_utilisation": needed / seconds / (peak * 1e12) if peak else None, "peak_bytes": machine.peak_bytes(),
@@ -137,15 +141,32 @@ def timed(call: Callable[[], None], machine: platform.Platform, repeats: int) ->
     return statistics.median(taken[2:])
 
 
-def flops(shape: ModelShape, prompt: int, response: int, group: int, shared: bool) -> float:
-    """Of forward and backward, without recomputation; the formula is in the module's docstring."""
-    copies = 1 if shared else group
-    tokens = copies * prompt + group * response
-    pairs = copies * prompt * (prompt + 1) / 2 + group * (response * prompt + response * (response + 1) / 2)
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    weights = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
-    output = 2 * group * response * shape.hidden * shape.vocabulary
-    return 3 * (2 * tokens * weights + 4 * pairs * shape.layers * shape.heads * shape.head_dim + output)
+def check_flops(device: torch.device) -> None:
+    """Raises SystemExit unless the formula gives what torch counts in the plain model, which computes hidden pairs too."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    weights = {name: torch.zeros(size, device=device) for name, size in sizes(TINY).items()}
+    prompt, response = 20, 12
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        reference(weights, [0] * prompt, [0] * response, TINY)
+    tokens = prompt + response
+    counted, expected = counter.get_total_flops(), forward(TINY, tokens, tokens**2, response)
+    if counted != expected:
+        raise SystemExit(f"error: torch counts {counted} operations in the plain model, the formula of flops.py {expected:.0f}")
+
+
+def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Of the plain model's tensors, by Hugging Face's names."""
+    hidden, dim, queries, keys = shape.hidden, shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    layer = {
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
+        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (shape.intermediate, hidden),
+        "mlp.up_proj": (shape.intermediate, hidden), "mlp.down_proj": (hidden, shape.intermediate),
+    }  # fmt: skip
+    layers = {f"model.layers.{n}.{name}.weight": size for n in range(shape.layers) for name, size in layer.items()}
+    return {**layers, "model.embed_tokens.weight": (shape.vocabulary, hidden), "model.norm.weight": (hidden,)}
 
 
 def random_groups(prompt: int, lengths: list[int], vocabulary: int) -> Groups:

@@ -1,22 +1,14 @@
-"""What computing a group's prompt once saves in training: `python benchmarks/shared_prompt.py [--repeats 3] [--hidden 512] [--layers 4]`
+"""What computing a group's prompt once saves in training: `python benchmarks/shared_prompt.py [--repeats 3] [--hidden 512]`
 
 A micro-step is `Policy.accumulate` of one group in one micro-batch: the policy's forward, loss and backward. It is timed with
-`attention.shared_prompt` on, and off: then every response carries its own copy of the prompt and all of them are *packed* into one row
-without padding. So the comparison is with the best one can do without sharing. fp32, one thread, a random Qwen3 (by default
-hidden 512, 4 layers, 8 heads of 64, 4 key-value heads, MLP 1536, vocabulary 4096), large enough that kernels cost more than calls.
-Calls alternate; medians of CPU seconds, one computing thread.
+`attention.shared_prompt` on, and off: then every response carries its own copy of the prompt, all of them *packed* into one
+row without padding. So the comparison is with the best one can do without sharing. fp32, one thread, a random Qwen3 (by
+default hidden 512, 4 layers, 8 heads of 64, 4 key-value heads, MLP 1536, vocabulary 4096), large enough that kernels cost
+more than calls. Calls alternate; medians of CPU seconds, one computing thread.
 
-The bound is the ratio of the floating-point operations of both, S tokens computed, A visible (query, key) pairs, T tokens scored:
-
-    F = 2 · S · (weights of the layers' linear maps) + 4 · A · layers · heads · head_dim + 2 · T · hidden · vocabulary
-
-times 3 for forward and backward on both sides. With prompt P and G responses of R tokens (Periodic Asynchrony §4.2, eq. 10-13):
-
-    shared    S = P + G·R     A = P(P+1)/2 + G·(R·P + R(R+1)/2)      T = G·R
-    separate  S = G·(P + R)   A = G·(P(P+1)/2 + R·P + R(R+1)/2)      T = G·R
-
-Required: at least 0.85 of the bound for (1024, 64, 8). Peak memory is the largest resident size of a fresh process in such a
-micro-step minus what it had before it. Last line: RESULT {json}.
+The bound is the ratio of the floating-point operations of both; the formula is in flops.py. Required: at least 0.85 of the
+bound for (1024, 64, 8). Peak memory is the largest resident size of a fresh process in such a micro-step minus what it had
+before it. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -34,6 +26,7 @@ from typing import Any
 import psutil
 import torch
 from common import alternating, build_policy, one_rank, random_group, random_qwen3, result
+from flops import micro_step
 
 from engine import platform
 from engine.model.shape import ModelShape, read_shape
@@ -81,28 +74,17 @@ def measure(model: Path, shape: ModelShape, point: tuple[int, int, int], repeats
             policy.start_step()
         times = alternating({side: partial(policy.accumulate, [group]) for side, policy in policies.items()}, repeats)
     seconds = {side: statistics.median(taken) for side, taken in times.items()}
-    speed_up, bound = seconds["packed"] / seconds["shared"], flops(shape, point, False) / flops(shape, point, True)
+    work = {side: micro_step(shape, *point, shared) for side, shared in SIDES.items()}
+    speed_up, bound = seconds["packed"] / seconds["shared"], work["packed"] / work["shared"]
     memory = {side: peak_of_process(model, side, point) for side in SIDES}
-    print(f"prompt {prompt}, response {response}, group {size}: shared {seconds['shared']:.2f} s, packed {seconds['packed']:.2f} s: "
-          f"{speed_up:.2f} times faster, bound {bound:.2f} ({speed_up / bound:.0%} of it); peak memory shared "
-          f"{memory['shared'] / 2**20:.0f} MiB, packed {memory['packed'] / 2**20:.0f} MiB", flush=True)
+    print(f"prompt {prompt}, response {response}, group {size}: shared {seconds['shared']:.2f} s, packed "
+          f"{seconds['packed']:.2f} s: {speed_up:.2f} times faster, bound {bound:.2f} ({speed_up / bound:.0%} of it); peak "
+          f"memory shared {memory['shared'] / 2**20:.0f} MiB, packed {memory['packed'] / 2**20:.0f} MiB", flush=True)
     return {"prompt": prompt, "response": response, "group": size, "shared_s": seconds["shared"], "packed_s": seconds["packed"],
             "speed_up": speed_up, "bound": bound, "share_of_bound": speed_up / bound,
-            "gflops_per_s_shared": flops(shape, point, True) / seconds["shared"] / 1e9,
-            "gflops_per_s_packed": flops(shape, point, False) / seconds["packed"] / 1e9,
+            "shared_gflop_per_s": work["shared"] / seconds["shared"] / 1e9,
+            "packed_gflop_per_s": work["packed"] / seconds["packed"] / 1e9,
             "shared_peak_bytes": memory["shared"], "packed_peak_bytes": memory["packed"]}
-
-
-def flops(shape: ModelShape, point: tuple[int, int, int], shared: bool) -> float:
-    """Of forward and backward; the formula is in the module's docstring."""
-    prompt, response, size = point
-    copies = 1 if shared else size
-    tokens = copies * prompt + size * response
-    pairs = copies * prompt * (prompt + 1) / 2 + size * (response * prompt + response * (response + 1) / 2)
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    weights = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
-    output = 2 * size * response * shape.hidden * shape.vocabulary
-    return 3 * (2 * tokens * weights + 4 * pairs * shape.layers * shape.heads * shape.head_dim + output)
 
 
 def peak_of_process(model: Path, side: str, point: tuple[int, int, int]) -> int:

@@ -1,8 +1,8 @@
 """Our micro-step against Hugging Face's forward and backward: `python benchmarks/train_throughput.py [--repeats 5]`
 
-The same samples of native length, the same loss (ratio 1, so its gradient is that of −A · mean log π over the response's tokens), fp32,
-one thread, a random Qwen3. Hugging Face computes one sample at a time without padding (sdpa attention, logits of the
-response's positions only), which is its fastest exact way for samples of unequal length. Ours is `Policy.accumulate`:
+The same samples of native length, the same loss (ratio 1, so its gradient is that of −A · mean log π over the response's
+tokens), fp32, one thread, a random Qwen3. Hugging Face computes one sample at a time without padding (sdpa attention, logits
+of the response's positions only), which is its fastest exact way for samples of unequal length. Ours is `Policy.accumulate`:
 
 * one sample per micro-batch (required: 1.0 times Hugging Face's tokens/s), on samples of 128 to 512 tokens;
 * packed into micro-batches of `--budget` tokens (required: 1.5 times), on a mixed batch of short samples, 16 to 96 tokens.
@@ -65,11 +65,12 @@ def measure(name: str, model: Path, case: tuple[int, int, int, float], vocabular
     ours.accumulate(groups)
     hugging_face(theirs, groups)
     compare(gradients(ours), {name: parameter.grad for name, parameter in theirs.named_parameters()})
-    times = alternating({"ours": partial(ours.accumulate, groups), "hugging_face": partial(hugging_face, theirs, groups)}, repeats)
+    sides = {"ours": partial(ours.accumulate, groups), "hugging_face": partial(hugging_face, theirs, groups)}
+    times = alternating(sides, repeats)
     rates = {side: tokens / statistics.median(taken) for side, taken in times.items()}
     ratio = rates["ours"] / rates["hugging_face"]
-    print(f"{name}: {count} samples of {shortest} to {longest} tokens ({tokens}): ours {rates['ours']:.0f} tokens/s, Hugging Face "
-          f"{rates['hugging_face']:.0f}: ratio {ratio:.2f}, required {required}", flush=True)
+    print(f"{name}: {count} samples of {shortest} to {longest} tokens ({tokens}): ours {rates['ours']:.0f} tokens/s, Hugging "
+          f"Face {rates['hugging_face']:.0f}: ratio {ratio:.2f}, required {required}", flush=True)
     return {"ours_tokens_per_s": rates["ours"], "hugging_face_tokens_per_s": rates["hugging_face"], "ratio": ratio,
             "required": required, "samples": count, "tokens": tokens}
 

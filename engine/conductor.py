@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from engine import errors
@@ -35,7 +36,7 @@ class Conductor:
         loader: PromptLoader | None = None,
         service: Service | None = None,
     ) -> None:
-        """Without loader and service (a replay) only ready, report and failed are answered."""
+        """Without loader and service (a replay) only ready, replayed, report and failed are answered."""
         self.config = config
         self.folder = folder
         self.trace = trace
@@ -51,10 +52,11 @@ class Conductor:
         self._rollout_s = 0.0
         self._samples: list[Group] = []
         self._recorder: Recorder | None = None
+        self._replayed_by: dict[int, set[int]] = {}
 
     def handlers(self) -> dict[str, Handler]:
         """By the operation's name; each request is a sign of life of the trainer, at its start and at its end."""
-        named = (self._ready, self._publish, self._start, self._lease, self._report, self._failed)
+        named = (self._ready, self._publish, self._start, self._lease, self._replayed, self._report, self._failed)
         return {handler.__name__.removeprefix("_"): self._hearing(handler) for handler in named}
 
     def _hearing(self, handler: Handler) -> Handler:
@@ -162,26 +164,41 @@ class Conductor:
         queue.acknowledge(request["trained"], unit)
         if queue.done:
             await self._notify()  # the other units wait for this
+        found = await self._soon(lambda: self._due(queue, unit, request["budget"]))
+        if found.get("end"):
+            self._silence.excuse(unit)
+        elif found and self._recorder is not None:
+            self._recorder.add(queue.step, unit, found)
+        return found or {"wait": f"{queue.arrived} of {queue.expected} groups"}
+
+    async def _replayed(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A unit goes on with its replay; once it is `done` with the step it waits for the others, who may yet fail."""
+        self._check()
+        if not request["done"]:
+            return {}
+        done, units = self._replayed_by.setdefault(request["step"], set()), self.config.parallel.units
+        done.add(request["unit"])
+        await self._notify()
+        return await self._soon(lambda: {"end": True} if len(done) == units else {})
+
+    async def _soon(self, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `look` finds, tried again whenever something changes; {} when it is time for a sign of life."""
         deadline = time.monotonic() + SIGN_OF_LIFE_S
         async with self._changed:
-            while True:
-                if queue.done:
-                    self._silence.excuse(unit)
-                    return {"end": True}
+            while not (found := look()):
                 self._check()
-                if found := self._due(queue, unit, request["budget"]):
-                    if self._recorder is not None:
-                        self._recorder.add(queue.step, unit, found)
-                    return found
                 try:
                     async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                         await self._changed.wait()
                 except TimeoutError:
-                    return {"wait": f"{queue.arrived} of {queue.expected} groups"}
+                    break
+        return found
 
-    @staticmethod
-    def _due(queue: SampleQueue, unit: int, budget: int) -> dict[str, Any]:
-        """A window to train if there is one, else responses to score early; {} when there is neither."""
+    def _due(self, queue: SampleQueue, unit: int, budget: int) -> dict[str, Any]:
+        """The end of the step, else a window to train, else responses to score early; {} when there is neither."""
+        if queue.done:
+            return {"end": True}
+        self._check()  # a run that fails gives out nothing more
         if window := queue.lease(unit, budget):
             return {"groups": [group_to_wire(group) for group in window]}
         if landed := queue.early(unit, budget):

@@ -118,7 +118,7 @@ def _rollouts(config: Config, arguments: argparse.Namespace, control: ControlCli
     from engine.trainer.source import Live, Recorded
 
     if arguments.replay is not None:
-        return Recorded(arguments.replay, ranks, config.train.prompts_per_step)
+        return Recorded(arguments.replay, control, ranks, config.train.prompts_per_step)
     publisher = Publisher(control, ranks, FileTransport(arguments.weights), DTYPES[config.model.dtype])
     return Live(control, ranks, publisher, config.window_tokens)
 

@@ -77,15 +77,17 @@ class Live:
 
     def failed(self, error: MetronomeError) -> None:
         """Told once, by the unit's leader."""
-        if self._ranks.leader:
-            self._control.ask("failed", error=type(error).__name__, message=str(error))
+        _tell(error, self._control, self._ranks)
 
 
 class Recorded:
     """A record in place of rollouts: nothing to publish, nothing to start."""
 
-    def __init__(self, path: Path, ranks: Ranks, expected: int) -> None:
+    def __init__(self, path: Path, control: ControlClient, ranks: Ranks, expected: int) -> None:
+        """`expected` groups make a step."""
         self._replay = Replay(path, ranks.unit, expected)
+        self._control = control
+        self._ranks = ranks
 
     def publish(self, models: TriModel, version: int) -> float:
         """No instances: no time."""
@@ -95,11 +97,24 @@ class Recorded:
         """Nothing to start."""
 
     def work(self, step: int) -> Iterator[Work]:
-        """What the unit did in the step, in the order in which it was done."""
-        return (_work(entry) for entry in self._replay.entries(step))
+        """What the unit did in the step, in the order in which it was done; then wait until all units are as far."""
+        for entry in self._replay.entries(step):
+            self._ranks.from_leader(partial(self._replayed, step, False))
+            yield _work(entry)
+        while not self._ranks.from_leader(partial(self._replayed, step, True)).get("end"):
+            pass  # the launcher's sign of life
+
+    def _replayed(self, step: int, done: bool) -> dict[str, Any]:
+        return self._control.ask("replayed", step=step, unit=self._ranks.unit, done=done)
 
     def failed(self, error: MetronomeError) -> None:
-        """No other unit waits for this one."""
+        """Told once, by the unit's leader."""
+        _tell(error, self._control, self._ranks)
+
+
+def _tell(error: MetronomeError, control: ControlClient, ranks: Ranks) -> None:
+    if ranks.leader:
+        control.ask("failed", error=type(error).__name__, message=str(error))
 
 
 def _work(entry: Entry) -> Work:

@@ -1,5 +1,6 @@
 """Whole runs in parallel layouts: the launcher, an instance over HTTP, ranks under torch elastic (issue 3)."""
 
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -56,7 +57,8 @@ def rank(tree, number):
 
 
 def weights(folder, name):
-    return load_file(folder / name / "policy/model.safetensors")
+    files = (folder / name / "policy").glob("*.safetensors")
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
 
 
 def same(one, other):
@@ -137,6 +139,7 @@ def test_replicas_are_exact_also_when_one_dies_and_the_run_resumes(exact, tmp_pa
 
 def test_pipeline_and_context_parallel_runs(exact, tmp_path):
     single = exact | {"train.micro_batch_tokens": 80}  # one group each
+    base = {key: value.shape for key, value in load_file(f"{exact['model.path']}/model.safetensors").items()}
     for layout in ("pipeline", "context"):
         arrival = {"run.name": layout, f"parallel.{layout}": 2, "train.consume": "arrival", "rollout.concurrency": 4}
         run(single | arrival, tmp_path)
@@ -144,6 +147,7 @@ def test_pipeline_and_context_parallel_runs(exact, tmp_path):
         plans = [[span["groups"] for span in spans(tmp_path, layout, "train", rank)] for rank in (0, 1)]
         assert plans[0] == plans[1]  # both ranks have had every window
         assert sorted(sum(plans[0], [])) == sorted([*range(6), *range(6)])
+        assert {key: value.shape for key, value in weights(tmp_path, layout).items()} == base
         most = max(map(len, plans[0]))
         assert (most > 1) == (layout == "pipeline")  # a window of a pipeline takes several micro-batches
     bubbles = [span for span in read_spans(tmp_path / "pipeline/trace") if span["name"] == "bubble"]
@@ -191,11 +195,24 @@ def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, t
     one, other = weights(tmp_path, "live"), weights(tmp_path, "late")
     assert all(torch.allclose(one[key], other[key], atol=1e-5) for key in one)
 
+    wrong = tmp_path / "wrong.msgpack"  # an error of one replica ends the replay of all
+    wrong.write_bytes(b"".join(msgpack.packb(entry) for entry in [header, *with_a_wrong_logprob(given, unit=1)]))
+    code, output = launch(early | {"run.name": "wrong"}, tmp_path, "--replay", str(wrong))
+    assert code == 1
+    assert "RatioGapError: step" in output
+
     changed = {"train.learning_rate": 0.5, "parallel.data": 1}
     for key, value in changed.items():
         said = refused(early | {"run.name": "other", key: value}, tmp_path, "--replay", str(record))
         assert f"{key} is {value}, but the record was taken with {early[key]}" in said
     assert not (tmp_path / "other").exists()
+
+
+def with_a_wrong_logprob(given, unit):
+    window = next(entry for entry in given if "groups" in entry and entry["unit"] == unit)
+    response = window["groups"][0]["responses"][0]
+    response["logprobs"] = struct.pack("f", -0.5) + response["logprobs"][4:]
+    return given
 
 
 def check_early_scores(given, folder):

@@ -8,7 +8,7 @@ import pytest
 
 from engine.conductor import Conductor
 from engine.config import Config
-from engine.errors import DeadlineError, MetronomeError
+from engine.errors import DeadlineError, RatioGapError
 from engine.run_folder import RunFolder
 from engine.silence import Silence
 from engine.trace import Trace
@@ -119,11 +119,30 @@ async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct):
     await asyncio.sleep(0.05)
     began = time.monotonic()
     await handlers["failed"]({"error": "RatioGapError", "message": "they disagree"})
-    with pytest.raises(MetronomeError, match="they disagree"):
+    with pytest.raises(RatioGapError, match="they disagree"):
         await other
     assert time.monotonic() - began < 0.5
-    assert type(conductor.told).__name__ == "RatioGapError"
+    assert isinstance(conductor.told, RatioGapError)
     await conductor.close()
+
+
+async def test_a_unit_that_is_done_with_its_replay_of_a_step_waits_for_the_others_and_hears_of_their_errors(tmp_path):
+    config = Config(parallel={"data": 2})
+    conductor = Conductor(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"))
+    replayed = conductor.handlers()["replayed"]
+    for step in (0, 1):
+        assert await replayed({"step": step, "unit": 1, "done": False}) == {}
+        first = asyncio.create_task(replayed({"step": step, "unit": 0, "done": True}))
+        await asyncio.sleep(0.05)
+        assert not first.done()
+        assert await replayed({"step": step, "unit": 1, "done": True}) == {"end": True}
+        assert await first == {"end": True}
+    assert await replayed({"step": 2, "unit": 0, "done": True}) == {}  # a sign of life
+    first = asyncio.create_task(replayed({"step": 2, "unit": 0, "done": True}))
+    await asyncio.sleep(0.05)
+    await conductor.handlers()["failed"]({"error": "RatioGapError", "message": "they disagree"})
+    with pytest.raises(RatioGapError, match="they disagree"):
+        await first
 
 
 async def test_a_trainer_may_take_longer_to_get_ready_than_it_may_be_silent_later(tmp_path):
