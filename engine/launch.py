@@ -33,6 +33,9 @@ from engine.trainer import record
 STOP_S = 60.0
 """How long a trainer that was told to stop may take for its checkpoint."""
 
+END_S = 5.0
+"""What the agent may take to end the ranks, by force if need be (engine.trainer.elastic), before it is killed itself."""
+
 
 def launch(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
     """Train. `config.model.path` is a folder by now. Raises the error that ended the run; no process is left behind."""
@@ -71,7 +74,7 @@ class _Launcher:
         try:
             await self._with_rollouts(problems, trainer)
         finally:
-            await asyncio.to_thread(trainer.stop, 1.0)
+            await asyncio.to_thread(trainer.stop, END_S)
 
     async def _with_rollouts(self, problems: Problems, trainer: Child) -> None:
         config, model = self.config, Path(self.config.model.path)
@@ -84,6 +87,7 @@ class _Launcher:
             await self._watched(Conductor(config, self.folder, self.trace, loader, service), trainer)
 
     def _start_trainer(self) -> Child:
+        shutil.rmtree(self._weights_folder(), ignore_errors=True)  # half a version of a run that was killed, in another layout
         log, env = self.folder.logs / "trainer.log", {"OMP_NUM_THREADS": str(self.config.trainer_threads)}
         return Child("trainer", self._trainer_command(), log, env)
 
@@ -93,7 +97,7 @@ class _Launcher:
         try:
             await self._watch(trainer, server, conductor)
         finally:
-            await asyncio.to_thread(trainer.stop, 1.0)
+            await asyncio.to_thread(trainer.stop, END_S)
             await conductor.close()
             server.cancel()
             await asyncio.gather(server, return_exceptions=True)

@@ -100,12 +100,12 @@ def _follow(child: Child, follower: LineFollower, on_step: Callable[[dict[str, A
 
 def _failure(child: Child, folder: RunFolder, code: int) -> MetronomeError:
     """The error that the launcher left behind, or how it died if it could not leave one."""
+    if code == 2:  # perhaps before the run folder was touched: a reason in there may be an earlier run's
+        return BadInput(last_error(child))
     if folder.failure.exists():
         told = json.loads(folder.failure.read_text())
         kind = getattr(errors, told["error"], MetronomeError)
         return kind(told["message"])
-    if code == 2:
-        return BadInput(last_error(child))
     return ProcessDied(f"the launcher {child.how_it_ended()}")
 
 

@@ -10,10 +10,13 @@ import os
 import sys
 import uuid
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from engine.process import LIFELINE, hold_lifeline, watch_lifeline
+
+KILL_S = 2
+"""What a rank that was told to end may take before it is killed: one that hangs may not hear its lifeline either."""
 
 
 def main() -> int:
@@ -34,15 +37,21 @@ def main() -> int:
         max_restarts=0,
         local_addr="127.0.0.1",  # a laptop's own name may not resolve
         monitor_interval=0.1,
+        shutdown_timeout=KILL_S,
     )
     rest = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
     try:
         elastic_launch(launch, sys.executable)("-u", "-m", "engine.trainer.rank", *rest)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = _first(error)
         print(f"trainer rank {rank}: {failure.message}", file=sys.stderr)
         return 1
     return 0
+
+
+def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that failed, not one that lost its connection to it: torch's times are whole seconds, often the same."""
+    return min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
 
 
 if __name__ == "__main__":

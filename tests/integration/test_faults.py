@@ -36,9 +36,9 @@ def test_a_corrupted_tensor_is_caught(settings, monkeypatch):
 
     async def corrupting(self, version, info):
         if version == 1:
-            tensors = load_file(info["path"])
+            tensors = load_file(f"{info['path']}/stage-000.safetensors")
             tensors["model.layers.1.mlp.up_proj.weight"] += 0.05 * torch.randn(128, 64)
-            save_file(tensors, info["path"])
+            save_file(tensors, f"{info['path']}/stage-000.safetensors")
         await publish(self, version, info)
 
     monkeypatch.setattr(Pool, "publish", corrupting)

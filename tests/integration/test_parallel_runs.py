@@ -3,6 +3,7 @@
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import msgpack
@@ -278,3 +279,23 @@ def test_groups_that_come_longer_apart_than_anybody_may_be_silent(settings, tmp_
     run(settings | slow | {"train.prompts_per_step": 2, "parallel.data": 2, "train.steps": 1}, tmp_path)
     (line,) = steps(tmp_path, "run")
     assert line["wait_s"] > 40  # 60 s for one replica, 30 s or more for the other
+
+
+@pytest.mark.slow
+def test_a_replica_that_hangs_is_named_and_ends_the_run(settings, tmp_path):
+    """A stopped process hears neither signals nor its lifeline."""
+    endless = {"train.steps": 100_000, "train.timeout_s": 15, "parallel.data": 2, "reward.function": f"{REWARDS}:after_3_s",
+               "train.prompts_per_step": 2}  # fmt: skip
+    launcher, log = start(settings | endless, tmp_path)
+    try:
+        wait_for(lambda: steps(tmp_path, "run"), "the first step")
+        tree = Tree(launcher.pid)
+        time.sleep(1.5)  # in the middle of the next step, which takes 6 s
+        send(rank(tree, 1), "SIGSTOP")
+        assert launcher.wait(timeout=120) == 1
+        assert tree.left() == []
+    finally:
+        launcher.kill()
+        launcher.wait()
+    log.seek(0)
+    assert "no sign of life of unit 1 of the trainer in 15 s (train.timeout_s)" in log.read()

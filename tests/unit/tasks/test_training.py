@@ -61,8 +61,10 @@ def test_a_launcher_that_left_no_reason_died(tmp_path, ended):
     assert "no such thing" in str(failure)
 
 
-def test_the_message_of_bad_input_comes_from_the_log_if_there_is_no_run_folder_yet(tmp_path, ended):
-    failure = _failure(ended, RunFolder(tmp_path), 2)
+def test_the_message_of_bad_input_comes_from_the_log_not_from_an_earlier_failure(tmp_path, ended):
+    folder = RunFolder(tmp_path)
+    folder.fail(RatioGapError("weights differ"))
+    failure = _failure(ended, folder, 2)
     assert isinstance(failure, BadInput)
     assert str(failure) == "no such thing"
 
@@ -74,4 +76,4 @@ def test_bad_input_that_only_the_launcher_sees_is_bad_input_here(tmp_path):
     config = Config(run=Run(name="mine", output=str(tmp_path)), model=Model(path=str(model)))
     with pytest.raises(BadInput, match=r"model\.path|safetensors"):
         run_training(config)
-    assert (tmp_path / "mine" / "failure.json").exists()
+    assert not (tmp_path / "mine" / "config.toml").exists()  # no run: the name stays free
