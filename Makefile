@@ -21,7 +21,7 @@ test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores
 	$(BIN)/python -m pytest -m "not slow and not parallel"
 
 parallel-test: $(VENV)/installed-dev  ## several trainer ranks at once: layouts against Hugging Face, whole runs (under 15 minutes)
-	$(BIN)/python -m pytest -m parallel
+	$(BIN)/python -m pytest -m "parallel and not slow"
 
 slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
