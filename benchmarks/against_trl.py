@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=2, help="rounds of TRL and ours")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per run")
-    parser.add_argument("--layout", default="two each", choices=list(LAYOUTS), help="of our processes on the two cores")
+    parser.add_argument("--layout", default="one each", choices=list(LAYOUTS), help="of our processes on the two cores")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting of our runs")
     arguments = parser.parse_args()
     python = environment()
