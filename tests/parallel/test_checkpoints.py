@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
@@ -233,12 +233,18 @@ def main():
     resumed(Path(folder), ports)
 
 
-def start(what, folder, ports):
-    """The ranks as processes, each with its output in a file of the folder."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
-    return [
+@contextlib.contextmanager
+def started(what, folder, sessions):
+    """The ranks as processes, each with its output in a file of the folder; they meet in stores of ours, one for each session.
+
+    A port that is only looked up and left free again may be somebody else's by the time a rank listens on it.
+    """
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(sessions)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0",
+              "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, what, str(folder), *ports],
+            [sys.executable, "-W", "ignore", __file__, what, str(folder), *(str(store.port) for store in stores)],
             env=os.environ | shared | {"RANK": str(rank)},
             stdout=(folder / f"{what}-{rank}.log").open("w"),
             stderr=subprocess.STDOUT,
@@ -246,14 +252,10 @@ def start(what, folder, ports):
         )
         for rank in range(WORLD)
     ]
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [str(one.getsockname()[1]) for one in sockets]
+    try:
+        yield processes
+    finally:
+        kill(processes)
 
 
 def until(done, processes, folder, timeout_s):
@@ -278,18 +280,12 @@ def kill(processes):
 @pytest.mark.timeout(240)
 def test_layouts_and_a_kill_while_writing(tmp_path):
     models(tmp_path)
-    first = start("first", tmp_path, free_ports(3 * len(CASES) + 1))
-    try:
+    with started("first", tmp_path, 3 * len(CASES) + 1) as first:
         until(lambda: all((tmp_path / f"writing-{rank}").exists() for rank in range(WORLD)), first, tmp_path, 150)
-    finally:
-        kill(first)
     assert not (tmp_path / "killed/step-000002").exists()
     assert (tmp_path / "killed/.step-000002.partial/__0_0.distcp").stat().st_size > 100_000
-    second = start("second", tmp_path, free_ports(1))
-    try:
+    with started("second", tmp_path, 1) as second:
         until(lambda: all(process.poll() == 0 for process in second), second, tmp_path, 80)
-    finally:
-        kill(second)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Every kernel against the plain mask, values and gradients; SegmentAttention over two context-parallel processes."""
 
 import os
-import socket
 
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch import multiprocessing
+from torch.distributed import TCPStore
 
 from engine.errors import BadInput
 from engine.model.attention import SegmentAttention, params
@@ -157,7 +157,8 @@ def on_a_rank(rank, port, folder):
     from engine.platform import get, session
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
     found = {}
     with session(get("cpu"), seed=0, context=2, timeout_s=60):
         module = SegmentAttention.backend("cpu")(None)
@@ -179,10 +180,8 @@ def on_a_rank(rank, port, folder):
 
 
 def test_context_parallel_attention_equals_a_single_process(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(on_a_rank, (port, tmp_path), nprocs=2)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    multiprocessing.spawn(on_a_rank, (store.port, tmp_path), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for name, groups in PARALLEL.items():
         row = row_of(groups).aligned(4)
