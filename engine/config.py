@@ -42,8 +42,8 @@ class Model(Table):
 
     path: str = "quickstart"
     """A Hugging Face folder, or "quickstart": the tiny Qwen3 that Metronome warms up itself (cached under `run.output`)."""
-    dtype: Literal["float32"] = "float32"
-    """Of the rollout instances. fp32 on CPU: bf16 moves log-probabilities by 0.15 there (notes/vllm)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the rollout instances; bfloat16 needs rollout.engine = "vllm". fp32 on CPU: bf16 moves log-probabilities by 0.15 there."""
 
 
 class Data(Table):
@@ -79,10 +79,12 @@ class Reward(Table):
 class Rollout(Table):
     """Sampling responses."""
 
-    engine: Literal["embedded"] = "embedded"
-    """The embedded engine is a process in this environment, for CPU and small devices."""
-    instances: PositiveInt = 1
-    """Rollout processes."""
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """The embedded engine is a process in this environment, for CPU and small devices; vLLM runs in its own (`make vllm`)."""
+    instances: int = Field(default=1, ge=0)
+    """Rollout instances that the run starts itself; others may join (`metronome serve --join`). 0: all join."""
+    tensor: PositiveInt = 1
+    """Devices that share one vLLM instance's model (its tensor parallelism)."""
     devices: list[int] = []
     """CPU: cores of each instance in turn, `len / instances` each; empty leaves placing to the system."""
     concurrency: PositiveInt = 4
@@ -105,6 +107,14 @@ class Rollout(Table):
     """Fixed decode shapes: a response depends on prompt, seed and weights only. benchmarks/determinism.py prints the cost."""
     timeout_s: PositiveFloat = 600.0
     """Seconds a request, a weight update or the start of an instance may take."""
+    restarts: int = Field(default=2, ge=0)
+    """How often an instance of the run that died is started again."""
+    heartbeat_s: PositiveFloat = 5.0
+    """An instance that does not answer for so long is silent: what it holds is sent to others until it answers again."""
+    wait_s: PositiveFloat = 60.0
+    """How long a run waits for an instance when none is left, before it stops with a checkpoint."""
+    listen: str = "127.0.0.1:0"
+    """Address where instances join and /metrics is served; port 0 takes a free one. Off loopback METRONOME_TOKEN must be set."""
 
 
 class Train(Table):
@@ -238,8 +248,14 @@ class Platform(Table):
 class Weights(Table):
     """Weight sync from trainer to instances."""
 
-    transport: Literal["file"] = "file"
-    """"file": safetensors in shared memory (or the run folder where there is none)."""
+    transport: Literal["file", "gloo", "nccl", "hccl"] = "file"
+    """"file": safetensors in shared memory or a shared folder; "gloo" (CPU), "nccl" (CUDA), "hccl" (NPU): broadcast over the network."""
+    staged: bool = False
+    """Send to the instances' host memory in the background and swap at the boundary (AsyncFlow §4.2.3)."""
+    bucket_mb: PositiveInt = 256
+    """MiB that are gathered and sent at a time: what the export holds in memory beside the model."""
+    check_tokens: int = Field(default=32, ge=0)
+    """Fixed tokens whose log-probabilities trainer and instances compare after each sync; 0 leaves the comparison out."""
 
 
 class Checkpoint(Table):

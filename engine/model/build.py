@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,6 +33,7 @@ from engine.model.layout import Layout
 from engine.model.norm import HeadNorm, RMSNorm
 from engine.model.rotary import RotaryAtPositions
 from engine.model.shape import ModelShape
+from engine.model.swiglu import SwiGLU
 from engine.model.weights import padded_vocabulary
 
 
@@ -67,6 +69,7 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
+        use_te_activation_func=True,  # Megatron's name for taking the layer specification's activation
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -130,7 +133,7 @@ def logits(model: torch.nn.Module, layout: Layout) -> Tensor:
         attention_mask=None,
         packed_seq_params=params(layout),
     )
-    return out[0] if parallel_state.is_pipeline_last_stage() else out
+    return out.squeeze(0) if parallel_state.is_pipeline_last_stage() else out
 
 
 def row_multiple(computation: Computation) -> int:
@@ -146,6 +149,8 @@ def _block_spec(config: TransformerConfig, attention: str) -> TransformerBlockSu
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        mlp = parts.mlp.submodules
+        (mlp if isinstance(mlp, MLPSubmodules) else mlp.experts.submodules).activation_func = SwiGLU
         inner = parts.self_attention.submodules
         inner.core_attention = ModuleSpec(module=SegmentAttention, params={"kernel": attention})
         if inner.q_layernorm is not IdentityOp:

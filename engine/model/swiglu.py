@@ -1,0 +1,43 @@
+"""SwiGLU of the MLPs as one operation with its own backward: half of Megatron's unfused one is copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class SwiGLU:
+    """silu(gate) · up of [..., 2·f] = (gate, up) side by side → [..., f]. Keeps its input alone for the backward pass.
+
+    Not a torch module: it has no state, and Megatron asks the modules of an MLP for theirs.
+    """
+
+    def __init__(self, config: Any) -> None:  # noqa: ANN401
+        """Signature of Megatron's activations."""
+
+    def __call__(self, joint: Tensor) -> Tensor:
+        """Activate."""
+        out: Tensor = _SwiGLU.apply(joint)
+        return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joint: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(joint)
+        gate, up = joint.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
+        """With s = silu(g): d up = grad · s(g), d gate = grad · up · s'(g)."""
+        (joint,) = ctx.saved_tensors
+        gate, up = joint.chunk(2, -1)
+        out = torch.empty_like(joint)
+        to_gate, to_up = out.chunk(2, -1)
+        torch.mul(grad, F.silu(gate), out=to_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
+        return out
