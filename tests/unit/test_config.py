@@ -13,6 +13,13 @@ from engine.config import Config
         ({"train": {"score_early": True, "consume": "prompt_order"}}, 'needs train.consume = "arrival"'),
         ({"train": {"score_early": True}, "parallel": {"data": 2, "expert": 2}}, "needs replicas that share no experts"),
         ({"train": {"dtype": "bfloat16"}}, "set it to at least 0.2"),
+        ({"model": {"dtype": "bfloat16"}, "rollout": {"engine": "vllm"}}, "set it to at least 0.2"),
+        ({"model": {"dtype": "bfloat16"}, "train": {"ratio_gap_limit": 0}}, 'model.dtype = .* needs rollout.engine = "vllm"'),
+        ({"rollout": {"tensor": 2}}, 'rollout.tensor = 2 needs rollout.engine = "vllm"'),
+        ({"weights": {"transport": "nccl"}}, "the embedded engine takes 'file' or 'gloo'"),
+        ({"rollout": {"engine": "vllm", "deterministic": True}}, "vLLM's batches"),
+        ({"rollout": {"engine": "vllm"}, "weights": {"transport": "hccl", "staged": True}}, "vllm-ascend receives"),
+        ({"rollout": {"instances": 0, "devices": [0]}}, "0 instances can't share"),
     ],
 )
 def test_a_combination_that_can_not_be_is_refused_with_its_rule(settings, said):

@@ -1,0 +1,11 @@
+"""What all tables of the configuration have in common."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Table(BaseModel):
+    """Base of all tables: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)

@@ -1,0 +1,84 @@
+"""What the tables of a run demand of each other. Each rule raises ValueError with the keys and what would be right."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.config import Config
+
+BF16_GAP = 0.2
+"""Below this a limit on max|ratio - 1| refuses sound bf16 runs: a token's log-probability moves by up to 0.15."""
+
+
+def _groups(config: Config) -> None:
+    rollout = config.rollout
+    if config.algorithm.advantage == "grpo" and rollout.group_size < 2:
+        raise ValueError("rollout.group_size must be at least 2 for algorithm.advantage = \"grpo\": "
+                         "a group of one has no spread to compare with")
+    if rollout.max_new_tokens >= rollout.max_context:
+        raise ValueError(f"rollout.max_new_tokens ({rollout.max_new_tokens}) must be below "
+                         f"rollout.max_context ({rollout.max_context}) to leave room for a prompt")
+
+
+def _cores(config: Config) -> None:
+    for key, cores in (("train.devices", config.train.devices), ("rollout.devices", config.rollout.devices)):
+        if missing := sorted(set(cores) - usable_cores()):
+            raise ValueError(f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}")
+    for key, cores, sharers, count in (
+        ("rollout.devices", config.rollout.devices, "instances", config.rollout.instances),
+        ("train.devices", config.train.devices, "trainer ranks", config.parallel.ranks),
+    ):
+        if cores and (not count or len(cores) % count):
+            raise ValueError(f"{key} names {len(cores)} cores, which {count} {sharers} can't share evenly")
+
+
+def _precision(config: Config) -> None:
+    limit = config.train.ratio_gap_limit
+    for key, dtype in (("train.dtype", config.train.dtype), ("model.dtype", config.model.dtype)):
+        if dtype == "bfloat16" and 0 < limit < BF16_GAP:
+            raise ValueError(f"{key} = \"bfloat16\" moves single log-probabilities by more than train.ratio_gap_limit = "
+                             f"{limit:g}; set it to at least {BF16_GAP:g}, or 0 to only report the gap")
+
+
+def _early_scores(config: Config) -> None:
+    if config.train.score_early and config.train.consume == "prompt_order":
+        raise ValueError("train.score_early needs train.consume = \"arrival\": which responses are scored together depends "
+                         "on when they land, and with it the last bit of their log-probabilities")
+    if config.train.score_early and config.parallel.lockstep > 1:
+        raise ValueError("train.score_early needs replicas that share no experts (parallel.expert at most tensor x context): "
+                         "those that do must compute together")
+
+
+def _embedded_engine(config: Config) -> None:
+    if config.rollout.engine != "embedded":
+        return
+    for key, value, allowed in (
+        ("model.dtype", config.model.dtype, ("float32",)),
+        ("rollout.tensor", config.rollout.tensor, (1,)),
+        ("weights.transport", config.weights.transport, ("file", "gloo")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{key} = {value!r} needs rollout.engine = \"vllm\"; the embedded engine takes "
+                             f"{' or '.join(map(repr, allowed))}")
+
+
+def _vllm(config: Config) -> None:
+    if config.rollout.engine != "vllm":
+        return
+    if config.rollout.deterministic:
+        raise ValueError("rollout.deterministic needs rollout.engine = \"embedded\": vLLM's batches change the last bit of its "
+                         "log-probabilities")
+    if config.weights.transport == "hccl" and config.weights.staged:
+        raise ValueError("weights.staged does not go with weights.transport = \"hccl\": vllm-ascend receives into the model "
+                         "itself")
+
+
+RULES: tuple[Callable[[Config], None], ...] = (_groups, _cores, _precision, _early_scores, _embedded_engine, _vllm)
+
+
+def usable_cores() -> set[int]:
+    """CPU cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -1,0 +1,152 @@
+"""The training side: step loop, algorithm, parallel layout, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from engine.config.base import Table
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Train(Table):
+    """The step loop and its optimizer."""
+
+    mode: Literal["sync", "periodic"] = "periodic"
+    """"periodic" trains each group as it arrives; "sync" starts when the step's last group is in."""
+    steps: PositiveInt = 60
+    """Updates, hence also the final weight version."""
+    prompts_per_step: PositiveInt = 32
+    """Prompts per step (B, the papers' N)."""
+    consume: Literal["arrival", "prompt_order"] = "arrival"
+    """Order of training: arrival is fastest, prompt_order makes a run a function of its seed (with rollout.deterministic)."""
+    record: bool = False
+    """Store every group and the order of training in `record.msgpack`, for `--replay`."""
+    devices: list[int] = []
+    """CPU: cores of the trainer; empty leaves placing to the system."""
+    micro_batch_tokens: PositiveInt = 4096
+    """Token budget of a forward: groups that are there are packed up to it, one above it is split (its prompt computed again)."""
+    learning_rate: PositiveFloat = 1e-6
+    """Peak of the schedule. 1e-6 is what the papers use for full models; tiny ones want 3e-4."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; linear and cosine end at 0."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """AdamW's; never applied to norms and biases."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradient norm above which the gradient is scaled down."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trainer's weights and activations. With bfloat16 the optimizer keeps fp32 master weights and gradients."""
+    recompute: bool = False
+    """Forget each layer's activations and compute them again in the backward pass: less memory, a third more time."""
+    offload: bool = False
+    """Keep old policy and reference in host memory; they take turns in one model on the device, copied there for each window."""
+    distributed_optimizer: bool = False
+    """Share the optimizer's state among the data-parallel replicas (ZeRO stage 1)."""
+    score_early: bool = False
+    """Compute old and reference log-probabilities as soon as a response lands while the trainer would otherwise wait."""
+    ratio_gap_limit: float = Field(default=1e-3, ge=0)
+    """A step whose max_ratio_gap exceeds it fails the run (weights of trainer and instance differ). 0 only reports."""
+    timeout_s: PositiveFloat = 600.0
+    """Seconds without any sign of life between trainer and launcher before either gives up."""
+
+
+class Algorithm(Table):
+    """Advantage, loss and KL."""
+
+    advantage: Literal["grpo"] = "grpo"
+    """A = (R - mean) / (std + 1e-6) over the group, sample standard deviation."""
+    loss: Literal["grpo"] = "grpo"
+    """Clipped surrogate, mean over the tokens of a response, then over all responses of the step."""
+    old_policy: Literal["behavior", "previous", "rollout"] = "behavior"
+    """Denominator of the ratio: the policy's own detached values, the weights before the last update, or the engine's."""
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """Ratio is clipped below at 1 - clip_low."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """Ratio is clipped above at 1 + clip_high."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight β of the KL to the reference; 0 drops the reference model."""
+    kl_estimator: Literal["k3"] = "k3"
+    """e^x - x - 1 with x = log π_ref - log π (Periodic Asynchrony eq. 6)."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+
+
+class Attention(Table):
+    """How attention is computed in the trainer."""
+
+    shared_prompt: bool = True
+    """Compute a group's prompt once (Periodic Asynchrony §4.2)."""
+
+
+class Parallel(Table):
+    """How the trainer's ranks share the model and the work; their product (without expert) is the number of ranks."""
+
+    tensor: PositiveInt = 1
+    """Ranks that share each layer's matrices."""
+    pipeline: PositiveInt = 1
+    """Stages that share the layers (1F1B)."""
+    context: PositiveInt = 1
+    """Ranks that share the tokens of a micro-batch."""
+    data: PositiveInt = 1
+    """Replicas; each takes groups from the one queue as it becomes free."""
+    expert: PositiveInt = 1
+    """Ranks, among tensor x context x data, that share the experts of a mixture-of-experts model (each holds whole ones)."""
+    sequence: bool = False
+    """Also share the norms' work and activations among the tensor ranks; off by default, it is slower on CPU."""
+
+    @property
+    def ranks(self) -> int:
+        """Trainer ranks in all."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def lockstep(self) -> int:
+        """Replicas whose experts are shared: they take their windows together."""
+        return max(1, self.expert // (self.tensor * self.context))
+
+    @property
+    def units(self) -> int:
+        """Replicas, or sets of replicas in lockstep, that take windows on their own."""
+        return self.data // self.lockstep
+
+    @model_validator(mode="after")
+    def _allowed(self) -> Parallel:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence shares activations among tensor ranks: it needs parallel.tensor above 1")
+        if self.expert > 1 and self.tensor > 1 and not self.sequence:
+            raise ValueError("parallel.expert with parallel.tensor above 1 needs parallel.sequence = true "
+                             "(Megatron's rule for training)")
+        replica = self.tensor * self.context
+        if self.expert % replica and replica % self.expert:
+            raise ValueError(f"of parallel.expert ({self.expert}) and parallel.tensor x parallel.context ({replica}) one must "
+                             "divide the other: experts are shared inside a replica or by whole replicas")
+        if self.data % self.lockstep:
+            raise ValueError(f"parallel.expert ({self.expert}) must divide parallel.tensor x context x data "
+                             f"({replica * self.data}): experts are shared among these ranks")
+        return self
+
+
+class Platform(Table):
+    """Where the trainer computes."""
+
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """"auto": an NPU if there is one, else a CUDA device, else the CPU."""
+
+
+class Checkpoint(Table):
+    """Everything needed to go on, bit for bit."""
+
+    every: int = Field(default=20, ge=0)
+    """Steps between checkpoints; 0 keeps only the one at the end."""
+    keep_last: PositiveInt = 2
+    """Older ones are deleted once a newer one is complete."""
+    keep_best: int = Field(default=0, ge=0)
+    """Beside the newest, so many are kept of those with the highest reward_mean at their last step."""
+    path: str = ""
+    """Where complete checkpoints are published: a folder or s3://…; empty keeps them in the run folder only."""
