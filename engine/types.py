@@ -101,6 +101,8 @@ class StepReport:
     truncated: int
     reward_timeouts: int
     reward_errors: int
+    equal_groups: int
+    """Groups whose rewards are all equal: they teach nothing but the KL."""
     trained_tokens: int
     computed_tokens: int
     step_s: float

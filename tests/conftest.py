@@ -7,10 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+hypothesis.settings.register_profile("busy", deadline=None)  # a busy machine makes no example slow
+hypothesis.settings.load_profile("busy")
 ROOT = Path(__file__).resolve().parent.parent
 
 

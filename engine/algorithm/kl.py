@@ -1,9 +1,22 @@
-"""KL estimates from log-probabilities of sampled tokens."""
+"""KL estimates from log-probabilities of sampled tokens (Schulman, "Approximating KL divergence", 2020)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Per-token KL(π‖π_ref) estimate −x, x = log π_ref − log π: unbiased and noisy.
+
+    As a term of a loss its gradient is that of log π alone, zero in expectation: it reports the KL and does not restrain it.
+    """
+    return logprobs - reference
+
+
+def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """Per-token estimate x²/2: biased; its gradient on samples of π is, in expectation, the KL's own."""
+    return (reference - logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -14,3 +27,7 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """
     x = reference - logprobs
     return torch.expm1(x) - x
+
+
+KL = {"k1": k1, "k2": k2, "k3": k3}
+"""By the name in `algorithm.kl_estimator`."""

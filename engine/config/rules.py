@@ -15,9 +15,16 @@ BF16_GAP = 0.2
 
 def _groups(config: Config) -> None:
     rollout = config.rollout
-    if config.algorithm.advantage == "grpo" and rollout.group_size < 2:
-        raise ValueError("rollout.group_size must be at least 2 for algorithm.advantage = \"grpo\": "
-                         "a group of one has no spread to compare with")
+    advantage = config.algorithm.advantage
+    if rollout.group_size < 2:
+        raise ValueError(f"rollout.group_size must be at least 2 for algorithm.advantage = \"{advantage}\": "
+                         "a group of one has nothing to compare with")
+    if advantage == "gpg" and (config.algorithm.kl_coef or config.algorithm.entropy_coef):
+        raise ValueError("algorithm.advantage = \"gpg\" scales the whole gradient at the step's end, KL and entropy terms too: "
+                         "set algorithm.kl_coef and entropy_coef to 0")
+    if config.algorithm.overlong_buffer > rollout.max_new_tokens:
+        raise ValueError(f"algorithm.overlong_buffer ({config.algorithm.overlong_buffer}) must be at most rollout.max_new_tokens "
+                         f"({rollout.max_new_tokens})")
     if rollout.max_new_tokens >= rollout.max_context:
         raise ValueError(f"rollout.max_new_tokens ({rollout.max_new_tokens}) must be below "
                          f"rollout.max_context ({rollout.max_context}) to leave room for a prompt")

@@ -59,10 +59,10 @@ class Train(Table):
 class Algorithm(Table):
     """Advantage, loss and KL."""
 
-    advantage: Literal["grpo"] = "grpo"
-    """A = (R - mean) / (std + 1e-6) over the group, sample standard deviation."""
-    loss: Literal["grpo"] = "grpo"
-    """Clipped surrogate, mean over the tokens of a response, then over all responses of the step."""
+    advantage: Literal["grpo", "grpo_passk", "dr_grpo", "rloo", "opo", "gpg"] = "grpo"
+    """Over a group (docs/algorithms.md has the formulas)."""
+    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "grpo"
+    """Surrogate and aggregation (docs/algorithms.md). grpo: mean over a response's tokens, then over all responses."""
     old_policy: Literal["behavior", "previous", "rollout"] = "behavior"
     """Denominator of the ratio: the policy's own detached values, the weights before the last update, or the engine's."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
@@ -71,10 +71,20 @@ class Algorithm(Table):
     """Ratio is clipped above at 1 + clip_high."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight β of the KL to the reference; 0 drops the reference model."""
-    kl_estimator: Literal["k3"] = "k3"
-    """e^x - x - 1 with x = log π_ref - log π (Periodic Asynchrony eq. 6)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With x = log π_ref - log π: -x, x²/2, or e^x - x - 1 (Periodic Asynchrony eq. 6)."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Responses ending so many tokens before rollout.max_new_tokens lose reward, up to overlong_penalty at the limit (DAPO)."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """What a response at the limit loses."""
+    mask_truncated: bool = False
+    """Do not train responses that the length limit cut (they count in the denominator and in the group's statistics)."""
+    mismatch: Literal["none", "truncate", "mask"] = "none"
+    """Weigh tokens by π_trainer / π_rollout: "truncate" bounds it by mismatch_limit, "mask" drops tokens outside of it."""
+    mismatch_limit: float = Field(default=2.0, gt=1)
+    """Largest weight; "mask" drops below 1/limit too."""
 
 
 class Attention(Table):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.algorithm.advantages import ADVANTAGES
 from engine.model.layout import Layout, layout, split
+from engine.trainer.credit import Credit
 from engine.types import Group, Response
 
 
@@ -33,7 +33,9 @@ class MicroBatch:
     """The instance's log-probabilities."""
     advantages: Tensor
     weights: Tensor
-    """mask / |o_i|, |o_i| the trained tokens of response i."""
+    """What each token counts (Credit.weights)."""
+    response: Tensor
+    """Which of `members` each token belongs to."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Part:
 class Packing:
     """How groups become micro-batches on this rank."""
 
-    advantage: str
+    credit: Credit
     budget: int
     """Tokens of a micro-batch."""
     shared_prompt: bool = True
@@ -76,8 +78,7 @@ class Packing:
         return [self.micro_batch(parts) for parts in mine] + [self.micro_batch([FILLER])] * fillers
 
     def _parts(self, group: Group) -> Iterator[Part]:
-        rewards = torch.tensor([score.value for score in group.scores], dtype=torch.float32)
-        advantages = ADVANTAGES[self.advantage](rewards)
+        advantages = self.credit.advantages(group)
         prompt = group.prompt.token_ids
         lengths = [len(response.token_ids) for response in group.responses]
         for indices in split(len(prompt), lengths, self.budget, self.shared_prompt):
@@ -94,7 +95,8 @@ class Packing:
         columns = (
             torch.tensor([value for response in responses for value in response.logprobs]),
             torch.repeat_interleave(torch.cat([part.advantages for part in parts]), lengths),
-            torch.cat([_weights(response) for response in responses]) if responses else torch.zeros(0),
+            torch.cat([self.credit.weights(response) for response in responses]) if responses else torch.zeros(0),
+            torch.repeat_interleave(torch.arange(len(responses)), lengths),
         )
         if self.context[1] > 1:
             columns = tuple(column[row.kept.cpu()] for column in columns)
@@ -120,11 +122,6 @@ def _packed(parts: Sequence[Part], budget: int) -> Iterator[list[Part]]:
         packed.append(part)
     if packed:
         yield packed
-
-
-def _weights(response: Response) -> Tensor:
-    mask = torch.tensor(response.loss_mask, dtype=torch.float32)
-    return mask / mask.sum().clamp(min=1.0)
 
 
 def trained_tokens(group: Group) -> int:

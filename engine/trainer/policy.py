@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -14,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from engine.algorithm.advantages import ADVANTAGES
 from engine.algorithm.losses import LOSSES, Coefficients, Loss, Terms
 from engine.algorithm.mismatch import mismatch
 from engine.config import Config
@@ -24,6 +26,7 @@ from engine.model.tri_model import TriModel
 from engine.platform import Platform
 from engine.trainer.batch import MicroBatch, Packing
 from engine.trainer.bubble import Busy
+from engine.trainer.credit import Credit
 from engine.trainer.early import EarlyScores
 from engine.trainer.models import DTYPES, computation, open_models
 from engine.trainer.ranks import Ranks
@@ -49,8 +52,9 @@ class Policy:
         algorithm = config.algorithm
         self._loss = LOSSES[algorithm.loss]
         self._coefficients = Coefficients(
-            algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef
-        )
+            algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef, algorithm.kl_estimator,
+            algorithm.mismatch, algorithm.mismatch_limit,
+        )  # fmt: skip
         sharded = config.train.distributed_optimizer
         self.ddp = DistributedDataParallel(
             self.models.policy.config,
@@ -68,7 +72,7 @@ class Policy:
     def _packing(self) -> Packing:
         config, ranks = self.config, self.ranks
         return Packing(
-            config.algorithm.advantage,
+            Credit.of(config),
             config.train.micro_batch_tokens,
             config.attention.shared_prompt,
             row_multiple(computation(config, self.platform)),
@@ -95,7 +99,7 @@ class Policy:
         idle = self._forward_backward(iter(scored), len(scored))
         if self.ranks.leader:
             for group in window:
-                self.tally.add_group(group)
+                self.tally.add_group(group, self.packing.credit.tokens(group), self.packing.credit.unequal(group))
         self.tally.train_s += time.perf_counter() - started
         return idle
 
@@ -151,7 +155,8 @@ class Policy:
         elif self.config.algorithm.old_policy == "rollout":
             old = batch.rollout
         assert old is not None
-        loss = self._loss(Terms(logprobs, old, reference, entropy, batch.advantages, batch.weights), self._coefficients)
+        terms = Terms(logprobs, old, reference, entropy, batch.advantages, batch.weights, batch.rollout, batch.response, _whole)
+        loss = self._loss(terms, self._coefficients)
         self._tell(batch, logprobs.detach(), old, loss)
         return loss.total, torch.zeros((), dtype=torch.int, device=out.device), None
 
@@ -171,19 +176,27 @@ class Policy:
         if logprobs.numel():
             tally.old_ratio_max = max(tally.old_ratio_max, float((logprobs - old).max().exp()))
 
-    def reduce(self, denominator: int) -> None:
-        """Divide the sums by the step's N·G and reduce over replicas, once. Raises MetronomeError if it is not finite.
+    def reduce(self, responses: int) -> None:
+        """Divide the sums by the step's denominator and reduce over replicas, once. Raises MetronomeError if it is not finite.
 
-        A collective of all ranks, also of those that got no group; they meet on the host first.
+        A step has N·G `responses`. A collective of all ranks, also of those that got no group; they meet on the host first.
         """
-        self.ranks.barrier()
-        self.ddp.scale_gradients(1.0 / denominator)
+        self._denominator = self._step_denominator(responses)
+        self.ddp.scale_gradients(1.0 / self._denominator)
         finalize_model_grads([self.ddp], None)
         buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
         finite = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
         if self.ranks.worst(0.0 if finite else 1.0, everyone=True):
             raise MetronomeError("the gradient of this step is not finite; the update was not made (weights are unchanged). "
                                  "Lower train.learning_rate or train.max_grad_norm")
+
+    def _step_denominator(self, responses: int) -> float:
+        """By the loss' aggregation; of an advantage that counts unequal groups only, with their share (`Advantage`)."""
+        counts = self.ranks.gather({"tokens": self.tally.loss_tokens, "groups": self.tally.groups, "unequal": self.tally.unequal})
+        tokens, groups, unequal = (sum(count[name] for count in counts) for name in ("tokens", "groups", "unequal"))
+        divisor = self._loss.denominator(responses, tokens, self.config.rollout.max_new_tokens)
+        only_unequal = ADVANTAGES[self.config.algorithm.advantage].only_unequal
+        return divisor * unequal / groups if only_unequal and unequal else divisor
 
     def update(self) -> tuple[float, float]:
         """Clip and step. Returns (gradient norm before clipping, learning rate used)."""
@@ -194,7 +207,15 @@ class Policy:
 
     def figures(self) -> dict[str, float]:
         """The step's figures over all ranks, as steps.jsonl names them. A collective of all ranks."""
-        return Tally.merged(self.ranks.gather(self.tally.wire(self.ranks.leader, self.platform.peak_bytes())))
+        ranks = self.ranks.gather(self.tally.wire(self.ranks.leader, self.platform.peak_bytes()))
+        return Tally.merged(ranks, self._denominator, self._loss.aggregation == "response")
+
+
+def _whole(sums: Tensor) -> Tensor:
+    """Sums over this context rank's tokens → over the whole row's."""
+    if parallel_state.get_context_parallel_world_size() > 1:
+        dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
+    return sums
 
 
 def _optimizer(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:

@@ -26,6 +26,10 @@ class Tally:
     trained_tokens: int = 0
     computed_tokens: int = 0
     scored_tokens: int = 0
+    loss_tokens: int = 0
+    groups: int = 0
+    unequal: int = 0
+    """Groups whose rewards differ."""
     loss: float = 0.0
     kl: float = 0.0
     entropy: float = 0.0
@@ -38,8 +42,11 @@ class Tally:
     wait_first_s: float = 0.0
     wait_s: float = 0.0
 
-    def add_group(self, group: Group) -> None:
-        """Count a group's responses and scores."""
+    def add_group(self, group: Group, loss_tokens: int, unequal: bool) -> None:
+        """Count a group's responses and scores; `loss_tokens` of its response tokens are trained."""
+        self.groups += 1
+        self.loss_tokens += loss_tokens
+        self.unequal += unequal
         self.rewards += [score.value for score in group.scores]
         self.statuses += [score.status for score in group.scores]
         self.lengths += [len(response.token_ids) for response in group.responses]
@@ -62,19 +69,22 @@ class Tally:
         return {**asdict(self), "versions": sorted(self.versions), "leader": leader, "peak_bytes": peak_bytes}
 
     @staticmethod
-    def merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def merged(ranks: Sequence[dict[str, Any]], denominator: float, by_response: bool = True) -> dict[str, Any]:
         """The keys of steps.jsonl that the trainer knows, from every rank's `wire`.
 
-        Sums and means are over the step's responses; times are means over the units (their leaders), in seconds.
+        The loss is divided by its own denominator. KL, entropy and clip fraction are means over responses of their means over
+        tokens, or means over all tokens, as the loss aggregates. Times are means over the units (their leaders), in seconds.
         """
         whole = Tally(**{name: merge([rank[name] for rank in ranks]) for name, merge in MERGED.items()})
         leaders = [rank for rank in ranks if rank["leader"]]
         for name in TIMES:
             setattr(whole, name, sum(rank[name] for rank in leaders) / len(leaders))
-        return {**whole._figures(), "memory_peak_gib": [round(rank["peak_bytes"] / 2**30, 3) for rank in ranks]}
+        memory = [round(rank["peak_bytes"] / 2**30, 3) for rank in ranks]
+        return {**whole._figures(denominator, by_response), "memory_peak_gib": memory}
 
-    def _figures(self) -> dict[str, Any]:
+    def _figures(self, denominator: float, by_response: bool) -> dict[str, Any]:
         count = max(1, len(self.rewards))
+        weight = count if by_response else max(1, self.loss_tokens)
         mean = sum(self.rewards) / count
         return {
             "versions_seen": sorted(self.versions),
@@ -86,10 +96,11 @@ class Tally:
             "reward_errors": self.statuses.count("error"),
             "trained_tokens": self.trained_tokens,
             "computed_tokens": self.computed_tokens,
-            "loss": self.loss / count,
-            "kl": self.kl / count,
-            "entropy": self.entropy / count,
-            "clip_fraction": self.clipped / count,
+            "equal_groups": self.groups - self.unequal,
+            "loss": self.loss / denominator,
+            "kl": self.kl / weight,
+            "entropy": self.entropy / weight,
+            "clip_fraction": self.clipped / weight,
             "old_ratio_max": self.old_ratio_max,
             "max_ratio_gap": self.max_ratio_gap,
             "mismatch_kl": self.mismatch_kl / max(1, self.scored_tokens),
@@ -113,7 +124,7 @@ def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
 MERGED: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("rewards", "statuses", "lengths"), _all),
     "versions": lambda found: set(_all(found)),
-    **dict.fromkeys(("truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
+    **dict.fromkeys(("truncated", "trained_tokens", "computed_tokens", "scored_tokens", "loss_tokens", "groups", "unequal"), sum),
     **dict.fromkeys(("loss", "kl", "entropy", "clipped", "mismatch_kl"), sum),
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _worst),
 }

@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 from parallel.cases import CLIP, ENTROPY_COEF, KL_COEF, OLD_SCALE, REFERENCE_SCALE, Case, make_groups  # noqa: E402
 
 from engine import platform, recipe  # noqa: E402
-from engine.algorithm.advantages import ADVANTAGES  # noqa: E402
+from engine.algorithm.advantages import advantage  # noqa: E402
 from engine.model.logprobs import token_logprobs  # noqa: E402
 from engine.model.weights import export  # noqa: E402
 from engine.trainer.policy import Policy  # noqa: E402
@@ -44,8 +44,8 @@ def config_of(case: Case, folder: Path):
 def open_policy(case: Case, folder: Path) -> Policy:
     policy = Policy(config_of(case, folder), platform.get("cpu"))
     if min(len(group.responses) for group in make_groups(case.groups)) == 1:  # grpo has no advantage for these
-        ADVANTAGES["reward"] = lambda rewards: rewards
-        policy.packing = replace(policy.packing, advantage="reward")
+        advantage("reward", least=1)(lambda rewards, lengths: rewards)
+        policy.packing = replace(policy.packing, credit=replace(policy.packing.credit, advantage="reward"))
     for frozen, scale in ((policy.models.old, OLD_SCALE), (policy.models.reference, REFERENCE_SCALE)):
         if frozen is not None:
             frozen.set([weight * scale for weight in frozen.weights])

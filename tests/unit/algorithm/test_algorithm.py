@@ -1,16 +1,22 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.algorithm.advantages import grpo as advantages
+from engine.algorithm.advantages import ADVANTAGES
 from engine.algorithm.kl import k3
-from engine.algorithm.losses import Coefficients, Terms, grpo
+from engine.algorithm.losses import LOSSES, Coefficients, Terms
 from engine.algorithm.mismatch import mismatch
 
+grpo = LOSSES["grpo"]
 rewards = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=16)
+
+
+def advantages(values):
+    return ADVANTAGES["grpo"](values, torch.ones_like(values))
 
 
 def test_advantage_of_one_right_in_four():
@@ -55,7 +61,9 @@ def terms(ratio, advantage, weights, reference=None):
     old = torch.full_like(ratio, -1.0)
     logprobs = (old + ratio.log()).requires_grad_()
     tensor = torch.tensor(advantage, dtype=torch.float64)
-    return Terms(logprobs, old, reference, torch.zeros_like(ratio), tensor, torch.tensor(weights, dtype=torch.float64))
+    weights = torch.tensor(weights, dtype=torch.float64)
+    number = torch.zeros(len(ratio), dtype=torch.long)
+    return Terms(logprobs, old, reference, torch.zeros_like(ratio), tensor, weights, old, number)
 
 
 def test_loss_by_hand():
@@ -87,9 +95,7 @@ def test_gradient_is_the_finite_difference(ratios, advantage):
     coefficients = Coefficients(0.2, 0.2, 0.0, 0.0)
     grpo(case, coefficients).total.backward()
     step = 1e-6
-    moved = Terms(
-        (case.logprobs + step).detach(), case.old, None, case.entropy, case.advantages, case.weights
-    )
+    moved = replace(case, logprobs=(case.logprobs + step).detach())
     rise = (grpo(moved, coefficients).total - grpo(case, coefficients).total.detach()) / step
     assert float(rise) == pytest.approx(float(case.logprobs.grad.sum()), abs=1e-4)
 

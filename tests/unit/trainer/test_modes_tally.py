@@ -28,10 +28,10 @@ def test_only_the_steps_own_version_is_on_policy(mode):
 def test_figures():
     tally = Tally()
     tally.add_wait(0.5)
-    tally.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "timeout")))
+    tally.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "timeout")), 4, True)
     tally.add_wait(0.25)
     tally.loss, tally.mismatch_kl, tally.scored_tokens = 3.0, 4.0, 8
-    figures = Tally.merged([tally.wire(leader=True, peak_bytes=2**30)])
+    figures = Tally.merged([tally.wire(leader=True, peak_bytes=2**30)], denominator=2)
     assert figures["reward_mean"] == 0.5
     assert figures["reward_std"] == 0.5
     assert figures["trained_tokens"] == 2 * (3 + 2)
@@ -46,16 +46,17 @@ def test_figures():
 
 def test_figures_of_several_ranks_are_sums_over_responses_and_mean_times_of_the_leaders():
     first, second, follower = Tally(), Tally(), Tally()
-    first.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "ok")))
-    second.add_group(group(0, 0, rewards=(1.0, 1.0), statuses=("ok", "error")))
+    first.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "ok")), 4, True)
+    second.add_group(group(0, 0, rewards=(1.0, 1.0), statuses=("ok", "error")), 4, False)
     first.loss, follower.loss, follower.computed_tokens = 1.0, 3.0, 7
     first.train_s, second.train_s, follower.train_s = 1.0, 3.0, 50.0
     second.worst_gap(0.5)
-    figures = Tally.merged([first.wire(True, 1), second.wire(True, 1), follower.wire(False, 1)])
+    figures = Tally.merged([first.wire(True, 1), second.wire(True, 1), follower.wire(False, 1)], 4)
     assert (figures["reward_mean"], figures["reward_errors"], figures["loss"]) == (0.75, 1, 1.0)
+    assert figures["equal_groups"] == 1
     assert (figures["train_s"], figures["computed_tokens"], figures["max_ratio_gap"]) == (2.0, 7, 0.5)
     follower.worst_gap(math.nan)
-    assert math.isnan(Tally.merged([first.wire(True, 1), follower.wire(False, 1)])["max_ratio_gap"])
+    assert math.isnan(Tally.merged([first.wire(True, 1), follower.wire(False, 1)], 4)["max_ratio_gap"])
 
 
 def test_nan_gaps_are_not_hidden_by_later_ones():

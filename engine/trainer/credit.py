@@ -1,0 +1,71 @@
+"""What each response, and each of its tokens, counts in the step: shaped rewards, advantages, weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.algorithm.advantages import ADVANTAGES
+from engine.algorithm.losses import LOSSES
+from engine.algorithm.shaping import overlong
+from engine.config import Config
+from engine.types import Group, Response
+
+
+@dataclass(frozen=True)
+class Credit:
+    """How groups are credited; a function of the group alone, so that it can be trained as soon as it is complete."""
+
+    advantage: str = "grpo"
+    loss: str = "grpo"
+    longest: int = 1
+    """Length limit of a response."""
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+    mask_truncated: bool = False
+
+    @staticmethod
+    def of(config: Config) -> Credit:
+        """As the config says."""
+        algorithm = config.algorithm
+        return Credit(
+            algorithm.advantage, algorithm.loss, config.rollout.max_new_tokens, algorithm.overlong_buffer,
+            algorithm.overlong_penalty, algorithm.mask_truncated,
+        )  # fmt: skip
+
+    def rewards(self, group: Group) -> Tensor:
+        """[G] fp32 verifier's values, less what over-long responses are punished with."""
+        values = torch.tensor([score.value for score in group.scores], dtype=torch.float32)
+        if not self.overlong_buffer:
+            return values
+        return values + self.overlong_penalty * overlong(_lengths(group), self.longest, self.overlong_buffer)
+
+    def advantages(self, group: Group) -> Tensor:
+        """[G] fp32."""
+        return ADVANTAGES[self.advantage](self.rewards(group), _lengths(group))
+
+    def unequal(self, group: Group) -> bool:
+        """Whether the group's (shaped) rewards differ: else it teaches nothing."""
+        rewards = self.rewards(group)
+        return bool((rewards != rewards[0]).any())
+
+    def mask(self, response: Response) -> Tensor:
+        """[tokens] fp32, 1 where a token is trained."""
+        if self.mask_truncated and response.truncated:
+            return torch.zeros(len(response.token_ids))
+        return torch.tensor(response.loss_mask, dtype=torch.float32)
+
+    def weights(self, response: Response) -> Tensor:
+        """[tokens] fp32: what each counts in the sums over tokens (engine.algorithm.losses.Aggregation)."""
+        mask = self.mask(response)
+        return mask / mask.sum().clamp(min=1.0) if LOSSES[self.loss].aggregation == "response" else mask
+
+    def tokens(self, group: Group) -> int:
+        """Response tokens that are trained."""
+        return int(sum(self.mask(response).sum() for response in group.responses))
+
+
+def _lengths(group: Group) -> Tensor:
+    return torch.tensor([len(response.token_ids) for response in group.responses], dtype=torch.float32)

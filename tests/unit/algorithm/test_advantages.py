@@ -1,0 +1,104 @@
+"""Every advantage against numbers by hand and NumPy written from the papers; what must hold for all of them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.algorithm.advantages import ADVANTAGES, advantage
+from engine.algorithm.shaping import overlong
+
+BY_HAND = {  # rewards 1, 0, 0, 1, lengths 2, 4, 6, 8
+    "grpo": [0.5 / 3**-0.5, -(0.5 / 3**-0.5), -(0.5 / 3**-0.5), 0.5 / 3**-0.5],
+    "dr_grpo": [0.5, -0.5, -0.5, 0.5],
+    "rloo": [2 / 3, -2 / 3, -2 / 3, 2 / 3],  # each against the mean of three others: 1 - 1/3, 0 - 2/3
+    "opo": [0.5, -0.5, -0.5, 0.5],  # baseline (2 + 8) / 20
+    "grpo_passk": [0.0, 0.0, 0.0, 0.0],  # a tie for the best
+    "gpg": [0.5, -0.5, -0.5, 0.5],
+}
+
+REFERENCE = {
+    "grpo": lambda r, n: (r - r.mean()) / (r.std(ddof=1) + 1e-6),
+    "dr_grpo": lambda r, n: r - r.mean(),
+    "rloo": lambda r, n: np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))]),
+    "opo": lambda r, n: r - np.average(r, weights=n),
+    "grpo_passk": lambda r, n: np.where(np.arange(len(r)) == r.argmax(), np.sort(r)[-1] - np.sort(r)[-2], 0)
+    / (r.std(ddof=1) + 1e-6),
+    "gpg": lambda r, n: r - r.mean(),
+}
+
+groups = st.integers(2, 12).flatmap(lambda size: st.tuples(
+    st.lists(st.integers(-40, 40).map(lambda half: half / 2), min_size=size, max_size=size, unique=True),
+    st.lists(st.integers(1, 500), min_size=size, max_size=size),
+))  # fmt: skip
+
+
+def of(name, rewards, lengths):
+    return ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float64), torch.tensor(lengths, dtype=torch.float64))
+
+
+def test_all_are_tested():
+    assert ADVANTAGES.keys() >= BY_HAND.keys() == REFERENCE.keys()
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_by_hand(name):
+    assert of(name, [1, 0, 0, 1], [2, 4, 6, 8]).tolist() == pytest.approx(BY_HAND[name], abs=1e-5)
+
+
+def test_opo_weighs_the_baseline_by_length():
+    assert of("opo", [1, 0], [9, 1]).tolist() == pytest.approx([0.1, -0.9])
+    assert of("opo", [1, 0], [0, 0]).tolist() == [0.0, 0.0]
+
+
+def test_only_the_best_counts_for_pass_at_k():
+    expected = [0, 0.5 / np.std([0.2, 1, 0.5], ddof=1), 0]
+    assert of("grpo_passk", [0.2, 1.0, 0.5], [1, 1, 1]).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+@given(group=groups)
+def test_the_papers_formula(name, group):
+    rewards, lengths = group
+    expected = REFERENCE[name](np.array(rewards, dtype=np.float64), np.array(lengths, dtype=np.float64))
+    np.testing.assert_allclose(of(name, rewards, lengths).numpy(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+@given(group=groups, shift=st.integers(-100, 100), random=st.randoms())
+def test_a_shift_changes_nothing_and_a_permutation_permutes(name, group, shift, random):
+    rewards, lengths = group
+    before = of(name, rewards, lengths)
+    torch.testing.assert_close(of(name, [reward + shift for reward in rewards], lengths), before, rtol=1e-6, atol=1e-5)
+    order = random.sample(range(len(rewards)), len(rewards))
+    permuted = of(name, [rewards[i] for i in order], [lengths[i] for i in order])
+    torch.testing.assert_close(permuted, before[order], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+@given(value=st.floats(-1e6, 1e6, width=32), size=st.integers(2, 16))
+def test_equal_rewards_give_exactly_zero(name, value, size):
+    assert of(name, [value] * size, list(range(1, size + 1))).tolist() == [0.0] * size
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_a_group_of_one_is_refused(name):
+    with pytest.raises(ValueError, match="at least 2"):
+        of(name, [1.0], [3])
+
+
+def test_a_users_advantage_is_checked():
+    try:
+        advantage("mine", least=1)(lambda rewards, lengths: rewards[:1])
+        with pytest.raises(ValueError, match="one finite number per response"):
+            of("mine", [1.0, 2.0], [1, 1])
+        assert of("mine", [1.5], [1]).tolist() == [1.5]
+    finally:
+        del ADVANTAGES["mine"]
+
+
+def test_overlong_shaping_by_hand():
+    # limit 20, buffer 4: free up to 16, then a quarter a token
+    lengths = torch.tensor([0.0, 16, 17, 19, 20, 25])
+    assert overlong(lengths, 20, 4).tolist() == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0]

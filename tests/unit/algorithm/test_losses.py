@@ -1,0 +1,185 @@
+"""Every loss against NumPy written from the papers, token by token and response by response; gradients by finite differences."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.algorithm.correction import correction
+from engine.algorithm.kl import KL
+from engine.algorithm.losses import LOSSES, Coefficients, Terms
+
+LOW, HIGH, LONGEST = 0.2, 0.28, 10
+COEFFICIENTS = Coefficients(LOW, HIGH, 0.0, 0.0)
+
+responses = st.lists(
+    st.tuples(st.floats(-2, 2), st.lists(st.floats(-0.6, 0.6), min_size=1, max_size=6)), min_size=1, max_size=4
+)
+"""(advantage, log-ratios of the tokens) of each response."""
+
+
+def terms_of(found, aggregation):
+    lengths = torch.tensor([len(logs) for _, logs in found])
+    logs = torch.tensor([value for _, row in found for value in row], dtype=torch.float64)
+    old = torch.linspace(-3, -0.5, len(logs), dtype=torch.float64)
+    weights = torch.repeat_interleave(1 / lengths.double(), lengths) if aggregation == "response" else torch.ones_like(logs)
+    advantages = torch.repeat_interleave(torch.tensor([a for a, _ in found], dtype=torch.float64), lengths)
+    which = torch.repeat_interleave(torch.arange(len(found)), lengths)
+    return Terms((old + logs).requires_grad_(), old, None, torch.zeros_like(old), advantages, weights, old, which)
+
+
+def clipped(ratio, advantage):
+    return np.minimum(ratio * advantage, np.clip(ratio, 1 - LOW, 1 + HIGH) * advantage)
+
+
+def step_loss(name, found):
+    """The loss of a step that is these responses, from the papers' sums."""
+    per_token = [clipped(np.exp(np.array(logs)), a) for a, logs in found]
+    tokens = sum(len(row) for row in per_token)
+    if name == "grpo":
+        return -np.mean([row.mean() for row in per_token])
+    if name == "dapo":
+        return -sum(row.sum() for row in per_token) / tokens
+    if name == "dr_grpo":
+        return -sum(row.sum() for row in per_token) / (len(found) * LONGEST)
+    if name == "gspo":
+        return -np.mean([clipped(np.exp(np.mean(logs)), a) for a, logs in found])
+    if name == "cispo":
+        old = np.linspace(-3, -0.5, tokens)
+        flat = np.array([value for _, row in found for value in row])
+        advantages = np.repeat([a for a, _ in found], [len(row) for _, row in found])
+        return -(np.clip(np.exp(flat), 1 - LOW, 1 + HIGH) * advantages * (old + flat)).sum() / tokens
+    raise AssertionError(name)
+
+
+def near_a_kink(name, found):
+    edges = np.log([1 - LOW, 1 + HIGH])
+    logs = [np.mean(row) for _, row in found] if name == "gspo" else [value for _, row in found for value in row]
+    return any(abs(value - edge) < 1e-3 for value in logs for edge in edges)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "cispo"])
+@given(found=responses)
+def test_the_papers_sums(name, found):
+    loss = LOSSES[name]
+    terms = terms_of(found, loss.aggregation)
+    denominator = loss.denominator(len(found), terms.logprobs.numel(), LONGEST)
+    ours = float(loss(terms, COEFFICIENTS).total.detach()) / denominator
+    assert ours == pytest.approx(step_loss(name, found), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo"])
+@given(found=responses)
+def test_gradients_are_finite_differences(name, found):
+    if near_a_kink(name, found):
+        return
+    loss = LOSSES[name]
+    terms = terms_of(found, loss.aggregation)
+    loss(terms, COEFFICIENTS).total.backward()
+    for token in range(terms.logprobs.numel()):
+        step = torch.zeros_like(terms.logprobs)
+        step[token] = 1e-6
+        up, down = (float(loss(replace(terms, logprobs=(terms.logprobs + sign * step).detach()), COEFFICIENTS).total)
+                    for sign in (1, -1))
+        assert float(terms.logprobs.grad[token]) == pytest.approx((up - down) / 2e-6, rel=1e-4, abs=1e-6)
+
+
+@given(found=responses)
+def test_cispo_is_a_weighted_policy_gradient(found):
+    terms = terms_of(found, "token")
+    LOSSES["cispo"](terms, COEFFICIENTS).total.backward()
+    ratio = (terms.logprobs - terms.old).detach().exp()
+    torch.testing.assert_close(terms.logprobs.grad, -ratio.clamp(1 - LOW, 1 + HIGH) * terms.advantages)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "cispo"])
+@given(advantages=st.lists(st.floats(-2, 2), min_size=1, max_size=4))
+def test_at_ratio_one_all_are_the_policy_gradient(name, advantages):
+    found = [(a, [0.0] * (n + 1)) for n, a in enumerate(advantages)]
+    terms = terms_of(found, LOSSES[name].aggregation)
+    loss = LOSSES[name](terms, COEFFICIENTS)
+    loss.total.backward()
+    torch.testing.assert_close(terms.logprobs.grad, -terms.weights * terms.advantages)
+    assert float(loss.clipped) == 0
+
+
+def test_all_tokens_clipped_carry_no_gradient():
+    found = [(1.0, [0.5, 0.6]), (-1.0, [-0.5, -0.6])]
+    for name in ("grpo", "dapo", "dr_grpo", "gspo"):
+        terms = terms_of(found, LOSSES[name].aggregation)
+        loss = LOSSES[name](terms, COEFFICIENTS)
+        loss.total.backward()
+        assert terms.logprobs.grad.abs().sum() == 0, name
+        assert float(loss.clipped) == pytest.approx(float(terms.weights.sum())), name
+
+
+def test_gspo_clips_whole_responses_where_grpo_clips_tokens():
+    found = [(1.0, [0.4, -0.4])]  # tokens far off, the sequence's ratio is 1
+    token, sequence = (terms_of(found, "response") for _ in range(2))
+    LOSSES["grpo"](token, COEFFICIENTS).total.backward()
+    LOSSES["gspo"](sequence, COEFFICIENTS).total.backward()
+    assert token.logprobs.grad[0] == 0
+    torch.testing.assert_close(sequence.logprobs.grad, torch.tensor([-0.5, -0.5], dtype=torch.float64))
+
+
+def test_gspo_of_a_row_cut_over_two_context_ranks():
+    """Each rank has half of the tokens; with the sums of both, each has its half of the whole's gradient."""
+    found = [(1.0, [0.1, 0.3, -0.2, 0.1]), (-0.5, [0.05, 0.1])]
+    whole = terms_of(found, "response")
+    LOSSES["gspo"](whole, COEFFICIENTS).total.backward()
+    parts = [torch.arange(6)[half::2] for half in (0, 1)]
+    logs = (whole.logprobs - whole.old).detach() * whole.weights
+    sums = torch.zeros(2, dtype=torch.float64).index_add_(0, whole.response, logs)
+    for kept in parts:
+        columns = {name: getattr(whole, name).detach()[kept]
+                   for name in ("logprobs", "old", "entropy", "advantages", "weights", "rollout", "response")}
+        part = replace(whole, **columns | {"logprobs": columns["logprobs"].requires_grad_()}, whole=lambda mine: sums)
+        LOSSES["gspo"](part, COEFFICIENTS).total.backward()
+        torch.testing.assert_close(part.logprobs.grad, whole.logprobs.grad[kept])
+
+
+def test_kl_estimators_by_hand():
+    policy, reference = torch.tensor([-1.0, -2.0], dtype=torch.float64), torch.tensor([-1.5, -1.0], dtype=torch.float64)
+    x = reference - policy
+    assert torch.equal(KL["k1"](policy, reference), -x)
+    assert torch.equal(KL["k2"](policy, reference), x**2 / 2)
+    torch.testing.assert_close(KL["k3"](policy, reference), x.exp() - x - 1)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_k1_and_k3_are_unbiased(seed):
+    """Their exact expectation under π is KL(π‖π_ref), computed over a vocabulary of 7."""
+    draw = torch.Generator().manual_seed(seed)
+    policy, reference = torch.randn(2, 7, generator=draw, dtype=torch.float64).log_softmax(-1)
+    divergence = (policy.exp() * (policy - reference)).sum()
+    for name in ("k1", "k3"):
+        torch.testing.assert_close((policy.exp() * KL[name](policy, reference)).sum(), divergence)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_enters_the_loss_with_its_coefficient(estimator):
+    terms = replace(terms_of([(0.0, [0.0, 0.0])], "response"), reference=torch.tensor([-2.0, -1.0], dtype=torch.float64))
+    loss = LOSSES["grpo"](terms, replace(COEFFICIENTS, kl=0.1, kl_estimator=estimator))
+    expected = float((KL[estimator](terms.logprobs.detach(), terms.reference) * terms.weights).sum())
+    assert float(loss.kl) == pytest.approx(expected)
+    assert float(loss.total.detach()) == pytest.approx(0.1 * expected)
+
+
+def test_mismatch_corrections_by_hand():
+    trainer, rollout = torch.tensor([0.0, 1.0, -1.0]), torch.zeros(3)
+    e = float(np.e)
+    assert correction(trainer, rollout, "truncate", 2.0).tolist() == pytest.approx([1, 2, 1 / e])
+    assert correction(trainer, rollout, "mask", 2.0).tolist() == pytest.approx([1, 0, 0])
+    assert correction(trainer, rollout, "mask", 3.0).tolist() == pytest.approx([1, e, 1 / e])
+    with pytest.raises(ValueError, match="truncate"):
+        correction(trainer, rollout, "clip", 2.0)
+
+
+def test_a_corrected_gain_is_weighted_and_the_weight_has_no_gradient():
+    terms = terms_of([(1.0, [0.0, 0.0])], "response")
+    terms = replace(terms, rollout=terms.old - torch.tensor([0.5, 2.0], dtype=torch.float64))
+    LOSSES["grpo"](terms, replace(COEFFICIENTS, mismatch="truncate", mismatch_limit=3.0)).total.backward()
+    assert terms.logprobs.grad.tolist() == pytest.approx([-0.5 * np.exp(0.5), -0.5 * 3.0])
