@@ -62,7 +62,7 @@ class RunFolder:
 
     def add_step(self, report: StepReport) -> None:
         """Append one line to steps.jsonl, in one write."""
-        append_line(self.steps, asdict(report))
+        append_line(self.steps, {key: value for key, value in asdict(report).items() if value is not None})
 
     def add_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Keep a step's first groups, one JSON object per response."""

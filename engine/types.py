@@ -125,3 +125,7 @@ class StepReport:
     learning_rate: float
     memory_peak_gib: list[float]
     """Of each trainer rank: of its device, on a CPU of its process."""
+    grad_cosine: float | None = None
+    """Of this step's gradient with the last one; left out where it is not measured."""
+    skipped_updates: int | None = None
+    """In a row, by gradient control; left out without it."""

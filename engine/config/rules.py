@@ -59,6 +59,12 @@ def _early_scores(config: Config) -> None:
                          "those that do must compute together")
 
 
+def _thresholds(config: Config) -> None:
+    low, high = config.algorithm.gac_low, config.algorithm.gac_high
+    if isinstance(low, float) and isinstance(high, float) and low >= high:
+        raise ValueError(f"algorithm.gac_low ({low:g}) must be below algorithm.gac_high ({high:g})")
+
+
 def _embedded_engine(config: Config) -> None:
     if config.rollout.engine != "embedded":
         return
@@ -83,7 +89,7 @@ def _vllm(config: Config) -> None:
                          "itself")
 
 
-RULES: tuple[Callable[[Config], None], ...] = (_groups, _cores, _precision, _early_scores, _embedded_engine, _vllm)
+RULES: tuple[Callable[[Config], None], ...] = (_groups, _cores, _precision, _early_scores, _thresholds, _embedded_engine, _vllm)
 
 
 def usable_cores() -> set[int]:

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from engine.config.base import Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["auto"]
 
 
 class Train(Table):
@@ -79,6 +80,12 @@ class Algorithm(Table):
     """Responses ending so many tokens before rollout.max_new_tokens lose reward, up to overlong_penalty at the limit (DAPO)."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """What a response at the limit loses."""
+    gradient_control: Literal["none", "measure", "gac"] = "none"
+    """The cosine of consecutive gradients: "measure" reports it (one gradient copy), "gac" bounds it (GAC, Algorithm 1)."""
+    gac_low: Threshold = 0.05
+    """Cosine up to which an update is made as it is, and to which GAC turns those above; "auto": from the run's first steps."""
+    gac_high: Threshold = 0.3
+    """Cosine above which GAC skips the update. Both defaults are unconfirmed: the paper's values are not in our copy of it."""
     mask_truncated: bool = False
     """Do not train responses that the length limit cut (they count in the denominator and in the group's statistics)."""
     mismatch: Literal["none", "truncate", "mask"] = "none"

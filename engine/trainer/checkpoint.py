@@ -121,7 +121,7 @@ class Checkpoints:
         self._must_fit(folder, state)
         same_layout = state["layout"] == layout()
         try:
-            load_state(str(folder), self._policy, state["updates"], same_layout)
+            load_state(str(folder), self._policy, state["updates"], same_layout, state["gradient_control"])
         except CheckpointException as error:
             raise MetronomeError(f"checkpoint {folder} could not be read: {error}") from error
         self._policy.scheduler.load_state_dict(state["scheduler"])
@@ -151,7 +151,7 @@ class Checkpoints:
             "model": _plain(asdict(self._policy.models.shape)),
             "reference": self._reference,
             "scheduler": self._policy.scheduler.state_dict(),
-            "gradient_control": {},
+            "gradient_control": self._policy.control.state() if self._policy.control else {},
             "config": self._config.model_dump(mode="json"),
             "torch": torch.__version__,
         }

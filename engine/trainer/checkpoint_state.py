@@ -66,12 +66,23 @@ def state_to_save(policy: Policy, updates: int) -> dict[str, Any]:
             state["optimizer"][str(number)] = parts
     if policy.models.old is not None:
         state["old"] = _weights(policy.models.old.model(), "old.")
+    if policy.control is not None and (last := policy.control.previous()) is not None:
+        state["gradient"] = _gradients(weights, last)
     return state
 
 
+def _gradients(weights: Parts, by_parameter: dict[int, Tensor]) -> Parts:
+    """The last gradient, cut as the weights are."""
+    return {name: _like(part, f"gradient.{part.key}", by_parameter[id(part.data)]) for name, part in weights.items()}
+
+
 @torch.no_grad()
-def load_state(folder: str, policy: Policy, updates: int, same_layout: bool) -> None:
+def load_state(folder: str, policy: Policy, updates: int, same_layout: bool, gradient_control: dict[str, Any]) -> None:
     """Put everything back; the random streams only in the layout that they were saved in. A collective of all ranks."""
+    if policy.control is not None and gradient_control:
+        policy.control.load(gradient_control)
+        last = policy.control.previous(loading=True)
+        _load_into(folder, _gradients(_weights(policy.models.policy, "policy."), last or {}))
     _load_into(folder, _weights(policy.models.policy, "policy."))
     if policy.models.old is not None:
         old = policy.models.old.model()

@@ -28,6 +28,7 @@ from engine.trainer.batch import MicroBatch, Packing
 from engine.trainer.bubble import Busy
 from engine.trainer.credit import Credit
 from engine.trainer.early import EarlyScores
+from engine.trainer.gradient_control import GradientControl
 from engine.trainer.models import DTYPES, computation, open_models
 from engine.trainer.ranks import Ranks
 from engine.trainer.tally import Tally
@@ -67,6 +68,7 @@ class Policy:
         self._busy = Busy()
         self.models.policy.config.timers = self._busy if self._pipelined else None
         self.optimizer = _optimizer(config, self.ddp)
+        self.control = GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
         self.scheduler = _scheduler(config, self.optimizer)
 
     def _packing(self) -> Packing:
@@ -199,8 +201,13 @@ class Policy:
         return divisor * unequal / groups if only_unequal and unequal else divisor
 
     def update(self) -> tuple[float, float]:
-        """Clip and step. Returns (gradient norm before clipping, learning rate used)."""
+        """Control, clip and step. Returns (norm of the gradient before clipping, learning rate used).
+
+        Where gradient control skips the update, weights, optimizer and schedule stay as they are.
+        """
         rate = float(self.optimizer.param_groups[0]["lr"])
+        if self.control is not None and not self.control.act():
+            return float(self.optimizer.get_grad_norm()), rate
         _, norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         return float(norm), rate
@@ -208,7 +215,8 @@ class Policy:
     def figures(self) -> dict[str, float]:
         """The step's figures over all ranks, as steps.jsonl names them. A collective of all ranks."""
         ranks = self.ranks.gather(self.tally.wire(self.ranks.leader, self.platform.peak_bytes()))
-        return Tally.merged(ranks, self._denominator, self._loss.aggregation == "response")
+        merged = Tally.merged(ranks, self._denominator, self._loss.aggregation == "response")
+        return {**merged, **(self.control.figures() if self.control is not None else {})}
 
 
 def _whole(sums: Tensor) -> Tensor:

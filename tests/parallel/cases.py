@@ -39,6 +39,8 @@ class Case:
     groups: str = "mixed"
     deal: tuple[Windows, ...] = ()
     """The windows of each unit, each a tuple of group numbers; () deals one group per window, in turn."""
+    before: str = ""
+    """Groups of a step that is trained first, with an update too small to be seen; "" for none."""
     early: bool = False
     """Score some responses under the frozen models before their groups are trained."""
     settings: dict[str, object] = field(default_factory=dict)

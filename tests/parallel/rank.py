@@ -92,6 +92,13 @@ def step(case: Case, folder: Path) -> dict:
                           batch.layout.kept, logprobs.clone(), old.clone()))  # fmt: skip
         tell(batch, logprobs, old, loss)
 
+    if case.before:
+        policy.start_step()
+        before = make_groups(case.before)
+        for window in ([group] for group in before if group.index % policy.ranks.units == policy.ranks.unit):
+            policy.accumulate(window)
+        policy.reduce(sum(len(group.responses) for group in before))
+        policy.update()
     policy._tell = overhear
     policy.start_step()
     for window in case.windows(policy.ranks.unit, policy.ranks.units):
@@ -102,11 +109,12 @@ def step(case: Case, folder: Path) -> dict:
     models = policy.models
     grads = {name: p.main_grad for name, p in models.policy.named_parameters()}
     whole = {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)}
-    figures = policy.figures()
     norm, _ = policy.update()
+    turned = {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)} if policy.control else {}
+    figures = policy.figures()
     weights = {name: tensor.clone() for name, tensor in models.export()}
     return {"stage": policy.ranks.stage, "gradients": whole, "logprobs": found, "figures": figures, "norm": norm,
-            "weights": weights}  # fmt: skip
+            "turned": turned, "weights": weights}  # fmt: skip
 
 
 def landed(window):

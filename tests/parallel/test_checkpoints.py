@@ -40,6 +40,7 @@ def settings_of(folder, changes):
         "run.name": "run", "run.output": str(folder), "rollout.group_size": 4, "rollout.max_new_tokens": 16,
         "rollout.max_context": 64, "train.learning_rate": 1e-3, "train.timeout_s": 60, "train.ratio_gap_limit": 0,
         "train.warmup_steps": 5, "algorithm.old_policy": "previous", "algorithm.kl_coef": 0.01,
+        "algorithm.gradient_control": "gac", "algorithm.gac_low": 0.01, "algorithm.gac_high": 0.99,
         **changes, "model.path": str(folder / changes.get("model.path", "dense")),
     }  # fmt: skip
 

@@ -3,6 +3,7 @@
 All cases of a world size run in the same processes, started once (harness.py). The factors are combined pairwise.
 """
 
+import math
 import random
 
 import pytest
@@ -21,6 +22,9 @@ PAIRWISE = [
     ("llama", False, LARGE, False, 1.0),
 ]
 """Family, shared prompt, budget (packed or not), tied, temperature: any two values of two factors meet."""
+
+LOW = 0.005
+"""What gradient alignment control turns the cosine of consecutive gradients to."""
 
 BF16 = 0.1
 """Roundings of 2^-9 each, through a model of random weights."""
@@ -104,6 +108,21 @@ def options():
         Case("bf16", {}, settings=bf16, tolerance=BF16),
         Case("bf16-tp2sp", TWO["tp2sp"], settings=bf16, tolerance=BF16),
     ]
+
+
+def controlled():
+    """The second of two steps under gradient alignment control. The cosine of these two is about -0.02."""
+    settings = {"algorithm.gradient_control": "gac", "algorithm.gac_low": LOW, "algorithm.gac_high": 0.9,
+                "train.learning_rate": 1e-12, "train.max_grad_norm": 1e6}  # fmt: skip
+    sharded = settings | {"train.distributed_optimizer": True}
+    return [
+        Case(f"control-{name}", layout, tied=tied, groups="many", before="mixed",
+             settings=sharded if "sharded" in name else settings)
+        for name, layout, tied in (
+            ("one", {}, True), ("tp2sp", TWO["tp2sp"], True), ("pp2", TWO["pp2"], True), ("dp2", TWO["dp2"], False),
+            ("sharded-dp2", TWO["dp2"], False), ("tp2dp2", FOUR["tp2dp2"], True), ("pp2dp2", FOUR["pp2dp2"], True),
+        )
+    ]  # fmt: skip
 
 
 def any_split(count, seed, name, layout, units):
@@ -201,6 +220,25 @@ def test_a_sharded_optimizer_makes_the_same_update(name, outcomes):
         assert ours["weights"].keys() == theirs["weights"].keys()
         for key, weight in theirs["weights"].items():
             torch.testing.assert_close(ours["weights"][key], weight, rtol=1e-6, atol=1e-7, msg=key)
+
+
+@named(controlled())
+def test_gradient_control_is_the_same_in_every_layout(case, outcomes, worlds):
+    """The cosine is that of transformers' gradients, every parameter counted once; after projection it is LOW."""
+    first, second = (worlds.expected(case.model, groups, 1.0, "plain").gradients for groups in (case.before, case.groups))
+    cosine = product(first, second) / math.sqrt(product(first, first) * product(second, second))
+    assert LOW < abs(cosine) < 0.9
+    for rank in outcomes(case).ranks():
+        assert rank["figures"]["grad_cosine"] == pytest.approx(cosine, rel=1e-4)
+        assert rank["figures"]["skipped_updates"] == 0
+    if not case.settings.get("train.distributed_optimizer"):  # there no rank has the whole gradient
+        turned = {name: tensor for rank in outcomes(case).ranks() for name, tensor in rank["turned"].items()}
+        found = product(first, turned) / math.sqrt(product(first, first) * product(turned, turned))
+        assert found == pytest.approx(math.copysign(LOW, cosine), abs=1e-5)
+
+
+def product(one, other):
+    return sum(float((one[name].double() * other[name].double()).sum()) for name in one)
 
 
 def test_the_full_loss_clips(worlds):

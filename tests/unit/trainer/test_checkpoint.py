@@ -75,7 +75,12 @@ KINDS = [{}, {"train__distributed_optimizer": True}, {"train__dtype": "bfloat16"
          {"train__dtype": "bfloat16", "train__distributed_optimizer": True}]  # fmt: skip
 
 
-@pytest.mark.parametrize("saved", [*KINDS, {"train__offload": True}])
+GAC = {"algorithm__gradient_control": "gac", "algorithm__gac_low": 0.01, "algorithm__gac_high": 0.99}
+CONTROLLED = [GAC, GAC | {"train__dtype": "bfloat16", "train__distributed_optimizer": True},
+              GAC | {"algorithm__gac_low": "auto", "algorithm__gac_high": "auto"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("saved", [*KINDS, {"train__offload": True}, *CONTROLLED])
 def test_a_resumed_run_is_the_run_bit_for_bit(build, saved):
     saved = saved | {"train__warmup_steps": 5}
     policy, checkpoints = build(**saved)

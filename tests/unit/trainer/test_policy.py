@@ -259,3 +259,47 @@ def test_truncated_responses_can_be_masked_and_over_long_ones_punished(settings)
     assert credit.tokens(cut) == 3 + 12 + 5
     plain = torch.tensor([score.value for score in group.scores])
     assert (credit.rewards(cut) - plain).tolist() == pytest.approx([0, 0, -0.5, 0])  # 12 of 16, free up to 8
+
+
+def controlled_steps(policy, seeds):
+    """Raw gradients of steps, with an update after each."""
+    raw = []
+    for seed in seeds:
+        policy.start_step()
+        policy.accumulate([a_group(seed=seed)])
+        policy.reduce(4)
+        raw.append(torch.cat([buffer.grad_data.clone() for buffer in policy.ddp.buffers]))
+        policy.update()
+    return raw
+
+
+def test_measuring_the_cosine_changes_nothing(settings):
+    plain, measured = (a_policy(settings, algorithm__gradient_control=kind) for kind in ("none", "measure"))
+    controlled_steps(plain, (1, 2, 3))
+    raw = controlled_steps(measured, (1, 2, 3))
+    figures = measured.figures()
+    assert figures["grad_cosine"] == pytest.approx(float(torch.cosine_similarity(raw[2], raw[1], dim=0)), abs=1e-5)
+    assert figures["skipped_updates"] == 0
+    for one, other in zip(plain.models.policy.parameters(), measured.models.policy.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert "grad_cosine" not in plain.figures()
+
+
+def test_a_violation_skips_the_update_and_the_next_is_compared_with_the_raw_gradient(settings, capsys):
+    policy = a_policy(settings, algorithm__gradient_control="gac", algorithm__gac_low=0.2, algorithm__gac_high=0.9,
+                      train__learning_rate=1e-6)
+    controlled_steps(policy, (1,))
+    before = [p.detach().clone() for p in policy.models.policy.parameters()]
+    schedule = policy.scheduler.state_dict()
+    for count in (1, 2):  # the same group again: the cosine is almost 1
+        (raw,) = controlled_steps(policy, (1,))
+        assert policy.figures()["skipped_updates"] == count
+        for p, kept in zip(policy.models.policy.parameters(), before, strict=True):
+            assert torch.equal(p, kept)
+    assert policy.scheduler.state_dict() == schedule
+    assert "update skipped, 2 in a row" in capsys.readouterr().out
+    (next_raw,) = controlled_steps(policy, (2,))
+    figures = policy.figures()
+    assert figures["skipped_updates"] == 0
+    assert figures["grad_cosine"] == pytest.approx(float(torch.cosine_similarity(next_raw, raw, dim=0)), abs=1e-5)
+    assert not all(torch.equal(p, kept) for p, kept in zip(policy.models.policy.parameters(), before, strict=True))

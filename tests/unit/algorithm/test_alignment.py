@@ -1,0 +1,50 @@
+"""GAC's arithmetic: closed forms, regimes, automatic thresholds."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.algorithm.alignment import HIGH, LOW, WARM_UP, Thresholds, scale_of_parallel
+
+
+@given(st.integers(0, 2**31), st.floats(0.01, 0.5), st.floats(0.51, 0.99))
+def test_the_parallel_part_times_alpha_leaves_the_cosine_at_the_threshold(seed, low, cosine):
+    """On vectors: eq. 4 is what makes the cosine c_low, with c's sign."""
+    draw = torch.Generator().manual_seed(seed)
+    last, other = torch.randn(2, 50, generator=draw, dtype=torch.float64)
+    across = other - (other @ last) / (last @ last) * last
+    for sign in (1, -1):
+        gradient = sign * cosine * last / last.norm() + math.sqrt(1 - cosine**2) * across / across.norm()
+        along = (gradient @ last) / (last @ last) * last
+        turned = gradient - along + scale_of_parallel(sign * cosine, low) * along
+        assert float(turned @ last / turned.norm() / last.norm()) == pytest.approx(sign * low, abs=1e-9)
+
+
+def test_at_the_threshold_nothing_changes():
+    assert scale_of_parallel(0.3, 0.3) == pytest.approx(1.0)
+
+
+def test_regimes():
+    thresholds = Thresholds(0.1, 0.3)
+    found = [thresholds.regime(cosine) for cosine in (0.0, -0.1, 0.1, 0.11, -0.3, 0.31, -1.0)]
+    assert found == ["safe", "safe", "safe", "project", "project", "skip", "skip"]
+    assert thresholds.seen == []
+
+
+def test_automatic_thresholds_come_from_the_first_steps():
+    thresholds = Thresholds(None, None)
+    cosines = [0.4, -0.6] * (WARM_UP // 2)
+    assert [thresholds.regime(cosine) for cosine in cosines] == ["safe"] * WARM_UP  # also 0.6
+    assert thresholds.now() == (pytest.approx(0.6), pytest.approx(0.9))  # mean 0.5, deviation 0.1
+    assert [thresholds.regime(cosine) for cosine in (0.55, 0.7, 0.95)] == ["safe", "project", "skip"]
+    assert len(thresholds.seen) == WARM_UP
+
+
+def test_automatic_thresholds_have_bounds():
+    calm, wild = Thresholds(None, None, [0.0] * WARM_UP), Thresholds(None, None, [0.9, 1.0] * (WARM_UP // 2))
+    assert calm.now() == (LOW, HIGH)
+    assert wild.now() == (0.9, 0.95)
+    assert Thresholds(None, 0.5, [0.9] * WARM_UP).now() == (0.9, 0.9)  # nothing is projected then
