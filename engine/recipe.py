@@ -87,7 +87,11 @@ def _first(error: ValidationError) -> str:
         return f"unknown key {key}; {_nearest(mistake['loc'])}"
     if mistake["type"] == "value_error":
         return str(mistake["ctx"]["error"])
-    return f"{key} = {mistake['input']!r}: {mistake['msg']}"
+    if len(mistake["loc"]) < 3 or isinstance(mistake["loc"][2], int):
+        return f"{key} = {mistake['input']!r}: {mistake['msg']}"
+    table, name, *_ = mistake["loc"]  # a key of several types: what each of them says
+    said = [other["msg"] for other in error.errors() if other["loc"][:2] == (table, name)]
+    return f"{table}.{name} = {mistake['input']!r}: {', or: '.join(said)}"
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:

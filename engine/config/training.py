@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from engine.config.base import Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["auto"]
+
+
+def _own(value: str) -> str:
+    if not re.fullmatch(r".+:[A-Za-z_]\w*", value):
+        raise ValueError('a function of your own is named "file.py:function" or "package.module:function"')
+    return value
+
+
+Own = Annotated[str, AfterValidator(_own)]
 
 
 class Train(Table):
@@ -60,10 +70,10 @@ class Train(Table):
 class Algorithm(Table):
     """Advantage, loss and KL."""
 
-    advantage: Literal["grpo", "grpo_passk", "dr_grpo", "rloo", "opo", "gpg"] = "grpo"
-    """Over a group (docs/algorithms.md has the formulas)."""
-    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] = "grpo"
-    """Surrogate and aggregation (docs/algorithms.md). grpo: mean over a response's tokens, then over all responses."""
+    advantage: Literal["grpo", "grpo_passk", "dr_grpo", "rloo", "opo", "gpg"] | Own = "grpo"
+    """Over a group (docs/algorithms.md has the formulas), or a function of your own: "file.py:function"."""
+    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] | Own = "grpo"
+    """Surrogate and aggregation (docs/algorithms.md); grpo: mean over a response, then over all. Or "file.py:function"."""
     old_policy: Literal["behavior", "previous", "rollout"] = "behavior"
     """Denominator of the ratio: the policy's own detached values, the weights before the last update, or the engine's."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)

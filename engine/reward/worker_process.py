@@ -20,8 +20,9 @@ from typing import Any
 from engine.errors import BadInput, RewardError
 from engine.process import watch_lifeline
 from engine.reward import wire
-from engine.reward.resolve import RewardFunction, UserCode, describe, load_reward
+from engine.reward.resolve import RewardFunction, load_reward
 from engine.types import Prompt, Response, Score
+from engine.user_code import UserCode, describe
 
 
 def main(socket_fd: int, lifeline_fd: int, spec: str) -> None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.algorithm.advantages import ADVANTAGES
-from engine.algorithm.losses import LOSSES
 from engine.algorithm.shaping import overlong
 from engine.config import Config
+from engine.trainer.extensions import advantage_of, loss_of
 from engine.types import Group, Response
 
 
@@ -44,7 +43,7 @@ class Credit:
 
     def advantages(self, group: Group) -> Tensor:
         """[G] fp32."""
-        return ADVANTAGES[self.advantage](self.rewards(group), _lengths(group))
+        return advantage_of(self.advantage)(self.rewards(group), _lengths(group))
 
     def unequal(self, group: Group) -> bool:
         """Whether the group's (shaped) rewards differ: else it teaches nothing."""
@@ -60,7 +59,7 @@ class Credit:
     def weights(self, response: Response) -> Tensor:
         """[tokens] fp32: what each counts in the sums over tokens (engine.algorithm.losses.Aggregation)."""
         mask = self.mask(response)
-        return mask / mask.sum().clamp(min=1.0) if LOSSES[self.loss].aggregation == "response" else mask
+        return mask / mask.sum().clamp(min=1.0) if loss_of(self.loss).aggregation == "response" else mask
 
     def tokens(self, group: Group) -> int:
         """Response tokens that are trained."""

@@ -15,8 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from engine.algorithm.advantages import ADVANTAGES
-from engine.algorithm.losses import LOSSES, Coefficients, Loss, Terms
+from engine.algorithm.losses import Coefficients, Loss, Terms
 from engine.algorithm.mismatch import mismatch
 from engine.config import Config
 from engine.errors import MetronomeError
@@ -28,6 +27,7 @@ from engine.trainer.batch import MicroBatch, Packing
 from engine.trainer.bubble import Busy
 from engine.trainer.credit import Credit
 from engine.trainer.early import EarlyScores
+from engine.trainer.extensions import advantage_of, loss_of
 from engine.trainer.gradient_control import GradientControl
 from engine.trainer.models import DTYPES, computation, open_models
 from engine.trainer.ranks import Ranks
@@ -51,7 +51,7 @@ class Policy:
         self.packing = self._packing()
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
-        self._loss = LOSSES[algorithm.loss]
+        self._loss = loss_of(algorithm.loss)
         self._coefficients = Coefficients(
             algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef, algorithm.kl_estimator,
             algorithm.mismatch, algorithm.mismatch_limit,
@@ -197,7 +197,7 @@ class Policy:
         counts = self.ranks.gather({"tokens": self.tally.loss_tokens, "groups": self.tally.groups, "unequal": self.tally.unequal})
         tokens, groups, unequal = (sum(count[name] for count in counts) for name in ("tokens", "groups", "unequal"))
         divisor = self._loss.denominator(responses, tokens, self.config.rollout.max_new_tokens)
-        only_unequal = ADVANTAGES[self.config.algorithm.advantage].only_unequal
+        only_unequal = advantage_of(self.config.algorithm.advantage).only_unequal
         return divisor * unequal / groups if only_unequal and unequal else divisor
 
     def update(self) -> tuple[float, float]:
