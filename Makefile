@@ -2,6 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
+DEVICE ?= cpu
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -12,26 +13,35 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run test slow-test parallel-test lint clean
+.PHONY: run test slow-test parallel-test fault-test vllm vllm-test lint clean
 
 run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minutes on 2 cores)
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
 
 test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow and not parallel"
+	$(BIN)/python -m pytest -m "not slow and not parallel and not faults and not vllm"
 
 parallel-test: $(VENV)/installed-dev  ## several trainer ranks at once: layouts against Hugging Face, whole runs (under 15 minutes)
 	$(BIN)/python -m pytest -m "parallel and not slow"
 
+fault-test: $(VENV)/installed-dev  ## instances that die, hang, err, come and go in running jobs
+	$(BIN)/python -m pytest -m "faults and not slow"
+
 slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
+
+vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu
+	bash infra/vllm/install.sh $(DEVICE) "$(PYTHON)" .venv-vllm
+
+vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes)
+	$(BIN)/python -m pytest -m vllm
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-vllm
 
 $(VENV)/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed, and none of python3.12, python3.11, python3, python is one; give one with make PYTHON=/path/to/python3.11" >&2; exit 2; }

@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from engine import errors
-from engine.config import Config
+from engine.config import BATCH_SCOPE, Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError
+from engine.model.shape import read_shape
 from engine.queue.codec import group_to_wire, landed_to_wire
 from engine.queue.server import Handler
 from engine.queue.store import SampleQueue
 from engine.rollout.service import Service
+from engine.rollout.sync import WeightSync, probe
 from engine.run_folder import SAMPLED_GROUPS, RunFolder
 from engine.silence import Silence
 from engine.trace import Trace
+from engine.trainer.modes import Schedule
 from engine.trainer.record import Recorder
 from engine.types import Group, Landed, StepReport
 
 SIGN_OF_LIFE_S = 1.0
 """A rank that waits for a group hears from the launcher this often."""
+
+
+@dataclasses.dataclass
+class Batch:
+    """One step's prompts on their way through the instances."""
+
+    queue: SampleQueue
+    samples: list[Group] = dataclasses.field(default_factory=list)
+    held: list[Group] = dataclasses.field(default_factory=list)
+    """Groups that wait for the others, where advantages depend on all of them."""
+    rollout_s: float = 0.0
+    """From its start to its last group."""
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def generated(self) -> bool:
+        """Whether every group is in."""
+        return self.queue.arrived == self.queue.expected
 
 
 class Conductor:
@@ -44,19 +68,22 @@ class Conductor:
         self.service = service
         self.failure: MetronomeError | None = None
         self.told: MetronomeError | None = None
+        self.last: dict[str, Any] = {}
+        """The last finished step, as in steps.jsonl."""
         self._silence = Silence()
         self._is_ready = False
-        self._queue: SampleQueue | None = None
-        self._batch: asyncio.Task[None] | None = None
+        self._schedule = Schedule.of(config.train)
+        self._batches: dict[int, Batch] = {}
+        self._swap: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
-        self._rollout_s = 0.0
-        self._samples: list[Group] = []
+        self._sync_began = 0.0
         self._recorder: Recorder | None = None
         self._replayed_by: dict[int, set[int]] = {}
 
     def handlers(self) -> dict[str, Handler]:
         """By the operation's name; each request is a sign of life of the trainer, at its start and at its end."""
-        named = (self._ready, self._publish, self._start, self._lease, self._replayed, self._report, self._failed)
+        named = (self._ready, self._sync_open, self._sync_connect, self._sync_bucket, self._sync_abort, self._sync_finish,
+                 self._movable, self._start, self._lease, self._replayed, self._report, self._failed)
         return {handler.__name__.removeprefix("_"): self._hearing(handler) for handler in named}
 
     def _hearing(self, handler: Handler) -> Handler:
@@ -82,11 +109,12 @@ class Conductor:
         return train.score_early and train.mode != "sync" and (algorithm.old_policy == "previous" or algorithm.kl_coef > 0)
 
     async def check(self) -> None:
-        """Stop the run when no instance is left or the trainer is silent; raise what is a mistake of ours in the producer."""
-        if self._batch is not None and self._batch.done():
-            self._batch.result()
-        if self.failure is None and self.service is not None and self.service.pool.size == 0:
-            await self.fail(await asyncio.to_thread(self.service.pool.all_gone))
+        """Stop the run when the pool gave up or the trainer is silent; raise what is a mistake of ours in the producer."""
+        for task in [batch.task for batch in self._batches.values()]:
+            if task is not None and task.done():
+                task.result()
+        if self.failure is None and self.service is not None and self.service.pool.failure is not None:
+            await self.fail(self.service.pool.failure)
         limit, keys = self._longest_silence()
         if self.failure is None and (who := self._silence.longer_than(limit)):
             await self.fail(DeadlineError(f"no sign of life of {who} in {limit:g} s ({keys}); its log: "
@@ -100,10 +128,11 @@ class Conductor:
         return limit + self.config.rollout.timeout_s, "train.timeout_s + rollout.timeout_s"
 
     async def close(self) -> None:
-        """Cancel the batch under way."""
-        if self._batch is not None:
-            self._batch.cancel()
-            await asyncio.gather(self._batch, return_exceptions=True)
+        """Cancel the batches under way."""
+        tasks = [task for task in (self._swap, *(batch.task for batch in self._batches.values())) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self.trace.flush()
 
     async def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -113,38 +142,94 @@ class Conductor:
             self._recorder = Recorder(self.folder.path / "record.msgpack", self.config, request["start"])
         return {}
 
-    async def _publish(self, request: dict[str, Any]) -> dict[str, Any]:
+    @cached_property
+    def sync(self) -> WeightSync:
+        """Leads the instances through weight syncs; the pool asks it to bring late ones to the weights."""
+        assert self.service is not None
+        config, rollout = self.config, self.config.rollout
+        vocabulary = read_shape(Path(config.model.path)).vocabulary
+        fixed = probe(vocabulary, config.weights.check_tokens, rollout.max_context, config.model.dtype)
+        self.service.pool.sync = sync = WeightSync(self.service.pool, fixed, rollout.timeout_s, config.weights.staged)
+        return sync
+
+    async def _sync_open(self, request: dict[str, Any]) -> dict[str, Any]:
         """Every instance gets exactly this version, or the run fails by name."""
         self._check()
-        assert self.service is not None
-        started = time.time()
-        await self.service.pool.publish(request["version"], request["info"])
-        self.trace.add("sync", started, time.time(), lane="instances", step=request["version"])
+        self._sync_began = time.time()
+        return await self.sync.open(request["version"])
+
+    async def _sync_connect(self, request: dict[str, Any]) -> dict[str, Any]:
+        return await self.sync.connect(request["version"], request["stages"], request["transport"])
+
+    async def _sync_bucket(self, request: dict[str, Any]) -> dict[str, Any]:
+        return await self.sync.bucket(request["info"])
+
+    async def _sync_abort(self, request: dict[str, Any]) -> dict[str, Any]:
+        return await self.sync.abort(request["version"], request["reason"])
+
+    async def _sync_finish(self, request: dict[str, Any]) -> dict[str, Any]:
+        swap = self._finish(request["version"], request["snapshot"], request["expected"])
+        if self._in_background:
+            self._swap = asyncio.create_task(self._later(swap, list(self._batches.values())))
+        else:
+            await swap
         return {}
+
+    async def _finish(self, version: int, snapshot: str, expected: list[float]) -> None:
+        await self.sync.finish(version, snapshot, expected)
+        self.trace.add("sync", self._sync_began, time.time(), lane="instances", step=version)
+
+    async def _later(self, swap: Awaitable[None], batches: list[Batch]) -> None:
+        """Swap once the batches in flight are generated, where each has one version; else each instance as it becomes free."""
+        try:
+            async with self._changed:
+                while self._schedule.exact and not all(batch.generated for batch in batches):
+                    await self._changed.wait()
+            await swap
+        except MetronomeError as error:
+            await self.fail(error)
+        await self._notify()
+
+    async def _movable(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Whether weights may move: the last swap is through and, where each batch has one version, all are generated."""
+        self._check()
+        return await self._soon(lambda: {"now": True} if self._at_rest() else {})
+
+    def _at_rest(self) -> bool:
+        generated = self._in_background or not self._schedule.exact or all(batch.generated for batch in self._batches.values())
+        return generated and (self._swap is None or self._swap.done())
+
+    @property
+    def _in_background(self) -> bool:
+        """Whether instances take staged weights over when they have finished what they hold, while the trainer goes on.
+
+        AsyncFlow §4.2.3: the delayed parameter update.
+        """
+        return self._schedule.ahead > 0 and self.config.weights.staged
 
     async def _start(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Start generating the step's batch in the background."""
+        """Start generating a step's batch in the background."""
         self._check()
-        train = self.config.train
-        self._samples = []
-        self._queue = SampleQueue(
-            request["step"], train.prompts_per_step, train.consume, train.mode == "sync", self.config.parallel.units
-        )
-        self._batch = asyncio.create_task(self._produce(request["step"], self._queue))
-        self._silence.expect(self.config.parallel.units)
+        train, step, units = self.config.train, request["step"], self.config.parallel.units
+        batch = Batch(SampleQueue(step, train.prompts_per_step, train.consume, train.mode == "sync", units))
+        self._batches[step] = batch
+        batch.task = asyncio.create_task(self._produce(step, batch))
+        self._silence.expect(units)
         return {}
 
-    async def _produce(self, step: int, queue: SampleQueue) -> None:
+    async def _produce(self, step: int, batch: Batch) -> None:
         assert self.loader is not None
         assert self.service is not None
-        started = time.perf_counter()
+        if self._schedule.exact and self._swap is not None:
+            await asyncio.wait([self._swap])  # its version is the one that is being swapped in
+        queue, started = batch.queue, time.perf_counter()
         prompts = [(self.loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self.loader.batch(step))]
 
         async def put(group: Group) -> None:
-            queue.put(group)
-            if len(self._samples) < SAMPLED_GROUPS:
-                self._samples.append(group)
-            self._rollout_s = time.perf_counter() - started
+            await self._put(batch, group)
+            if len(batch.samples) < SAMPLED_GROUPS:
+                batch.samples.append(group)
+            batch.rollout_s = time.perf_counter() - started
             await self._notify()
 
         async def land(landed: Landed) -> None:
@@ -156,11 +241,24 @@ class Conductor:
         except MetronomeError as error:
             await self.fail(error)
 
+    async def _put(self, batch: Batch, group: Group) -> None:
+        """Into the queue; where advantages depend on the whole batch only once all of it is there."""
+        if self.config.algorithm.advantage not in BATCH_SCOPE:
+            batch.queue.put(group)
+            return
+        batch.held.append(group)
+        if len(batch.held) == batch.queue.expected:
+            from engine.trainer.credit import credited  # torch takes seconds, which others need not wait for
+
+            for whole in await asyncio.to_thread(credited, self.config, batch.held):
+                batch.queue.put(whole)
+
     async def _lease(self, request: dict[str, Any]) -> dict[str, Any]:
         """The next window for a unit of the trainer; "end" when all are trained; "wait" as a sign of life."""
-        queue, unit = self._queue, request["unit"]
-        if queue is None or queue.step != request["step"]:
+        unit = request["unit"]
+        if (batch := self._batches.get(request["step"])) is None:
             raise MetronomeError(f"unit {unit} of the trainer asked for groups of step {request['step']}, which was not started")
+        queue = batch.queue
         queue.acknowledge(request["trained"], unit)
         if queue.done:
             await self._notify()  # the other units wait for this
@@ -208,17 +306,20 @@ class Conductor:
     async def _report(self, request: dict[str, Any]) -> dict[str, Any]:
         """Complete the trainer's figures and append them to steps.jsonl."""
         figures, step = request["figures"], request["step"]
-        devices = self.config.parallel.ranks + self.config.rollout.instances
+        batch = self._batches.pop(step, None)
+        pool_size = self.service.pool.working if self.service is not None else 0
+        devices = self.config.parallel.ranks + pool_size * self.config.rollout.tensor
         report = StepReport(
             step=step,
             weight_version=step,
-            pool_size=self.service.pool.size if self.service is not None else 0,
-            rollout_s=self._rollout_s,
+            pool_size=pool_size,
+            rollout_s=batch.rollout_s if batch is not None else 0.0,
             tokens_per_s_per_device=figures["trained_tokens"] / figures["step_s"] / devices,
             **figures,
         )
         self.folder.add_step(report)
-        self.folder.add_samples(step, self._samples)
+        self.last = dataclasses.asdict(report)
+        self.folder.add_samples(step, batch.samples if batch is not None else [])
         if self._recorder is not None:
             self._recorder.flush()
         self.trace.flush()

@@ -27,3 +27,11 @@ class RewardError(MetronomeError):
 
 class ProcessDied(MetronomeError):
     """A process of the run ended when it should not have."""
+
+
+class TransferError(MetronomeError):
+    """Weights did not come whole from the trainer: a member of the transfer died or was closed. It may be tried again."""
+
+
+class WeightSyncError(MetronomeError):
+    """An instance does not hold what the trainer sent; the message names the instance and the tensor or the figures."""

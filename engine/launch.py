@@ -25,6 +25,7 @@ from engine.errors import BadInput, MetronomeError, ProcessDied
 from engine.process import Child, drop_lifeline, hold_lifeline, python, watch_lifeline
 from engine.queue.server import ControlServer
 from engine.recipe import load
+from engine.rollout.registry import listen_address, registry
 from engine.rollout.service import rollout_service
 from engine.run_folder import RunFolder
 from engine.trace import Trace
@@ -40,6 +41,7 @@ END_S = 5.0
 def launch(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
     """Train. `config.model.path` is a folder by now. Raises the error that ended the run; no process is left behind."""
     check_training(config)
+    listen_address(config.rollout.listen)
     if replay is not None:
         record.check(replay, config)
     folder = RunFolder(config.folder)
@@ -79,12 +81,17 @@ class _Launcher:
     async def _with_rollouts(self, problems: Problems, trainer: Child) -> None:
         config, model = self.config, Path(self.config.model.path)
         group_size = config.rollout.group_size
-        async with rollout_service(config, model, self.folder.path, config.rollout, group_size, self.trace) as service:
+        async with (
+            rollout_service(config, model, self.folder.path, config.rollout, group_size, self.trace, synced=True) as service,
+            registry(service.pool, config, self.folder.path) as routes,
+        ):
             tokenizer, template = service.tokens.tokenizer, config.data.prompt_template
             encoded = encode(problems, tokenizer, template, config.rollout.max_context)
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
             await service.pool.connect()
-            await self._watched(Conductor(config, self.folder, self.trace, loader, service), trainer)
+            conductor = Conductor(config, self.folder, self.trace, loader, service)
+            routes.step = lambda: conductor.last
+            await self._watched(conductor, trainer)
 
     def _start_trainer(self) -> Child:
         shutil.rmtree(self._weights_folder(), ignore_errors=True)  # half a version of a run that was killed, in another layout

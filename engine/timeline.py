@@ -25,6 +25,11 @@ COLORS = {
     "update": "#f28e2b",
     "sync": "#e15759",
     "checkpoint": "#9c755f",
+    "serving": "#a0cbe8",
+    "updating": "#ff9d9a",
+    "starting": "#f1ce63",
+    "draining": "#d4a6c8",
+    "silent": "#79706e",
 }
 """By the span's name; what is not here is drawn black."""
 WINDOW_STEPS = 3
@@ -67,8 +72,8 @@ def step_starts(spans: Iterable[Span]) -> list[tuple[int, float]]:
 
 
 def lanes_of(spans: Sequence[Span]) -> list[str]:
-    """Trainers first, then instances, the weight sync as the instances see it, verifiers, the rest."""
-    order = ("trainer", "instance-", "instances", "verifier")
+    """Trainers first, then instances, the weight sync as the instances see it, who is in the pool, verifiers, the rest."""
+    order = ("trainer", "instance-", "instances", "pool ", "verifier")
     found = {span["lane"] for span in spans}
 
     def rank(lane: str) -> tuple[int, str]:

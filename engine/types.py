@@ -72,6 +72,8 @@ class Group:
     prompt: Prompt
     responses: tuple[Response, ...]
     scores: tuple[Score, ...]
+    advantages: tuple[float, ...] | None = None
+    """Of the responses, where they depend on the whole batch; else the trainer computes them of the group alone."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class StepReport:
     step: int
     weight_version: int
     versions_seen: list[int]
+    staleness_mean: float
+    """Updates between the weights that sampled a response and those that train it; 0 on-policy."""
     pool_size: int
     reward_mean: float
     reward_std: float

@@ -122,25 +122,20 @@ def serve(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 0,
+    host: Annotated[str, typer.Option(help="address to listen on; others than loopback need METRONOME_TOKEN")] = "127.0.0.1",
+    join: Annotated[str, typer.Option(help="join this run: its launcher's host:port, or its run folder")] = "",
+    name: Annotated[str, typer.Option(help="its name in the run (default: host and process id)")] = "",
 ) -> None:
-    """One rollout instance in the foreground, with the recipe's model and rollout settings."""
+    """One rollout instance in the foreground, with the recipe's model and rollout settings; Ctrl-C lets it leave a run."""
+    from engine.rollout.join import default_name, serve_alone, serve_joined
     from tasks.inputs import with_model_folder
 
     with _exit_codes():
-        config = load(recipe, overrides)
-        config = with_model_folder(config)
-        raise typer.Exit(_serve(config, port))
-
-
-def _serve(config: Config, port: int) -> int:
-    from engine.rollout.server.__main__ import main as serve_forever
-
-    rollout = config.rollout
-    arguments = [
-        "--model", config.model.path, "--port", str(port), "--slots", str(rollout.concurrency * rollout.group_size),
-        "--max-context", str(rollout.max_context), "--threads", str(config.instance_threads),
-    ]  # fmt: skip
-    return serve_forever([*arguments, *(["--deterministic"] if rollout.deterministic else [])])
+        config = with_model_folder(load(recipe, overrides))
+        instance = name or default_name()
+        if not join:
+            raise typer.Exit(serve_alone(config, instance, host, port))
+        raise typer.Exit(serve_joined(config, join, instance, host, port, console.complain))
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,23 +12,25 @@ from torch import Tensor
 EPSILON = 1e-6
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rewards [G], tokens of the responses [G]) of one prompt → advantages [G], fp32."""
+"""(rewards, tokens of the responses) of one prompt [G] or, with scope "batch", of the step's prompts [N, G] → advantages."""
 
 
 @dataclass(frozen=True)
 class Advantage:
-    """An advantage over one group, so that a group can be trained as soon as it is complete."""
+    """An advantage over one group, which can be trained as soon as it is complete, or over the whole batch, which can't."""
 
     compute: Compute
     least: int = 2
     """Smallest group that it is defined for."""
+    scope: Literal["group", "batch"] = "group"
+    """What its statistics are over; "batch" is refused where groups are trained as they arrive."""
     only_unequal: bool = False
     """The step's gradient is divided by the share of groups with unequal rewards (a factor, applied at its end)."""
 
     def __call__(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Advantages [G]. Raises ValueError for a group that is too small, or a result that is no finite [G]."""
-        if rewards.numel() < self.least:
-            raise ValueError(f"this advantage needs groups of at least {self.least} responses, got {rewards.numel()}")
+        """Advantages, shaped as the rewards. Raises ValueError for groups that are too small, or a result that is not finite."""
+        if rewards.shape[-1] < self.least:
+            raise ValueError(f"this advantage needs groups of at least {self.least} responses, got {rewards.shape[-1]}")
         found = self.compute(rewards, lengths)
         if found.shape != rewards.shape or not bool(torch.isfinite(found).all()):
             raise ValueError(f"an advantage must be one finite number per response, got {found} for rewards {rewards}")
@@ -38,11 +41,13 @@ ADVANTAGES: dict[str, Advantage] = {}
 """By the name in `algorithm.advantage`."""
 
 
-def advantage(name: str, least: int = 2, only_unequal: bool = False) -> Callable[[Compute], Compute]:
+def advantage(
+    name: str, least: int = 2, scope: Literal["group", "batch"] = "group", only_unequal: bool = False
+) -> Callable[[Compute], Compute]:
     """Register a function as the advantage of that name; the arguments are Advantage's."""
 
     def register(compute: Compute) -> Compute:
-        ADVANTAGES[name] = Advantage(compute, least, only_unequal)
+        ADVANTAGES[name] = Advantage(compute, least, scope, only_unequal)
         return compute
 
     return register
@@ -107,3 +112,28 @@ def gpg(rewards: Tensor, lengths: Tensor) -> Tensor:
     The factor is linear in the gradient, so it is applied at the step's end and groups can be streamed.
     """
     return _centred(rewards, rewards.mean())
+
+
+@advantage("reinforce_plus_plus", least=1, scope="batch")
+def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """(R − mean) / std over all tokens of the batch, each with its response's reward (REINFORCE++, arXiv:2501.03262, eq. 9).
+
+    γ = 1 and the KL in the loss, not in the reward. [N, G] → [N, G].
+    """
+    return _whitened(rewards, lengths)
+
+
+@advantage("reinforce_plus_plus_baseline", scope="batch")
+def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """R − mean of its group, whitened over all tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262, §3.3)."""
+    return _whitened(torch.stack([_centred(group, group.mean()) for group in rewards]), lengths)
+
+
+def _whitened(values: Tensor, counts: Tensor) -> Tensor:
+    """(x − mean) / √(variance + 1e-8), with unbiased statistics over values that each stand `counts` times."""
+    total = counts.sum()
+    if total < 2:
+        return torch.zeros_like(values)
+    mean = (counts * values).sum() / total
+    variance = (counts * (values - mean).square()).sum() / (total - 1)
+    return (values - mean) * torch.rsqrt(variance + 1e-8)

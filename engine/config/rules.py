@@ -16,7 +16,7 @@ BF16_GAP = 0.2
 def _groups(config: Config) -> None:
     rollout = config.rollout
     advantage = config.algorithm.advantage
-    if rollout.group_size < 2:
+    if rollout.group_size < 2 and advantage != "reinforce_plus_plus":
         raise ValueError(f"rollout.group_size must be at least 2 for algorithm.advantage = \"{advantage}\": "
                          "a group of one has nothing to compare with")
     if advantage == "gpg" and (config.algorithm.kl_coef or config.algorithm.entropy_coef):
@@ -59,6 +59,23 @@ def _early_scores(config: Config) -> None:
                          "those that do must compute together")
 
 
+BATCH_SCOPE = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantages whose statistics are over the whole batch."""
+
+
+def _scope(config: Config) -> None:
+    advantage, mode = config.algorithm.advantage, config.train.mode
+    if advantage in BATCH_SCOPE and mode != "sync":
+        raise ValueError(f"algorithm.advantage = \"{advantage}\" takes its statistics over the whole batch, so no group can be "
+                         f"trained before the last one is there: it needs train.mode = \"sync\", not \"{mode}\"")
+
+
+def _staleness(config: Config) -> None:
+    train = config.train
+    if train.mode != "bounded" and (train.exact_lag or train.max_staleness > 1):
+        raise ValueError(f"train.max_staleness and train.exact_lag belong to train.mode = \"bounded\", not \"{train.mode}\"")
+
+
 def _thresholds(config: Config) -> None:
     low, high = config.algorithm.gac_low, config.algorithm.gac_high
     if isinstance(low, float) and isinstance(high, float) and low >= high:
@@ -89,7 +106,9 @@ def _vllm(config: Config) -> None:
                          "itself")
 
 
-RULES: tuple[Callable[[Config], None], ...] = (_groups, _cores, _precision, _early_scores, _thresholds, _embedded_engine, _vllm)
+RULES: tuple[Callable[[Config], None], ...] = (
+    _groups, _cores, _precision, _early_scores, _scope, _staleness, _thresholds, _embedded_engine, _vllm,
+)  # fmt: skip
 
 
 def usable_cores() -> set[int]:

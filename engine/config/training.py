@@ -25,8 +25,13 @@ Own = Annotated[str, AfterValidator(_own)]
 class Train(Table):
     """The step loop and its optimizer."""
 
-    mode: Literal["sync", "periodic"] = "periodic"
-    """"periodic" trains each group as it arrives; "sync" starts when the step's last group is in."""
+    mode: Literal["sync", "periodic", "one_step_off", "bounded"] = "periodic"
+    """"periodic" trains each group as it arrives; "sync" starts when the step's last group is in. The others are off-policy on
+    purpose: "one_step_off" generates the next batch meanwhile, "bounded" up to max_staleness batches (docs/modes.md)."""
+    max_staleness: PositiveInt = 1
+    """Updates that responses may be behind, in mode "bounded"."""
+    exact_lag: bool = False
+    """In mode "bounded": weights wait until all batches in flight are generated, so batch t has version t − max_staleness."""
     steps: PositiveInt = 60
     """Updates, hence also the final weight version."""
     prompts_per_step: PositiveInt = 32
@@ -70,8 +75,10 @@ class Train(Table):
 class Algorithm(Table):
     """Advantage, loss and KL."""
 
-    advantage: Literal["grpo", "grpo_passk", "dr_grpo", "rloo", "opo", "gpg"] | Own = "grpo"
-    """Over a group (docs/algorithms.md has the formulas), or a function of your own: "file.py:function"."""
+    advantage: Literal[
+        "grpo", "grpo_passk", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] | Own = "grpo"
+    """docs/algorithms.md has the formulas; the last two are over the whole batch (mode "sync"). Or "file.py:function"."""
     loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] | Own = "grpo"
     """Surrogate and aggregation (docs/algorithms.md); grpo: mean over a response, then over all. Or "file.py:function"."""
     old_policy: Literal["behavior", "previous", "rollout"] = "behavior"

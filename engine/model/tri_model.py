@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from engine.model.build import Computation, build_model, logits
-from engine.model.layout import Layout
+from engine.model.build import Computation, build_model, logits, row_multiple
+from engine.model.layout import Layout, layout
 from engine.model.logprobs import token_logprobs
 from engine.model.shape import ModelShape
 from engine.model.weights import export
@@ -41,6 +42,7 @@ class TriModel:
         self.shape = shape
         self.temperature = temperature
         self.device = computation.device
+        self._multiple = row_multiple(computation)
         self.policy = build_model(shape, computation)
         base(self.policy)
         copies = {"old": base if old else None, "reference": reference}
@@ -76,9 +78,30 @@ class TriModel:
 
         `dtype`: what they are cast to, by default nothing.
         """
-        parameters = {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
-        for name, tensor in export(parameters, self.policy, self.shape):
+        for name, tensor in self.tensors():
             yield name, tensor.to("cpu", dtype, copy=True).contiguous()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This stage's (Hugging Face name, tensor) pairs, whole, on the device, each valid until the next is asked for. A
+        collective of its ranks."""
+        parameters = {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
+        yield from export(parameters, self.policy, self.shape)
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """The policy's log-probabilities (temperature 1) of token_ids[1:], each after those before it.
+
+        [] on all but the last pipeline stage. A collective of the replica (of those that share experts, too).
+        """
+        rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        row = layout([(token_ids[:1], [token_ids[1:]])]).aligned(self._multiple).shard(rank, size).to(self.device)
+        (scores,) = score(self.policy, [row], 1.0, self.shape.vocabulary)
+        if scores is None:
+            return []
+        whole = scores.new_zeros(len(token_ids) - 1)
+        whole[row.kept] = scores
+        if size > 1:
+            dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        return [float(value) for value in whole.tolist()]
 
 
 class Frozen:

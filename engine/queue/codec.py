@@ -33,6 +33,7 @@ def group_to_wire(group: Group) -> dict[str, Any]:
         "prompt": [prompt.id, prompt.problem, prompt.answer, _ints(prompt.token_ids)],
         "responses": [_response_to_wire(response) for response in group.responses],
         "scores": [asdict(score) for score in group.scores],
+        "advantages": None if group.advantages is None else list(group.advantages),
     }
 
 
@@ -45,6 +46,7 @@ def group_from_wire(wire: dict[str, Any]) -> Group:
         prompt=Prompt(identity, problem, answer, _tuple("i", token_ids)),
         responses=tuple(_response_from_wire(response) for response in wire["responses"]),
         scores=tuple(Score(**score) for score in wire["scores"]),
+        advantages=None if wire["advantages"] is None else tuple(wire["advantages"]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,23 @@ from engine.types import Prompt, Response
 
 
 class InstanceGone(MetronomeError):
-    """The instance did not answer: the connection failed or broke. Its requests go to another one."""
+    """The connection to the instance failed or broke, or the pool gave the instance up. Its requests go to another one."""
+
+
+class InstanceFault(MetronomeError):
+    """The instance answered with an error of its own (5xx) or with something that is no reply to the request."""
+
+
+class Refused(MetronomeError):
+    """The instance refused the request (4xx): a mistake of ours, sending it again would not help."""
+
+
+class Busy(Refused):
+    """The instance can't take the request now (BUSY), or an update broke it off; later it can."""
+
+
+BUSY = (408, 409, 429)
+"""It waited too long for the request's body; it is paused or being updated; it holds too many requests."""
 
 
 @dataclass(frozen=True)
@@ -28,20 +45,54 @@ class Sampling:
 
 
 class InstanceClient:
-    """HTTP calls to one rollout instance; every call has a deadline."""
+    """HTTP calls to one rollout instance; every call has a deadline, and `cut` ends those under way."""
 
     def __init__(self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
         self.name = name
         self.url = url
         self._session = session
         self._timeout_s = timeout_s
+        self._under_way: set[asyncio.Timeout] = set()
+        self._cut: dict[asyncio.Timeout, str] = {}
+
+    async def call(
+        self, method: str, route: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """The JSON object that the instance answers; `timeout_s` defaults to rollout.timeout_s.
+
+        Raises InstanceGone (connection broken, or cut), InstanceFault (5xx or bad reply), DeadlineError, Busy (409 …) and
+        Refused (other 4xx); each names instance and route.
+        """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        scope = asyncio.timeout(limit)
+        try:
+            async with scope:
+                self._under_way.add(scope)
+                async with self._session.request(method, self.url + route, json=body, allow_redirects=False) as answer:
+                    status, raw = answer.status, await answer.read()
+        except TimeoutError:
+            if reason := self._cut.pop(scope, None):
+                raise InstanceGone(f"{self.name}: {method} {route} was given up: {reason}") from None
+            raise DeadlineError(f"{self.name}: no answer to {method} {route} in {limit:g} s") from None
+        except aiohttp.ClientResponseError as error:
+            raise InstanceFault(f"{self.name}: {method} {route}: no HTTP answer: {error.message}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise InstanceGone(f"{self.name}: {method} {route}: {type(error).__name__} {error}") from None
+        finally:
+            self._under_way.discard(scope)
+            self._cut.pop(scope, None)
+        return _object(f"{self.name}: {method} {route}", status, raw)
+
+    def cut(self, reason: str) -> None:
+        """End every call under way with InstanceGone: whoever waits for this instance goes on without it."""
+        now = asyncio.get_running_loop().time()
+        for scope in self._under_way - self._cut.keys():
+            self._cut[scope] = reason
+            scope.reschedule(now)
 
     async def complete(self, prompt: Prompt, sampling: Sampling, seed: int) -> Response:
-        """Sample one response; its text is left empty (the caller has the tokenizer).
-
-        Raises InstanceGone when the instance is gone, DeadlineError, or MetronomeError for a refused request.
-        """
-        reply = await self._call(
+        """Sample one response; its text is left empty (the caller has the tokenizer). Raises what `call` raises."""
+        reply = await self.call(
             "POST",
             "/v1/completions",
             {
@@ -57,12 +108,25 @@ class InstanceClient:
                 "return_token_ids": True,
             },
         )
+        try:
+            return self._response(reply, seed)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InstanceFault(f"{self.name}: its reply to POST /v1/completions is not one: "
+                                f"{type(error).__name__} {error}; it begins {str(reply)[:200]}") from None
+
+    def _response(self, reply: dict[str, Any], seed: int) -> Response:
         choice = reply["choices"][0]
-        token_ids = tuple(choice["token_ids"])
+        token_ids = tuple(map(int, choice["token_ids"]))
+        logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
+        if choice["finish_reason"] == "abort":
+            raise Busy(f"{self.name}: a pause broke off the response after {len(token_ids)} tokens")
+        if len(token_ids) != len(logprobs) or choice["finish_reason"] not in ("stop", "length"):
+            raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, "
+                             f"finish_reason {choice['finish_reason']!r}")
         return Response(
             token_ids=token_ids,
-            logprobs=tuple(choice["logprobs"]["token_logprobs"]),
-            versions=tuple((start, version) for start, version in reply["weight_versions"]),
+            logprobs=logprobs,
+            versions=tuple((int(start), int(version)) for start, version in reply["weight_versions"]),
             loss_mask=(True,) * len(token_ids),
             finish_reason=choice["finish_reason"],
             text="",
@@ -70,34 +134,16 @@ class InstanceClient:
             instance=self.name,
         )
 
-    async def update_weights(self, version: int, info: dict[str, Any]) -> None:
-        """The whole sequence of a weight update: pause, load, finish, drop cached prompts, resume, check the version."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                holds = await self._load(version, info)
-        except TimeoutError:
-            raise DeadlineError(f"{self.name}: it does not hold weight version {version} after {self._timeout_s:.0f} s") from None
-        if holds != version:
-            raise MetronomeError(f"{self.name}: it holds weight version {holds} after an update to version {version}")
 
-    async def _load(self, version: int, info: dict[str, Any]) -> int:
-        await self._call("POST", "/pause?mode=wait", {})
-        await self._call("POST", "/start_weight_update", {})
-        await self._call("POST", "/update_weights", {"update_info": info})
-        await self._call("POST", "/finish_weight_update", {"weight_version": version})
-        await self._call("POST", "/reset_prefix_cache", {})
-        await self._call("POST", "/resume", {})
-        return int((await self._call("GET", "/weight_version", None))["weight_version"])
-
-    async def _call(self, method: str, route: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                async with self._session.request(method, self.url + route, json=body) as answer:
-                    if answer.status != 200:
-                        raise MetronomeError(f"{self.name}: {method} {route} answered {answer.status}: "
-                                             f"{(await answer.text())[:500]}")
-                    return await answer.json()
-        except TimeoutError:
-            raise DeadlineError(f"{self.name}: no answer to {method} {route} in {self._timeout_s:.0f} s") from None
-        except aiohttp.ClientError as error:
-            raise InstanceGone(f"{self.name}: {method} {route}: {type(error).__name__} {error}") from None
+def _object(call: str, status: int, raw: bytes) -> dict[str, Any]:
+    """The JSON object of an answer; an empty body (vLLM's /health) is an empty one."""
+    if status != 200:
+        kind = Busy if status in BUSY else Refused if 400 <= status < 500 else InstanceFault
+        raise kind(f"{call} answered {status}: {raw[:500].decode(errors='replace')}")
+    try:
+        value = json.loads(raw) if raw.strip() else {}
+    except ValueError:
+        raise InstanceFault(f"{call} answered 200 with no JSON: {raw[:200]!r}") from None
+    if not isinstance(value, dict):
+        raise InstanceFault(f"{call} answered 200 with {type(value).__name__}, expected a JSON object")
+    return value

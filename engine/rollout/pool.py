@@ -1,154 +1,294 @@
-"""The rollout instances of a run: started, given work group by group, kept on one weight version, ended."""
+"""The rollout instances of a run: who takes prompts, who gets the next group, who comes, goes and comes back."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import aiohttp
 
 from engine.config import Config
-from engine.errors import DeadlineError, ProcessDied
-from engine.process import Child, python, stop_all
-from engine.rollout.client import InstanceClient, InstanceGone
+from engine.errors import MetronomeError, ProcessDied
+from engine.rollout.client import InstanceClient
+from engine.rollout.fleet import Declared, Fleet
+from engine.rollout.instance import Instance
+from engine.rollout.keeper import Keeper
+from engine.rollout.token import access_token, authorization
+from engine.trace import Trace
 
 
-@dataclass
-class Instance:
-    """One instance of the pool."""
+@dataclass(frozen=True)
+class Place:
+    """Room for one group on an instance."""
 
-    client: InstanceClient
-    child: Child
-    groups: int = 0
-    """Groups in flight on it."""
-    gone: bool = field(default=False)
+    instance: Instance
+    trial: bool
+    """Whether only one request may be sent: its breaker was open."""
+
+
+class Sync(Protocol):
+    """What the pool asks of the weight sync (engine.rollout.sync)."""
 
     @property
-    def usable(self) -> bool:
-        """Whether it can take a prompt."""
-        return not self.gone and self.child.alive
+    def version(self) -> int | None:
+        """Of the last publish that was finished; None before the first."""
+
+    async def catch_up(self, instance: Instance) -> None:
+        """Bring a late instance to `version` and set its `version`. Raises MetronomeError when that failed."""
 
 
 class Pool:
-    """Instances with bounded concurrency; a group goes to the least loaded one."""
+    """Instances with bounded concurrency; a group goes to the one that will probably finish it first."""
 
-    def __init__(self, config: Config, model: Path, folder: Path) -> None:
-        self._config = config
-        self._model = model
-        self._folder = folder
-        self._instances: list[Instance] = []
-        self._free = asyncio.Condition()
+    def __init__(self, config: Config, model: Path, folder: Path, trace: Trace | None = None, synced: bool = False) -> None:
+        """`synced`: instances serve only after a weight sync; else (evaluation) at once, what they loaded from disk."""
+        self.config = config
+        self.fleet = Fleet(config, model, folder)
+        self.sync: Sync | None = None
+        """Brings late instances to the current weights; None until the weight sync is there."""
+        self.synced = synced
+        self.failure: MetronomeError | None = None
+        """Why the pool gave up: no instance lived for rollout.wait_s."""
+        self.instances: list[Instance] = []
+        """All that are not gone."""
+        self._trace = trace
+        self._waiting: deque[tuple[asyncio.Future[Place], Collection[Instance]]] = deque()
+        self._changed = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._children: list[Child] = []
+        self._keeper = Keeper(self)
+        self._ends: dict[str, str] = {}
 
-    def spawn(self) -> None:
-        """Start the instances' processes; `connect` waits for them."""
-        for number in range(self._config.rollout.instances):
-            port_file = self._port_file(number)
-            port_file.unlink(missing_ok=True)
-            name = f"instance-{number}"
-            log = self._folder / "logs" / f"{name}.log"
-            self._children.append(Child(name, self._command(number, port_file), log))
+    # who is in it ---------------------------------------------------------------------------------------------------------
 
-    def _port_file(self, number: int) -> Path:
-        return self._folder / "logs" / f"instance-{number}.address"
-
-    def _command(self, number: int, port_file: Path) -> list[str]:
-        rollout = self._config.rollout
-        share = len(rollout.devices) // rollout.instances
-        cores = rollout.devices[number * share : (number + 1) * share]
-        arguments = {
-            "--model": str(self._model),
-            "--name": f"instance-{number}",
-            "--port-file": str(port_file),
-            "--slots": str(rollout.concurrency * rollout.group_size),
-            "--max-context": str(rollout.max_context),
-            "--threads": str(self._config.instance_threads),
-        }
-        if cores:
-            arguments["--cores"] = ",".join(map(str, cores))
-        flags = ["--deterministic"] if rollout.deterministic else []
-        return python("engine.rollout.server", *(part for pair in arguments.items() for part in pair), *flags)
+    def spawn(self, count: int) -> None:
+        """Start so many declared instances' processes; `connect` waits for them."""
+        self.fleet.spawn(count)
 
     async def connect(self) -> None:
-        """Wait until every instance serves. Raises ProcessDied or DeadlineError with its name."""
-        timeout_s = self._config.rollout.timeout_s
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-        )
-        deadline = time.monotonic() + timeout_s
-        for number, child in enumerate(self._children):
-            while not self._port_file(number).exists():
-                child.check()
-                if time.monotonic() > deadline:
-                    raise DeadlineError(f"{child.name} does not serve after {timeout_s:.0f} s; its log: {child.log}")
-                await asyncio.sleep(0.05)
-            address = json.loads(self._port_file(number).read_text())
-            url = f"http://{address['host']}:{address['port']}"
-            self._instances.append(Instance(InstanceClient(child.name, url, self._session, timeout_s), child))
+        """Wait until every declared instance serves. Raises ProcessDied or DeadlineError with its name."""
+        timeout_s = self.config.rollout.timeout_s
+        for one, url in zip(self.fleet.declared, await _all(self.fleet.declared, timeout_s), strict=True):
+            self.enter(one.name, url, one)
+        self._keeper.start()
+
+    def enter(self, name: str, url: str, declared: Declared | None = None) -> Instance:
+        """Take in an instance that answers under `url`; it serves once it holds the current weights."""
+        if self._session is None:
+            connector, token = aiohttp.TCPConnector(limit=0), authorization(access_token())
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), headers=token)
+        client = InstanceClient(name, url, self._session, self.config.rollout.timeout_s)
+        child, restarts = (None, 0) if declared is None else (declared.child, declared.restarts)
+        instance = Instance(client, child, self._trace, restarts)
+        self.instances.append(instance)
+        self._ends.pop(name, None)
+        if not self.synced:
+            self.admit(instance)
+        self._keeper.attend(instance, declared)
+        self.changed()
+        return instance
+
+    def find(self, name: str) -> Instance | None:
+        """The instance of this name that is not gone."""
+        return next((instance for instance in self.instances if instance.name == name), None)
 
     @property
     def size(self) -> int:
-        """Usable instances."""
-        return sum(instance.usable for instance in self._instances)
+        """Instances that take prompts."""
+        return sum(instance.state == "serving" for instance in self.instances)
+
+    @property
+    def working(self) -> int:
+        """Those, and instances that are being given the weights with which they go on."""
+        return sum(instance.state in ("serving", "updating") for instance in self.instances)
+
+    def members(self) -> list[Instance]:
+        """Those that must get the next version. One that is just catching up is not among them: it does so again."""
+        return [one for one in self.instances
+                if one.lives and one.met and not one.leaving and not self._keeper.catching_up(one)]
+
+    def admit(self, instance: Instance) -> None:
+        """It holds the current weights: it takes prompts from now on (unless it was excluded or asked to leave meanwhile)."""
+        if instance.leaving:
+            self.gone(instance, "left")
+        elif instance.lives:
+            instance.state = "serving"
+            self.changed()
+
+    def exclude(self, instance: Instance, reason: str) -> None:
+        """It takes no more prompts; whoever waits for it goes on without. It comes back when it answers and holds the weights."""
+        if instance.state == "gone":
+            return
+        if instance.leaving or (instance.child is not None and not instance.child.alive):
+            self.gone(instance, reason)
+            return
+        instance.state, instance.reason, instance.busy = "silent", reason, None
+        instance.version = None  # an update may have been broken off
+        instance.client.cut(reason)
+        self.changed()
+
+    def gone(self, instance: Instance, reason: str) -> None:
+        """It never comes back under this object; a declared one may be started again (Keeper)."""
+        if instance.state == "gone":
+            return
+        died = instance.child is not None and not instance.child.alive
+        instance.reason = instance.child.how_it_ended() if instance.child is not None and died else reason
+        instance.state = "gone"
+        instance.client.cut(instance.reason)
+        self._ends[instance.name] = instance.reason
+        self.instances.remove(instance)
+        self._keeper.departed(instance)
+        self.changed()
+
+    def leave(self, instance: Instance) -> None:
+        """It gets no new groups; once it holds none it is gone."""
+        instance.leaving = True
+        self._keeper.unwanted(instance)
+        if instance.state == "serving":
+            instance.state = "draining"
+        if (instance.state == "draining" and not instance.groups) or instance.state in ("starting", "silent"):
+            self.gone(instance, "left")
+
+    # who gets the next group ----------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def borrow(self) -> AsyncIterator[Instance]:
-        """The least loaded instance for one group, when one has room. Raises ProcessDied when none lives."""
-        async with self._free:
-            while (instance := self._pick()) is None:
-                await self._free.wait()
-            instance.groups += 1
-        try:
-            yield instance
-        finally:
-            async with self._free:
-                instance.groups -= 1
-                self._free.notify()
+    async def borrow(self, avoid: Collection[Instance] = ()) -> AsyncIterator[Place]:
+        """Room on the instance with the smallest expected finish for one group; on others than `avoid` if any serve.
 
-    def _pick(self) -> Instance | None:
-        usable = [instance for instance in self._instances if instance.usable]
-        if not usable:
-            raise self.all_gone()
-        best = min(usable, key=lambda instance: instance.groups)
-        return best if best.groups < self._config.rollout.concurrency else None
+        Raises ProcessDied when no instance lived for rollout.wait_s.
+        """
+        place = await self._place(avoid)
+        try:
+            yield place
+        finally:
+            self._give_back(place)
+
+    async def _place(self, avoid: Collection[Instance]) -> Place:
+        """Wait, in order of asking, for a place; the limits are those of the requests under way and rollout.wait_s."""
+        if self.failure is not None:
+            raise self.failure
+        future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self._waiting.append((future, avoid))
+        self.changed()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._give_back(future.result())
+            raise
+
+    def _give_back(self, place: Place) -> None:
+        instance = place.instance
+        instance.groups -= 1
+        if place.trial:
+            instance.breaker.give_back()
+        if instance.state == "draining" and not instance.groups:
+            self.gone(instance, "left")
+        self.changed()
+
+    def changed(self) -> None:
+        """Something may be possible now that was not: give out places, wake who waits for a member."""
+        self._changed.set()
+        while self._waiting:  # in order of asking
+            future, avoid = self._waiting[0]
+            if not future.done():
+                if (best := self._pick(avoid)) is None:
+                    break
+                best.groups += 1
+                future.set_result(Place(best, best.breaker.begin()))
+            self._waiting.popleft()
+        self._wake_later()
+
+    def _pick(self, avoid: Collection[Instance]) -> Instance | None:
+        serving = [instance for instance in self.instances if instance.state == "serving" and instance.breaker.passes]
+        others = [instance for instance in serving if instance not in avoid] or serving
+        free = [instance for instance in others if instance.groups < self.config.rollout.concurrency]
+        known = [instance.group_s for instance in serving if instance.group_s is not None]
+        untried = min(known, default=1.0)  # a new one is taken for as fast as the fastest
+        return min(free, key=lambda one: (one.groups + 1) * (one.group_s or untried), default=None)
+
+    def _wake_later(self) -> None:
+        """Look again when the first open breaker lets its trial pass."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waits = [one.breaker.wait_s for one in self.instances if one.state == "serving" and one.breaker.wait_s > 0]
+        if self._waiting and waits:
+            self._timer = asyncio.get_running_loop().call_later(min(waits), self.changed)
+
+    def fault(self, instance: Instance) -> None:
+        """A request to it failed; enough of them in a row and it is left alone for a while (Breaker)."""
+        if instance.state in ("serving", "draining"):  # else the pool itself broke the request off
+            instance.breaker.fault()
+        if instance.child is not None and not instance.child.alive:
+            self.gone(instance, "its process ended")
+
+    def success(self, instance: Instance) -> None:
+        """It answered a request as it should."""
+        instance.busy = None
+        if instance.breaker.state != "closed":
+            instance.breaker.success()
+            self.changed()
+        instance.breaker.success()
+
+    def busy(self, instance: Instance) -> None:
+        """It takes no request although it should serve: when that lasts it is brought to the weights anew."""
+        now = time.monotonic()
+        instance.busy = now if instance.busy is None else instance.busy
+        if instance.state == "serving" and now - instance.busy > self.config.rollout.heartbeat_s:
+            self.exclude(instance, f"has refused every request as paused for {now - instance.busy:.1f} s")
+
+    # the end --------------------------------------------------------------------------------------------------------------
+
+    async def wait_for_member(self) -> None:
+        """Until an instance lives. Raises ProcessDied when none did for rollout.wait_s."""
+        while not self.members():
+            if self.failure is not None:
+                raise self.failure
+            self._changed.clear()
+            await self._changed.wait()  # the keeper's look-out for rollout.wait_s ends this
+
+    def fail(self, error: MetronomeError) -> None:
+        """Give up: everybody who waits for an instance hears why."""
+        self.failure = self.failure or error
+        while self._waiting:
+            future, _ = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(self.failure)
+        self.changed()
 
     def all_gone(self) -> ProcessDied:
-        """The error that says how the instances ended (a connection may break a moment before its process is gone)."""
-        for child in self._children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(1.0)
-        ends = "; ".join(f"{child.name} {child.how_it_ended()}" for child in self._children)
-        return ProcessDied(f"no rollout instance is left: {ends}")
+        """The error that says how the instances ended."""
+        ends = self._ends | {one.name: f"is {one.state}: {one.reason}" for one in self.instances if not one.lives}
+        how = "; ".join(f"{name} {end}" for name, end in ends.items()) or "none has joined"
+        limit = self.config.rollout.wait_s
+        return ProcessDied(f"no rollout instance is left: waited {limit:g} s for one (rollout.wait_s); {how}")
 
-    async def drop(self, instance: Instance) -> None:
-        """Exclude an instance that is gone; what it held is sent to the others."""
-        instance.gone = True
-        async with self._free:
-            self._free.notify_all()
-
-    async def publish(self, version: int, info: dict[str, Any]) -> None:
-        """Bring every usable instance to exactly this version; one that is gone is excluded."""
-        await asyncio.gather(*(self._update(instance, version, info) for instance in self._instances if instance.usable))
-        if self.size == 0:
-            raise self.all_gone()
-
-    async def _update(self, instance: Instance, version: int, info: dict[str, Any]) -> None:
-        try:
-            await instance.client.update_weights(version, info)
-        except InstanceGone:
-            await self.drop(instance)
+    def note(self, name: str, end: str) -> None:
+        """How an instance ended that is not in the pool (a restart that failed)."""
+        self._ends[name] = end
 
     async def close(self) -> None:
         """End all instances."""
+        await self._keeper.close()
+        for instance in self.instances:
+            instance.draw()
         if self._session is not None:
             await self._session.close()
-        await asyncio.to_thread(stop_all, self._children)
+        await self.fleet.close()
+
+
+async def _all(declared: list[Declared], timeout_s: float) -> list[str]:
+    """The URLs of all; the first that fails ends the wait."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            waits = [tasks.create_task(one.serves(timeout_s)) for one in declared]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [wait.result() for wait in waits]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.data.loader import sampling_seed
-from engine.rollout.client import InstanceGone, Sampling
-from engine.rollout.pool import Instance, Pool
+from engine.errors import DeadlineError, MetronomeError
+from engine.rollout.client import Busy, InstanceFault, InstanceGone, Refused, Sampling
+from engine.rollout.instance import Instance
+from engine.rollout.pool import Pool
 from engine.trace import Trace
 from engine.types import Group, Landed, Prompt, Response, Score
 
@@ -19,6 +23,12 @@ Verdict = asyncio.Task[list[Score]]
 
 Land = Callable[[Landed], Awaitable[None]]
 """Told of each response as it lands, before its group is complete."""
+
+
+FAULTS = 10
+"""A response on which instances failed so often fails the run."""
+BUSY_S = 0.2
+"""Pause before a request is sent again that met a paused instance."""
 
 
 class Verifier(Protocol):
@@ -30,6 +40,45 @@ class Verifier(Protocol):
 
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
         """Scores of the responses, in order."""
+
+
+@dataclass(eq=False)
+class _Work:
+    """A group that is being generated."""
+
+    step: int
+    index: int
+    prompt: Prompt
+    seeds: list[int]
+    verifying: asyncio.TaskGroup
+    land: Land | None
+    done: dict[int, tuple[Response, Verdict | None]] = field(default_factory=dict)
+    faults: Counter[int] = field(default_factory=Counter)
+    failed_on: tuple[Instance, ...] = ()
+    """The instance that failed in the last round."""
+    busy: bool = False
+    """Whether the last round met a paused instance."""
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of the responses that are not there yet."""
+        return [number for number in range(len(self.seeds)) if number not in self.done]
+
+    def where(self, number: int) -> str:
+        """For messages."""
+        return f"step {self.step}, generating: response {number} to prompt {self.prompt.id}"
+
+    def fault(self, number: int, error: MetronomeError) -> None:
+        """Count it. Raises MetronomeError once the response failed too often."""
+        self.faults[number] += 1
+        if self.faults[number] >= FAULTS:
+            raise MetronomeError(f"{self.where(number)} failed {FAULTS} times, at last: {error}") from error
+
+    def check(self, number: int, error: Busy, limit_s: float) -> None:
+        """Raises DeadlineError once the group has met paused instances for so long."""
+        if time.monotonic() - self.began > limit_s:
+            raise DeadlineError(f"{self.where(number)} found no instance that takes it in {limit_s:g} s: {error}") from error
 
 
 class Producer:
@@ -76,43 +125,57 @@ class Producer:
         self, step: int, index: int, epoch: int, prompt: Prompt, put: Callable[[Group], Awaitable[None]], land: Land | None
     ) -> None:
         seeds = [sampling_seed(self._seed, epoch, prompt.id, number) for number in range(self._group_size)]
-        done: dict[int, tuple[Response, Verdict | None]] = {}
         async with asyncio.TaskGroup() as verifying:
-            while len(done) < len(seeds):  # again only for what a dying instance did not finish, with the same seeds
-                missing = [number for number in range(len(seeds)) if number not in done]
-                async with self._pool.borrow() as instance, asyncio.TaskGroup() as sampling:
-                    tasks = {
-                        number: sampling.create_task(
-                            self._respond(step, index, prompt, number, seeds[number], instance, verifying, land)
-                        )
-                        for number in missing
-                    }
-                done.update((number, found) for number, task in tasks.items() if (found := task.result()) is not None)
-        responses, verdicts = zip(*(done[number] for number in range(len(seeds))), strict=True)
+            work = _Work(step, index, prompt, seeds, verifying, land)
+            while missing := work.missing:  # again only for what an instance did not finish, with the same seeds
+                await self._round(work, missing)
+        responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
         if self._verifier.per_response:
             scores = [score for verdict in verdicts for score in verdict.result()]
         else:
             scores = await self._verify(step, index, prompt, responses)
         await put(Group(step, index, prompt, responses, tuple(scores)))
 
-    async def _respond(
-        self, step: int, index: int, prompt: Prompt, number: int, seed: int, instance: Instance,
-        verifying: asyncio.TaskGroup, land: Land | None,
-    ) -> tuple[Response, Verdict | None] | None:
-        """One response, None when the instance died on it. A per-response verdict starts at once, and holds up nothing."""
-        started = time.time()
+    async def _round(self, work: _Work, missing: list[int]) -> None:
+        """Send what is missing to one instance, another one than the last if there is one; a trial gets one request only."""
+        async with self._pool.borrow(work.failed_on) as place:
+            work.failed_on = ()
+            numbers = missing[:1] if place.trial else missing
+            began, beside = time.monotonic(), place.instance.groups
+            async with asyncio.TaskGroup() as sampling:
+                for number in numbers:
+                    sampling.create_task(self._respond(work, number, place.instance))
+            if len(numbers) == self._group_size and not work.missing:
+                place.instance.finished(time.monotonic() - began, max(beside, place.instance.groups))
+        if work.busy:
+            work.busy = False
+            await asyncio.sleep(BUSY_S)
+
+    async def _respond(self, work: _Work, number: int, instance: Instance) -> None:
+        """One response, or a note that the instance failed on it. A per-response verdict starts at once, and holds up nothing."""
+        started, prompt = time.time(), work.prompt
         try:
-            sampled = await instance.client.complete(prompt, self._sampling, seed)
-        except InstanceGone:
-            await self._pool.drop(instance)
-            return None
-        self._trace.add("rollout", started, time.time(), lane=instance.client.name, step=step, group=index)
-        if land is not None:
-            await land(Landed(step, index, number, prompt.token_ids, sampled.token_ids))
+            sampled = await instance.client.complete(prompt, self._sampling, work.seeds[number])
+        except Busy as error:
+            self._pool.busy(instance)
+            work.busy, work.failed_on = True, (instance,)
+            work.check(number, error, self._pool.config.rollout.timeout_s)
+            return
+        except (InstanceGone, InstanceFault, DeadlineError) as error:
+            self._pool.fault(instance)
+            work.failed_on = (instance,)
+            work.fault(number, error)
+            return
+        except Refused as error:
+            raise Refused(f"{work.where(number)}: {error}") from error
+        self._pool.success(instance)
+        self._trace.add("rollout", started, time.time(), lane=instance.name, step=work.step, group=work.index)
+        if work.land is not None:
+            await work.land(Landed(work.step, work.index, number, prompt.token_ids, sampled.token_ids))
         response = dataclasses.replace(sampled, text=self._decode(sampled.token_ids))
-        if not self._verifier.per_response:
-            return response, None
-        return response, verifying.create_task(self._verify(step, index, prompt, (response,)))
+        verify = self._verifier.per_response
+        verdict = work.verifying.create_task(self._verify(work.step, work.index, prompt, (response,))) if verify else None
+        work.done[number] = response, verdict
 
     async def _verify(self, step: int, index: int, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
         started = time.time()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,7 +43,9 @@ class Credit:
         return values + self.overlong_penalty * overlong(_lengths(group), self.longest, self.overlong_buffer)
 
     def advantages(self, group: Group) -> Tensor:
-        """[G] fp32."""
+        """[G] fp32: the group's own, where it brings some, because they depend on the batch (`credited`)."""
+        if group.advantages is not None:
+            return torch.tensor(group.advantages, dtype=torch.float32)
         return advantage_of(self.advantage)(self.rewards(group), _lengths(group))
 
     def unequal(self, group: Group) -> bool:
@@ -64,6 +67,16 @@ class Credit:
     def tokens(self, group: Group) -> int:
         """Response tokens that are trained."""
         return int(sum(self.mask(response).sum() for response in group.responses))
+
+
+def credited(config: Config, groups: Sequence[Group]) -> list[Group]:
+    """A step's groups with advantages of scope "batch", which need all of them; in any order, with the same result."""
+    credit = Credit.of(config)
+    ordered = sorted(groups, key=lambda group: group.index)
+    rewards, lengths = (torch.stack([of(group) for group in ordered]) for of in (credit.rewards, _lengths))
+    rows = zip(ordered, advantage_of(credit.advantage)(rewards, lengths).tolist(), strict=True)
+    by_index = {group.index: replace(group, advantages=tuple(row)) for group, row in rows}
+    return [by_index[group.index] for group in groups]
 
 
 def _lengths(group: Group) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from engine.config import Config
 from engine.errors import MetronomeError, RatioGapError
 from engine.trace import Trace
-from engine.trainer.modes import check_versions
+from engine.trainer.modes import Schedule
 from engine.trainer.policy import Policy
 from engine.trainer.source import Rollouts, Work
 from engine.types import Group, Landed
@@ -33,6 +33,7 @@ class Loop:
         self.trace = trace
         self.report = report
         self.checkpoint = checkpoint
+        self.schedule = Schedule.of(config.train)
 
     def run(self, start: int) -> None:
         """The loop. Weight version = number of updates so far = step."""
@@ -43,7 +44,8 @@ class Loop:
             try:
                 with self.trace.span("sync", step=step):
                     sync_s = self.rollouts.publish(self.policy.models, version=step)
-                self.rollouts.start(step)
+                for batch in self.schedule.due(step, start, self.config.train.steps):
+                    self.rollouts.start(batch)
                 for work in self._arriving(step):
                     self._do(step, work)
                 self.policy.reduce(denominator)
@@ -86,13 +88,15 @@ class Loop:
     def _train(self, step: int, window: list[Group]) -> None:
         """Contract 1, then forward and backward of the window."""
         for group in window:
-            check_versions(group, self.config.train.mode)
+            self.schedule.check(group)
         started = time.time()
         idle = self.policy.accumulate(window)
         ended = time.time()
         self.trace.add("train", started, ended, step=step, groups=[group.index for group in window])
         if idle is not None:
             self.trace.add("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=step)
+        if self.schedule.ahead:
+            return  # the policy has moved since; weights are still verified in every sync
         limit, gap = self.config.train.ratio_gap_limit, self.policy.worst_gap()
         if limit and not gap <= limit:
             raise RatioGapError(

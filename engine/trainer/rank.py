@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from engine.process import bind, watch_lifeline
 from engine.queue.client import ControlClient
 from engine.recipe import load
 from engine.trace import Trace
-from engine.weights.transport import FileTransport, Publisher
 
 
 @record  # leaves the traceback of an unexpected error for the agent, whose message reaches the launcher
@@ -30,21 +30,23 @@ def main() -> int:
     config = load(arguments.folder / "config.toml")
     bind(_own_cores(config))
     torch.set_num_threads(arguments.threads)
-    control = ControlClient(arguments.control, f"trainer-{os.environ['RANK']}", _patience(config))
+    name = f"trainer-{os.environ['RANK']}"
+    control, sender = (ControlClient(arguments.control, who, _patience(config)) for who in (name, f"{name}-weights"))
     try:
         with _session(config):
-            _train(config, arguments, control)
+            _train(config, arguments, control, sender)
         return 0
     except MetronomeError as error:
         control.ask("failed", error=type(error).__name__, message=str(error))
         return 1
     finally:
         control.close()
+        sender.close()
 
 
 def _patience(config: Config) -> float:
-    """Longer than an instance may take for an update, so that the launcher, who knows its name, gives up first."""
-    return config.train.timeout_s + config.rollout.timeout_s
+    """Longer than the launcher waits for an instance, and that may take for an update: it knows the names, and gives up first."""
+    return config.train.timeout_s + config.rollout.timeout_s + config.rollout.wait_s
 
 
 def _own_cores(config: Config) -> list[int]:
@@ -77,8 +79,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _train(config: Config, arguments: argparse.Namespace, control: ControlClient) -> None:
-    """Build the models, load the newest checkpoint if asked to, run the loop, export the final policy."""
+def _train(config: Config, arguments: argparse.Namespace, control: ControlClient, sender: ControlClient) -> None:
+    """Build the models, load the newest checkpoint if asked to, run the loop, export the final policy.
+
+    `sender`: the weight-sending thread's own way to the launcher.
+    """
     from engine.trainer.checkpoint import Checkpoints
     from engine.trainer.export import export
     from engine.trainer.loop import Loop
@@ -103,7 +108,7 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
         checkpoints.poll()
         ranks.from_first(lambda: control.ask("report", step=step, figures=figures))
 
-    rollouts = _rollouts(config, arguments, control, ranks)
+    rollouts = _rollouts(config, arguments, control, sender, ranks, policy)
     ranks.from_first(lambda: control.ask("ready", start=start))
     try:
         Loop(config, policy, rollouts, trace, report, save).run(start)
@@ -113,13 +118,27 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
     export(policy.models, ranks, base, arguments.folder / "policy")
 
 
-def _rollouts(config: Config, arguments: argparse.Namespace, control: ControlClient, ranks: Any) -> Any:  # noqa: ANN401
+def _rollouts(
+    config: Config, arguments: argparse.Namespace, control: ControlClient, sender: ControlClient, ranks: Any,  # noqa: ANN401
+    policy: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
     from engine.trainer.models import DTYPES
     from engine.trainer.source import Live, Recorded
+    from engine.weights.publisher import Publisher
+    from engine.weights.transport import open_transport
 
     if arguments.replay is not None:
         return Recorded(arguments.replay, control, ranks, config.train.prompts_per_step)
-    publisher = Publisher(control, ranks, FileTransport(arguments.weights), DTYPES[config.model.dtype])
+    publisher = Publisher(
+        control,
+        sender,
+        ranks,
+        partial(open_transport, config.weights.transport, config.rollout.timeout_s, policy.models.device),
+        arguments.weights,
+        DTYPES[config.model.dtype],
+        config.weights.bucket_mb * 2**20,
+        _patience(config),
+    )
     return Live(control, ranks, publisher, config.window_tokens)
 
 

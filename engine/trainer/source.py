@@ -5,6 +5,7 @@ A unit's leader asks; what it is told goes to every rank of the unit over the CP
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from engine.queue.codec import group_from_wire, landed_from_wire
 from engine.trainer.ranks import Ranks
 from engine.trainer.record import Entry, Replay
 from engine.types import Group, Landed
-from engine.weights.transport import Publisher
+from engine.weights.publisher import Publisher
 
 Work = list[Group] | list[Landed]
 """A window to train, or responses to score early."""
@@ -50,8 +51,13 @@ class Live:
         self._budget = budget
 
     def publish(self, models: TriModel, version: int) -> float:
-        """Export, send, and wait until every instance holds the version."""
-        return self._publisher.publish(models, version)
+        """Export, send, and wait until every instance holds the version; first, in the modes that keep batches in flight, until
+        weights may move."""
+        started = time.perf_counter()
+        while not self._ranks.from_first(lambda: self._control.ask("movable", version=version)).get("now"):
+            pass  # the launcher's sign of life
+        waited = time.perf_counter() - started
+        return waited + self._publisher.publish(models, version)
 
     def start(self, step: int) -> None:
         """Tell the launcher's producer."""

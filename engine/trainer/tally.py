@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from engine.trainer.batch import trained_tokens
+from engine.trainer.modes import staleness
 from engine.types import Group
 
 TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
@@ -23,6 +24,7 @@ class Tally:
     lengths: list[int] = field(default_factory=list)
     truncated: int = 0
     versions: set[int] = field(default_factory=set)
+    staleness: int = 0
     trained_tokens: int = 0
     computed_tokens: int = 0
     scored_tokens: int = 0
@@ -52,6 +54,7 @@ class Tally:
         self.lengths += [len(response.token_ids) for response in group.responses]
         self.truncated += sum(response.truncated for response in group.responses)
         self.versions |= {version for response in group.responses for _, version in response.versions}
+        self.staleness += sum(staleness(group.step, response) for response in group.responses)
         self.trained_tokens += trained_tokens(group)
 
     def add_wait(self, seconds: float) -> None:
@@ -88,6 +91,7 @@ class Tally:
         mean = sum(self.rewards) / count
         return {
             "versions_seen": sorted(self.versions),
+            "staleness_mean": self.staleness / count,
             "reward_mean": mean,
             "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in self.rewards) / count),
             "response_length_mean": sum(self.lengths) / count,
@@ -124,7 +128,8 @@ def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
 MERGED: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("rewards", "statuses", "lengths"), _all),
     "versions": lambda found: set(_all(found)),
-    **dict.fromkeys(("truncated", "trained_tokens", "computed_tokens", "scored_tokens", "loss_tokens", "groups", "unequal"), sum),
+    **dict.fromkeys(("staleness", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
+    **dict.fromkeys(("loss_tokens", "groups", "unequal"), sum),
     **dict.fromkeys(("loss", "kl", "entropy", "clipped", "mismatch_kl"), sum),
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _worst),
 }

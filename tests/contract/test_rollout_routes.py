@@ -1,59 +1,18 @@
 """The HTTP routes of a rollout instance, against one real server process."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import aiohttp
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-DEADLINE_S = 60.0
-CONTEXT = 256
-PROMPT = [5, 9, 20, 33, 7]
-
-
-def save_model(folder, seed):
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=64, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=CONTEXT, eos_token_id=1, bos_token_id=0,
-        pad_token_id=1, tie_word_embeddings=True))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.15)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-def command(model, port_file, *extra):
-    return [sys.executable, "-m", "engine.rollout.server", "--model", str(model), "--port", "0", "--slots", "4",
-            "--max-context", str(CONTEXT), "--threads", "1", "--port-file", str(port_file), *extra]
-
-
-@contextlib.contextmanager
-def serving(model, folder, *extra):
-    """A server process, as (process, port file's content)."""
-    port_file = folder / "port.json"
-    process = subprocess.Popen(command(model, port_file, *extra), start_new_session=True)
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while not port_file.exists():
-            assert process.poll() is None, "the server ended while it started"
-            assert time.monotonic() < deadline, f"no port file within {DEADLINE_S:g} s"
-            time.sleep(0.02)
-        yield process, json.loads(port_file.read_text())
-    finally:
-        process.kill()
-        process.wait()
+from prometheus_client.parser import text_string_to_metric_families
+from served import CONTEXT, DEADLINE_S, PROMPT, command, logprobs_of, save_model, serving
 
 
 @pytest.fixture(scope="module")
@@ -105,18 +64,31 @@ async def until(http, **expected):
         await asyncio.sleep(0.005)
 
 
-@torch.no_grad()
-def logprobs_of(folder, tokens, temperature=1.0):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    logits = model(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1:-1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-
-
 async def test_read_only_routes(http):
     assert (await get(http, "/health"))[0] == 200
     assert await get(http, "/weight_version") == (200, {"weight_version": 0})
     assert await get(http, "/get_world_size") == (200, {"world_size": 1})
-    assert {"running", "waiting"} <= (await get(http, "/load"))[1].keys()
+    assert (await get(http, "/load"))[1].keys() == {"running", "waiting", "prefills", "generated_tokens", "weight_version"}
+
+
+async def test_metrics_are_prometheus_text_and_count(http):
+    async def scrape():
+        async with http.get("/metrics") as reply:
+            assert (reply.status, reply.headers["Content-Type"].split(";")[0]) == (200, "text/plain")
+            families = list(text_string_to_metric_families(await reply.text()))
+        assert all(family.documentation and family.type in ("gauge", "counter") for family in families)
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+    before = await scrape()
+    await complete(http, prompt=[8, 8, 3], max_tokens=9)
+    after = await scrape()
+    changed = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    assert changed == {"metronome_instance_generated_tokens_total": 9, "metronome_instance_prefills_total": 1}
+    load = (await get(http, "/load"))[1]
+    for name in ("running", "waiting", "weight_version"):
+        assert after[f"metronome_instance_{name}"] == load[name]
+    assert after["metronome_instance_generated_tokens_total"] == load["generated_tokens"]
+    assert "metronome_instance_weight_updates_total" in after
 
 
 async def test_a_completion_has_vllms_shape_and_our_version(http, models):
@@ -131,6 +103,22 @@ async def test_a_completion_has_vllms_shape_and_our_version(http, models):
     tokens = choice["token_ids"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in tokens]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs_of(models[0], tokens, 0.7), abs=1e-4)
+
+
+async def test_prompt_logprobs_have_vllms_shape_and_are_those_of_transformers(http, models):
+    prompt = [5, 9, 20, 33, 7] * 12
+    expected = logprobs_of(models[0], prompt[1:], before=prompt[:1])
+    await complete(http, prompt=prompt)  # now the prompt is in the prefix cache
+    plain = await complete(http, prompt=prompt, max_tokens=1, seed=3)
+    assert "prompt_logprobs" not in plain["choices"][0]
+    # whatever the response is sampled with, the prompt's are of temperature 1
+    choice = (await complete(http, prompt=prompt, max_tokens=1, seed=3, prompt_logprobs=0, temperature=0.5))["choices"][0]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    assert [list(other) for other in others] == [[str(token)] for token in prompt[1:]]
+    values = [other[str(token)]["logprob"] for other, token in zip(others, prompt[1:], strict=True)]
+    assert values == pytest.approx(expected, abs=1e-5)
+    assert (await complete(http, prompt=[4], prompt_logprobs=0))["choices"][0]["prompt_logprobs"] == [None]
 
 
 async def test_seeds_reproduce(http):
@@ -163,7 +151,8 @@ async def test_a_group_shares_its_prefill(http):
 
 @pytest.mark.parametrize("body", [
     {}, {"prompt": []}, {"prompt": "text"}, {"prompt": [64]}, {"prompt": [2] * CONTEXT}, {"prompt": [2], "n": 2},
-    {"prompt": [2], "temperature": float("nan")}, {"prompt": [2], "max_tokens": -1}, {"prompt": [2], "stream": True},
+    {"prompt": [2], "temperature": float("nan")}, {"prompt": [2], "max_tokens": -1}, {"prompt": [2], "prompt_logprobs": 1},
+    {"prompt": [2], "prompt_logprobs": False}, {"prompt": [2], "stream": True},
 ])
 async def test_bad_completions_are_400_without_effect(http, body):
     before = await get(http, "/load")

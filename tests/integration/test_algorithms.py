@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 from engine.algorithm.advantages import ADVANTAGES
 from engine.algorithm.losses import LOSSES
+from engine.config import BATCH_SCOPE
 from engine.run_folder import read_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -32,7 +33,7 @@ def settings_of(settings, advantage, loss):
 
 
 def test_all_are_here():
-    assert {advantage for advantage, _ in PAIRS} == ADVANTAGES.keys()
+    assert {advantage for advantage, _ in PAIRS} | set(BATCH_SCOPE) == ADVANTAGES.keys()
     assert {loss for _, loss in PAIRS} == LOSSES.keys()
 
 
@@ -46,6 +47,17 @@ def test_it_trains_in_sync_and_a_recorded_periodic_run_replays_bit_identically(s
         assert line["max_ratio_gap"] <= 1e-3
     assert max(line["grad_norm"] for line in lines) > 0
     check_replay(chosen, tmp_path)
+
+
+@pytest.mark.parametrize("advantage", BATCH_SCOPE)
+def test_batch_statistics_train_in_sync_and_replay(settings, tmp_path, advantage):
+    sync = settings_of(settings, advantage, "grpo") | {"train.mode": "sync", "train.steps": 4}
+    live = run(sync | {"run.name": "live", "train.record": True}, tmp_path)
+    replayed = run(sync | {"run.name": "replayed"}, tmp_path, "--replay", str(tmp_path / "live/record.msgpack"))
+    assert weights(tmp_path, "live") == weights(tmp_path, "replayed")
+    assert [line["grad_norm"] for line in live] == [line["grad_norm"] for line in replayed]
+    assert min(line["grad_norm"] for line in live) > 0
+    assert max(line["max_ratio_gap"] for line in live) <= 1e-3
 
 
 @pytest.mark.parametrize(("advantage", "loss"), [("opo", "dapo"), ("grpo", "gspo")])

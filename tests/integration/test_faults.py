@@ -1,29 +1,22 @@
 """Contract 1 under fault injection, rewards that misbehave, and deaths of processes; all on real runs."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import ROOT, Tree, config_of, launch, send, wait_for, write_config
-from safetensors.torch import load_file, save_file
+from faulty_weights import TENSOR, corrupt, skip
 
-from engine.errors import RatioGapError, StaleRolloutError
+from engine.errors import RatioGapError, StaleRolloutError, WeightSyncError
 from engine.launch import launch as launch_here
-from engine.rollout.pool import Pool
 from engine.run_folder import read_lines
 from engine.trainer.checkpoint import complete, latest, step_of
 
 
 def test_a_skipped_publish_is_caught(settings, monkeypatch):
-    publish = Pool.publish
-
-    async def skipping(self, version, info):
-        if version != 1:
-            await publish(self, version, info)
-
-    monkeypatch.setattr(Pool, "publish", skipping)
+    skip(monkeypatch, version=1)
     with pytest.raises(StaleRolloutError, match=r"step 1.*version 0.*accepts only 1"):
         launch_here(config_of(settings))
     folder = config_of(settings).folder
@@ -31,19 +24,23 @@ def test_a_skipped_publish_is_caught(settings, monkeypatch):
     assert step_of(latest(folder / "checkpoints")) == 1  # the weights before the failed step are kept
 
 
-def test_a_corrupted_tensor_is_caught(settings, monkeypatch):
-    publish = Pool.publish
-
-    async def corrupting(self, version, info):
-        if version == 1:
-            tensors = load_file(f"{info['path']}/stage-000.safetensors")
-            tensors["model.layers.1.mlp.up_proj.weight"] += 0.05 * torch.randn(128, 64)
-            save_file(tensors, f"{info['path']}/stage-000.safetensors")
-        await publish(self, version, info)
-
-    monkeypatch.setattr(Pool, "publish", corrupting)
-    with pytest.raises(RatioGapError, match=r"step 1.*disagree.*train\.ratio_gap_limit"):
+def test_a_tensor_corrupted_in_transit_is_caught_by_its_checksum(settings, monkeypatch):
+    corrupt(monkeypatch, version=1, in_transit=True)
+    with pytest.raises(WeightSyncError, match=rf"instance-0.*{re.escape(TENSOR)} was corrupted on its way"):
         launch_here(config_of(settings))
+    assert [line["step"] for line in read_lines(config_of(settings).folder / "steps.jsonl")] == [0]
+
+
+def test_a_tensor_corrupted_before_its_checksum_is_caught_by_the_probe(settings, monkeypatch):
+    corrupt(monkeypatch, version=1, in_transit=False)
+    with pytest.raises(WeightSyncError, match=r"instance-0: after the update to weight version 1 .* differ from the trainer's"):
+        launch_here(config_of(settings))
+
+
+def test_a_corrupted_tensor_is_caught_by_the_ratio_gap_where_nothing_else_looks(settings, monkeypatch):
+    corrupt(monkeypatch, version=1, in_transit=False)
+    with pytest.raises(RatioGapError, match=r"step 1.*disagree.*train\.ratio_gap_limit"):
+        launch_here(config_of(settings | {"weights.check_tokens": 0}))
 
 
 def test_a_hanging_reward_scores_zero_and_is_counted(settings, tmp_path):
@@ -82,7 +79,8 @@ KILLS = {
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize("role", [*KILLS, "launcher"])
 def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number):
-    config = write_config(settings | {"train.steps": 100_000}, tmp_path)
+    alone = {"rollout.restarts": 0, "rollout.wait_s": 0.5}  # else it is started again
+    config = write_config(settings | alone | {"train.steps": 100_000}, tmp_path)
     log = (tmp_path / "output").open("w+")
     launcher = subprocess.Popen([sys.executable, "-m", "engine.launch", "--config", str(config)], stderr=log, cwd=ROOT)
     try:
@@ -106,7 +104,7 @@ def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number
 
 
 def test_two_instances_survive_the_death_of_one(settings, tmp_path):
-    config = write_config(settings | {"train.steps": 30, "rollout.instances": 2}, tmp_path)
+    config = write_config(settings | {"train.steps": 30, "rollout.instances": 2, "rollout.restarts": 0}, tmp_path)
     launcher = subprocess.Popen([sys.executable, "-m", "engine.launch", "--config", str(config)], cwd=ROOT)
     try:
         wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")

@@ -10,12 +10,12 @@ import msgpack
 import pytest
 import torch
 from conftest import ROOT, Tree, config_of, launch, send, wait_for, write_config
-from safetensors.torch import load_file, save_file
+from faulty_weights import corrupt
+from safetensors.torch import load_file
 from tiny_models import save
 
 from engine.errors import RatioGapError
 from engine.launch import launch as launch_here
-from engine.rollout.pool import Pool
 from engine.run_folder import read_lines
 from engine.timeline import overlapped
 from engine.trace import read_spans
@@ -246,18 +246,8 @@ def test_a_replica_that_gets_nothing_and_groups_that_come_slowly(settings, tmp_p
 
 
 def test_an_error_of_one_replica_ends_all_after_a_checkpoint(settings, tmp_path, monkeypatch):
-    publish = Pool.publish
-
-    async def corrupting(self, version, info):
-        if version == 1:
-            path = f"{info['path']}/stage-000.safetensors"
-            tensors = load_file(path)
-            tensors["model.layers.1.mlp.up_proj.weight"] += 0.05 * torch.randn(128, 64)
-            save_file(tensors, path)
-        await publish(self, version, info)
-
-    monkeypatch.setattr(Pool, "publish", corrupting)
-    config = config_of(settings | {"parallel.data": 2})
+    corrupt(monkeypatch, version=1, in_transit=False)
+    config = config_of(settings | {"parallel.data": 2, "weights.check_tokens": 0})
     with pytest.raises(RatioGapError, match=r"step 1.*disagree.*train\.ratio_gap_limit"):
         launch_here(config)
     checkpoint = latest(config.folder / "checkpoints")

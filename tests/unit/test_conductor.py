@@ -27,7 +27,7 @@ class Rollouts:
     """What a conductor needs of a service: groups come when the test puts them."""
 
     def __init__(self):
-        self.pool = SimpleNamespace(size=1)
+        self.pool = SimpleNamespace(working=1, failure=None)
         self.producer = self
         self.come = asyncio.Queue()
 

@@ -31,7 +31,7 @@ def test_recipes_that_ship_load_from_anywhere(recipe, tmp_path, monkeypatch):
         ("rollout.group_siz=4", "did you mean rollout.group_size?"),
         ("rolout.group_size=4", "did you mean rollout?"),
         ("train.steps=0", "train.steps = 0"),
-        ("train.mode=async", "'sync' or 'periodic'"),
+        ("train.mode=async", "'sync', 'periodic', 'one_step_off' or 'bounded'"),
         ("rollout.group_size=1", "group of one"),
         ("rollout.max_new_tokens=4096", "below rollout.max_context"),
         ("data.prompt_template=hello", "{problem}"),

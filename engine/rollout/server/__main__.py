@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import json
+import logging
 import os
 import signal
 import sys
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import BadInput, MetronomeError, ProcessDied
 from engine.process import bind, watch_lifeline
+from engine.rollout.token import access_token, check_address
 
 if TYPE_CHECKING:  # torch reads its environment when it is imported, so main() imports it after setting that
     from aiohttp import web
@@ -42,13 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine.rollout.server", description=__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--host", default="127.0.0.1", help="loopback address to listen on")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need METRONOME_TOKEN")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--port-file", type=Path, help="where to write host, port and pid, as JSON, when ready")
     parser.add_argument("--name", default="instance-0", help="name of this instance in messages")
     parser.add_argument("--slots", type=int, default=32, help="responses decoded at the same time")
     parser.add_argument("--max-context", type=int, default=2048, help="prompt and response tokens together")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
+    parser.add_argument("--open-requests", type=int, default=4096, help="completions waiting or running; more are answered 429")
+    parser.add_argument("--read-timeout", type=float, default=60.0, help="seconds a client may take to send a request's body")
     parser.add_argument("--cores", type=_cores, default=[], help="comma-separated CPU cores to stay on")
     parser.add_argument("--deterministic", action="store_true",
                         help="a response depends on prompt, seed and weights only")
@@ -60,15 +63,8 @@ def _cores(text: str) -> list[int]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    host = "127.0.0.1" if options.host == "localhost" else options.host
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        raise BadInput(f"--host {options.host}: expected an IP address, for example 127.0.0.1") from None
-    if not loopback:
-        raise BadInput(f"--host {options.host}: only loopback addresses such as 127.0.0.1 are served so far; "
-                       "listening on others needs the access token, which a later version brings")
-    for key, least in (("slots", 1), ("threads", 1), ("max_context", 2), ("port", 0)):
+    check_address(options.host, access_token())
+    for key, least in (("slots", 1), ("threads", 1), ("max_context", 2), ("port", 0), ("open_requests", 1), ("read_timeout", 1)):
         if getattr(options, key) < least:
             raise BadInput(f"--{key.replace('_', '-')} {getattr(options, key)}: must be at least {least}")
     if options.port_file is not None and not options.port_file.parent.is_dir():
@@ -81,6 +77,7 @@ def _check(options: argparse.Namespace) -> None:
 async def _serve(options: argparse.Namespace) -> None:
     from engine.rollout.server.app import Routes
     from engine.rollout.server.protocol import Limits
+    from engine.rollout.server.security import Guard
     from engine.rollout.server.worker import Worker
 
     engine = _engine(options)
@@ -91,7 +88,10 @@ async def _serve(options: argparse.Namespace) -> None:
     limits = Limits(engine.model.vocabulary, options.max_context, engine.model.stop_ids)
     worker = Worker(engine, loop, ended.set)
     worker.start()
-    async with _listening(Routes(worker, limits, options.model).application(), options.host, options.port) as port:
+    # prompt and stop tokens
+    guard = Guard(access_token(), options.max_context + engine.model.vocabulary, options.open_requests, options.read_timeout)
+    app = Routes(worker, limits, options.model, guard).application()
+    async with _listening(app, options.host, options.port) as port:
         _announce(options, port)
         await asyncio.wait([asyncio.ensure_future(event.wait()) for event in (asked, ended)],
                            return_when=asyncio.FIRST_COMPLETED)
@@ -127,7 +127,11 @@ async def _listening(app: web.Application, host: str, port: int) -> AsyncIterato
     """Serve within the block; gives the port. Requests still open at the end are cut off."""
     from aiohttp import web
 
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    from engine.rollout.server.security import ClientFaults
+
+    logging.getLogger("aiohttp.server").addFilter(ClientFaults())
+    # lingering: how long the rest of a body that was refused is thrown away before the connection ends
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1, lingering_time=1.0)
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)

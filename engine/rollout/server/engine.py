@@ -6,7 +6,7 @@ Nothing here knows of HTTP or threads; the thread that owns the engine calls it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,7 +17,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.rollout.server.cache import BLOCK, KeyValueCache, PromptCache
 from engine.rollout.server.model import RolloutModel
 from engine.rollout.server.sampling import Sampling, sample
-from engine.rollout.server.weights import load_weights
+from engine.rollout.server.weights import Named, WeightLoad
 
 PROMPTS_KEPT = 8
 """Computed prompts kept, in full slots: enough for the groups that are being admitted, little beside the slots."""
@@ -39,6 +39,8 @@ class Result:
     logprobs: list[float]
     finish_reason: FinishReason
     version: int
+    prompt_logprobs: list[float] | None = None
+    """Of the prompt's tokens but the first, at temperature 1, when they were asked for and the request was admitted."""
 
 
 @dataclass(eq=False)
@@ -49,6 +51,8 @@ class Request:
     sampling: Sampling
     reply: Callable[[Result], None]
     """Called once, in the engine's thread, unless the request is cancelled."""
+    score_prompt: bool = False
+    prompt_logprobs: list[float] | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     uniforms: list[float] = field(default_factory=list)
@@ -78,10 +82,13 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.version = 0
+        self.updates = self.generated_tokens = 0
+        """Weight updates finished and tokens sampled since the start."""
         self.paused = False
-        self.updating = False
-        self._unversioned = False
-        """New weights are in place but finish_update has not named them."""
+        self._load: WeightLoad | None = None
+        """The weight update under way."""
+        self._mixed = False
+        """Some weights are new, and finish_update has not named them."""
         self._on_idle: list[Callable[[], None]] = []
 
     @property
@@ -92,7 +99,12 @@ class Engine:
     # requests ---------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request; it is checked already, and prompt and max_tokens fit into the context together."""
+        """Queue a request; it is checked already, and prompt and max_tokens fit into the context together.
+
+        Conflict after a weight update that failed half-way.
+        """
+        if self._mixed and self._load is None:
+            raise Conflict("a weight update failed half-way: this instance has no whole weights until another succeeds")
         self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
@@ -120,6 +132,8 @@ class Engine:
             self.cache.reserve(len(request.prompt) + 1, self.max_context)
             self.cache.fill(len(self.running), prefill.keys, prefill.values)
             request.uniforms = request.sampling.uniforms()
+            if request.score_prompt:
+                request.prompt_logprobs = self.model.score(list(request.prompt))
             self.running.append(request)
             logits.append(prefill.logits[None])
         return logits
@@ -140,6 +154,7 @@ class Engine:
         return self.model.decode(torch.tensor(tokens), torch.tensor(positions), self.cache, length)
 
     def _record(self, tokens: list[int], logprobs: list[float]) -> None:
+        self.generated_tokens += len(tokens)
         reasons = [request.add(token, logprob)
                    for request, token, logprob in zip(self.running, tokens, logprobs, strict=True)]
         for slot, reason in reversed(list(enumerate(reasons))):  # from the end: _free moves the last response down
@@ -148,7 +163,7 @@ class Engine:
                 self._free(slot)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        request.reply(Result(request.token_ids, request.logprobs, reason, self.version))
+        request.reply(Result(request.token_ids, request.logprobs, reason, self.version, request.prompt_logprobs))
 
     def _free(self, slot: int) -> None:
         """Give up a slot; the last response moves into it, so that the running ones stay the first slots."""
@@ -185,7 +200,7 @@ class Engine:
         """Admit again. Conflict while responses drain, and between start_update and finish_update."""
         if self._on_idle:
             raise Conflict(f"{len(self.running)} responses are still draining; resume when /pause has answered")
-        if self.updating or self._unversioned:
+        if self._load is not None or self._mixed:
             raise Conflict("a weight update is unfinished; send /finish_weight_update, or, if it failed, start again")
         self.paused = False
 
@@ -193,28 +208,50 @@ class Engine:
         """Begin a weight update, or begin it again. Conflict unless paused and drained."""
         if not self.paused or self.running:
             raise Conflict(f"{len(self.running)} running, paused: {self.paused}; await /pause first")
-        self.updating = True
+        self._load = WeightLoad(self.model.hf)
 
-    def update(self, path: str) -> None:
-        """Load new weights in place. Conflict before start_update; BadInput for a bad file, which ends the update."""
-        if not self.updating:
+    def check_updating(self) -> None:
+        """Conflict before start_update."""
+        if self._load is None:
             raise Conflict("no weight update was started; send /start_weight_update first")
+
+    def update(self, tensors: Sequence[Named], cast: bool = False) -> None:
+        """Load a bucket of new weights in place (`cast`: from any dtype). Conflict before start_update; BadInput for
+        tensors that do not fit, which ends the update."""
+        self.check_updating()
+        assert self._load is not None
         try:
-            load_weights(self.model.hf, path)
+            self._load.add(tensors, cast)
         except BadInput:
-            self.updating = False
+            self.fail_update()
             raise
-        self._unversioned = True
+        self._mixed = self._mixed or self._load.touched
+
+    def fail_update(self) -> None:
+        """The update has ended without success. If some weights are new already, requests are refused until another update
+        succeeds; those that wait end as aborted."""
+        self._load = None
+        if self._mixed:
+            for request in self.waiting:
+                self._end(request, "abort")
+            self.waiting.clear()
+
+    def finish_update(self, version: int) -> None:
+        """Name the new weights. Conflict when none were loaded since start_update; BadInput when they are not whole."""
+        if self._load is None or not self._load.touched:
+            raise Conflict("no new weights were loaded; send /start_weight_update and /update_weights first")
+        self._load.check_whole()
         self.model.refresh()
         self.prompts.clear()
         self.cache.clear()
-
-    def finish_update(self, version: int) -> None:
-        """Name the new weights. Conflict when none were loaded since start_update."""
-        if not (self.updating and self._unversioned):
-            raise Conflict("no new weights were loaded; send /start_weight_update and /update_weights first")
-        self.version, self.updating, self._unversioned = version, False, False
+        self.version, self._load, self._mixed = version, None, False
+        self.updates += 1
 
     def load(self) -> dict[str, int]:
-        """Requests running and waiting, and prompts computed since the start."""
-        return {"running": len(self.running), "waiting": len(self.waiting), "prefills": self.prompts.computed}
+        """Requests running and waiting, prompts computed and tokens sampled since the start, and the weight version."""
+        return {"running": len(self.running), "waiting": len(self.waiting), "prefills": self.prompts.computed,
+                "generated_tokens": self.generated_tokens, "weight_version": self.version}
+
+    def figures(self) -> dict[str, int]:
+        """What /metrics shows: `load`, and the weight updates since the start."""
+        return self.load() | {"updates": self.updates}

@@ -22,6 +22,8 @@ from engine.rollout.server.linear import linear
 SUPPORTED = ("qwen3", "qwen2", "llama")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
+SCORED_ROWS = 256
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer index, q [n, heads, dim], k and v [n, kv heads, dim]) -> [n, heads * dim]"""
 
@@ -51,9 +53,7 @@ class RolloutModel:
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys.append(k.permute(1, 2, 0))
             values.append(v.permute(1, 2, 0))
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            return out[0].transpose(0, 1).flatten(1)
+            return _causal(index, q, k, v)
 
         hidden = self._forward(torch.tensor(ids), torch.arange(len(ids)), attend)
         return torch.stack(keys), torch.stack(values), self._logits(hidden[-1:])[0]
@@ -79,6 +79,14 @@ class RolloutModel:
             return torch.bmm(scores.softmax(-1), values.transpose(1, 2)).view(n, -1)
 
         return self._logits(self._forward(tokens, positions, attend))
+
+    def score(self, ids: list[int]) -> list[float]:
+        """Log-probabilities (temperature 1) of ids[1:], each after those before it; nothing is taken from a cache."""
+        hidden = self._forward(torch.tensor(ids), torch.arange(len(ids)), _causal)
+        targets = torch.tensor(ids[1:])[:, None]
+        return [value  # logits of so many rows at a time: of a long prompt with a large vocabulary they are gigabytes
+                for rows, wanted in zip(hidden[:-1].split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True)
+                for value in self._logits(rows).log_softmax(-1).gather(1, wanted)[:, 0].tolist()]
 
     def refresh(self) -> None:
         """Call after the Hugging Face parameters changed in place."""
@@ -151,6 +159,13 @@ class Norm:
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(self.weight)
+
+
+def _causal(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend: the rows are one sequence."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1).flatten(1)
 
 
 def _load(folder: str) -> nn.Module:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as repr_short
 from typing import Any
 
 from engine.errors import BadInput
 from engine.rollout.server.engine import Result
 from engine.rollout.server.sampling import Sampling
 
+HUGE = 1e300
 SEEDS = range(-(2**63), 2**63)
 COMPLETION_KEYS = frozenset({"prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids",
-                             "ignore_eos", "n", "logprobs", "return_token_ids", "model"})
+                             "ignore_eos", "n", "logprobs", "return_token_ids", "model", "prompt_logprobs"})
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """A JSON object; BadInput for anything else."""
     try:
         value = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadInput("the body must be a JSON object")
@@ -43,7 +44,7 @@ def parse_completion(body: Mapping[str, Any], limits: Limits) -> tuple[tuple[int
     """Prompt and sampling of a /v1/completions body; BadInput names the first key that can't be served as asked."""
     unknown = sorted(body.keys() - COMPLETION_KEYS)
     if unknown:
-        raise BadInput(f"unknown key {unknown[0]!r}; served are {', '.join(sorted(COMPLETION_KEYS))}")
+        raise BadInput(f"unknown key {repr_short(unknown[0])}; served are {', '.join(sorted(COMPLETION_KEYS))}")
     _fixed(body)
     prompt = _ids(body, "prompt", limits.vocabulary)
     room = limits.max_context - len(prompt)
@@ -53,7 +54,7 @@ def parse_completion(body: Mapping[str, Any], limits: Limits) -> tuple[tuple[int
     stop = frozenset(_ids(body, "stop_token_ids", limits.vocabulary))
     ignore_eos = body.get("ignore_eos", False)
     if not isinstance(ignore_eos, bool):
-        raise BadInput(f"ignore_eos = {ignore_eos!r}; it must be true or false")
+        raise BadInput(f"ignore_eos = {repr_short(ignore_eos)}; it must be true or false")
     seed = _integer(body, "seed", None, SEEDS)
     return prompt, Sampling(
         max_tokens=min(_integer(body, "max_tokens", 16, range(1, 2**31)), room),
@@ -65,9 +66,14 @@ def parse_completion(body: Mapping[str, Any], limits: Limits) -> tuple[tuple[int
     )
 
 
-def completion_reply(number: int, model: str, prompt_tokens: int, result: Result) -> dict[str, Any]:
+def wants_prompt_logprobs(body: Mapping[str, Any]) -> bool:
+    """Whether a /v1/completions body asks for the log-probabilities of its prompt; BadInput unless by 0 (or null)."""
+    return _integer(body, "prompt_logprobs", None, range(1)) is not None
+
+
+def completion_reply(number: int, model: str, prompt: Sequence[int], result: Result) -> dict[str, Any]:
     """The reply to /v1/completions; `weight_version` is the version that sampled every token of it."""
-    choice = {
+    choice: dict[str, Any] = {
         "index": 0,
         "text": "",
         "token_ids": result.token_ids,
@@ -77,7 +83,9 @@ def completion_reply(number: int, model: str, prompt_tokens: int, result: Result
             "tokens": [f"token_id:{token}" for token in result.token_ids],
         },
     }
-    used = len(result.token_ids)
+    if result.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = _prompt_logprobs(prompt, result.prompt_logprobs)
+    used, prompt_tokens = len(result.token_ids), len(prompt)
     return {
         "id": f"cmpl-{number}",
         "object": "text_completion",
@@ -89,13 +97,12 @@ def completion_reply(number: int, model: str, prompt_tokens: int, result: Result
     }
 
 
-def parse_update_path(body: Mapping[str, Any]) -> str:
-    """The safetensors file, or folder of such, of an /update_weights body."""
-    info = body.get("update_info")
-    path = info.get("path") if isinstance(info, dict) else None
-    if not isinstance(path, str):
-        raise BadInput('/update_weights needs {"update_info": {"path": "file.safetensors or a folder of such"}}')
-    return path
+def parse_info(body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The init_info or update_info of a body; {} where it is absent."""
+    info = body.get(key, {})
+    if not isinstance(info, dict):
+        raise BadInput(f"{key} = {repr_short(info)}; it must be an object")
+    return info
 
 
 def parse_version(body: Mapping[str, Any]) -> int:
@@ -106,14 +113,19 @@ def parse_version(body: Mapping[str, Any]) -> int:
     return version
 
 
+def _prompt_logprobs(prompt: Sequence[int], values: Sequence[float]) -> list[dict[str, Any] | None]:
+    """As vLLM gives them: nothing is known of the first token."""
+    return [None, *({str(token): {"logprob": value}} for token, value in zip(prompt[1:], values, strict=True))]
+
+
 def _fixed(body: Mapping[str, Any]) -> None:
     """Keys with a single served value."""
     for key, value in (("n", 1), ("logprobs", 0), ("return_token_ids", True)):
         given = body.get(key, value)
         if type(given) is not type(value) or given != value:
-            raise BadInput(f"{key} = {given!r}; this engine serves {key} = {json.dumps(value)} only")
+            raise BadInput(f"{key} = {repr_short(given)}; this engine serves {key} = {json.dumps(value)} only")
     if not isinstance(body.get("model", ""), str):
-        raise BadInput(f"model = {body['model']!r}; it must be a string")
+        raise BadInput(f"model = {repr_short(body['model'])}; it must be a string")
 
 
 def _ids(body: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, ...]:
@@ -122,7 +134,7 @@ def _ids(body: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, ...]:
         raise BadInput(f"{key} must be a list of token ids, not {type(ids).__name__}")
     for token in ids:
         if type(token) is not int or not 0 <= token < vocabulary:
-            raise BadInput(f"{key} contains {token!r}; token ids are integers from 0 to {vocabulary - 1}")
+            raise BadInput(f"{key} contains {repr_short(token)}; token ids are integers from 0 to {vocabulary - 1}")
     return tuple(ids)
 
 
@@ -131,7 +143,7 @@ def _integer(body: Mapping[str, Any], key: str, default: Any, allowed: range) ->
     if value is None:
         return default
     if type(value) is not int or value not in allowed:
-        raise BadInput(f"{key} = {value!r}; it must be an integer from {allowed.start} to {allowed.stop - 1}")
+        raise BadInput(f"{key} = {repr_short(value)}; it must be an integer from {allowed.start} to {allowed.stop - 1}")
     return value
 
 
@@ -139,8 +151,8 @@ def _number(body: Mapping[str, Any], key: str) -> float:
     value = body.get(key)
     if value is None:
         return 1.0
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise BadInput(f"{key} = {value!r}; it must be a finite number")
+    if type(value) not in (int, float) or not abs(value) < HUGE:
+        raise BadInput(f"{key} = {repr_short(value)}; it must be a finite number")
     return float(value)
 
 

@@ -1,64 +1,72 @@
-"""Replacing the weights of a running model by those of safetensors files: all or nothing."""
+"""Replacing the weights of a running model, bucket by bucket: every parameter exactly once, or the update fails."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engine.errors import BadInput
 
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
-def load_weights(model: nn.Module, path: str) -> None:
-    """Copy the tensors of a file, or of a folder's *.safetensors (one per pipeline stage of the trainer), under their
-    Hugging Face names, into the model's parameters in place.
-
-    Every parameter must be there exactly once with its shape and dtype, and nothing else; a tied lm_head may be absent
-    or equal to the embedding. Anything else raises BadInput before a single parameter is touched.
-    """
-    place = Path(path)
-    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-    if not files or not files[0].is_file():
-        raise BadInput(f"update_info.path {path!r}: no such file, and no folder with *.safetensors")
-    parameters = dict(model.named_parameters(remove_duplicate=True))
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= _read(file)
-    _check_tied(model, tensors, path)
-    _check(parameters, tensors, path)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
+Named = tuple[str, Tensor]
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise BadInput(f"update_info.path {str(path)!r}: not a whole safetensors file: {error}") from None
+class WeightLoad:
+    """One update of a model's parameters, in place."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters(remove_duplicate=True))
+        self._tied = model.lm_head.weight is model.model.embed_tokens.weight
+        self._head: Tensor | None = None
+        self._loaded: set[str] = set()
 
-def _check_tied(model: nn.Module, tensors: dict[str, Tensor], path: str) -> None:
-    """Take out the second name of a tied embedding."""
-    embedding = tensors.get("model.embed_tokens.weight")
-    if model.lm_head.weight is not model.model.embed_tokens.weight or "lm_head.weight" not in tensors:
-        return
-    head = tensors.pop("lm_head.weight")
-    if embedding is None or not torch.equal(head, embedding):
-        raise BadInput(f"{path}: lm_head.weight differs from model.embed_tokens.weight, but this model ties them")
+    @property
+    def touched(self) -> bool:
+        """Whether a parameter was changed."""
+        return bool(self._loaded)
 
+    @torch.no_grad()
+    def add(self, tensors: Sequence[Named], cast: bool = False) -> None:
+        """Copy tensors, under their Hugging Face names, into the parameters; `cast`: from another dtype if need be.
 
-def _check(parameters: dict[str, nn.Parameter], tensors: dict[str, Tensor], path: str) -> None:
-    missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
-    if missing or unknown:
-        raise BadInput(f"{path}: " + "; ".join(
-            f"{what} {len(names)} tensor(s), the first {names[0]}"
-            for what, names in (("missing", missing), ("unknown", unknown)) if names))
-    for name, parameter in parameters.items():
-        found = tensors[name]
-        if found.shape != parameter.shape or found.dtype != parameter.dtype:
-            raise BadInput(f"{path}: {name} is {found.dtype} {list(found.shape)}, "
-                           f"the model's is {parameter.dtype} {list(parameter.shape)}")
+        Raises BadInput for a tensor that is unknown, came before, or has another shape or dtype, before a single parameter
+        is touched. A tied output layer may be left out, or be equal to the embedding.
+        """
+        self._check(tensors, cast)
+        for name, tensor in tensors:
+            if self._tied and name == OUTPUT:
+                self._head = tensor.clone()
+            else:
+                self._parameters[name].copy_(tensor)
+                self._loaded.add(name)
+
+    def check_whole(self) -> None:
+        """Raise BadInput unless every parameter was loaded."""
+        if missing := sorted(self._parameters.keys() - self._loaded):
+            raise BadInput(f"the weights are not whole: missing {len(missing)} tensor(s), the first {missing[0]}")
+        if self._head is not None and not torch.equal(self._head.to(self._parameters[EMBEDDING].dtype),
+                                                      self._parameters[EMBEDDING]):
+            raise BadInput(f"{OUTPUT} differs from {EMBEDDING}, but this model ties them")
+
+    def _check(self, tensors: Sequence[Named], cast: bool) -> None:
+        seen = set(self._loaded)
+        for name, tensor in tensors:
+            alias = EMBEDDING if self._tied and name == OUTPUT else name
+            parameter = self._parameters.get(alias)
+            if parameter is None:
+                raise BadInput(f"unknown tensor {name}: the model has no such parameter")
+            if name in seen:
+                raise BadInput(f"{name} came twice in one update")
+            seen.add(name)
+            if tensor.shape != parameter.shape or (tensor.dtype != parameter.dtype and not cast):
+                raise BadInput(f"{name} is {tensor.dtype} {list(tensor.shape)}, "
+                               f"the model's is {parameter.dtype} {list(parameter.shape)}")
+        self._check_tied(dict(tensors))
+
+    def _check_tied(self, tensors: dict[str, Tensor]) -> None:
+        """Where both names of a tied embedding come together, they must be equal."""
+        if self._tied and OUTPUT in tensors and EMBEDDING in tensors and not torch.equal(tensors[OUTPUT], tensors[EMBEDDING]):
+            raise BadInput(f"{OUTPUT} differs from {EMBEDDING}, but this model ties them")

@@ -38,16 +38,22 @@ class Worker:
         if self._thread.is_alive():
             raise DeadlineError(f"the engine's thread did not finish its step within {STOP_S:g} s")
 
-    async def complete(self, prompt: tuple[int, ...], sampling: Sampling) -> Result:
+    async def complete(self, prompt: tuple[int, ...], sampling: Sampling, score_prompt: bool = False) -> Result:
         """Sample one response; when the awaiting task is cancelled, so is the request."""
         future: asyncio.Future[Result] = self._loop.create_future()
-        request = Request(prompt, sampling, lambda result: self._resolve(future, result))
-        self._calls.put(lambda: self._engine.submit(request))
+        request = Request(prompt, sampling, lambda result: self._resolve(future, result), score_prompt)
+        self._calls.put(lambda: self._submit(request, future))
         try:
             return await future
         finally:
             if future.cancelled():
                 self._calls.put(lambda: self._engine.cancel(request))
+
+    def _submit(self, request: Request, future: asyncio.Future[Result]) -> None:
+        try:
+            self._engine.submit(request)
+        except MetronomeError as error:
+            self._loop.call_soon_threadsafe(_fail, future, error)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Carry out a function of the engine between two steps; its MetronomeErrors are raised here."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.algorithm.advantages import ADVANTAGES, advantage
 from engine.algorithm.shaping import overlong
+from engine.config import BATCH_SCOPE
 
 BY_HAND = {  # rewards 1, 0, 0, 1, lengths 2, 4, 6, 8
     "grpo": [0.5 / 3**-0.5, -(0.5 / 3**-0.5), -(0.5 / 3**-0.5), 0.5 / 3**-0.5],
@@ -39,7 +40,8 @@ def of(name, rewards, lengths):
 
 
 def test_all_are_tested():
-    assert ADVANTAGES.keys() >= BY_HAND.keys() == REFERENCE.keys()
+    assert {name for name, known in ADVANTAGES.items() if known.scope == "group"} == BY_HAND.keys() == REFERENCE.keys()
+    assert {name for name, known in ADVANTAGES.items() if known.scope == "batch"} == set(BATCH_SCOPE)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -96,6 +98,35 @@ def test_a_users_advantage_is_checked():
         assert of("mine", [1.5], [1]).tolist() == [1.5]
     finally:
         del ADVANTAGES["mine"]
+
+
+batches = st.tuples(st.integers(1, 5), st.integers(2, 6)).flatmap(lambda shape: st.tuples(*(
+    st.lists(st.lists(values, min_size=shape[1], max_size=shape[1]), min_size=shape[0], max_size=shape[0])
+    for values in (st.integers(-20, 20).map(lambda half: half / 2), st.integers(1, 30))
+)))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCH_SCOPE)
+@given(batch=batches)
+def test_batch_statistics_are_over_every_token(name, batch):
+    """Whitened as the papers write it: one entry per token, mean 0 and unbiased variance 1 over all of them."""
+    rewards, lengths = (np.array(rows, dtype=np.float64) for rows in batch)
+    values = rewards - rewards.mean(1, keepdims=True) if name.endswith("baseline") else rewards
+    tokens = np.repeat(values.ravel(), lengths.astype(int).ravel())
+    if len(tokens) < 2:
+        return
+    found = of(name, rewards, lengths).numpy()
+    np.testing.assert_allclose(found, (values - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8), rtol=1e-6, atol=1e-6)
+    if tokens.std() > 1e-3:
+        spread = np.repeat(found.ravel(), lengths.astype(int).ravel())
+        assert abs(spread.mean()) < 1e-6
+        assert spread.var(ddof=1) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_batch_statistics_by_hand():
+    # rewards 1 and 0, of one and three tokens: mean 1/4, variance (9/16 + 3/16) / 3 = 1/4
+    assert of("reinforce_plus_plus", [[1.0, 0.0]], [[1, 3]])[0].tolist() == pytest.approx([1.5, -0.5], abs=1e-5)
+    assert of("reinforce_plus_plus", [[1.0]], [[1]]).tolist() == [[0.0]]
 
 
 def test_overlong_shaping_by_hand():

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import EOS, VOCABULARY, reference, reference_logprobs, save
 
 from engine.errors import BadInput
@@ -128,7 +129,7 @@ def test_equal_prompts_share_one_prefill(engine):
     for _ in range(3):
         sent.send([*PROMPT, 2])
     sent.finish()
-    assert engine.load() == {"running": 0, "waiting": 0, "prefills": 2}
+    assert engine.load() == {"running": 0, "waiting": 0, "prefills": 2, "generated_tokens": 9 * 8, "weight_version": 0}
     engine.prompts.clear()
     sent.send()
     sent.finish()
@@ -147,7 +148,7 @@ def test_requests_start_in_order_of_arrival(engine):
     for number in range(9):
         engine.submit(Request(PROMPT, Sampling(3, seed=number), lambda result, number=number: order.append(number)))
     engine.step()
-    assert engine.load() == {"running": 4, "waiting": 5, "prefills": 1}
+    assert engine.load() == {"running": 4, "waiting": 5, "prefills": 1, "generated_tokens": 4, "weight_version": 0}
     while engine.busy:
         engine.step()
     assert [sorted(order[:4]), sorted(order[4:8]), order[8:]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
@@ -233,10 +234,14 @@ def test_pause_and_wait_drains_but_admits_nothing(engine):
     assert [len(result.token_ids) for result in sent.finish()] == [5] * 6
 
 
+def tensors_in(folder):
+    return list(load_file(f"{folder}/model.safetensors").items())
+
+
 def update(engine, folder, version):
     engine.pause(abort=True, done=lambda: None)
     engine.start_update()
-    engine.update(f"{folder}/model.safetensors")
+    engine.update(tensors_in(folder))
     engine.finish_update(version)
     engine.resume()
 
@@ -257,7 +262,6 @@ def test_updates_there_and_back_are_seen_by_every_token(tmp_path, settings):
 
 
 def test_weights_that_overflow_are_reported_and_leave_no_trace(folder, tmp_path):
-    from safetensors.torch import load_file, save_file
     sent = Sent(engine_of(folder))
     tensors = load_file(f"{folder}/model.safetensors")
     tensors["model.layers.0.self_attn.v_proj.weight"][:] = float("inf")
@@ -273,11 +277,11 @@ def test_weights_that_overflow_are_reported_and_leave_no_trace(folder, tmp_path)
 
 
 def test_an_update_in_the_wrong_order_is_refused(engine, other_folder):
-    file = f"{other_folder}/model.safetensors"
+    tensors = tensors_in(other_folder)
     with pytest.raises(Conflict, match="pause"):
         engine.start_update()
     engine.pause(abort=True, done=lambda: None)
-    for call in (lambda: engine.update(file), lambda: engine.finish_update(1)):
+    for call in (lambda: engine.update(tensors), lambda: engine.finish_update(1)):
         with pytest.raises(Conflict):
             call()
     engine.start_update()
@@ -286,7 +290,7 @@ def test_an_update_in_the_wrong_order_is_refused(engine, other_folder):
     with pytest.raises(Conflict):
         engine.finish_update(1)
     engine.start_update()  # begins again
-    engine.update(file)
+    engine.update(tensors)
     with pytest.raises(Conflict):
         engine.resume()
     engine.finish_update(7)
@@ -301,7 +305,7 @@ def test_after_a_failed_update_the_old_weights_serve_on(engine, folder):
     engine.pause(abort=True, done=lambda: None)
     engine.start_update()
     with pytest.raises(BadInput):
-        engine.update("/nowhere.safetensors")
+        engine.update([("nowhere", torch.zeros(1))])
     with pytest.raises(Conflict):
         engine.finish_update(1)
     engine.resume()
@@ -312,11 +316,46 @@ def test_after_a_failed_update_the_old_weights_serve_on(engine, folder):
 def test_a_failure_after_new_weights_never_serves_them_under_the_old_version(engine, other_folder):
     engine.pause(abort=True, done=lambda: None)
     engine.start_update()
-    engine.update(f"{other_folder}/model.safetensors")
+    engine.update(tensors_in(other_folder))
     engine.start_update()
     with pytest.raises(BadInput):
-        engine.update("/nowhere.safetensors")
+        engine.update([("nowhere", torch.zeros(1))])
     with pytest.raises(Conflict):
         engine.resume()
+    with pytest.raises(Conflict, match="failed half-way"):
+        Sent(engine).send()
     update(engine, other_folder, 3)
     assert engine.version == 3
+    sent = Sent(engine)
+    sent.send()
+    assert sent.finish()[-1].version == 3
+
+
+def test_an_update_bucket_by_bucket_must_bring_every_parameter_exactly_once(engine, other_folder):
+    tensors = tensors_in(other_folder)
+    engine.pause(abort=True, done=lambda: None)
+    engine.start_update()
+    engine.update(tensors[:7])
+    with pytest.raises(BadInput, match=r"missing \d+ tensor\(s\)"):
+        engine.finish_update(1)
+    engine.update(tensors[7:])
+    engine.finish_update(1)
+    engine.start_update()
+    with pytest.raises(BadInput, match="came twice"):
+        engine.update([*tensors, tensors[3]])
+    engine.start_update()
+    engine.update(tensors[:1])
+    with pytest.raises(BadInput, match="came twice"):
+        engine.update(tensors)
+
+
+def test_requests_that_wait_while_an_update_fails_half_way_end(engine, other_folder):
+    engine.pause(abort=True, done=lambda: None)
+    engine.start_update()
+    sent = Sent(engine)
+    sent.send()
+    engine.update(tensors_in(other_folder)[:3])
+    assert not sent.results
+    with pytest.raises(BadInput):
+        engine.update([("nowhere", torch.zeros(1))])
+    assert [result.finish_reason for result in sent.results.values()] == ["abort"]

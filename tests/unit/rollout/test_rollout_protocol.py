@@ -3,7 +3,14 @@ import json
 import pytest
 
 from engine.errors import BadInput
-from engine.rollout.server.protocol import Limits, parse_completion, parse_object, parse_update_path, parse_version
+from engine.rollout.server.protocol import (
+    Limits,
+    parse_completion,
+    parse_info,
+    parse_object,
+    parse_version,
+    wants_prompt_logprobs,
+)
 
 LIMITS = Limits(vocabulary=50, max_context=20, stop_ids=frozenset({1}))
 
@@ -64,12 +71,34 @@ def test_only_json_objects_are_read(body):
         parse_object(body)
 
 
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"prompt":' * 50_000, b"[1" + b"0" * 5000 + b"]"])
+def test_json_that_overwhelms_the_parser_is_refused(body):
+    with pytest.raises(BadInput, match="not valid JSON"):
+        parse_object(body)
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_p", "top_k", "max_tokens", "seed"])
+def test_numbers_beyond_floats_are_refused_in_few_words(key):
+    with pytest.raises(BadInput, match=key) as error:
+        parse_completion({"prompt": [2], key: 10**4000}, LIMITS)
+    assert len(str(error.value)) < 200
+
+
+def test_prompt_logprobs_are_asked_for_by_0():
+    assert wants_prompt_logprobs({"prompt_logprobs": 0})
+    assert not wants_prompt_logprobs({})
+    assert not wants_prompt_logprobs({"prompt_logprobs": None})
+    for value in (1, -1, False, True, 0.0, "0"):
+        with pytest.raises(BadInput, match="prompt_logprobs"):
+            wants_prompt_logprobs({"prompt_logprobs": value})
+
+
 def test_weight_bodies():
-    assert parse_update_path({"update_info": {"path": "a"}}) == "a"
+    assert parse_info({"update_info": {"path": "a"}}, "update_info") == {"path": "a"}
     assert parse_version({"weight_version": 3}) == 3
-    for bad in ({}, {"update_info": None}, {"update_info": {"path": 3}}):
+    for bad in ({"update_info": None}, {"update_info": 3}, {"update_info": [1]}):
         with pytest.raises(BadInput, match="update_info"):
-            parse_update_path(bad)
+            parse_info(bad, "update_info")
     for bad in ({}, {"weight_version": -1}, {"weight_version": "3"}):
         with pytest.raises(BadInput, match="weight_version"):
             parse_version(bad)

@@ -9,6 +9,7 @@ from conftest import ROOT
 
 from engine.algorithm.advantages import ADVANTAGES
 from engine.algorithm.losses import LOSSES
+from engine.config import BATCH_SCOPE
 from engine.errors import BadInput
 from engine.recipe import load
 from engine.trainer.extensions import advantage_of, loss_of
@@ -81,7 +82,17 @@ def test_an_unknown_name_says_what_there_is():
 
 def test_the_config_knows_every_name():
     for name in ADVANTAGES:
-        coefficient = ["algorithm.kl_coef=0"] if name == "gpg" else []
-        assert load(None, [f"algorithm.advantage={name}", *coefficient]).algorithm.advantage == name
+        needs = ["train.mode=sync"] if name in BATCH_SCOPE else []
+        assert load(None, [f"algorithm.advantage={name}", *needs]).algorithm.advantage == name
+
+
+@pytest.mark.parametrize("mode", ["periodic", "one_step_off", "bounded"])
+@pytest.mark.parametrize("name", BATCH_SCOPE)
+def test_what_needs_the_whole_batch_is_refused_where_groups_are_trained_as_they_come(name, mode):
+    with pytest.raises(BadInput, match=f'{name}" takes its statistics over the whole batch.*"sync", not "{mode}"'):
+        load(None, [f"algorithm.advantage={name}", f"train.mode={mode}"])
+
+
+def test_the_config_knows_every_loss():
     for name in LOSSES:
         assert load(None, [f"algorithm.loss={name}"]).algorithm.loss == name

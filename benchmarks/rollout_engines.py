@@ -1,0 +1,250 @@
+"""What a rollout engine generates per CPU-second: embedded, vLLM and transformers' `generate` on the same ragged workload.
+
+`python benchmarks/rollout_engines.py [--groups 24] [--rounds 3]`
+
+Prompts of 16 to 128 tokens in groups of 8, response lengths log-normal (median 64, at most 256) and fixed per request, so that
+all engines sample the same number of tokens; every engine returns the log-probability of each. The model is a random Qwen3 of
+hidden 128, 4 layers, vocabulary 512 and heads of 32 (vLLM's CPU attention knows no smaller ones), in fp32. Servers are real
+processes behind HTTP and count user and system time of all their processes; 64 responses at a time, one computing thread.
+
+`generate` has no queue: it runs batches, each until its longest response is done. Once with the requests in order of arrival
+(whole groups together), as a trainer calls it, which cannot know the lengths; and once sorted by response length, which takes an
+oracle and is its best case. Prompts are padded on the left, as it wants them; sampling is its own, with attention by SDPA;
+log-probabilities come from its `output_logits`. The batch of 16 is the best of 16, 32, 64 and 128 for both (--batch).
+
+Last line: RESULT {json}; vLLM is null when its environment (`make vllm`) isn't there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import psutil
+import torch
+from common import result
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from engine.recipe import HOME
+
+VOCABULARY, CONTEXT, SLOTS, GROUP = 512, 384, 64, 8
+START_S, ROUND_S = 300.0, 600.0
+VLLM = HOME / ".venv-vllm/bin/python"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample, of exactly so many tokens."""
+
+    prompt: tuple[int, ...]
+    tokens: int
+    seed: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=16, help="batch size of generate")
+    parser.add_argument("--only", nargs="*", help="sides to run")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    requests = workload(arguments.groups)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = random_model(Path(folder) / "model")
+        sides = {name: start for name, start in every_side(model, requests, arguments.batch).items()
+                 if not arguments.only or name in arguments.only}
+        running = {name: stack.enter_context(start()) for name, start in sides.items()}
+        rates = measure(running, sum(request.tokens for request in requests), arguments.rounds)
+    report(requests, rates)
+
+
+def random_model(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=0.05,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def workload(groups: int) -> list[Request]:
+    """The same for everybody: prompts are equal within a group, lengths are not."""
+    draw = random.Random(0)
+    requests = []
+    for number in range(groups):
+        length = round(math.exp(draw.uniform(math.log(16), math.log(128))))
+        prompt = tuple(draw.randrange(VOCABULARY) for _ in range(length))
+        for seed in range(GROUP):
+            tokens = min(max(round(64 * math.exp(draw.gauss(0, 0.6))), 4), 256)
+            requests.append(Request(prompt, tokens, GROUP * number + seed))
+    return requests
+
+
+Side = Callable[[], float]
+"""Runs the workload once; gives the CPU seconds it took."""
+
+
+def every_side(model: Path, requests: list[Request], batch: int) -> dict[str, Callable[[], AbstractContextManager[Side]]]:
+    limits = ["--slots", str(SLOTS), "--max-context", str(CONTEXT), "--threads", "1"]
+    embedded = [sys.executable, "-m", "engine.rollout.server", *limits]
+    vllm = [str(VLLM), "-m", "engine.rollout.vllm", *limits]
+    longest_first = sorted(requests, key=lambda request: -request.tokens)
+    sides: dict[str, Callable[[], AbstractContextManager[Side]]] = {
+        "embedded": lambda: served(embedded, model, requests),
+        "embedded_deterministic": lambda: served([*embedded, "--deterministic"], model, requests),
+        "generate": lambda: generating(model, requests, batch),
+        "generate_sorted": lambda: generating(model, longest_first, batch),
+    }
+    if VLLM.is_file():
+        sides["vllm"] = lambda: served(vllm, model, requests)
+    else:
+        print("vLLM is left out: its environment isn't there (make vllm)")
+    return sides
+
+
+def measure(sides: dict[str, Side], tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens per CPU-second of each side and round; the sides take turns, and a first round warms up."""
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, side in sides.items():
+            seconds = side()
+            if number:
+                rates[name].append(tokens / seconds)
+    return rates
+
+
+def report(requests: list[Request], rates: dict[str, list[float]]) -> None:
+    found = {name: statistics.median(values) for name, values in rates.items()}
+    tokens = sum(request.tokens for request in requests)
+    print(f"{len(requests)} requests, {tokens} tokens; tokens per CPU-second (median, range):")
+    for name, values in rates.items():
+        share = f"   {found[name] / found['generate']:.2f} × generate" if "generate" in found else ""
+        print(f"  {name:24}{found[name]:8.0f}   {min(values):.0f} – {max(values):.0f}{share}")
+    figures = {f"{name}_tokens_per_cpu_s": found.get(name)
+               for name in ("embedded", "embedded_deterministic", "vllm", "generate", "generate_sorted")}
+    for name in ("generate", "generate_sorted"):
+        figures[f"embedded_over_{name}"] = found["embedded"] / found[name] if {"embedded", name} <= found.keys() else None
+    result(figures | {"slots": SLOTS, "requests": len(requests)})
+
+
+# the engines behind HTTP ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(command: Sequence[str], model: Path, requests: list[Request]) -> Iterator[Side]:
+    """A server process, and what runs the workload on it."""
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder) / "port.json"
+        environment = os.environ | {"PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1", "METRONOME_TOKEN": ""}
+        process = subprocess.Popen([*command, "--model", str(model), "--port-file", str(ready)], env=environment, cwd=HOME,
+                                   stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            wait_for(ready, process)
+            address = json.loads(ready.read_text())
+            yield lambda: cpu_seconds_of(process, f"http://{address['host']}:{address['port']}", requests)
+        finally:
+            end(process)
+
+
+def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_S
+    while not ready.exists():
+        if process.poll() is not None:
+            raise SystemExit(f"{process.args}: ended with {process.returncode} while it started")
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{process.args}: did not serve within {START_S:.0f} s")
+        time.sleep(0.1)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def cpu_seconds_of(process: subprocess.Popen[bytes], address: str, requests: list[Request]) -> float:
+    """User and system seconds of the server's processes for the workload."""
+    root = psutil.Process(process.pid)
+    tree = [root, *root.children(recursive=True)]
+    before = used(tree)
+    asyncio.run(asyncio.wait_for(complete_all(address, requests), ROUND_S))
+    return used(tree) - before
+
+
+def used(tree: list[psutil.Process]) -> float:
+    return sum(times.user + times.system for times in (process.cpu_times() for process in tree))
+
+
+async def complete_all(address: str, requests: list[Request]) -> None:
+    """All at once, as the engine has a queue; equal prompts are computed once, but not kept from the round before."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(address, connector=connector, timeout=aiohttp.ClientTimeout(ROUND_S)) as session:
+        async with session.post("/reset_prefix_cache", json={}) as reply:
+            reply.raise_for_status()
+        await asyncio.gather(*(complete(session, request) for request in requests))
+
+
+async def complete(session: aiohttp.ClientSession, request: Request) -> None:
+    body = {"prompt": list(request.prompt), "max_tokens": request.tokens, "seed": request.seed, "temperature": 1.0, "top_p": 1.0,
+            "top_k": 0, "ignore_eos": True, "n": 1, "logprobs": 0, "return_token_ids": True}
+    async with session.post("/v1/completions", json=body) as reply:
+        reply.raise_for_status()
+        choice = (await reply.json())["choices"][0]
+    if not len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == request.tokens:
+        raise SystemExit(f"{len(choice['token_ids'])} tokens instead of {request.tokens}")
+
+
+# generate ---------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def generating(model: Path, requests: list[Request], batch: int) -> Iterator[Side]:
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+
+    def run() -> float:
+        started = time.process_time()
+        for first in range(0, len(requests), batch):
+            generate(loaded, requests[first : first + batch])
+        return time.process_time() - started
+
+    yield run
+
+
+@torch.inference_mode()
+def generate(model: torch.nn.Module, batch: list[Request]) -> list[tuple[list[int], list[float]]]:
+    """Token ids and log-probabilities of each request, cut to its length."""
+    width = max(len(request.prompt) for request in batch)
+    ids = torch.tensor([(0,) * (width - len(request.prompt)) + request.prompt for request in batch])
+    mask = torch.tensor([[0] * (width - len(request.prompt)) + [1] * len(request.prompt) for request in batch])
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=max(request.tokens for request in batch), do_sample=True, temperature=1.0,
+        top_k=0, top_p=1.0, eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    tokens = out.sequences[:, width:]
+    logprobs = [row.log_softmax(-1).gather(1, tokens[:, step, None])[:, 0] for step, row in enumerate(out.logits)]
+    rows = zip(tokens.tolist(), torch.stack(logprobs, 1).tolist(), batch, strict=True)
+    return [(row[: request.tokens], values[: request.tokens]) for row, values, request in rows]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""Weight sync: from the last gradient applied to all instances serving the new version, beside a bare transfer.
+
+`python benchmarks/weight_sync.py [--tiny]` publishes a random model of Qwen3-0.6B's shape (fp32, tied) from one trainer rank
+to embedded instances in processes of their own, with the trainer's own publisher and the launcher's own handlers, over each
+transport to 1 and 2 instances. In turn with every sync the same bytes, in buckets of the same sizes, go over a bare
+transfer: gloo by broadcast, file by writing and reading. Staged: the same while the instance generates, and how much of
+the sync it does not notice. Needs about 14 GiB of memory with 2 instances. Last line: RESULT {json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from common import CACHE, one_rank, result
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from engine import platform
+from engine.conductor import Conductor
+from engine.config import Config
+from engine.errors import MetronomeError
+from engine.model.tri_model import TriModel
+from engine.process import SHARED_MEMORY, drop_lifeline
+from engine.queue.client import ControlClient
+from engine.queue.server import ControlServer
+from engine.recipe import load
+from engine.rollout.pool import Pool
+from engine.run_folder import RunFolder
+from engine.trace import Trace
+from engine.weights.collective import Meeting, join
+from engine.weights.publisher import Publisher
+from engine.weights.transport import open_transport
+
+TIMEOUT_S = 300.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a model of 16 million parameters, for a quick look")
+    parser.add_argument("--rounds", type=int, default=3, help="syncs that are measured; one more comes first and warms up")
+    parser.add_argument("--transports", default="file,gloo")
+    parser.add_argument("--instances", default="1,2")
+    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--receive", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.receive:
+        receive(**json.loads(arguments.receive))
+        return
+    model = random_model(arguments.tiny)
+    figures: dict[str, Any] = {}
+    with one_rank(), tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as scratch:
+        models: TriModel | None = None
+        for transport in arguments.transports.split(","):
+            for count in map(int, arguments.instances.split(",")):
+                for staged in (False, True) if count == 1 else (False,):
+                    config = configuration(model, transport, count, staged, arguments.bucket_mb)
+                    models = models or policy(config)
+                    name = f"{transport}_{count}{'_staged' if staged else ''}"
+                    figures[name] = measure(config, models, Path(scratch) / name, arguments.rounds)
+                    print(name, json.dumps(figures[name]), flush=True)
+                    shutil.rmtree(Path(scratch) / name)
+    drop_lifeline()
+    result({"parameters": sum(tensor.numel() for tensor in models.policy.parameters()) if models else 0, **figures})
+
+
+def random_model(tiny: bool) -> Path:
+    """Cached under runs/."""
+    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "vocab_size": 40000} if tiny else {
+        "hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "vocab_size": 151936}
+    folder = CACHE / "models" / f"random-qwen3-{'tiny' if tiny else '0.6b'}"
+    if not (folder / "config.json").is_file():
+        torch.manual_seed(0)
+        config = Qwen3Config(**sizes, num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+                             max_position_embeddings=4096, bos_token_id=None, eos_token_id=None)
+        Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def configuration(model: Path, transport: str, instances: int, staged: bool, bucket_mb: int) -> Config:
+    return load(None, [
+        f"model.path={model}", "algorithm.old_policy=behavior", "algorithm.kl_coef=0.0", f"rollout.instances={instances}",
+        "rollout.concurrency=1", "rollout.group_size=2", "rollout.max_context=64", f"rollout.timeout_s={TIMEOUT_S}",
+        "rollout.heartbeat_s=60", "rollout.wait_s=240", "rollout.max_new_tokens=16",
+        f"weights.transport={transport}", f"weights.staged={str(staged).lower()}", f"weights.bucket_mb={bucket_mb}",
+    ])  # fmt: skip
+
+
+def policy(config: Config) -> TriModel:
+    from engine.trainer.models import open_models
+
+    return open_models(config, platform.get("cpu"))
+
+
+def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict[str, float]:
+    """Medians, in seconds, of syncs and bare transfers in turn."""
+    from engine.trainer.ranks import Ranks
+
+    transport, staged = config.weights.transport, config.weights.staged
+    sizes = bucket_sizes(models, config.weights.bucket_mb * 2**20)
+    with launcher(config, folder) as side, bare_transfer(transport, sizes, config.rollout.instances, folder) as bare:
+        control, sender = (ControlClient(side.address, name, TIMEOUT_S) for name in ("trainer", "sender"))
+        try:
+            open_ = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
+            publisher = Publisher(control, sender, Ranks(1, TIMEOUT_S), open_, folder / "weights", torch.float32,
+                                  config.weights.bucket_mb * 2**20, TIMEOUT_S)
+            first_s = publisher.publish(models, 0)
+            found = [one_round(side, publisher, models, bare, version, staged) for version in range(1, rounds + 2)][1:]
+        finally:
+            control.close()
+            sender.close()
+    medians = {key: statistics.median(one[key] for one in found) for key in found[0]}
+    size = sum(sizes)
+    return {"GB": size / 1e9, "first_s": first_s, **medians, "ratio": medians["sync_s"] / medians["bare_s"]}
+
+
+def one_round(
+    side: Launcher, publisher: Publisher, models: TriModel, bare: Callable[[], None], version: int, staged: bool
+) -> dict[str, float]:
+    with torch.no_grad():
+        for parameter in models.policy.parameters():
+            parameter.mul_(1.0001)
+    began = time.perf_counter()
+    bare()
+    found = {"bare_s": time.perf_counter() - began}
+    with side.generating() if staged else contextlib.nullcontext():
+        side.seconds.clear()
+        tokens = side.generated() if staged else 0
+        found["sync_s"] = publisher.publish(models, version)
+        found |= {f"{name.removeprefix('sync_')}_s": side.seconds[name] for name in ("sync_open", "sync_bucket", "sync_finish")}
+        if staged:
+            found["tokens_meanwhile"] = side.generated() - tokens
+            found["hidden"] = 1 - found["finish_s"] / found["sync_s"]
+    return found
+
+
+def bucket_sizes(models: TriModel, limit: int) -> list[int]:
+    """As engine.weights.buckets.pack makes them."""
+    sizes = [0]
+    for _, tensor in models.tensors():
+        if sizes[-1] and sizes[-1] + 4 * tensor.numel() > limit:
+            sizes.append(0)
+        sizes[-1] += 4 * tensor.numel()
+    return sizes
+
+
+# the launcher's side, in a thread of this process ------------------------------------------------------------------------
+
+
+class Launcher:
+    """The conductor's handlers over real instances."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config = config
+        self.folder = folder
+        self.address = f"ipc://{folder}/control"
+        self.ready, self.stop = threading.Event(), threading.Event()
+        self.failure: BaseException | None = None
+        self.seconds: dict[str, float] = {}
+        self.pool: Pool | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self) -> None:
+        """Until `stop`."""
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # noqa: BLE001 - told to the main thread
+            self.failure = error
+        self.ready.set()
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        (self.folder / "logs").mkdir(parents=True)
+        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, synced=True)
+        conductor = Conductor(self.config, RunFolder(self.folder), Trace(self.folder / "trace", "launcher"), None,
+                              SimpleNamespace(pool=self.pool))
+        try:
+            self.pool.spawn(self.config.rollout.instances)
+            await self.pool.connect()
+            handlers = {name: self._timed(name, handler) for name, handler in conductor.handlers().items()}
+            server = asyncio.create_task(ControlServer(self.address, handlers).serve())
+            self.ready.set()
+            while not self.stop.is_set() and not server.done():
+                await asyncio.sleep(0.05)
+            server.cancel()
+            await asyncio.gather(server, return_exceptions=True)
+        finally:
+            await self.pool.close()
+
+    def _timed(self, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+        async def timed(request: dict[str, Any]) -> dict[str, Any]:
+            began = time.perf_counter()
+            try:
+                return await handler(request)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+        return timed
+
+    def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        assert self.pool is not None
+        assert self.loop is not None
+        client = self.pool.instances[0].client
+        call = client.call("POST" if body else "GET", route, body)
+        return asyncio.run_coroutine_threadsafe(call, self.loop).result(TIMEOUT_S)
+
+    def generated(self) -> int:
+        """Tokens of the first instance so far."""
+        return int(self._call("/load")["generated_tokens"])
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Keep an instance busy with responses of 2 tokens (a pause waits for them)."""
+        off = threading.Event()
+
+        def generate() -> None:
+            while not off.is_set():
+                self._call("/v1/completions", {"prompt": [1, 2, 3, 4], "max_tokens": 2, "ignore_eos": True})
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        try:
+            yield
+        finally:
+            off.set()
+            thread.join()
+
+
+@contextmanager
+def launcher(config: Config, folder: Path) -> Iterator[Launcher]:
+    folder.mkdir()
+    side = Launcher(config, folder)
+    thread = threading.Thread(target=side.run)
+    thread.start()
+    side.ready.wait(TIMEOUT_S)
+    try:
+        if side.failure is not None:
+            raise MetronomeError(f"the launcher failed: {side.failure!r}")
+        yield side
+    finally:
+        side.stop.set()
+        thread.join()
+
+
+# bare transfers ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def bare_transfer(transport: str, sizes: list[int], count: int, folder: Path) -> Iterator[Callable[[], None]]:
+    """A function that moves buckets of these sizes to `count` receivers once; the memory is reused on both sides."""
+    buffer = torch.ones(max(sizes), dtype=torch.uint8)
+    if transport == "file":
+        readers = [torch.ones(max(sizes), dtype=torch.uint8) for _ in range(count)]
+        yield lambda: write_and_read(sizes, buffer, readers, folder)
+        return
+    meeting = Meeting("127.0.0.1", transport, TIMEOUT_S)
+    others = []
+    for rank in range(1, count + 1):
+        info = {"address": meeting.address, "rank": rank, "world": count + 1, "backend": transport, "sizes": sizes}
+        others.append(subprocess.Popen([sys.executable, __file__, "--receive", json.dumps(info)], stdin=subprocess.PIPE))
+    group = meeting.gather(count + 1)
+
+    def broadcast() -> None:
+        for other in others:
+            assert other.stdin is not None
+            other.stdin.write(b"again\n")
+            other.stdin.flush()
+        for size in sizes:
+            group.broadcast(buffer[:size]).wait()
+
+    try:
+        yield broadcast
+    finally:
+        group.close()
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def receive(address: dict[str, object], rank: int, world: int, backend: str, sizes: list[int]) -> None:
+    """The other end of a bare broadcast: one pass for each line of standard input."""
+    torch.set_num_threads(1)
+    group = join(address, rank, world, backend, TIMEOUT_S, threading.Event())
+    buffer = torch.ones(max(sizes), dtype=torch.uint8)
+    for _ in sys.stdin:
+        for size in sizes:
+            group.broadcast(buffer[:size]).wait()
+
+
+def write_and_read(sizes: list[int], buffer: torch.Tensor, readers: list[torch.Tensor], folder: Path) -> None:
+    place = folder / "bare"
+    place.mkdir()
+    for number, size in enumerate(sizes):
+        with (place / str(number)).open("wb", buffering=0) as file:
+            file.write(memoryview(buffer.numpy())[:size])
+    threads = [threading.Thread(target=read, args=(place, sizes, reader)) for reader in readers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    shutil.rmtree(place)
+
+
+def read(place: Path, sizes: list[int], buffer: torch.Tensor) -> None:
+    for number, size in enumerate(sizes):
+        with (place / str(number)).open("rb", buffering=0) as file:
+            file.readinto(memoryview(buffer.numpy())[:size])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The steps of a weight update on one instance, in the order in which the routes want them, and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.errors import WeightSyncError
+from engine.rollout.client import InstanceFault
+from engine.rollout.instance import Instance
+from engine.rollout.probe import TOLERANCE, Probe
+
+PERTURBED_VERSION = 2**40
+"""Named by an instance with perturbed weights: no step accepts it."""
+MOVED = 0.01
+"""The least by which a log-probability must move when weights are perturbed."""
+
+
+class Steps:
+    """Calls to instances; each raises what InstanceClient.call raises."""
+
+    def __init__(self, probe: Probe | None, timeout_s: float) -> None:
+        """`timeout_s`: of every call."""
+        self.probe = probe
+        self.timeout_s = timeout_s
+
+    async def post(self, instance: Instance, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        """POST with the update's deadline."""
+        return await instance.client.call("POST", route, body, timeout_s=self.timeout_s)
+
+    async def pause(self, instance: Instance, abort: bool = False) -> None:
+        """Until nothing runs; `abort` breaks off what runs."""
+        await self.post(instance, f"/pause?mode={'abort' if abort else 'wait'}", {})
+
+    async def start(self, instance: Instance) -> None:
+        """Begin an update, or begin it again."""
+        await self.post(instance, "/start_weight_update", {})
+
+    async def update(self, instance: Instance, update_info: dict[str, Any]) -> None:
+        """Receive and load a bucket."""
+        await self.post(instance, "/update_weights", {"update_info": update_info})
+
+    async def name(self, instance: Instance, version: int) -> None:
+        """The update is whole: it is that version, and the instance serves it."""
+        await self.post(instance, "/finish_weight_update", {"weight_version": version})
+        await self.post(instance, "/reset_prefix_cache", {})
+        await self.post(instance, "/resume", {})
+
+    async def complete(self, instance: Instance, version: int, expected: Sequence[float] | None) -> None:
+        """Name the version and check what the instance makes of it, against the trainer's log-probabilities of the probe.
+
+        Raises WeightSyncError naming the instance.
+        """
+        await self.name(instance, version)
+        holds = (await instance.client.call("GET", "/weight_version", timeout_s=self.timeout_s)).get("weight_version")
+        if holds != version:
+            raise WeightSyncError(f"{instance.name}: it holds weight version {holds} after an update to version {version}")
+        if self.probe is None or expected is None:
+            return
+        apart = self.probe.difference(expected, await self.ask(instance, self.probe))
+        limit, which = TOLERANCE[self.probe.dtype]
+        if not apart <= limit:
+            raise WeightSyncError(
+                f"{instance.name}: after the update to weight version {version} its log-probabilities of {len(expected)} fixed "
+                f"tokens differ from the trainer's: {which} difference {apart:.3g}, limit {limit:g}; it computes with other "
+                "weights, or otherwise"
+            )
+
+    async def self_test(self, instance: Instance) -> None:
+        """Load perturbed weights and then those it was started from: its log-probabilities must move.
+
+        Raises WeightSyncError naming the instance. Leaves it with the weights it was started from, as version 0.
+        """
+        if self.probe is None:
+            return
+        found = []
+        for perturb, version in ((self.probe.perturb, PERTURBED_VERSION), ([], 0)):
+            await self.pause(instance, abort=True)
+            await self.start(instance)
+            await self.update(instance, {"transport": "base", "perturb": perturb})
+            await self.name(instance, version)
+            found.append(await self.ask(instance, self.probe))
+        moved = max(abs(a - b) for a, b in zip(*found, strict=True))
+        if not moved > MOVED:
+            raise WeightSyncError(
+                f"{instance.name}: self-test failed: it loaded weights with the output rows of tokens {self.probe.perturb} "
+                f"changed, and its log-probabilities moved by {moved:.3g}, expected more than {MOVED:g}; it computes with "
+                "something else than the weights it is given"
+            )
+
+    async def ask(self, instance: Instance, probe: Probe) -> list[float]:
+        """The instance's log-probabilities of the probe."""
+        try:
+            return probe.read(await self.post(instance, "/v1/completions", probe.request()))
+        except InstanceFault as error:
+            raise InstanceFault(f"{instance.name}: {error}") from None
+
+    async def world_size(self, instance: Instance) -> int:
+        """Processes of the instance that take part in a transfer."""
+        size = (await instance.client.call("GET", "/get_world_size", timeout_s=self.timeout_s)).get("world_size")
+        if not isinstance(size, int) or size < 1:
+            raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size!r}")
+        return size

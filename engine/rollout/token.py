@@ -1,0 +1,51 @@
+"""The access token of a run's servers: instances of both engines, and the launcher.
+
+Imports the standard library and engine.errors only, because vLLM's environment imports it too.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+
+from engine.errors import BadInput
+
+VARIABLE = "METRONOME_TOKEN"
+"""The environment variable that holds the token of a server and of those that call it."""
+
+
+def access_token() -> str | None:
+    """The token of this process's environment; None when it is unset or empty. BadInput when no HTTP header could carry it."""
+    token = os.environ.get(VARIABLE, "")
+    if token and not (token.isascii() and token.isprintable() and token == token.strip()):
+        raise BadInput(f"{VARIABLE}: it must be printable ASCII without spaces around it, as from `openssl rand -hex 32`")
+    return token or None
+
+
+def authorization(token: str | None) -> dict[str, str]:
+    """The header a caller sends; none without a token."""
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def authorized(header: str | bytes | None, token: str | None) -> bool:
+    """Whether an Authorization header (None: there was none) carries the token, compared in constant time.
+
+    Without a token everybody is: such a server listens on loopback only (check_address).
+    """
+    if token is None:
+        return True
+    given = header.encode("utf-8", "surrogateescape") if isinstance(header, str) else header or b""
+    scheme, _, credentials = given.partition(b" ")
+    return hmac.compare_digest(credentials.strip(), token.encode()) and scheme.lower() == b"bearer"
+
+
+def check_address(host: str, token: str | None, key: str = "--host") -> None:
+    """BadInput, which names `key`, unless `host` is an IP address (or localhost), and a loopback one where there is no token."""
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise BadInput(f"{key} {host}: expected an IP address, for example 127.0.0.1") from None
+    if not loopback and token is None:
+        raise BadInput(f"{key} {host}: only loopback addresses such as 127.0.0.1 are served without an access token; "
+                       f"set {VARIABLE}, the same for the launcher and its instances, to listen elsewhere")

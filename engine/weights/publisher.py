@@ -1,0 +1,269 @@
+"""Weight sync, the trainer's side: each pipeline stage's tensors are gathered, bucket by bucket, while others are sent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine import errors
+from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
+from engine.weights.buckets import Bucket, Buffers, pack
+from engine.weights.pipeline import Pipeline
+from engine.weights.transport import Snapshots, Transport
+
+ATTEMPTS = 6
+"""How often a publish begins again because an instance failed, before the run stops."""
+UNDER_WAY = 3
+"""Buckets in memory: one is gathered, one written or sent, one loaded by the instances."""
+
+
+class Model(Protocol):
+    """What is published."""
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """This pipeline stage's whole tensors under Hugging Face names, valid until the next one is asked for.
+
+        A collective of the ranks that share them.
+        """
+
+    def probe(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities (temperature 1) of the tokens after the first; [] on ranks that do not know them. A collective
+        of each replica."""
+
+
+class Members(Protocol):
+    """What the publisher asks of the ranks (engine.trainer.ranks)."""
+
+    exports: bool
+    """Whether this rank takes part in the export."""
+    writes: bool
+    """Whether it sends its pipeline stage's tensors."""
+    stage: int
+
+    def from_first(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Rank 0's result of `act` on every rank."""
+
+    def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Every rank's message, in rank order, on every rank."""
+
+
+class Control(Protocol):
+    """The way to the launcher (engine.queue.client)."""
+
+    def ask(self, operation: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
+        """Send a request and wait for its reply."""
+
+
+class Retry(TransferError):
+    """The launcher wants the publish to begin again: an instance failed."""
+
+
+class Publisher:
+    """Publishes weight versions; the launcher leads the instances (engine.rollout.sync). Built by all ranks at once."""
+
+    def __init__(
+        self,
+        control: Control,
+        sender: Control,
+        ranks: Members,
+        transport: Callable[[Snapshots], Transport],
+        folder: Path,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        """`sender`: the sending thread's own way to the launcher; `folder`: for snapshots, shared with the instances;
+        `dtype`: of the instances' weights; `timeout_s`: of each bucket, longer than the launcher's patience with one."""
+        self._control, self._sender, self._ranks = control, sender, ranks
+        self._dtype, self._bucket_bytes, self._timeout_s = dtype, bucket_bytes, timeout_s
+        self._stages = 1 + max(told["stage"] for told in ranks.gather({"stage": ranks.stage}))
+        self._snapshots = Snapshots(folder, self._stages)
+        self._transport = transport(self._snapshots)
+        self._pipeline = self._make_pipeline() if ranks.writes else None
+        self._snapshot: _Background | None = None
+        """Completes the last version's snapshot."""
+
+    def _make_pipeline(self) -> Pipeline:
+        self._buffers = Buffers(UNDER_WAY, self._timeout_s, self._transport.device)
+        steps = [self._announce, self._keep] if self._transport.groups else [self._write, self._announce]
+        counted = 1 if self._transport.groups else 2
+        return Pipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
+
+    def publish(self, model: Model, version: int) -> float:
+        """Return once every instance holds exactly this version. Returns the seconds it took (exposed sync).
+
+        A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
+        """
+        started = time.perf_counter()
+        for _ in range(ATTEMPTS):
+            self._agreed(self._caught(self._settle))
+            opened = self._ranks.from_first(lambda: self._open(version))
+            expected = self._attempt(model, version, opened)
+            if expected is not None:
+                self._ranks.from_first(partial(self._finish, version, expected))
+                self._complete_snapshot(version)
+                return time.perf_counter() - started
+        raise WeightSyncError(f"weight version {version} could not be sent: instances failed in each of {ATTEMPTS} attempts")
+
+    def _settle(self) -> None:
+        """Until nothing of the last version, or of a failed attempt, is under way."""
+        if self._snapshot is not None:
+            self._snapshot.result(self._timeout_s)
+            self._snapshot = None
+        if self._pipeline is not None:
+            self._pipeline.restart()
+
+    def _open(self, version: int) -> dict[str, Any]:
+        self._snapshots.begin(version)
+        return self._control.ask("sync_open", version=version)
+
+    def _finish(self, version: int, expected: list[float]) -> dict[str, Any]:
+        snapshot = str(self._snapshots.place(version))
+        return self._control.ask("sync_finish", version=version, snapshot=snapshot, expected=expected)
+
+    def _attempt(self, model: Model, version: int, opened: dict[str, Any]) -> list[float] | None:
+        """Send all stages in turn. The log-probabilities of the probe; None to begin again."""
+        if self._transport.groups and opened["connect"] and not self._connect(version, opened):
+            return None
+        expected: list[float] = []
+        for stage in range(self._stages):
+            self._gather(model, version, stage)
+            if stage == self._stages - 1:  # while the last buckets are on their way
+                expected = self._probe(model, opened["probe"])
+            if not self._agreed(self._sent(version, stage)):
+                return None
+        return expected
+
+    # groups ---------------------------------------------------------------------------------------------------------------
+
+    def _connect(self, version: int, opened: dict[str, Any]) -> bool:
+        """Make the stages' groups with the instances. False to begin again."""
+        sends = self._ranks.writes
+        meeting = self._caught(lambda: {"at": self._transport.meet(opened["local"])} if sends else {})
+        told = self._ranks.gather({"stage": self._ranks.stage, **meeting})
+        if not self._agreed_of(told):
+            return False
+        stages = [one["at"] for one in sorted((one for one in told if "at" in one), key=lambda one: one["stage"])]
+        joining = _Background(lambda: self._transport.gather(opened["world_size"])) if sends else None
+        name = self._transport.name
+        reply = self._ranks.from_first(
+            lambda: self._control.ask("sync_connect", version=version, stages=stages, transport=name)
+            if opened["world_size"] > 1 else {}
+        )
+        if reply.get("retry") and sends:
+            self._transport.call_off()
+        outcome = self._caught(lambda: joining.result(self._timeout_s) if joining is not None else None)
+        return self._agreed({"retry": True} if reply.get("retry") else outcome)
+
+    # buckets --------------------------------------------------------------------------------------------------------------
+
+    def _gather(self, model: Model, version: int, stage: int) -> None:
+        """Hand the stage's buckets to the pipeline as they fill. All of its ranks go through all of its tensors."""
+        ranks = self._ranks
+        if ranks.stage != stage or not ranks.exports:
+            return
+        tensors = model.tensors()
+        if self._pipeline is None:
+            for _ in tensors:
+                pass  # gives its shards to the rank that sends
+            return
+        for bucket in pack(tensors, self._dtype, self._bucket_bytes, self._buffers):
+            self._pipeline.put(bucket, {"transport": self._transport.name, "version": version, "stage": stage,
+                                        "bucket": bucket.number, **bucket.wire()})
+
+    def _sent(self, version: int, stage: int) -> dict[str, Any]:
+        """What came of sending the stage: {} or {"retry"} or an error."""
+        pipeline = self._pipeline
+        if self._ranks.stage != stage or pipeline is None:
+            return {}
+        outcome = self._caught(pipeline.wait)
+        if outcome:
+            self._transport.call_off()
+        return outcome
+
+    def _write(self, bucket: Bucket, info: dict[str, Any]) -> None:
+        info |= self._transport.write(bucket, info)
+
+    def _announce(self, bucket: Bucket, info: dict[str, Any]) -> None:
+        """Send a bucket while the launcher has all instances receive it."""
+        sent = self._transport.send(bucket)
+        if self._sender.ask("sync_bucket", info=info).get("retry"):
+            raise Retry("an instance failed")
+        try:
+            sent.wait()
+        except (TransferError, DeadlineError) as error:
+            self._sender.ask("sync_abort", version=info["version"], reason=str(error))
+            raise Retry(str(error)) from None
+
+    def _keep(self, bucket: Bucket, info: dict[str, Any]) -> None:
+        self._snapshots.write(bucket, info)
+
+    def _complete_snapshot(self, version: int) -> None:
+        """In the background, once its last bucket is written (and no instance reads it any more where it was staged)."""
+        pipeline, stage = self._pipeline, self._ranks.stage
+        if pipeline is None:
+            return
+
+        def complete() -> None:
+            pipeline.drain()
+            self._snapshots.stage_done(version, stage)
+
+        self._snapshot = _Background(complete)
+
+    def _probe(self, model: Model, token_ids: list[int]) -> list[float]:
+        """On all ranks, what the last stage's know."""
+        if not token_ids:
+            return []
+        told = self._ranks.gather({"probe": model.probe(token_ids)})
+        return next((one["probe"] for one in told if one["probe"]), [])
+
+    # agreement ------------------------------------------------------------------------------------------------------------
+
+    def _caught(self, act: Callable[[], Any]) -> dict[str, Any]:
+        """The result of `act`, or its failure as a message."""
+        try:
+            return act() or {}
+        except TransferError:
+            return {"retry": True}
+        except MetronomeError as error:
+            return {"error": type(error).__name__, "message": str(error)}
+
+    def _agreed(self, outcome: dict[str, Any]) -> bool:
+        """Whether all ranks were successful; False to begin again. Raises a rank's error on all."""
+        return self._agreed_of(self._ranks.gather(outcome))
+
+    def _agreed_of(self, told: list[dict[str, Any]]) -> bool:
+        for one in told:
+            if "error" in one:
+                raise getattr(errors, one["error"], MetronomeError)(one["message"])
+        return not any(one.get("retry") for one in told)
+
+
+class _Background:
+    """A call in a thread of its own."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(act,), name="weights", daemon=True)
+        self._thread.start()
+
+    def _run(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:  # noqa: BLE001 - raised again in `result`
+            self._error = error
+
+    def result(self, timeout_s: float) -> None:
+        """Wait for its end; raises its error."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(f"the groups of the weight transfer were not made within {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Build the environment of the vLLM instances: install.sh DEVICE PYTHON VENV, with DEVICE cpu, cuda or npu.
+# A second call with the same list returns at once; whatever an interrupted or different call left is built anew.
+set -euo pipefail
+if [ $# -ne 3 ]; then
+    echo "usage: $0 cpu|cuda|npu PYTHON VENV" >&2
+    exit 2
+fi
+device=$1 python=$2 venv=$3
+list=$(dirname "$0")/$device.txt
+case $device in
+    cpu | cuda | npu) ;;
+    *) echo "error: DEVICE=$device: expected cpu, cuda or npu" >&2; exit 2 ;;
+esac
+if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+    echo "error: Python 3.11 or 3.12 is needed, and ${python:-an empty name} is none; give one with PYTHON=/path/to/python3.11" >&2
+    exit 2
+fi
+
+done_file=$venv/metronome-vllm  # written last: device, then checksum of the list
+want=$(printf '%s\n' "$device"; cat "$list" "$0" | cksum)
+if [ -x "$venv/bin/python" ] && [ "$(cat "$done_file" 2>/dev/null)" = "$want" ]; then
+    exit 0
+fi
+
+echo "Installing vLLM for $device into $venv (two to five minutes) ..."
+rm -rf "$venv"
+"$python" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+pinned() { grep "^$1==" "$list"; }
+case $device in
+    cpu)
+        pip "$(pinned torch)"  # with its dependencies, which differ from build to build
+        pip --no-deps -r "$list"
+        ;;
+    cuda) pip -r "$list" ;;
+    npu)
+        pip "$(pinned vllm)"
+        grep -v '^vllm==' "$list" > "$venv/rest.txt"
+        pip -r "$venv/rest.txt"
+        ;;
+esac
+if [ "$device" != npu ]; then  # there the import needs CANN's environment, which need not be set while installing
+    "$venv/bin/python" -c 'import vllm.entrypoints.openai.api_server' > "$venv/import.log" 2>&1 || { cat "$venv/import.log" >&2; exit 1; }
+fi
+printf '%s\n' "$want" > "$done_file"

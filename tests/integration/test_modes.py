@@ -1,0 +1,66 @@
+"""Staleness on purpose: whole runs in the modes that keep batches in flight, with and without staged weights."""
+
+import pytest
+from conftest import launch
+from safetensors.numpy import load_file
+
+from engine.run_folder import read_lines
+
+pytestmark = pytest.mark.timeout(200)
+STEPS = 6
+STALE = {"train.steps": STEPS, "algorithm.old_policy": "rollout", "algorithm.kl_coef": 0, "rollout.concurrency": 2,
+         "train.micro_batch_tokens": 150}  # fmt: skip
+
+
+def run(settings, folder, *arguments):
+    code, output = launch(settings, folder, *arguments)
+    assert code == 0, output
+    return list(read_lines(folder / settings["run.name"] / "steps.jsonl"))
+
+
+def weights(folder, name):
+    return {key: tensor.tobytes() for key, tensor in load_file(folder / name / "policy/model.safetensors").items()}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(("mode", "lag"), [("one_step_off", 1), ("bounded", 2)])
+def test_an_exact_lag_is_kept_and_is_a_function_of_the_seed(settings, tmp_path, mode, lag, staged):
+    """Every response of batch t comes from version max(0, t - lag), however weights move; so runs are bit-identical."""
+    exact = {"train.mode": mode, "rollout.deterministic": True, "train.consume": "prompt_order", "weights.staged": staged}
+    exact |= {"train.max_staleness": lag, "train.exact_lag": True} if mode == "bounded" else {}
+    lines = run(settings | STALE | exact, tmp_path)
+    assert [line["versions_seen"] for line in lines] == [[max(0, step - lag)] for step in range(STEPS)]
+    assert [line["staleness_mean"] for line in lines] == [min(step, lag) for step in range(STEPS)]
+    again = settings | STALE | exact | {"run.name": "again", "weights.staged": not staged}
+    run(again, tmp_path)
+    assert weights(tmp_path, "run") == weights(tmp_path, "again")
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_bounded_staleness_with_two_instances(settings, tmp_path, transport):
+    bounded = {"train.mode": "bounded", "train.max_staleness": 2, "rollout.instances": 2, "weights.staged": True,
+               "weights.transport": transport}  # fmt: skip
+    lines = run(settings | STALE | bounded, tmp_path)
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    for line in lines:
+        assert set(line["versions_seen"]) <= set(range(max(0, line["step"] - 2), line["step"] + 1))
+        assert 0 <= line["staleness_mean"] <= 2
+        assert line["pool_size"] == 2
+    assert max(line["staleness_mean"] for line in lines) > 0
+    assert max(line["old_ratio_max"] for line in lines) > 1.0
+
+
+def test_a_resumed_run_generates_anew_what_was_in_flight(settings, tmp_path):
+    stale = settings | STALE | {"train.mode": "one_step_off", "checkpoint.every": 2}
+    run(stale | {"train.steps": 4}, tmp_path)
+    lines = run(stale, tmp_path, "--resume")
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert [line["versions_seen"] for line in lines] == [[0], [0], [1], [2], [4], [4]]
+
+
+def test_a_recorded_stale_run_replays_bit_identically(settings, tmp_path):
+    stale = settings | STALE | {"train.mode": "bounded", "train.max_staleness": 2}
+    live = run(stale | {"run.name": "live", "train.record": True}, tmp_path)
+    replayed = run(stale | {"run.name": "replayed"}, tmp_path, "--replay", str(tmp_path / "live/record.msgpack"))
+    assert weights(tmp_path, "live") == weights(tmp_path, "replayed")
+    assert [line["versions_seen"] for line in live] == [line["versions_seen"] for line in replayed]

@@ -1,0 +1,122 @@
+import asyncio
+
+import aiohttp
+import pytest
+from aiohttp import web
+from scripted import Scripted, tokens_of, until
+
+from engine.errors import DeadlineError
+from engine.rollout.client import Busy, InstanceClient, InstanceFault, InstanceGone, Refused, Sampling
+from engine.types import Prompt
+
+PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
+SAMPLING = Sampling(16, 1.0, 1.0, 0)
+
+
+@pytest.fixture
+async def instance():
+    scripted = Scripted(version=7)
+    async with scripted.serving() as url, aiohttp.ClientSession() as session:
+        yield scripted, InstanceClient("instance-3", url, session, 5.0)
+
+
+async def test_a_response_arrives_with_its_version_and_instance(instance):
+    _, client = instance
+    response = await client.complete(PROMPT, SAMPLING, 4)
+    assert list(response.token_ids) == tokens_of([1, 2, 3], 4)
+    assert (response.versions, response.instance, response.seed) == (((0, 7),), "instance-3", 4)
+    assert len(response.logprobs) == len(response.loss_mask) == len(response.token_ids)
+
+
+@pytest.mark.parametrize(("status", "kind"), [
+    (500, InstanceFault), (503, InstanceFault), (302, InstanceFault), (204, InstanceFault),
+    (400, Refused), (401, Refused), (404, Refused), (413, Refused), (409, Busy), (429, Busy),
+])
+async def test_every_status_has_its_error_which_names_instance_and_route(instance, status, kind):
+    scripted, client = instance
+    scripted.status = status
+    with pytest.raises(kind, match=f"instance-3: POST /v1/completions answered {status}") as caught:
+        await client.complete(PROMPT, SAMPLING, 0)
+    assert (type(caught.value) is Refused) == (kind is Refused)  # Busy is told from what is final
+
+
+@pytest.mark.parametrize("body", ["", "{", "[]", "null", '{"choices": []}', '{"choices": [{"token_ids": [1]}]}',
+                                  '{"choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1]}, '
+                                  '"finish_reason": "stop"}], "weight_versions": [[0, 1]]}'])
+async def test_what_is_no_reply_is_a_fault(instance, body):
+    scripted, client = instance
+    scripted.body = body or " "
+    with pytest.raises(InstanceFault, match="instance-3"):
+        await client.complete(PROMPT, SAMPLING, 0)
+
+
+async def test_a_response_that_a_pause_broke_off_is_sent_again(instance):
+    scripted, client = instance
+    scripted.finish = "abort"
+    with pytest.raises(Busy, match="broke off"):
+        await client.complete(PROMPT, SAMPLING, 0)
+
+
+async def test_broken_and_refused_connections(instance):
+    scripted, client = instance
+    scripted.drop = True
+    with pytest.raises(InstanceGone, match="instance-3: POST /v1/completions"):
+        await client.complete(PROMPT, SAMPLING, 0)
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(InstanceGone, match="instance-4: GET /load"):
+            await InstanceClient("instance-4", "http://127.0.0.1:9", session, 5.0).call("GET", "/load")
+
+
+async def test_something_that_does_not_speak_http_is_a_fault_or_gone():
+    async def rude(reader, writer):
+        writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(rude, "127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises((InstanceFault, InstanceGone), match="instance-5"):
+            await InstanceClient("instance-5", f"http://127.0.0.1:{port}", session, 5.0).call("GET", "/load")
+
+
+async def test_the_deadline_names_what_it_waited_for(instance):
+    scripted, client = instance
+    scripted.silent = True
+    with pytest.raises(DeadlineError, match=r"instance-3: no answer to GET /load in 0\.05 s"):
+        await client.call("GET", "/load", timeout_s=0.05)
+
+
+async def test_cutting_ends_what_is_under_way_and_nothing_else(instance):
+    scripted, client = instance
+    scripted.delay_s = 30
+    tasks = [asyncio.create_task(client.complete(PROMPT, SAMPLING, seed)) for seed in range(3)]
+    await until(lambda: scripted.running == 3, "the requests")
+    client.cut("it was silent")
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, InstanceGone)
+        assert "was given up: it was silent" in str(result)
+    await until(lambda: scripted.running == 0, "the instance to see it")
+    scripted.delay_s = 0
+    await client.complete(PROMPT, SAMPLING, 9)
+
+
+async def test_an_empty_answer_is_an_empty_object(instance):
+    assert await instance[1].call("GET", "/health") == {}
+
+
+async def test_a_redirect_is_not_followed():
+    async def redirect(request):
+        raise web.HTTPFound("http://127.0.0.1:9/elsewhere")
+
+    app = web.Application()
+    app.router.add_get("/load", redirect)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with aiohttp.ClientSession() as session:
+            client = InstanceClient("i", f"http://127.0.0.1:{runner.addresses[0][1]}", session, 5.0)
+            with pytest.raises(InstanceFault, match="answered 302"):
+                await client.call("GET", "/load")
+    finally:
+        await runner.cleanup()

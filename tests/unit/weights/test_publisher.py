@@ -1,0 +1,136 @@
+"""The trainer's side with several ranks: pipeline stages that send in turn, ranks that only give their shards, errors of one."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from weights_double import TIMEOUT_S, Client, Launcher, Model, base_folder, weights
+
+from engine.errors import WeightSyncError
+from engine.rollout.client import InstanceGone
+from engine.weights.bucket_file import wire_of
+from engine.weights.publisher import Publisher
+from engine.weights.transport import open_transport
+
+STAGES = (("lm_head.weight", "a"), ("b", "c", "d"))
+
+
+class Place:
+    """A rank's side of engine.trainer.ranks.Ranks, all ranks being threads here."""
+
+    def __init__(self, shared, number):
+        self._shared, self._number = shared, number
+        self.stage, self.writes = divmod(number, 2)[0], number % 2 == 0
+        self.exports = True
+
+    def gather(self, message):
+        shared = self._shared
+        shared.told[self._number] = message
+        shared.barrier.wait(20)
+        told = [shared.told[number] for number in range(4)]
+        shared.barrier.wait(20)
+        return told
+
+    def from_first(self, act):
+        outcome = {}
+        if self._number == 0:
+            try:
+                outcome = {"result": act()}
+            except Exception as error:
+                outcome = {"error": error}
+        outcome = self.gather(outcome)[0]
+        if "error" in outcome:
+            raise outcome["error"]
+        return outcome["result"]
+
+
+class Shared:
+    def __init__(self):
+        self.told, self.barrier = {}, threading.Barrier(4)
+
+
+class Stage(Model):
+    """One stage's part; only the last one's ranks know the probe's log-probabilities. Both ranks of a stage go through it."""
+
+    def __init__(self, seed, stage):
+        super().__init__(seed)
+        self.stage, self.seen = stage, 0
+
+    def tensors(self):
+        for name in STAGES[self.stage]:
+            self.seen += 1
+            yield name, self.held[name]
+
+    def probe(self, token_ids):
+        return super().probe(token_ids) if self.stage == 1 else []
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Publish versions from four ranks (two stages of two); what each rank's publish returned or raised."""
+    launchers = []
+
+    def publish(transport, versions, **faults):
+        base = base_folder(tmp_path / f"base{len(launchers)}")
+        launchers.append(launcher := Launcher([Client(name, base, faults.get(name)) for name in "ab"]))
+        shared, models = Shared(), []
+
+        def rank(number):
+            place = Place(shared, number)
+            made = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
+            publisher = Publisher(launcher, launcher, place, made, tmp_path / "weights", torch.float32, 2000, 2 * TIMEOUT_S)
+            for version in versions:
+                models.append(model := Stage(version, place.stage))
+                try:
+                    publisher.publish(model, version)
+                except Exception as error:
+                    return error
+            publisher._settle()
+            return None
+
+        with ThreadPoolExecutor(4) as threads:
+            return launcher, list(threads.map(rank, range(4))), models
+
+    yield publish
+    for launcher in launchers:
+        launcher.close()
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_all_stages_arrive_and_one_snapshot_holds_them(run, tmp_path, transport):
+    launcher, ended, models = run(transport, [1, 2])
+    assert ended == [None] * 4
+    for client in launcher.clients:
+        assert client.version == 2
+        assert all(torch.equal(client.held[name], tensor) for name, tensor in weights(2).items())
+    (folder,) = (tmp_path / "weights").glob("version-????????")
+    assert folder.name == "version-00000002"
+    names = [name for path in sorted(folder.glob("*.safetensors")) for name in wire_of(path)["names"]]
+    assert names == [name for stage in STAGES for name in stage]
+    assert all(model.seen == len(STAGES[model.stage]) for model in models)
+
+
+def test_an_instance_that_dies_in_the_second_stage_makes_all_ranks_begin_again(run):
+    async def die(route, body, count):
+        if route == "/update_weights" and body["update_info"].get("stage") == 1:
+            raise InstanceGone("its connection broke")
+
+    launcher, ended, models = run("gloo", [1], b=die)
+    assert ended == [None] * 4
+    assert set(launcher.pool.reasons) == {"b"}
+    assert all(torch.equal(launcher.clients[0].held[name], tensor) for name, tensor in weights(1).items())
+    assert [model.seen for model in models] == [2 * len(STAGES[model.stage]) for model in models]
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_an_error_of_the_launcher_is_raised_on_all_ranks(run, transport):
+    async def corrupt(route, body, count):
+        if route == "/update_weights" and body["update_info"].get("stage") == 1:
+            return {"update_info": body["update_info"] | {"checksums": ["0" * 16] * len(body["update_info"]["names"])}}
+        return None
+
+    _, ended, _ = run(transport, [1], a=corrupt, b=corrupt)
+    assert {type(error) for error in ended} == {WeightSyncError}
+    assert all("b was corrupted on its way" in str(error) for error in ended)

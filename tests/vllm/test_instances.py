@@ -1,0 +1,103 @@
+"""vLLM instances with two processes, with the stale head on purpose, and without a parent."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, Tree, wait_for
+from tiny_models import save
+from vllm_instance import TOKEN, Client, Sender, config, file_infos, gap, self_test, serving
+
+from engine.errors import WeightSyncError
+from engine.rollout.vllm.command import command
+from engine.rollout.vllm.session import KEEP_STALE_HEAD
+
+pytestmark = pytest.mark.vllm
+
+PARENT = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from vllm_instance import serving
+with serving(Path(sys.argv[2]), Path(sys.argv[3])):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    return [Path(save(tmp_path_factory.mktemp("tied"), seed=seed, tie_word_embeddings=True)) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return [Path(save(tmp_path_factory.mktemp("untied"), seed=seed, tie_word_embeddings=False)) for seed in (0, 1)]
+
+
+def test_both_processes_of_an_untied_model_get_the_weights(untied, tmp_path):
+    with serving(untied[0], tmp_path, tensor=2) as (client, _):
+        assert client.ask("GET", "/get_world_size") == (200, {"world_size": 2})
+        assert gap(client.choice(max_tokens=40), untied[0]) < 1e-4
+        client.update(file_infos(untied[1], tmp_path / "1", 1), 1)
+        assert gap(client.choice(max_tokens=40), untied[1]) < 1e-4
+        client.update(Sender(client, 3).infos(untied[0], 2), 2)
+        assert client.version() == 2
+        assert gap(client.choice(max_tokens=40), untied[0]) < 1e-4
+        before = client.probe()
+        client.perturb([3, 6], 2)
+        assert (client.probe() - before).abs().max() > 0.1
+        client.perturb([], 2)
+        assert torch.equal(client.probe(), before)
+        wrong = list(file_infos(untied[1], tmp_path / "3", 3))[0] | {"checksums": None}
+        client.post("/pause?mode=wait")
+        client.post("/start_weight_update")
+        client.post("/update_weights", {"update_info": wrong}, 400)
+        client.post("/resume")
+        assert torch.equal(client.probe(), before)
+
+
+def test_the_self_test_sees_a_stale_tied_head(tied, tmp_path):
+    """vLLM's own behaviour, without our repair: rows of the output layer change and no log-probability moves."""
+    with serving(tied[0], tmp_path, **{KEEP_STALE_HEAD: "1"}) as (client, _):
+        assert gap(client.choice(max_tokens=40), tied[0]) < 1e-4
+        with pytest.raises(WeightSyncError, match="under-test: self-test failed"):
+            self_test(client)
+        client.update(file_infos(tied[1], tmp_path / "1", 1), 1)
+        assert gap(client.choice(max_tokens=40), tied[1]) > 0.1  # what it would have trained on
+
+
+def test_processes_end_with_their_parent_and_with_the_server(tied, tmp_path):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(Path(__file__).parent), str(tied[0]), str(tmp_path)],
+                              env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])})
+    try:
+        port_file = tmp_path / "port.json"
+        wait_for(lambda: port_file.exists() or parent.poll() is not None, "the instance", 180)
+        address = json.loads(port_file.read_text())
+        tree = Tree(parent.pid)
+        names = [" ".join(process.cmdline()) for process in tree.processes]
+        assert any("EngineCore" in name for name in names), names
+        assert any("Worker" in name for name in names), names
+        Client(address, TOKEN).choice()
+        parent.send_signal(signal.SIGKILL)
+        assert tree.left(15.0) == []
+    finally:
+        parent.kill()
+        parent.wait()
+        if psutil.pid_exists(address["pid"]):
+            os.kill(address["pid"], signal.SIGKILL)
+
+
+def test_processes_end_with_a_server_that_is_killed(tied, tmp_path):
+    """Also while it loads: nothing of it is left to load on."""
+    arguments, env = command(config(), tied[0], "under-test", 0, tmp_path / "port.json")
+    with subprocess.Popen(arguments, env=os.environ | env, start_new_session=True) as server:
+        wait_for(lambda: any("EngineCore" in " ".join(p.cmdline()) for p in Tree(server.pid).processes), "the engine's process")
+        tree = Tree(server.pid)
+        server.kill()
+    assert tree.left(15.0) == []

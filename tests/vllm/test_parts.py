@@ -1,0 +1,203 @@
+"""Parts of the vLLM instance that need no vLLM: who asks for the version when, the launcher's command, the hccl calls."""
+
+import asyncio
+import contextlib
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import save
+from vllm_instance import config
+
+from engine.errors import BadInput, TransferError
+from engine.rollout.vllm import command as commands
+from engine.rollout.vllm.extension import WorkerExtension
+from engine.rollout.vllm.heads import widen
+from engine.rollout.vllm.version import Version
+
+SCHEMA = Path(__file__).parents[1] / "contract" / "hccl_weight_transfer.schema"
+
+
+class Workers:
+    """Hold a version; a reading takes until it is let go."""
+
+    def __init__(self):
+        self.version, self.readings, self.let = 0, 0, asyncio.Event()
+
+    async def read(self):
+        self.readings += 1
+        version = self.version
+        await self.let.wait()
+        return version
+
+
+async def test_a_reading_that_began_before_the_reply_does_not_count_for_it():
+    workers = Workers()
+    version = Version(workers.read)
+    early = asyncio.create_task(version.after())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert workers.readings == 1
+    workers.version = 1
+    late = [asyncio.create_task(version.after()) for _ in range(5)]
+    await asyncio.sleep(0.01)
+    workers.let.set()
+    assert await early == 0
+    assert [await each for each in late] == [1] * 5
+    assert workers.readings == 2  # all five shared the second
+    assert await version.before() == 1
+    assert workers.readings == 2
+
+
+async def test_a_request_around_an_update_sees_two_versions():
+    workers = Workers()
+    workers.let.set()
+    version = Version(workers.read)
+    before = await version.before()
+    workers.version = 1
+    assert (before, await version.after(), await version.before()) == (0, 1, 1)
+
+
+class Layer(torch.nn.Module):
+    """Attention as vLLM's layer computes it: over flat heads, for some head sizes only."""
+
+    def __init__(self, num_heads, head_size, scale, num_kv_heads=None):
+        super().__init__()
+        assert head_size in (32, 64)
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
+
+    def forward(self, query, key, value):
+        query, key, value = (rows.view(len(rows), -1, self.head_size).transpose(0, 1) for rows in (query, key, value))
+        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale,
+                                                                 enable_gqa=True)
+        return found.transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("size", [16, 24, 32, 48])
+def test_widened_heads_change_no_number(size):
+    class Wide(Layer):
+        pass
+
+    widen(Wide, [32, 64])
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(7, heads * size) for heads in (4, 2, 2))
+    found = Wide(4, size, size**-0.5, num_kv_heads=2)(query, key, value)
+    split = [rows.view(7, -1, size).transpose(0, 1) for rows in (query, key, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*split, is_causal=True, enable_gqa=True)
+    assert torch.allclose(found, expected.transpose(0, 1).flatten(1), atol=1e-6)
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path):
+    """Where `make vllm` would put it."""
+    monkeypatch.delenv(commands.PYTHON, raising=False)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr(commands, "ENVIRONMENT", tmp_path / "env")
+    (tmp_path / "env/bin").mkdir(parents=True)
+    (tmp_path / "env/bin/python").touch(0o755)
+    (tmp_path / "env" / commands.MARKER).write_text("cpu\n1 2\n")
+    return tmp_path / "env"
+
+
+def flags(arguments):
+    return dict(zip(arguments[3::2], arguments[4::2], strict=True))
+
+
+def test_the_command_of_an_instance(environment, tmp_path):
+    model = Path(save(tmp_path / "model"))
+    arguments, env = commands.command(config(instances=2, devices=[0, 1]), model, "instance-1", 1, tmp_path / "port")
+    assert arguments[:3] == [str(environment / "bin/python"), "-m", "engine.rollout.vllm"]
+    assert flags(arguments) == {
+        "--model": str(model), "--name": "instance-1", "--port-file": str(tmp_path / "port"), "--slots": "8",
+        "--max-context": "96", "--dtype": "float32", "--device": "cpu", "--tensor": "1", "--transport": "file",
+        "--threads": "1", "--cores": "1"}  # fmt: skip
+    assert env["PYTHONPATH"].split(":")[0] == str(commands.ROOT)
+    assert env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_devices_of_an_npu_instance(environment, tmp_path):
+    (environment / commands.MARKER).write_text("npu\n")
+    arguments, env = commands.command(config(instances=1, tensor=2, devices=[0, 1]), Path(save(tmp_path / "m")), "i", 0, tmp_path)
+    assert (flags(arguments)["--device"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("npu", "0,1")
+    with pytest.raises(BadInput, match="rollout.tensor = 1 needs as many"):
+        commands.command(config(devices=[0, 1]), tmp_path / "m", "i", 0, tmp_path)
+
+
+def test_a_missing_or_unfinished_environment_says_make_vllm(environment, tmp_path):
+    (environment / commands.MARKER).unlink()
+    with pytest.raises(BadInput, match="make vllm"):
+        commands.command(config(), tmp_path, "i", 0, tmp_path)
+
+
+def test_an_environment_of_ones_own_must_say_its_device(environment, monkeypatch):
+    monkeypatch.setenv(commands.PYTHON, sys.executable)
+    assert commands.interpreter() == sys.executable
+    assert commands.device_of(sys.executable, "cuda") == "cuda"
+    with pytest.raises(BadInput, match="set platform.device"):
+        commands.device_of(sys.executable)
+    monkeypatch.setenv(commands.PYTHON, str(environment / "nothing"))
+    with pytest.raises(BadInput, match="there is no interpreter"):
+        commands.interpreter()
+
+
+class AscendWorker(WorkerExtension):
+    """What vllm-ascend 0.23's worker offers; keeps what it was called with."""
+
+    def __init__(self, folder):
+        self.rank, self.device, self.calls = 3, torch.device("cpu"), []
+        tied = types.SimpleNamespace(tie_word_embeddings=False)
+        self.model_config = types.SimpleNamespace(model=folder, hf_text_config=tied)
+        self.vllm_config = types.SimpleNamespace(model_config=self.model_config)
+        self.model_runner = types.SimpleNamespace(get_model=torch.nn.Module)
+        self.weight_transfer_engine = object()
+
+    def __getattr__(self, name):
+        if name not in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+            raise AttributeError(name)
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+
+def until_done(worker, number):
+    while not (answer := worker.metronome("poll", number)).get("result", True):
+        pass
+    return answer
+
+
+def test_hccl_weights_go_through_vllm_ascends_own_calls(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    settings = types.ModuleType("vllm.config")
+    settings.set_current_vllm_config = lambda config: contextlib.nullcontext()
+    monkeypatch.setitem(sys.modules, "vllm.config", settings)
+    fields = {match[1]: set(match[2].split(", ")) for match in re.finditer(r"(?m)^(\w+): (.*)$", SCHEMA.read_text())}
+    worker = AscendWorker(save(tmp_path / "model", tie_word_embeddings=False))
+    init = {"transport": "hccl", "generation": 1, "stages": [{"host": "10.0.0.1", "port": 9}], "rank": 1, "world_size": 5,
+            "timeout_s": 5}  # fmt: skip
+    assert worker.metronome("begin", {"number": 1, "connect": init}) == {"result": None}
+    assert until_done(worker, 1) == {"result": True}
+    (name, told), = worker.calls
+    assert name == "init_weight_transfer_engine"
+    assert set(told) == fields["HCCLWeightTransferInitInfo"]
+    assert told == {"master_address": "10.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 5}
+
+    shapes = worker._metronome_session._expected
+    bucket = {"transport": "hccl", "names": list(shapes), "shapes": [list(shape) for shape in shapes.values()],
+              "dtypes": ["bfloat16"] * len(shapes), "checksums": ["0"] * len(shapes), "packed": True,
+              "packed_buffer_size_bytes": 1}  # fmt: skip
+    assert worker.metronome("begin", {"number": 2, "receive": bucket})["status"] == 409  # before start
+    worker.metronome("start")
+    assert worker.metronome("begin", {"number": 2, "receive": bucket}) == {"result": None}
+    assert until_done(worker, 2) == {"result": True}
+    assert worker.metronome("finish", 4) == {"result": None}
+    assert [call[0] for call in worker.calls[1:]] == ["start_weight_update", "update_weights", "finish_weight_update"]
+    told = worker.calls[2][1]
+    assert set(told) <= fields["HCCLWeightTransferUpdateInfo"]
+    assert told["dtype_names"] == bucket["dtypes"]
+    assert worker.metronome("state")["result"]["weight_version"] == 4
+
+    two = init | {"stages": init["stages"] * 2}
+    worker.metronome("begin", {"number": 3, "connect": two})
+    assert until_done(worker, 3)["status"] == 400
+    assert worker.metronome("poll", 2)["kind"] == TransferError.__name__

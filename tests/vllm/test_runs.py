@@ -1,0 +1,86 @@
+"""Whole periodic runs of the quickstart on two instances of real vLLM: on-policy, and as accurate as on the embedded engine."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from safetensors.torch import load_file, save_file
+
+from engine.base_model.warmup import ensure_quickstart_model
+from engine.run_folder import read_lines
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+METRONOME = str(Path(sys.executable).parent / "metronome")
+VLLM = {"rollout.engine": "vllm", "rollout.instances": "2"}
+
+
+def metronome(command, **settings):
+    """A command on the quickstart recipe, to its end; what it printed."""
+    given = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    done = subprocess.run([METRONOME, command, *given], capture_output=True, text=True, timeout=800, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def accuracy_of(model, name):
+    """The evaluation line of a model on the held-out problems, sampled by the embedded engine."""
+    metronome("evaluate", **{"run.name": name, "model.path": model})
+    (row,) = read_lines(ROOT / "runs" / name / "evaluations.jsonl")
+    return row
+
+
+def check_on_policy(lines, steps):
+    assert [line["step"] for line in lines] == list(range(steps))
+    for line in lines:
+        assert line["pool_size"] == 2
+        assert line["versions_seen"] == [line["step"]]
+        assert line["max_ratio_gap"] <= 1e-3
+        assert line["mismatch_kl"] <= 1e-6
+
+
+def test_the_quickstart_learns_as_much_as_on_the_embedded_engine():
+    """Compared with the run in METRONOME_RUN (what `make run` left, in .ci/run), else with one of its own."""
+    name = f"vllm-{time.time_ns()}"
+    metronome("train", **VLLM, **{"run.name": name})
+    lines = list(read_lines(ROOT / "runs" / name / "steps.jsonl"))
+    check_on_policy(lines, 50)
+    embedded = os.environ.get("METRONOME_RUN")
+    if embedded is None:
+        embedded = f"runs/embedded-{name}"
+        metronome("train", **{"run.name": f"embedded-{name}"})
+    ours, theirs = (accuracy_of(folder / "policy", f"{name}-{number}")
+                    for number, folder in enumerate((ROOT / "runs" / name, ROOT / embedded)))
+    assert ours["problems"] == theirs["problems"] == 256
+    assert ours["avg_at_k"] >= 0.85
+    assert ours["ci_low"] <= theirs["ci_high"]
+    assert theirs["ci_low"] <= ours["ci_high"]
+
+
+@pytest.mark.parametrize("transport", ["gloo"])
+def test_an_untied_model_over_the_network(tmp_path, transport):
+    untied = untie(ensure_quickstart_model(ROOT / "runs/models", ROOT / "data/addition_train.jsonl"), tmp_path / "untied")
+    name = f"vllm-untied-{time.time_ns()}"
+    metronome("train", **VLLM, **{"run.name": name, "model.path": untied, "train.steps": 8, "weights.transport": transport})
+    lines = list(read_lines(ROOT / "runs" / name / "steps.jsonl"))
+    check_on_policy(lines, 8)
+    assert max(line["grad_norm"] for line in lines) > 0
+
+
+def untie(model, target):
+    """The model with an output layer of its own, so far equal to its embedding."""
+    target.mkdir()
+    for file in model.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    (target / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, target / "model.safetensors",
+              metadata={"format": "pt"})
+    return target

@@ -1,0 +1,157 @@
+"""A real vLLM instance for tests, started as the launcher starts it."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+
+import aiohttp
+import requests
+import torch
+from tiny_models import VOCABULARY, reference, reference_logprobs
+
+from engine.config import Config
+from engine.process import Child
+from engine.rollout.client import InstanceClient
+from engine.rollout.instance import Instance
+from engine.rollout.probe import probe
+from engine.rollout.steps import Steps
+from engine.rollout.vllm.command import command
+from engine.weights import bucket_file, buckets
+from engine.weights.collective import Meeting
+from engine.weights.hf_folder import open_folder
+
+START_S = 180.0
+CONTEXT = 96
+PROMPT = [5, 9, 20, 33, 7]
+TOKEN = "a-token-of-the-tests"
+BUCKET = 8192
+"""Bytes: less than a layer, so that layers come in several buckets."""
+
+
+def config(**rollout):
+    return Config.model_validate({
+        "rollout": {"engine": "vllm", "instances": 1, "group_size": 4, "concurrency": 2, "max_context": CONTEXT,
+                    "max_new_tokens": CONTEXT - 1, **rollout}})
+
+
+@contextlib.contextmanager
+def serving(model, folder, tensor=1, token=TOKEN, **environment):
+    """An instance, as (client, child)."""
+    port_file = folder / "port.json"
+    arguments, env = command(config(tensor=tensor), model, "under-test", 0, port_file)
+    child = Child("under-test", arguments, folder / "vllm.log",
+                  env | {"METRONOME_TOKEN": token, "OMP_NUM_THREADS": "1", **environment})
+    try:
+        deadline = time.monotonic() + START_S
+        while not port_file.exists():
+            child.check()
+            assert time.monotonic() < deadline, f"no port file within {START_S:g} s; {child.log}"
+            time.sleep(0.05)
+        yield Client(json.loads(port_file.read_text()), token), child
+    finally:
+        child.stop(20.0)
+
+
+class Client:
+    """Synchronous calls."""
+
+    def __init__(self, address, token):
+        self.address = address
+        self.url = f"http://{address['host']}:{address['port']}"
+        self.session = requests.Session()
+        self.session.headers["Authorization"] = f"Bearer {token}"
+
+    def ask(self, method, route, body=None, **extra):
+        """(status, JSON)."""
+        reply = self.session.request(method, self.url + route, json=body, timeout=60, **extra)
+        return reply.status_code, reply.json() if reply.content else {}
+
+    def post(self, route, body=None, status=200):
+        got, reply = self.ask("POST", route, {} if body is None else body)
+        assert got == status, reply
+        return reply
+
+    def version(self):
+        return self.ask("GET", "/weight_version")[1]["weight_version"]
+
+    def complete(self, **body):
+        return self.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True} | body)
+
+    def choice(self, **body):
+        return self.complete(**body)["choices"][0]
+
+    def probe(self):
+        """Log-probabilities of a fixed row of tokens."""
+        entries = self.choice(prompt=[2, 3, 4, 6, 8, 10], max_tokens=1, prompt_logprobs=0)["prompt_logprobs"][1:]
+        return torch.tensor([next(iter(entry.values()))["logprob"] for entry in entries])
+
+    def update(self, infos, version, **update_info):
+        """The whole sequence with these buckets."""
+        self.post("/pause?mode=wait")
+        self.post("/start_weight_update", {"weight_version": version})
+        for info in infos:
+            self.post("/update_weights", {"update_info": info | update_info})
+        self.post("/finish_weight_update", {"weight_version": version})
+        self.post("/reset_prefix_cache")
+        self.post("/resume")
+
+    def perturb(self, tokens, version):
+        """The self-test's update: the base weights with changed output rows (none: as they were)."""
+        self.update([{"transport": "base", "perturb": tokens}], version)
+
+
+def self_test(client):
+    """The weight sync's own; raises WeightSyncError."""
+
+    async def run():
+        async with aiohttp.ClientSession(headers=dict(client.session.headers)) as session:
+            instance = Instance(InstanceClient("under-test", client.url, session, 60.0))
+            await Steps(probe(VOCABULARY, 16, CONTEXT, "float32"), 60.0).self_test(instance)
+
+    asyncio.run(run())
+    client.post("/resume")
+
+
+def gap(choice, folder, temperature=1.0, prompt=PROMPT):
+    """Largest difference of a response's log-probabilities from transformers'."""
+    expected = reference_logprobs(reference(folder), prompt, choice["token_ids"], temperature)
+    return (torch.tensor(choice["logprobs"]["token_logprobs"]) - expected).abs().max().item()
+
+
+def packed(model):
+    """The buckets of a Hugging Face folder's weights."""
+    with open_folder(model) as files:
+        tensors = [(name, files.read(name).clone()) for name in sorted(files.names)]
+    yield from buckets.pack(tensors, None, BUCKET, buckets.Buffers(100, 1.0))
+
+
+def file_infos(model, folder, version):
+    """update_infos of bucket files written there."""
+    folder.mkdir()
+    for bucket in packed(model):
+        path = folder / f"{bucket.number}.safetensors"
+        bucket_file.write(path, bucket, bucket.wire())
+        yield {"transport": "file", "version": version, "stage": 0, "bucket": bucket.number, "path": str(path), **bucket.wire()}
+
+
+class Sender:
+    """A pipeline stage's sender (gloo), in threads of the test."""
+
+    def __init__(self, client, world):
+        meeting = Meeting("127.0.0.1", "gloo", 30.0)
+        made = []
+        gather = threading.Thread(target=lambda: made.append(meeting.gather(world)), daemon=True)
+        gather.start()
+        client.post("/init_weight_transfer_engine", {"init_info": {
+            "transport": "gloo", "generation": 1, "stages": [meeting.address], "rank": 1, "world_size": world, "timeout_s": 30}})
+        gather.join(30)
+        self.group = made[0]
+
+    def infos(self, model, version):
+        """update_infos; each bucket is on its way when its own is given."""
+        for bucket in packed(model):
+            transfer = self.group.broadcast(bucket.data)
+            yield {"transport": "gloo", "version": version, "stage": 0, "bucket": bucket.number, **bucket.wire()}
+            transfer.wait()
