@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadInput, MetronomeError
-from engine.rollout.server.cache import BLOCK, KeyValueCache, PromptCache
+from engine.rollout.server.cache import BLOCK, KeyValueCache, Prefill, PromptCache
 from engine.rollout.server.model import RolloutModel
 from engine.rollout.server.sampling import Sampling, sample
 from engine.rollout.server.weights import Named, WeightLoad
@@ -128,15 +128,18 @@ class Engine:
         logits = []
         while self.waiting and len(self.running) < self.slots:
             request = self.waiting.popleft()
-            prefill = self.prompts.get(request.prompt)
+            prefill = self._scored(request) if request.score_prompt else self.prompts.get(request.prompt)
             self.cache.reserve(len(request.prompt) + 1, self.max_context)
             self.cache.fill(len(self.running), prefill.keys, prefill.values)
             request.uniforms = request.sampling.uniforms()
-            if request.score_prompt:
-                request.prompt_logprobs = self.model.score(list(request.prompt))
             self.running.append(request)
             logits.append(prefill.logits[None])
         return logits
+
+    def _scored(self, request: Request) -> Prefill:
+        """The prompt computed anew, with its log-probabilities: they must be the present weights' own."""
+        computed, request.prompt_logprobs = self.model.scored_prefill(list(request.prompt))
+        return Prefill(*computed)
 
     def _decode(self) -> Tensor:
         """Logits [running, vocabulary] after the last token of each response."""

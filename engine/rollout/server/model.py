@@ -48,6 +48,20 @@ class RolloutModel:
 
     def prefill(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [layers, kv heads, dim, len(ids)] of one prompt, and the logits [vocabulary] after it."""
+        keys, values, hidden = self._prompt(ids)
+        return keys, values, self._logits(hidden[-1:])[0]
+
+    def scored_prefill(self, ids: list[int]) -> tuple[tuple[Tensor, Tensor, Tensor], list[float]]:
+        """`prefill`, and the log-probabilities (temperature 1) of ids[1:], each after those before it; one forward for both."""
+        keys, values, hidden = self._prompt(ids)
+        targets = torch.tensor(ids[1:])[:, None]
+        scores = [value  # logits of so many rows at a time: of a long prompt with a large vocabulary they are gigabytes
+                  for rows, wanted in zip(hidden[:-1].split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True)
+                  for value in self._logits(rows).log_softmax(-1).gather(1, wanted)[:, 0].tolist()]
+        return (keys, values, self._logits(hidden[-1:])[0]), scores
+
+    def _prompt(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values, and the hidden states [len(ids), hidden]."""
         keys, values = [], []
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -56,7 +70,7 @@ class RolloutModel:
             return _causal(index, q, k, v)
 
         hidden = self._forward(torch.tensor(ids), torch.arange(len(ids)), attend)
-        return torch.stack(keys), torch.stack(values), self._logits(hidden[-1:])[0]
+        return torch.stack(keys), torch.stack(values), hidden
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache, length: int) -> Tensor:
         """Logits [n, vocabulary] after one more token in each of the cache's first n slots.
@@ -79,14 +93,6 @@ class RolloutModel:
             return torch.bmm(scores.softmax(-1), values.transpose(1, 2)).view(n, -1)
 
         return self._logits(self._forward(tokens, positions, attend))
-
-    def score(self, ids: list[int]) -> list[float]:
-        """Log-probabilities (temperature 1) of ids[1:], each after those before it; nothing is taken from a cache."""
-        hidden = self._forward(torch.tensor(ids), torch.arange(len(ids)), _causal)
-        targets = torch.tensor(ids[1:])[:, None]
-        return [value  # logits of so many rows at a time: of a long prompt with a large vocabulary they are gigabytes
-                for rows, wanted in zip(hidden[:-1].split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True)
-                for value in self._logits(rows).log_softmax(-1).gather(1, wanted)[:, 0].tolist()]
 
     def refresh(self) -> None:
         """Call after the Hugging Face parameters changed in place."""

@@ -68,7 +68,7 @@ async def finish(worker, updates, version):
 
 
 async def expected(folder):
-    return RolloutModel(str(folder), 128).score(list(PROMPT))
+    return RolloutModel(str(folder), 128).scored_prefill(list(PROMPT))[1]
 
 
 async def test_bucket_files_are_loaded_and_the_base_comes_back(served, folders, tmp_path):
