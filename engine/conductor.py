@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from engine import errors
-from engine.config import BATCH_SCOPE, Config
+from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError
 from engine.model.shape import read_shape
+from engine.queue.batch import Batch
 from engine.queue.codec import group_to_wire, landed_to_wire
 from engine.queue.server import Handler
 from engine.queue.store import SampleQueue
@@ -29,24 +30,6 @@ from engine.types import Group, Landed, StepReport
 
 SIGN_OF_LIFE_S = 1.0
 """A rank that waits for a group hears from the launcher this often."""
-
-
-@dataclasses.dataclass
-class Batch:
-    """One step's prompts on their way through the instances."""
-
-    queue: SampleQueue
-    samples: list[Group] = dataclasses.field(default_factory=list)
-    held: list[Group] = dataclasses.field(default_factory=list)
-    """Groups that wait for the others, where advantages depend on all of them."""
-    rollout_s: float = 0.0
-    """From its start to its last group."""
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def generated(self) -> bool:
-        """Whether every group is in."""
-        return self.queue.arrived == self.queue.expected
 
 
 class Conductor:
@@ -210,11 +193,11 @@ class Conductor:
     async def _start(self, request: dict[str, Any]) -> dict[str, Any]:
         """Start generating a step's batch in the background."""
         self._check()
-        train, step, units = self.config.train, request["step"], self.config.parallel.units
-        batch = Batch(SampleQueue(step, train.prompts_per_step, train.consume, train.mode == "sync", units))
+        step = request["step"]
+        batch = Batch.of(self.config, step)
         self._batches[step] = batch
         batch.task = asyncio.create_task(self._produce(step, batch))
-        self._silence.expect(units)
+        self._silence.expect(self.config.parallel.units)
         return {}
 
     async def _produce(self, step: int, batch: Batch) -> None:
@@ -226,7 +209,7 @@ class Conductor:
         prompts = [(self.loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self.loader.batch(step))]
 
         async def put(group: Group) -> None:
-            await self._put(batch, group)
+            await batch.put(group, self.config)
             if len(batch.samples) < SAMPLED_GROUPS:
                 batch.samples.append(group)
             batch.rollout_s = time.perf_counter() - started
@@ -240,18 +223,6 @@ class Conductor:
             await self.service.producer.run(step, prompts, put, land if self._scores_early else None)
         except MetronomeError as error:
             await self.fail(error)
-
-    async def _put(self, batch: Batch, group: Group) -> None:
-        """Into the queue; where advantages depend on the whole batch only once all of it is there."""
-        if self.config.algorithm.advantage not in BATCH_SCOPE:
-            batch.queue.put(group)
-            return
-        batch.held.append(group)
-        if len(batch.held) == batch.queue.expected:
-            from engine.trainer.credit import credited  # torch takes seconds, which others need not wait for
-
-            for whole in await asyncio.to_thread(credited, self.config, batch.held):
-                batch.queue.put(whole)
 
     async def _lease(self, request: dict[str, Any]) -> dict[str, Any]:
         """The next window for a unit of the trainer; "end" when all are trained; "wait" as a sign of life."""

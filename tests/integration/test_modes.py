@@ -6,7 +6,7 @@ from safetensors.numpy import load_file
 
 from engine.run_folder import read_lines
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 STEPS = 6
 STALE = {"train.steps": STEPS, "algorithm.old_policy": "rollout", "algorithm.kl_coef": 0, "rollout.concurrency": 2,
          "train.micro_batch_tokens": 150}  # fmt: skip
