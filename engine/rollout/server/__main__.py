@@ -75,8 +75,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 async def _serve(options: argparse.Namespace) -> None:
+    from engine.rollout.bodies import Limits
     from engine.rollout.server.app import Routes
-    from engine.rollout.server.protocol import Limits
     from engine.rollout.server.security import Guard
     from engine.rollout.server.worker import Worker
 

@@ -3,27 +3,21 @@ import json
 import pytest
 
 from engine.errors import BadInput
-from engine.rollout.server.protocol import (
-    Limits,
-    parse_completion,
-    parse_info,
-    parse_object,
-    parse_version,
-    wants_prompt_logprobs,
-)
+from engine.rollout.bodies import Limits, parse_completion, parse_info, parse_object, parse_version
+from engine.rollout.server.protocol import sampling_of
 
 LIMITS = Limits(vocabulary=50, max_context=20, stop_ids=frozenset({1}))
 
 
 def test_defaults_are_vllms():
-    prompt, sampling = parse_completion({"prompt": [3, 4]}, LIMITS)
-    assert prompt == (3, 4)
+    sampling = parse_completion({"prompt": [3, 4]}, LIMITS)
+    assert sampling.prompt == (3, 4)
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (16, 1.0, 1.0, 0)
     assert sampling.stop_ids == {1}
 
 
 def test_everything_that_is_asked_for_arrives():
-    _, sampling = parse_completion(
+    sampling = parse_completion(
         {"prompt": [3], "max_tokens": 5, "temperature": 0, "top_p": 0.5, "top_k": 7, "seed": -4, "stop_token_ids": [9],
          "n": 1, "logprobs": 0, "return_token_ids": True, "model": "m"}, LIMITS)
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.0, 0.5, 7)
@@ -32,15 +26,15 @@ def test_everything_that_is_asked_for_arrives():
 
 
 def test_max_tokens_is_cut_to_the_context():
-    assert parse_completion({"prompt": [2] * 15, "max_tokens": 100}, LIMITS)[1].max_tokens == 5
+    assert parse_completion({"prompt": [2] * 15, "max_tokens": 100}, LIMITS).max_tokens == 5
 
 
 def test_ignore_eos_leaves_the_requests_own_stop_tokens():
-    assert parse_completion({"prompt": [2], "ignore_eos": True, "stop_token_ids": [9]}, LIMITS)[1].stop_ids == {9}
+    assert parse_completion({"prompt": [2], "ignore_eos": True, "stop_token_ids": [9]}, LIMITS).stop_ids == {9}
 
 
 def test_without_a_seed_two_requests_differ():
-    seeds = {parse_completion({"prompt": [2]}, LIMITS)[1].seed for _ in range(20)}
+    seeds = {sampling_of(parse_completion({"prompt": [2]}, LIMITS)).seed for _ in range(20)}
     assert len(seeds) == 20
 
 
@@ -85,12 +79,12 @@ def test_numbers_beyond_floats_are_refused_in_few_words(key):
 
 
 def test_prompt_logprobs_are_asked_for_by_0():
-    assert wants_prompt_logprobs({"prompt_logprobs": 0})
-    assert not wants_prompt_logprobs({})
-    assert not wants_prompt_logprobs({"prompt_logprobs": None})
+    assert parse_completion({"prompt": [2], "prompt_logprobs": 0}, LIMITS).prompt_logprobs
+    assert not parse_completion({"prompt": [2]}, LIMITS).prompt_logprobs
+    assert not parse_completion({"prompt": [2], "prompt_logprobs": None}, LIMITS).prompt_logprobs
     for value in (1, -1, False, True, 0.0, "0"):
         with pytest.raises(BadInput, match="prompt_logprobs"):
-            wants_prompt_logprobs({"prompt_logprobs": value})
+            parse_completion({"prompt": [2], "prompt_logprobs": value}, LIMITS)
 
 
 def test_weight_bodies():

@@ -1,0 +1,104 @@
+"""Wall time and tokens/s/device of every mode on the same work with long-tailed response lengths: `python benchmarks/modes.py`
+
+A random Qwen3 (hidden 128, 4 layers, vocabulary 512) stops at any of a few tokens, so response lengths are geometric with a long
+A random Qwen3 (hidden 128, 4 layers, vocabulary 512) stops at any of a few tokens: response lengths are geometric with a long
+turn. Beside each mode stands its bound from the sync runs' own times: I rollout, T training, w weight sync and update that nobody
+overlaps.
+
+* sync: I + T + w. periodic: max(I, T) + w.
+* one_step_off, bounded: max(I, T) + w; with staged weights max(I, T).
+
+Last line: RESULT {json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import random_qwen3, result, run_launcher
+
+from engine.base_model.tokenizer import build
+from engine.recipe import HOME
+from engine.run_folder import read_lines
+
+WARM_UP = 3
+"""First steps of a run, not counted: until the modes that keep batches in flight have filled up."""
+STOP = ["a", "b", "c", "d"]
+"""Tokens that end a response: about one in a hundred."""
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"train.mode": "sync"},
+    "periodic": {"train.mode": "periodic"},
+    "one_step_off": {"train.mode": "one_step_off"},
+    "one_step_off staged": {"train.mode": "one_step_off", "weights.staged": "true"},
+    "bounded 2": {"train.mode": "bounded", "train.max_staleness": 2},
+    "bounded 2 staged": {"train.mode": "bounded", "train.max_staleness": 2, "weights.staged": "true"},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each mode")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of a run")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--longest", type=int, default=384)
+    arguments = parser.parse_args()
+    found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_qwen3(Path(folder) / "model", 128, 4, 512, context=1024)
+        build(512).save_pretrained(model)
+        for number in range(arguments.rounds):
+            for mode in MODES:
+                found[mode] += steps_of(mode, number, model, Path(folder), arguments)
+    report(found)
+
+
+def steps_of(mode: str, number: int, model: Path, folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The measured steps of one run."""
+    settings = {
+        "run.output": folder, "run.name": f"{mode.replace(' ', '-')}-{number}", "run.seed": number, "model.path": model,
+        "data.train": HOME / "data/addition_train.jsonl", "reward.function": f"{HOME}/benchmarks/rewards.py:letters",
+        "train.steps": arguments.steps + WARM_UP, "train.prompts_per_step": arguments.prompts, "train.learning_rate": 1e-12,
+        "train.micro_batch_tokens": 2048, "train.devices": [0], "rollout.devices": [1], "rollout.group_size": 8,
+        "rollout.concurrency": 3, "rollout.max_new_tokens": arguments.longest, "rollout.max_context": arguments.longest + 64,
+        "rollout.stop": STOP, "algorithm.old_policy": "behavior", "checkpoint.every": 0, **MODES[mode],
+    }  # fmt: skip
+    config = run_launcher({key: _toml(value) for key, value in settings.items()})
+    lines = list(read_lines(config.folder / "steps.jsonl"))[WARM_UP:]
+    last = lines[-1]
+    print(f"{mode} {number}: {statistics.median(line['step_s'] for line in lines):.2f} s a step, I {last['rollout_s']:.2f} s, "
+          f"T {last['train_s']:.2f} s, responses of {last['response_length_mean']:.0f} tokens on average", flush=True)
+    return lines
+
+
+def _toml(value: Any) -> str:  # noqa: ANN401
+    return str(value).replace("'", '"')
+
+
+def report(found: dict[str, list[dict[str, Any]]]) -> None:
+    """A table of medians over steps, beside the bounds."""
+    def median(mode: str, key: str) -> float:
+        return statistics.median(line[key] for line in found[mode])
+
+    rollout, train = median("sync", "rollout_s"), median("sync", "train_s")
+    fixed = median("sync", "sync_s") + median("sync", "update_s")
+    print(f"sync: I {rollout:.2f} s, T {train:.2f} s, w {fixed:.2f} s")
+    figures: dict[str, dict[str, float]] = {}
+    for mode, lines in found.items():
+        bound = rollout + train + fixed if mode == "sync" else max(rollout, train) + (0 if "staged" in mode else fixed)
+        rate = sum(line["trained_tokens"] for line in lines) / sum(line["step_s"] for line in lines) / 2
+        figures[mode] = {
+            "step_s": median(mode, "step_s"), "bound_s": bound, "tokens_per_s_per_device": rate,
+            "ratio_to_sync": rate / figures["sync"]["tokens_per_s_per_device"] if figures else 1.0,
+            "staleness_mean": statistics.fmean(line["staleness_mean"] for line in lines),
+        }  # fmt: skip
+        print(f"{mode:20} {figures[mode]['step_s']:6.2f} s a step (bound {bound:.2f}), {rate:6.0f} tokens/s/device, "
+              f"{figures[mode]['ratio_to_sync']:.2f} times sync, staleness {figures[mode]['staleness_mean']:.2f}")
+    result(figures)
+
+
+if __name__ == "__main__":
+    main()
