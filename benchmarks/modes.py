@@ -1,9 +1,9 @@
 """Wall time and tokens/s/device of every mode on the same work with long-tailed response lengths: `python benchmarks/modes.py`
 
 A random Qwen3 (hidden 128, 4 layers, vocabulary 512) stops at any of a few tokens, so response lengths are geometric with a long
-A random Qwen3 (hidden 128, 4 layers, vocabulary 512) stops at any of a few tokens: response lengths are geometric with a long
-turn. Beside each mode stands its bound from the sync runs' own times: I rollout, T training, w weight sync and update that nobody
-overlaps.
+tail, cut at `--longest`; the learning rate is too small to change that. Trainer and instance have a core each; runs of all modes
+in turn. Beside each mode stands its bound from the sync runs' own times: I rollout, T training, w weight sync and update that
+nobody overlaps.
 
 * sync: I + T + w. periodic: max(I, T) + w.
 * one_step_off, bounded: max(I, T) + w; with staged weights max(I, T).
