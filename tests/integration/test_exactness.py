@@ -64,6 +64,7 @@ def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
     assert [line["step"] for line in steps(tmp_path, "killed")] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_recorded_arrival_order_run_replays_bit_identically(settings, tmp_path):
     live = settings | {"run.name": "live", "train.record": True, "rollout.concurrency": 2}
     code, output = launch(live, tmp_path)
