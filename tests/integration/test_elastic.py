@@ -141,6 +141,18 @@ class Job:
     def wait(self, condition, what):
         wait_for(condition, what)
 
+    def wait_for_samples(self):
+        """While rewards are held: until the step is sampled. Nobody holds a group for a while, not only between two steps."""
+        idle = time.monotonic()
+
+        def sampled():
+            nonlocal idle
+            if any(one["groups"] or one["state"] == "updating" for one in self.instances().values()):
+                idle = time.monotonic()
+            return time.monotonic() - idle > 1.5
+
+        self.wait(sampled, "the end of sampling")
+
     @contextlib.contextmanager
     def held(self):
         """No reward is given within the block, so the step does not end."""
@@ -232,7 +244,7 @@ def test_killed_during_a_weight_update(two, job, undisturbed, transport):
     run = job(two | {"weights.transport": transport, "rollout.heartbeat_s": 9})  # not taken for silent before it is killed
     run.wait(lambda: run.steps() >= 2, "two steps")
     with run.held():
-        run.wait(lambda: not any(run.works(name) for name in ("instance-0", "instance-1")), "the end of sampling")
+        run.wait_for_samples()
         os.kill(run.pid("instance-1"), signal.SIGSTOP)  # else its update would be over in a moment
     run.wait(lambda: run.is_("instance-1", state="updating"), "an update")
     os.kill(run.pid("instance-1"), signal.SIGKILL)
