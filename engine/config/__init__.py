@@ -66,6 +66,11 @@ class Config(Table):
         """Computing threads of a rollout instance: its own cores if it has some, else an even share."""
         return len(self.rollout.devices) // max(1, self.rollout.instances) or self._share
 
+    def instance_cores(self, number: int) -> list[int]:
+        """Those of `rollout.devices` that are instance `number`'s; [] leaves placing to the system."""
+        share = len(self.rollout.devices) // max(1, self.rollout.instances)
+        return self.rollout.devices[number * share : (number + 1) * share]
+
     @property
     def _share(self) -> int:
         return max(1, len(usable_cores()) // (self.parallel.ranks + self.rollout.instances))

@@ -109,8 +109,7 @@ def _vllm(config: Config, model: Path, name: str, number: int, port_file: Path) 
 
 def _embedded(config: Config, model: Path, name: str, number: int, port_file: Path) -> tuple[list[str], dict[str, str]]:
     rollout = config.rollout
-    share = len(rollout.devices) // max(1, rollout.instances)
-    cores = rollout.devices[number * share : (number + 1) * share]
+    cores = config.instance_cores(number)
     arguments = {
         "--model": str(model),
         "--name": name,

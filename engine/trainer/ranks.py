@@ -63,7 +63,6 @@ class Ranks:
         self._leaders = [rank for rank in range(self.world) if leaders[rank]]
         groups = [[rank for rank in range(self.world) if units[rank] == unit] for unit in range(self.units)]
         made = [dist.new_group(members, backend="gloo", timeout=wait) for members in groups]
-        self._members = len(groups[self.unit])
         return made[self.unit]
 
     @property

@@ -31,8 +31,7 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
     rollout = config.rollout
     python = interpreter()
     device = device_of(python, config.platform.device)
-    share = len(rollout.devices) // max(1, rollout.instances)
-    mine = rollout.devices[number * share : (number + 1) * share]
+    mine = config.instance_cores(number)
     if device != "cpu" and mine and len(mine) != rollout.tensor:
         raise BadInput(f"rollout.devices gives {name} {len(mine)} devices; rollout.tensor = {rollout.tensor} needs as many")
     pairs = {
