@@ -29,6 +29,11 @@ LIFELINE = "METRONOME_LIFELINE"
 SHARED_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where the pipe, and the weights on their way to the instances, lie; None: the system's temporary folder."""
 
+PREFIX = "metronome-"
+"""Of the folders there."""
+YOUNG_S = 60.0
+"""A folder younger than this may be about to get its pipe."""
+
 _held: tuple[int, str] | None = None
 _lock = threading.Lock()
 
@@ -38,12 +43,34 @@ def hold_lifeline() -> str:
     global _held
     with _lock:
         if _held is None:
-            folder = tempfile.mkdtemp(prefix="metronome-", dir=SHARED_MEMORY)
+            sweep(Path(SHARED_MEMORY or tempfile.gettempdir()))
+            folder = tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY)
             path = os.path.join(folder, "lifeline")
             os.mkfifo(path, 0o600)
             _held = (os.open(path, os.O_RDWR), path)
             atexit.register(drop_lifeline)
         return _held[1]
+
+
+def sweep(place: Path) -> None:
+    """Remove what processes that were killed left there: memory of a model's size for each launcher."""
+    for pipe in place.glob(f"{PREFIX}*/lifeline"):
+        try:
+            if time.time() - pipe.stat().st_mtime > YOUNG_S and not _is_held(pipe):
+                shutil.rmtree(pipe.parent, ignore_errors=True)
+        except OSError:  # another user's, or gone meanwhile
+            continue
+
+
+def _is_held(pipe: Path) -> bool:
+    """Whether a process has the named pipe open for reading, as its holder and all that watch it do."""
+    try:
+        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return False
+        raise
+    return True
 
 
 def drop_lifeline() -> None:

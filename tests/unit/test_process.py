@@ -5,13 +5,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ROOT, wait_for
 
 from engine.errors import ProcessDied
-from engine.process import Child
+from engine.process import Child, sweep
 
 SLEEPER = "import time; from engine.process import watch_lifeline; watch_lifeline(); time.sleep(100)"
 
@@ -69,3 +70,24 @@ def test_messages_say_how_a_child_ended(tmp_path):
     assert sleeping.alive
     sleeping.stop(0.0)
     assert "SIG" in sleeping.how_it_ended()
+
+
+def test_what_a_killed_process_left_in_memory_is_removed_and_what_a_living_one_holds_stays():
+    code = "from engine.process import hold_lifeline; import time; print(hold_lifeline(), flush=True); time.sleep(60)"
+    holders = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    try:
+        killed, young, living = pipes = [Path(holder.stdout.readline().strip()) for holder in holders]
+        for holder in holders[:2]:
+            holder.kill()
+            holder.wait()
+        for pipe in (killed, living):
+            os.utime(pipe, (time.time() - 3600, time.time() - 3600))
+        sweep(killed.parent.parent)
+        assert [pipe.exists() for pipe in pipes] == [False, True, True]
+        os.utime(young, (time.time() - 3600, time.time() - 3600))
+        sweep(young.parent.parent)
+        assert [pipe.parent.exists() for pipe in pipes] == [False, False, True]
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
