@@ -3,6 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 DEVICE ?= cpu
+WORKERS ?= 2
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -13,13 +14,16 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run test slow-test parallel-test fault-test vllm vllm-test lint clean
+.PHONY: run services test slow-test parallel-test fault-test stack-test vllm vllm-test lint clean
 
 run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minutes on 2 cores)
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
 
+services: $(VENV)/installed-dev  ## Prefect server, MLflow server and an S3 endpoint on loopback, until Ctrl-C
+	$(BIN)/python -m tasks.services $(ARGS)
+
 test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow and not parallel and not faults and not vllm"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not vllm"
 
 parallel-test: $(VENV)/installed-dev  ## several trainer ranks at once: layouts against Hugging Face, whole runs (under 15 minutes)
 	$(BIN)/python -m pytest -m "parallel and not slow"
@@ -27,8 +31,14 @@ parallel-test: $(VENV)/installed-dev  ## several trainer ranks at once: layouts 
 fault-test: $(VENV)/installed-dev  ## instances that die, hang, err, come and go in running jobs
 	$(BIN)/python -m pytest -m "faults and not slow"
 
+stack-test: $(VENV)/installed-dev  ## deployments, crashes and cancels on a real Prefect server, MLflow server and S3 endpoint
+	$(BIN)/python -m pytest -m "stack and not slow"
+
 slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
 	$(BIN)/python -m pytest -m slow
+
+long-test: $(VENV)/installed-dev  ## slow, parallel, fault and stack tests, WORKERS files at a time
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "(slow or parallel or faults or stack) and not vllm"
 
 vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu
 	bash infra/vllm/install.sh $(DEVICE) "$(PYTHON)" .venv-vllm

@@ -4,7 +4,11 @@
 to embedded instances in processes of their own, with the trainer's own publisher and the launcher's own handlers, over each
 transport to 1 and 2 instances. In turn with every sync the same bytes, in buckets of the same sizes, go over a bare
 transfer: gloo by broadcast, file by writing and reading. Staged: the same while the instance generates, and how much of
-the sync it does not notice. Needs about 14 GiB of memory with 2 instances. Last line: RESULT {json}.
+the sync it does not notice.
+
+`bound` is the least ratio that a sync with our checks can have on this machine's cores: the bare transfer's CPU seconds on all
+ends, a checksum of every byte on each end, and the probe's forward pass on each end, spread evenly over the cores, over the
+bare transfer's time. Needs about 14 GiB of memory with 2 instances. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -27,6 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 from common import CACHE, one_rank, result
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -41,8 +47,10 @@ from engine.queue.client import ControlClient
 from engine.queue.server import ControlServer
 from engine.recipe import load
 from engine.rollout.pool import Pool
+from engine.rollout.probe import probe
 from engine.run_folder import RunFolder
 from engine.trace import Trace
+from engine.weights.checksum import checksum
 from engine.weights.collective import Meeting, join
 from engine.weights.publisher import Publisher
 from engine.weights.transport import open_transport
@@ -113,31 +121,45 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
 
     transport, staged = config.weights.transport, config.weights.staged
     sizes = bucket_sizes(models, config.weights.bucket_mb * 2**20)
-    with launcher(config, folder) as side, bare_transfer(transport, sizes, config.rollout.instances, folder) as bare:
+    with launcher(config, folder) as side, bare_transfer(transport, sizes, config.rollout.instances, folder) as (bare, pids):
         control, sender = (ControlClient(side.address, name, TIMEOUT_S) for name in ("trainer", "sender"))
         try:
             open_ = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
             publisher = Publisher(control, sender, Ranks(1, TIMEOUT_S), open_, folder / "weights", torch.float32,
                                   config.weights.bucket_mb * 2**20, TIMEOUT_S)
             first_s = publisher.publish(models, 0)
-            found = [one_round(side, publisher, models, bare, version, staged) for version in range(1, rounds + 2)][1:]
+            checks_s = seconds_of_checks(models, config)
+            found = [one_round(side, publisher, models, bare, pids, version, staged) for version in range(1, rounds + 2)][1:]
         finally:
             control.close()
             sender.close()
     medians = {key: statistics.median(one[key] for one in found) for key in found[0]}
-    size = sum(sizes)
-    return {"GB": size / 1e9, "first_s": first_s, **medians, "ratio": medians["sync_s"] / medians["bare_s"]}
+    busy_s = medians["bare_cpu_s"] + (1 + config.rollout.instances) * checks_s
+    bound = max(1.0, busy_s / len(os.sched_getaffinity(0)) / medians["bare_s"])
+    return {"GB": sum(sizes) / 1e9, "first_s": first_s, "checks_s": checks_s, **medians,
+            "ratio": medians["sync_s"] / medians["bare_s"], "bound": bound}
+
+
+def seconds_of_checks(models: TriModel, config: Config) -> float:
+    """What one end's checks take on one core: a checksum of every tensor, and the probe's forward pass."""
+    fixed = probe(models.shape.vocabulary, config.weights.check_tokens, config.rollout.max_context, config.model.dtype)
+    assert fixed is not None
+    began = time.thread_time()
+    for _, tensor in models.tensors():
+        checksum(tensor)
+    models.probe(list(fixed.token_ids))
+    return time.thread_time() - began
 
 
 def one_round(
-    side: Launcher, publisher: Publisher, models: TriModel, bare: Callable[[], None], version: int, staged: bool
+    side: Launcher, publisher: Publisher, models: TriModel, bare: Callable[[], None], pids: list[int], version: int, staged: bool
 ) -> dict[str, float]:
     with torch.no_grad():
         for parameter in models.policy.parameters():
             parameter.mul_(1.0001)
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), cpu_seconds(pids)
     bare()
-    found = {"bare_s": time.perf_counter() - began}
+    found = {"bare_s": time.perf_counter() - began, "bare_cpu_s": cpu_seconds(pids) - busy}
     with side.generating() if staged else contextlib.nullcontext():
         side.seconds.clear()
         tokens = side.generated() if staged else 0
@@ -147,6 +169,12 @@ def one_round(
             found["tokens_meanwhile"] = side.generated() - tokens
             found["hidden"] = 1 - found["finish_s"] / found["sync_s"]
     return found
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """Of this process and those, so far."""
+    times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pids)]
+    return sum(one.user + one.system for one in times)
 
 
 def bucket_sizes(models: TriModel, limit: int) -> list[int]:
@@ -261,12 +289,15 @@ def launcher(config: Config, folder: Path) -> Iterator[Launcher]:
 
 
 @contextmanager
-def bare_transfer(transport: str, sizes: list[int], count: int, folder: Path) -> Iterator[Callable[[], None]]:
-    """A function that moves buckets of these sizes to `count` receivers once; the memory is reused on both sides."""
+def bare_transfer(
+    transport: str, sizes: list[int], count: int, folder: Path
+) -> Iterator[tuple[Callable[[], None], list[int]]]:
+    """A function that moves buckets of these sizes to `count` receivers once, and the receivers' process ids; the memory is
+    reused on both sides."""
     buffer = torch.ones(max(sizes), dtype=torch.uint8)
     if transport == "file":
         readers = [torch.ones(max(sizes), dtype=torch.uint8) for _ in range(count)]
-        yield lambda: write_and_read(sizes, buffer, readers, folder)
+        yield lambda: write_and_read(sizes, buffer, readers, folder), []
         return
     meeting = Meeting("127.0.0.1", transport, TIMEOUT_S)
     others = []
@@ -284,7 +315,7 @@ def bare_transfer(transport: str, sizes: list[int], count: int, folder: Path) ->
             group.broadcast(buffer[:size]).wait()
 
     try:
-        yield broadcast
+        yield broadcast, [other.pid for other in others]
     finally:
         group.close()
         for other in others:

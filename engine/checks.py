@@ -20,9 +20,10 @@ def check_rollouts(config: Config) -> ModelShape:
     if config.rollout.engine == "embedded" and shape.architecture not in EMBEDDED:
         raise BadInput(f'model.path {folder}: rollout.engine = "embedded" does not run {shape.architecture}, '
                        f"only {', '.join(EMBEDDED)}")
-    if config.rollout.max_context > shape.context:
-        raise BadInput(f"rollout.max_context = {config.rollout.max_context} is more than the {shape.context} positions that "
-                       f"the model in {config.model.path} was made for")
+    for table in ("rollout", "evaluate"):
+        if (context := getattr(config, table).max_context) > shape.context:
+            raise BadInput(f"{table}.max_context = {context} is more than the {shape.context} positions that the model in "
+                           f"{config.model.path} was made for")
     return shape
 
 

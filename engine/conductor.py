@@ -8,12 +8,13 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine import errors
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError
+from engine.generation import Generation
 from engine.model.shape import read_shape
 from engine.queue.batch import Batch
 from engine.queue.codec import group_to_wire, landed_to_wire
@@ -21,12 +22,15 @@ from engine.queue.server import Handler
 from engine.queue.store import SampleQueue
 from engine.rollout.service import Service
 from engine.rollout.sync import WeightSync, probe
-from engine.run_folder import SAMPLED_GROUPS, RunFolder
+from engine.run_folder import RunFolder
 from engine.silence import Silence
 from engine.trace import Trace
 from engine.trainer.modes import Schedule
 from engine.trainer.record import Recorder
-from engine.types import Group, Landed, StepReport
+from engine.types import StepReport
+
+if TYPE_CHECKING:
+    from engine.evaluation.drain import DrainEvaluation
 
 SIGN_OF_LIFE_S = 1.0
 """A rank that waits for a group hears from the launcher this often."""
@@ -47,21 +51,24 @@ class Conductor:
         self.config = config
         self.folder = folder
         self.trace = trace
-        self.loader = loader
         self.service = service
+        self._generation: Generation | None = None
+        if loader is not None and service is not None:
+            self._generation = Generation(config, loader, service, self._notify)
         self.failure: MetronomeError | None = None
         self.told: MetronomeError | None = None
         self.last: dict[str, Any] = {}
         """The last finished step, as in steps.jsonl."""
         self._silence = Silence()
         self._is_ready = False
-        self._schedule = Schedule.of(config.train)
+        self._schedule = Schedule.of(config.train, config.rollout.partial)
         self._batches: dict[int, Batch] = {}
         self._swap: asyncio.Task[None] | None = None
         self._changed = asyncio.Condition()
         self._sync_began = 0.0
         self._recorder: Recorder | None = None
         self._replayed_by: dict[int, set[int]] = {}
+        self._evaluation = self._drain_evaluation() if service is not None and config.evaluate.every else None
 
     def handlers(self) -> dict[str, Handler]:
         """By the operation's name; each request is a sign of life of the trainer, at its start and at its end."""
@@ -76,6 +83,11 @@ class Conductor:
 
         return heard
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the trainer has loaded its models: from then on it hears of a failure and saves what it has."""
+        return self._is_ready
+
     async def fail(self, error: MetronomeError) -> None:
         """Stop the run: the trainer hears of it with its next request, saves a checkpoint and ends."""
         self.failure = self.failure or error
@@ -86,16 +98,13 @@ class Conductor:
         async with self._changed:
             self._changed.notify_all()
 
-    @property
-    def _scores_early(self) -> bool:
-        algorithm, train = self.config.algorithm, self.config.train
-        return train.score_early and train.mode != "sync" and (algorithm.old_policy == "previous" or algorithm.kl_coef > 0)
-
     async def check(self) -> None:
         """Stop the run when the pool gave up or the trainer is silent; raise what is a mistake of ours in the producer."""
         for task in [batch.task for batch in self._batches.values()]:
             if task is not None and task.done():
                 task.result()
+        if self._evaluation is not None:
+            self._evaluation.check()
         if self.failure is None and self.service is not None and self.service.pool.failure is not None:
             await self.fail(self.service.pool.failure)
         limit, keys = self._longest_silence()
@@ -116,11 +125,23 @@ class Conductor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._evaluation is not None:
+            await self._evaluation.close()
         self.trace.flush()
+
+    def _drain_evaluation(self) -> DrainEvaluation:
+        from engine.evaluation.drain import DrainEvaluation  # only the runs that have it pay for its imports
+
+        assert self.service is not None
+        return DrainEvaluation(self.config, self.folder, self.service, self._notify)
 
     async def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
         self._is_ready = True
+        if self._generation is not None:
+            self._generation.go_on(request["start"], request.get("prompt_position"))
         self.folder.cut(request["start"])
+        if self._evaluation is not None:
+            self._evaluation.begin(request["start"])
         if self.config.train.record and self.service is not None:
             self._recorder = Recorder(self.folder.path / "record.msgpack", self.config, request["start"])
         return {}
@@ -132,7 +153,8 @@ class Conductor:
         config, rollout = self.config, self.config.rollout
         vocabulary = read_shape(Path(config.model.path)).vocabulary
         fixed = probe(vocabulary, config.weights.check_tokens, rollout.max_context, config.model.dtype)
-        self.service.pool.sync = sync = WeightSync(self.service.pool, fixed, rollout.timeout_s, config.weights.staged)
+        self.service.pool.sync = sync = WeightSync(self.service.pool, fixed, rollout.timeout_s, config.weights.staged,
+                                                   rollout.partial)
         return sync
 
     async def _sync_open(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +202,8 @@ class Conductor:
 
     def _at_rest(self) -> bool:
         generated = self._in_background or not self._schedule.exact or all(batch.generated for batch in self._batches.values())
-        return generated and (self._swap is None or self._swap.done())
+        may = generated and (self._swap is None or self._swap.done())
+        return may and (self._evaluation is None or self._evaluation.may_move())
 
     @property
     def _in_background(self) -> bool:
@@ -194,33 +217,21 @@ class Conductor:
         """Start generating a step's batch in the background."""
         self._check()
         step = request["step"]
-        batch = Batch.of(self.config, step)
+        assert self._generation is not None
+        batch, before = self._generation.begin(step)
         self._batches[step] = batch
-        batch.task = asyncio.create_task(self._produce(step, batch))
+        batch.task = asyncio.create_task(self._produce(step, batch, before))
         self._silence.expect(self.config.parallel.units)
         return {}
 
-    async def _produce(self, step: int, batch: Batch) -> None:
-        assert self.loader is not None
-        assert self.service is not None
-        if self._schedule.exact and self._swap is not None:
+    async def _produce(self, step: int, batch: Batch, before: Batch | None) -> None:
+        assert self._generation is not None
+        if self._swap is not None and (self._schedule.exact or self.config.rollout.partial):
             await asyncio.wait([self._swap])  # its version is the one that is being swapped in
-        queue, started = batch.queue, time.perf_counter()
-        prompts = [(self.loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self.loader.batch(step))]
-
-        async def put(group: Group) -> None:
-            await batch.put(group, self.config)
-            if len(batch.samples) < SAMPLED_GROUPS:
-                batch.samples.append(group)
-            batch.rollout_s = time.perf_counter() - started
-            await self._notify()
-
-        async def land(landed: Landed) -> None:
-            queue.land(landed)
-            await self._notify()
-
         try:
-            await self.service.producer.run(step, prompts, put, land if self._scores_early else None)
+            await self._generation.fill(step, batch, before)
+            if self._evaluation is not None:
+                self._evaluation.drained(step)
         except MetronomeError as error:
             await self.fail(error)
 
@@ -275,7 +286,7 @@ class Conductor:
         return {}
 
     async def _report(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Complete the trainer's figures and append them to steps.jsonl."""
+        """Complete the trainer's figures and append them to steps.jsonl; the reply says where the next step's prompts begin."""
         figures, step = request["figures"], request["step"]
         batch = self._batches.pop(step, None)
         pool_size = self.service.pool.working if self.service is not None else 0
@@ -285,16 +296,19 @@ class Conductor:
             weight_version=step,
             pool_size=pool_size,
             rollout_s=batch.rollout_s if batch is not None else 0.0,
+            prompts_used=batch.prompts_used if batch is not None else None,
             tokens_per_s_per_device=figures["trained_tokens"] / figures["step_s"] / devices,
             **figures,
         )
         self.folder.add_step(report)
         self.last = dataclasses.asdict(report)
         self.folder.add_samples(step, batch.samples if batch is not None else [])
+        if self._evaluation is not None and step == self.config.train.steps - 1:
+            await self._evaluation.finish()
         if self._recorder is not None:
             self._recorder.flush()
         self.trace.flush()
-        return {}
+        return {"prompt_position": batch.next_position if batch is not None else None}
 
     async def _failed(self, request: dict[str, Any]) -> dict[str, Any]:
         """A unit of the trainer ends with this error; the others hear of it with their next request."""

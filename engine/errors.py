@@ -17,12 +17,20 @@ class RatioGapError(MetronomeError):
     """Trainer and rollout instance disagree on the log-probabilities of the same tokens by more than the limit."""
 
 
+class Stopped(MetronomeError):
+    """The run was told to end, by a signal."""
+
+
 class DeadlineError(MetronomeError):
     """A wait ran into its deadline; the message names what was waited for."""
 
 
 class RewardError(MetronomeError):
     """A reward function raised, or returned something that is no score for each response."""
+
+
+class CheckpointError(MetronomeError):
+    """A checkpoint could not be written, published, read or deleted; the message names it, its place and the reason."""
 
 
 class ProcessDied(MetronomeError):

@@ -13,16 +13,20 @@ import shutil
 import signal
 import sys
 import time
+import uuid
 from pathlib import Path
 
 from engine.checks import check_training
 from engine.conductor import Conductor
 from engine.config import Config
 from engine.data.loader import PromptLoader
-from engine.data.problems import Problems, read_problems
+from engine.data.prepared import training_problems
+from engine.data.problems import Problems
 from engine.data.prompts import encode
-from engine.errors import BadInput, MetronomeError, ProcessDied
+from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped
+from engine.folder_lock import held
 from engine.process import Child, drop_lifeline, hold_lifeline, python, watch_lifeline
+from engine.queue.keys import CONTROL_KEY, make_keys
 from engine.queue.server import ControlServer
 from engine.recipe import load
 from engine.rollout.registry import listen_address, registry
@@ -30,9 +34,16 @@ from engine.rollout.service import rollout_service
 from engine.run_folder import RunFolder
 from engine.trace import Trace
 from engine.trainer import record
+from engine.trainer.nodes import INVITATION, control_address, invite
 
 STOP_S = 60.0
 """How long a trainer that was told to stop may take for its checkpoint."""
+
+STOP_BY_SIGNAL_S = 5.0
+"""The same when a signal ended the run: who cancels a run waits for its end."""
+
+TAKEOVER_S = 30.0
+"""How long the launcher of a killed attempt may still hold the run folder: its lifeline ends it within a second or two."""
 
 END_S = 5.0
 """What the agent may take to end the ranks, by force if need be (engine.trainer.elastic), before it is killed itself."""
@@ -45,14 +56,16 @@ def launch(config: Config, resume: bool = False, replay: Path | None = None) -> 
     if replay is not None:
         record.check(replay, config)
     folder = RunFolder(config.folder)
-    folder.create(config, resume)
-    try:
-        asyncio.run(_Launcher(config, folder, resume, replay).run())
-    except MetronomeError as error:
-        folder.fail(error)
-        raise
-    finally:
-        drop_lifeline()
+    with held(folder.launcher_lock, f"run folder {folder.path}", TAKEOVER_S):
+        folder.create(config, resume)
+        try:
+            asyncio.run(_Launcher(config, folder, resume, replay).run())
+        except MetronomeError as error:
+            folder.fail(error)
+            raise
+        finally:
+            (folder.path / INVITATION).unlink(missing_ok=True)
+            drop_lifeline()
     return folder
 
 
@@ -64,6 +77,10 @@ class _Launcher:
         self.replay = replay
         self.scratch = Path(hold_lifeline()).parent
         self.trace = Trace(folder.trace, "launcher")
+        self._keys = make_keys() if config.parallel.nodes > 1 else None
+        self._signal: str | None = None
+        """The first signal that told the run to end."""
+        self._conductor: Conductor | None = None
 
     async def run(self) -> None:
         """Bring everything up (all processes at once, each takes seconds), wait for the trainer, bring everything down."""
@@ -71,7 +88,7 @@ class _Launcher:
         if self.replay is not None:
             await self._watched(Conductor(self.config, self.folder, self.trace), self._start_trainer())
             return
-        problems = read_problems(self.config.data.train)
+        problems = training_problems(self.config)
         trainer = self._start_trainer()
         try:
             await self._with_rollouts(problems, trainer)
@@ -96,11 +113,13 @@ class _Launcher:
     def _start_trainer(self) -> Child:
         shutil.rmtree(self._weights_folder(), ignore_errors=True)  # half a version of a run that was killed, in another layout
         log, env = self.folder.logs / "trainer.log", {"OMP_NUM_THREADS": str(self.config.trainer_threads)}
+        env |= {CONTROL_KEY: self._keys.public} if self._keys is not None else {}
         return Child("trainer", self._trainer_command(), log, env)
 
     async def _watched(self, conductor: Conductor, trainer: Child) -> None:
         """Serve the trainer's requests and watch all processes until the trainer ends."""
-        server = asyncio.create_task(ControlServer(self._address, conductor.handlers()).serve())
+        self._conductor = conductor
+        server = asyncio.create_task(ControlServer(self._address, conductor.handlers(), self._keys).serve())
         try:
             await self._watch(trainer, server, conductor)
         finally:
@@ -111,19 +130,24 @@ class _Launcher:
 
     @property
     def _address(self) -> str:
-        return f"ipc://{self.scratch}/control"
+        return control_address(self.config) if self.config.parallel.nodes > 1 else f"ipc://{self.scratch}/control"
 
     def _trainer_command(self) -> list[str]:
-        arguments = ["--folder", str(self.folder.path), "--control", self._address, "--weights", str(self._weights_folder()),
-                     "--threads", str(self.config.trainer_threads)]
+        arguments = ["--folder", str(self.folder.path.resolve()), "--control", self._address]
+        arguments += ["--weights", str(self._weights_folder()), "--threads", str(self.config.trainer_threads)]
         arguments += ["--resume"] if self.resume else []
         arguments += ["--replay", str(self.replay)] if self.replay is not None else []
-        return python("engine.trainer.elastic", "--ranks", str(self.config.parallel.ranks), "--", *arguments)
+        parallel, nodes = self.config.parallel, []
+        if self._keys is not None:
+            run_id = uuid.uuid4().hex
+            invite(self.config, self.folder.path, run_id, arguments, self._keys.public)
+            nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id]
+        return python("engine.trainer.elastic", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
 
     def _weights_folder(self) -> Path:
         """Beside the lifeline (shared memory where there is some) if two versions fit well, else in the run folder."""
         needed = sum(path.stat().st_size for path in Path(self.config.model.path).glob("*.safetensors"))
-        roomy = shutil.disk_usage(self.scratch).free > 4 * needed
+        roomy = shutil.disk_usage(self.scratch).free > 4 * needed and self.config.parallel.nodes == 1
         return (self.scratch if roomy else self.folder.path) / "weights"
 
     async def _watch(self, trainer: Child, server: asyncio.Task[None], conductor: Conductor) -> None:
@@ -133,8 +157,10 @@ class _Launcher:
             if server.done():
                 server.result()
             await conductor.check()
+            if self._signal is not None and conductor.failure is None:
+                await conductor.fail(Stopped(f"ended by {self._signal}"))
             if conductor.failure is not None:
-                stop_by = stop_by or time.monotonic() + STOP_S
+                stop_by = stop_by or time.monotonic() + (STOP_S if self._signal is None else STOP_BY_SIGNAL_S)
                 if time.monotonic() > stop_by:
                     raise conductor.failure
             await asyncio.sleep(0.1)
@@ -144,12 +170,19 @@ class _Launcher:
             raise conductor.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
 
     def _stop_on_signals(self) -> None:
-        """SIGINT and SIGTERM cancel the run; clean-up happens in the `finally` blocks."""
+        """SIGINT and SIGTERM end the run: the trainer first saves the weights before the step it is at. A second one ends it
+        at once; clean-up happens in the `finally` blocks."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: the caller handles signals
-                loop.add_signal_handler(number, task.cancel, f"ended by {signal.Signals(number).name}")
+                loop.add_signal_handler(number, self._stop, task, signal.Signals(number).name)
+
+    def _stop(self, task: asyncio.Task[None], name: str) -> None:
+        if self._signal is None and self._conductor is not None and self._conductor.is_ready:
+            self._signal = name
+        else:
+            task.cancel(f"ended by {name}")
 
 
 def main() -> int:

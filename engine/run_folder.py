@@ -15,9 +15,10 @@ from engine.recipe import dump, load
 from engine.types import Group, StepReport
 
 FIXED = (
-    "run.seed", "model.dtype", "data.train", "data.prompt_template", "rollout.group_size", "rollout.temperature",
+    "run.seed", "model.dtype", "data.train", "data.heldout_fraction", "data.decontaminate", "data.prompt_template",
+    "rollout.group_size", "rollout.temperature",
     "train.prompts_per_step", "train.schedule", "train.betas", "algorithm.advantage", "algorithm.loss", "algorithm.old_policy",
-    "algorithm.kl_coef",
+    "algorithm.kl_coef", "algorithm.dynamic_sampling",
 )  # fmt: skip
 """Keys that a resumed run may not change."""
 
@@ -39,6 +40,10 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.policy = path / "policy"
         self.failure = path / "failure.json"
+        self.stages = path / "stages.json"
+        self.attempts = path / "attempts.jsonl"
+        self.lock = path / "lock"
+        self.launcher_lock = self.logs / "launcher.lock"
 
     def create(self, config: Config, resume: bool) -> None:
         """Make the folder and write the resolved config. Without `resume` a folder with steps in it is bad input."""

@@ -21,6 +21,7 @@ COLORS = {
     "wait": "#d3d3d3",
     "train": "#59a14f",
     "score": "#8cd17d",
+    "evaluate": "#edc948",
     "bubble": "#bab0ac",
     "update": "#f28e2b",
     "sync": "#e15759",

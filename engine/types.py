@@ -133,3 +133,7 @@ class StepReport:
     """Of this step's gradient with the last one; left out where it is not measured."""
     skipped_updates: int | None = None
     """In a row, by gradient control; left out without it."""
+    prompts_used: int | None = None
+    """Prompts up to the last one that was kept, with algorithm.dynamic_sampling; left out without it, and by a replay."""
+    continued: int = 0
+    """Responses with tokens of more than one weight version (rollout.partial)."""

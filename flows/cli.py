@@ -17,6 +17,7 @@ from engine.process import drop_lifeline, watch_lifeline
 from engine.recipe import load
 from flows import QUICKSTART
 from tasks import console
+from tasks.dry import dry_run
 
 Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are found by infra/recipes/NAME.toml")]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key, e.g. rollout.group_size=8")]
@@ -30,14 +31,21 @@ app = typer.Typer(
 
 
 @app.command()
-def run(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
+def run(
+    recipe: Recipe = QUICKSTART,
+    overrides: Set = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this run.name; what is done stays")] = False,
+) -> None:
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
     from tasks.inputs import check_inputs, check_run_folder
     from tasks.server import local_server, log_prefect_to
 
     with _exit_codes():
         config = load(recipe, overrides)
-        check_run_folder(config)
+        if config.run.dry:
+            dry_run(config)
+            return
+        check_run_folder(config, resume)
         check_inputs(config)
         with local_server(Path(config.run.output)) as server:
             from flows.pipeline import pipeline  # seconds, while the server starts
@@ -45,7 +53,7 @@ def run(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
             log_prefect_to(Path(config.run.output) / "prefect.log")
             if server is not None:
                 server.wait()
-            pipeline(recipe, [*overrides, f"run.name={config.run.name}"])
+            pipeline(recipe, [*overrides, f"run.name={config.run.name}"], resume=resume)
 
 
 @app.command()
@@ -60,6 +68,9 @@ def train(
 
     with _exit_codes():
         config = load(recipe, overrides)
+        if config.run.dry:
+            dry_run(config)
+            return
         check_run_folder(config, resume)
         if replay is not None and not replay.is_file():
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
@@ -69,19 +80,24 @@ def train(
 
 
 def _train(config: Config, resume: bool, replay: Path | None) -> None:
-    from tasks import summary, tracking
+    from engine.run_folder import RunFolder
+    from tasks import evaluation_log, recording, summary, tracking
     from tasks.training import run_training
 
-    line = console.StepLines(config.train.steps)
+    folder = RunFolder(config.folder)
+    line, evaluated = console.StepLines(config.train.steps), evaluation_log.InRun(folder)
 
     def on_step(row: dict) -> None:
         line(row)
         tracking.log_step(row)
+        evaluated()
 
     with tracking.tracked(config), console.stage("train") as say:
+        recording.log_model_input(Path(config.model.path))
         run_training(config, resume, replay, on_step)
         say(f"{config.train.steps} steps")
-    console.table(f"Run {config.run.name}", {**summary.training(config), "MLflow UI": tracking.ui_command(config)})
+    rows = {**evaluation_log.closing(folder), **summary.training(config), "MLflow UI": tracking.ui_command(config)}
+    console.table(f"Run {config.run.name}", rows)
 
 
 @app.command()
@@ -106,15 +122,15 @@ def evaluate(
 def _evaluate(config: Config) -> None:
     from engine import evaluation
     from engine.run_folder import RunFolder
-    from tasks import summary, tracking
+    from tasks import evaluation_log, summary, tracking
 
     folder, model = RunFolder(config.folder), Path(config.model.path)
     if not folder.config.exists():
         folder.create(config, resume=False)
     with tracking.tracked(config), console.stage("evaluate") as say:
-        row = evaluation.evaluate(config, model, summary.weight_version(model), folder)
-        tracking.log_evaluation(row)
-        say("accuracy " + summary.accuracy(row))
+        rows = evaluation.evaluate(config, model, summary.weight_version(model), folder)
+        evaluation_log.log_new(folder)
+        say(evaluation_log.report(rows))
 
 
 @app.command()
@@ -136,6 +152,40 @@ def serve(
         if not join:
             raise typer.Exit(serve_alone(config, instance, host, port))
         raise typer.Exit(serve_joined(config, join, instance, host, port, console.complain))
+
+
+@app.command()
+def deploy(
+    recipe: Recipe = QUICKSTART,
+    overrides: Set = [],  # noqa: B006
+    pool: Annotated[str, typer.Option(help="work pool of training and evaluation: a file of infra/pools")] = "cpu",
+    rollout_pool: Annotated[str, typer.Option(help="work pool of rollout instances that join a run")] = "cpu",
+    timezone: Annotated[str, typer.Option(help="of the schedules, e.g. Asia/Shanghai")] = "Etc/UTC",
+    training: Annotated[str, typer.Option(help="cron line of the nightly training; empty: no schedule")] = "0 22 * * *",
+    evaluation: Annotated[str, typer.Option(help="cron line of the nightly evaluation; empty: no schedule")] = "0 6 * * *",
+    npus: Annotated[int, typer.Option(help="NPUs of the cluster: slots of the limit ascend-npus; 0 leaves it as it is")] = 0,
+) -> None:
+    """Work pools, deployments, schedules, automations on the server of PREFECT_API_URL; again brings them up to date."""
+    with _exit_codes():
+        load(recipe, overrides)
+        from tasks.deploy import Choices
+        from tasks.deploy import deploy as make
+
+        rows = make(recipe, overrides, Choices(pool, rollout_pool, timezone, training, evaluation, npus))
+        console.table("Deployed", rows)
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="run folders and MLflow run ids; all against the first")],
+    out: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("compare.html"),
+    tracking_uri: Annotated[str, typer.Option(help="MLflow store of run ids (default: MLFLOW_TRACKING_URI or runs/)")] = "",
+) -> None:
+    """Which run is faster, and is it as good? Curves, wall time, benchmarks with intervals, as one page and a table."""
+    with _exit_codes():
+        from tasks import compare as comparison
+
+        print(comparison.compare(runs, out, tracking_uri))
 
 
 @app.command()

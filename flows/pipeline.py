@@ -2,75 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from prefect import flow
 
 from engine.config import Config
-from engine.data.problems import read_problems
 from engine.model.shape import content_hash
 from engine.recipe import load
 from engine.run_folder import RunFolder
 from flows import QUICKSTART
-from tasks import console, summary, tracking
+from flows.settings import AS_RECIPE, ContinueFrom, Overrides, Recipe, Settings
+from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.caching import code_hash
+from tasks.companions import companions
 from tasks.console import stage
+from tasks.continuing import registered_name, started_from
 from tasks.convert import convert
 from tasks.convert import describe as describe_conversion
+from tasks.datasets_log import log_datasets
+from tasks.devices import held, npus
+from tasks.entry import Entry, entered, settled
 from tasks.evaluate import evaluate
-from tasks.inputs import check_inputs, check_run_folder
-from tasks.prepare import describe, encode_prompts, prepare
+from tasks.events import training_finished
+from tasks.inputs import check_inputs
+from tasks.links import tracked_flow
+from tasks.prepare import describe, describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
+from tasks.recording import log_model_input
 from tasks.register import register
 from tasks.train import train
 
 
-@flow(name="metronome", validate_parameters=False)
-def pipeline(recipe: str = QUICKSTART, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Run every stage; returns the closing table. Raises BadInput before anything slow, MetronomeError later."""
-    config = load(recipe, overrides)
-    check_run_folder(config)
+@flow(name="metronome")
+def pipeline(
+    recipe: Recipe = QUICKSTART,
+    overrides: Overrides = (),
+    settings: Settings = AS_RECIPE,
+    continue_from: ContinueFrom = "base",
+    resume: bool = False,
+) -> dict[str, str]:
+    """Run every stage; returns the closing table. Raises BadInput before anything slow, MetronomeError later.
+
+    A flow run that is started again after a crash goes on in its run folder: what is done is not done again.
+
+    Args:
+        recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
+        overrides: Any other key of the configuration, one KEY=VALUE each, for example rollout.temperature=0.9.
+        settings: The keys that differ from run to run; what is left out is as the recipe says.
+        continue_from: base is model.path; latest the newest registered policy of this recipe (base if there is none); champion
+            the registered one with that alias.
+        resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed without it.
+    """
+    overrides = [*settings.overrides(), *overrides]
+    config = started_from(settled(load(recipe, overrides)), recipe, continue_from)
     check_inputs(config)
     folder = RunFolder(config.folder)
-    folder.create(config, resume=False)
-    with tracking.tracked(config):
-        config = _before_training(config)
-        with stage("train") as say:
-            train(config)
-            say(f"{config.train.steps} steps")
+    with entered(config, resume) as entry, held(npus(config)), tracked_flow(config):
+        config = _before_training(config, entry)
+        with companions(config), stage("train") as say:
+            say(f"{entry.once('train', lambda: train(config, entry.resumed))} steps")
         with stage("publish") as say:
-            say(published := publish(config))
-        _evaluate(config, folder.policy, config.train.steps)
+            say(published := entry.once("publish", lambda: publish(config)))
+        _evaluate(config, folder.policy, config.train.steps, entry)
         with stage("register") as say:
-            name = f"metronome-{Path(recipe).stem}"
-            say(registered := f"{name} version {register(name, folder.policy)}")
+            name = registered_name(recipe)
+            say(registered := f"{name} version {entry.once('register', lambda: register(name, folder.policy))}")
+        entry.once("announce", lambda: training_finished(recipe, config.run.name, folder.policy, overrides))
     rows = summary.outcome(config, published, registered)
     console.table(f"Run {config.run.name}", rows)
     return rows
 
 
-def _before_training(config: Config) -> Config:
+def _before_training(config: Config, entry: Entry) -> Config:
     """Everything up to the accuracy of the untrained model."""
-    data_hash = read_problems(config.data.train).content_hash
     with stage("prepare data") as say:
-        say(describe(prepare(config.data.train, data_hash, code_hash("data")), "bytes"))
+        say(describe(entry.once("prepare data", lambda: _prepared(config))))
     with stage("base model") as say:
         config = base_model(config)
         say(config.model.path)
     model = Path(config.model.path)
+    log_model_input(model)
     with stage("encode") as say:
-        template, limit = config.data.prompt_template, config.rollout.max_context
-        encoded = encode_prompts(config.data.train, str(model), template, limit, data_hash, code_hash("data"))
-        say(describe(encoded, "tokens"))
+        say(describe_prompts(entry.once("encode", lambda: encode_data(config, model))))
     with stage("convert") as say:
-        log = RunFolder(config.folder).logs / "convert.log"
-        say(describe_conversion(convert(str(model), content_hash(model), code_hash("model", "platform"), log)))
-    _evaluate(config, model, 0)
+        log, code = RunFolder(config.folder).logs / "convert.log", code_hash("model", "platform")
+        say(describe_conversion(entry.once("convert", lambda: convert(str(model), content_hash(model), code, log))))
+    _evaluate(config, model, 0, entry)
     return config
 
 
-def _evaluate(config: Config, model: Path, weight_version: int) -> None:
+def _prepared(config: Config) -> dict[str, Any]:
+    log_datasets(found := prepare_data(config))
+    return found
+
+
+def _evaluate(config: Config, model: Path, weight_version: int, entry: Entry) -> None:
     with stage("evaluate") as say:
-        say("accuracy " + summary.accuracy(evaluate(config, model, weight_version)))
+        row = entry.once(f"evaluate version {weight_version}", lambda: evaluate(config, model, weight_version))
+        say("accuracy " + summary.accuracy(row))

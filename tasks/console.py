@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +16,12 @@ QUIET_S = 10.0
 
 
 def say(stage: str, text: str) -> None:
-    """Print one line, at once."""
-    print(f"{stage:<12} {text}", flush=True)
+    """Print one line, at once. Whoever reads us being gone (a Prefect worker that was killed) ends us as a crash does."""
+    try:
+        print(f"{stage:<12} {text}", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter fails at its end, too
+        raise SystemExit("nobody reads the output any more") from None
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Evaluate: accuracy of a model folder on the benchmark, with its interval."""
+"""Evaluate: accuracy of a model folder on the benchmarks, with intervals."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from engine import evaluation
 from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
 from engine.run_folder import RunFolder
-from tasks import tracking
+from tasks import evaluation_log
+from tasks.console import say
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
@@ -23,9 +25,16 @@ def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
 
 @task(name="evaluate", cache_policy=NO_CACHE, retries=1, retry_condition_fn=_worth_retrying)
 def evaluate(config: Config, model: Path, weight_version: int) -> dict[str, Any]:
-    """The new row of evaluations.jsonl."""
-    row = evaluation.evaluate(config, model, weight_version, RunFolder(config.folder))
-    tracking.log_evaluation(row)
-    cells = [{"figure": name, "value": str(value)} for name, value in row.items()]
-    create_table_artifact(cells, key="evaluation", description=f"Weight version {weight_version}")
-    return row
+    """The new row of evaluations.jsonl; of several benchmarks the first one's, the others are printed here."""
+    folder = RunFolder(config.folder)
+    rows = evaluation.evaluate(config, model, weight_version, folder)
+    evaluation_log.log_new(folder)
+    for row in rows[1:]:
+        say("evaluate", evaluation_log.describe(row))
+    for row in rows:
+        create_table_artifact(_cells(row), key="evaluation", description=f"{row['benchmark']}, weight version {weight_version}")
+    return rows[0]
+
+
+def _cells(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [{"figure": name, "value": str(value)} for name, value in row.items()]

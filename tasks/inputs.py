@@ -7,8 +7,9 @@ from pathlib import Path
 
 from engine.checks import check_rollouts, check_training
 from engine.config import Config
-from engine.data.problems import read_problems
+from engine.data.prepared import prepare
 from engine.errors import BadInput
+from engine.evaluation.benchmarks import read_benchmarks
 from engine.model.shape import read_shape
 from engine.recipe import HOME
 from engine.reward.workers import VerifierPool
@@ -26,7 +27,7 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
         raise BadInput(f"--resume: {folder.path} is no run folder; name the run to go on with by --set run.name=NAME")
     if folder.config.exists() and not resume:
         raise BadInput(f"run folder {folder.path} exists already; give another --set run.name=NAME, "
-                       "or go on with that run by `metronome train --resume`")
+                       "or go on with that run by --resume")
 
 
 def check_inputs(config: Config, training: bool = True) -> None:
@@ -34,8 +35,14 @@ def check_inputs(config: Config, training: bool = True) -> None:
 
     Without `training` (an evaluation) the trainer's layout does not matter.
     """
-    for path in {config.data.train: None, benchmark(config): None}:
-        read_problems(path)
+    if config.run.dry:  # its commands never come here
+        raise BadInput("run.dry only prints what a recipe comes to: `metronome run RECIPE --set run.dry=true`; "
+                       "set it to false here")
+    if training:
+        prepare(config)
+    for benchmark in read_benchmarks(config):
+        if benchmark.note:
+            say("warning", benchmark.note)
     scheme, separator, _ = config.checkpoint.path.partition("://")
     if separator and scheme not in ("s3", "file"):
         raise BadInput(f"checkpoint.path = {config.checkpoint.path!r}: expected a folder or s3://bucket/folder")
@@ -54,11 +61,6 @@ async def _try_reward(config: Config) -> None:
     """Load the reward where it will run, in a worker: what it does when imported can neither end nor hang this process."""
     async with VerifierPool(config.reward.function, start_timeout_s=config.rollout.timeout_s):
         pass
-
-
-def benchmark(config: Config) -> str:
-    """The problem set that evaluations read."""
-    return config.evaluate.benchmark or config.data.heldout
 
 
 def with_model_folder(config: Config) -> Config:

@@ -1,59 +1,125 @@
-"""Prepare data: read a problem set, and encode it for a model; both say what was left out and why."""
+"""Prepare data: read, clean, split and compare the problem sets, encode them for a model; say what was left out and why."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from prefect import task
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import INPUTS, TASK_SOURCE
 
-from engine.data.problems import counts, read_problems
+from engine.config import Config
+from engine.data import prepared
+from engine.data.problems import counts
 from engine.data.prompts import encode
+from engine.data.statistics import report
 from engine.rollout.tokens import Tokens
+from engine.run_folder import write_atomically
+from tasks.caching import code_hash
+
+REPORT = "data.json"
+"""File in the run folder with everything that `engine.data.statistics.report` says."""
+
+COMPARED = (
+    "source", "rows", "version", "content_hash", "problem_characters", "answer_characters", "answers", "difficulty", "skipped",
+)  # fmt: skip
+"""Figures that the artifact shows of both sets."""
+
+SHOWN = 25
+"""Rejected rows and overlaps that the artifact lists; data.json has up to a thousand of each."""
+
+
+def prepare_data(config: Config) -> dict[str, Any]:
+    """The report on the run's problem sets, from the cache if nothing that it depends on has changed.
+
+    Writes it to data.json in the run folder and as an artifact (here, because a cached task's body does not run).
+    """
+    found = prepare(_settings(config), prepared.file_hashes(config), code_hash("data", "reward"))
+    config.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(config.folder / REPORT, json.dumps(found, indent=1))
+    create_markdown_artifact(page(found), key="data", description="What is in the data, what was left out and why")
+    return found
+
+
+def encode_data(config: Config, model: Path) -> dict[str, Any]:
+    """Usable prompts, all skips by reason, and the length of prompts in tokens; cached and shown as `prepare_data`."""
+    hashes, code = prepared.file_hashes(config), code_hash("data", "reward")
+    found = encode_prompts(_settings(config), str(model), config.rollout.max_context, hashes, code)
+    rows = [{"figure": name, "value": str(value)} for name, value in found.items()]
+    create_table_artifact(rows, key="prompts", description="Prompts in tokens, what was left out and why")
+    return found
 
 
 @task(name="prepare data", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
-def prepare(path: str, content_hash: str, code: str) -> dict[str, Any]:
-    """Rows, skipped rows by reason, and the length of problems in bytes. The hashes only key the cache."""
-    problems = read_problems(path)
-    return {
-        "source": problems.source,
-        "rows": len(problems.rows),
-        "skipped": dict(problems.skipped),
-        **_lengths("bytes", [len(row.problem.encode()) for row in problems.rows]),
-    }
+def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -> dict[str, Any]:
+    """`statistics.report` of the sets that some tables of a config describe. The hashes only key the cache."""
+    return report(prepared.prepare(Config.model_validate(settings)))
 
 
 @task(name="encode prompts", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
 def encode_prompts(
-    path: str, model: str, template: str, max_context: int, content_hash: str, code: str
+    settings: Mapping[str, Any], model: str, max_context: int, hashes: Mapping[str, str], code: str
 ) -> dict[str, Any]:
-    """Usable prompts, all skips by reason, and the length of prompts in tokens. The hashes only key the cache."""
-    encoded = encode(read_problems(path), Tokens(Path(model)).tokenizer, template, max_context)
+    """Figures of the training prompts in tokens. The hashes only key the cache."""
+    problems = prepared.training_problems(Config.model_validate(settings))
+    encoded = encode(problems, Tokens(Path(model)).tokenizer, settings["data"]["prompt_template"], max_context)
+    lengths = [len(prompt.token_ids) for prompt in encoded.prompts]
     return {
         "prompts": len(encoded.prompts),
         "skipped": dict(encoded.skipped),
-        **_lengths("tokens", [len(prompt.token_ids) for prompt in encoded.prompts]),
+        "tokens_min": min(lengths), "tokens_median": median(lengths), "tokens_max": max(lengths),
+    }  # fmt: skip
+
+
+def describe(found: Mapping[str, Any]) -> str:
+    """A report in one line for people."""
+    train, heldout = found["train"], found["heldout"]
+    skips = f"; skipped {counts(train['skipped'])}" if train["skipped"] else ""
+    notes = "".join(f"; {note}" for note in found["notes"])
+    lengths = train["problem_characters"]
+    return (f"{train['rows']} problems of {lengths['median']:.0f} characters ({lengths['min']:.0f}-{lengths['max']:.0f}), "
+            f"{heldout['rows']} held out{skips}{notes}")
+
+
+def describe_prompts(found: Mapping[str, Any]) -> str:
+    """The figures of `encode_data` in one line for people."""
+    skips = f"; skipped {counts(found['skipped'])}" if found["skipped"] else ""
+    lengths = f"{found['tokens_median']:.0f} tokens ({found['tokens_min']}-{found['tokens_max']})"
+    return f"{found['prompts']} prompts of {lengths}{skips}"
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """A report as Markdown: sets side by side, difficulty, what was left out."""
+    sets = {name: found[name] for name in ("train", "heldout")}
+    rows = [[what, *(_cell(figures[what]) for figures in sets.values())] for what in COMPARED]
+    parts = ["# Data", _table(["", "training", "held out"], rows)]
+    parts += [f"**Note:** {note}" for note in found["notes"]]
+    overlaps = [[row["row"], row["overlaps_with"], f"{row['share']:.0%}"] for row in found["overlaps"][:SHOWN]]
+    parts += [f"## Compared with {', '.join(found['compared_with']) or 'no other set'}"]
+    parts += [_table(["training row", "stands as", "share"], overlaps)] if overlaps else ["No training problem stands there."]
+    rejected = [row for figures in sets.values() for row in figures["rejected"]]
+    if rejected:
+        parts += ["## Rows left out", "\n".join(f"- `{row.replace('`', chr(39))}`" for row in rejected[:SHOWN])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What `prepared.prepare` reads of a config: nothing else may key its cache."""
+    return {
+        "data": config.data.model_dump(mode="json"),
+        "reward": {"function": "math" if config.reward.function == "math" else "exact"},
+        "evaluate": config.evaluate.model_dump(mode="json", include={"benchmark", "folder"}),
     }
 
 
-def describe(figures: dict[str, Any], unit: str) -> str:
-    """The figures in one line for people, and as an artifact (here, because a cached task's body does not run)."""
-    _artifact("prepare-data" if unit == "bytes" else "encode-prompts", figures)
-    kind = "prompts" if "prompts" in figures else "rows"
-    skips = f"; skipped {counts(figures['skipped'])}" if figures["skipped"] else ""
-    return (f"{figures[kind]} {kind} of {figures[unit + '_median']:.0f} {unit} "
-            f"({figures[unit + '_min']}-{figures[unit + '_max']}){skips}")
+def _cell(value: object) -> str:
+    return ", ".join(f"{name}: {number:g}" for name, number in value.items()) if isinstance(value, dict) else str(value)
 
 
-def _lengths(unit: str, lengths: Sequence[int]) -> dict[str, float]:
-    return {f"{unit}_min": min(lengths), f"{unit}_median": median(lengths), f"{unit}_max": max(lengths)}
-
-
-def _artifact(key: str, figures: dict[str, Any]) -> None:
-    rows = [{"figure": name, "value": str(value)} for name, value in figures.items()]
-    create_table_artifact(rows, key=key, description="What is in the data, what was left out and why")
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

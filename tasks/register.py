@@ -1,4 +1,4 @@
-"""Register: the trained policy as a version of a model in MLflow's registry."""
+"""Register: the trained policy as a version of a model in MLflow's registry, as champion if it is better than the present one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
+from engine.recipe import load
+from engine.run_folder import RunFolder
 from tasks import tracking
+from tasks.champion import crown
+from tasks.console import say
+from tasks.continuing import CHAMPION
 
 
 @task(name="register", cache_policy=NO_CACHE)  # no retry: a second try could make a second version
 def register(name: str, policy: Path) -> str:
-    """Store the policy's folder with the active MLflow run and register it; returns the version."""
+    """Store the policy's folder with the active MLflow run and register it with its lineage; returns the version.
+
+    `policy` is the `policy/` of a run folder, whose config and evaluations are read.
+    """
     version = tracking.register(name, policy)
-    create_markdown_artifact(f"`{name}` version {version}", key="registered-model", description="In MLflow's registry")
+    folder = RunFolder(policy.parent)
+    verdict = crown(name, version, folder, load(folder.config))
+    text = f"`{name}` version {version} {'is now' if verdict.wins else 'is not'} `{CHAMPION}`: {verdict.reason}"
+    say("register", text.replace("`", ""))
+    create_markdown_artifact(text, key="registered-model", description="In MLflow's registry")
     return version

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.config import Config
 from engine.run_folder import RunFolder, read_lines
+from tasks import evaluation_log
 from tasks.tracking import ui_command
 
 
@@ -15,7 +16,7 @@ def outcome(config: Config, published: str, registered: str) -> dict[str, str]:
     """The rows of the closing table: accuracy, reward, speed, places."""
     folder = RunFolder(config.folder)
     return {
-        **_accuracy(list(read_lines(folder.evaluations))),
+        **evaluation_log.closing(folder),
         **training(config),
         "checkpoint": published,
         "registered as": registered,
@@ -38,19 +39,13 @@ def training(config: Config) -> dict[str, str]:
 
 def accuracy(row: Mapping[str, Any]) -> str:
     """One evaluation for people: accuracy with its 95 % interval."""
-    return (f"{row['avg_at_k']:.3f} [{row['ci_low']:.3f}, {row['ci_high']:.3f}] on {row['problems']} problems of "
-            f"{row['benchmark']}")
+    return evaluation_log.describe(row)
 
 
 def weight_version(model: Path) -> int:
     """The version of a model folder: the number of updates if it is the policy of a run, 0 for any other."""
     steps = model.parent / "steps.jsonl"
     return sum(1 for _ in read_lines(steps)) if model.name == "policy" else 0
-
-
-def _accuracy(rows: list[dict[str, Any]]) -> dict[str, str]:
-    names = ("accuracy before", "accuracy after")
-    return {name: accuracy(row) for name, row in zip(names, (rows[0], rows[-1]), strict=True)} if rows else {}
 
 
 def _speed(steps: list[dict[str, Any]]) -> str:

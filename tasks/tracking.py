@@ -1,9 +1,12 @@
-"""MLflow: one run per run folder, straight to sqlite unless a tracking URI is given; no server, no telemetry."""
+"""MLflow: one run per run folder, straight to sqlite unless a tracking URI is given; no server, no telemetry.
+
+A store that can't be used when a run begins is an error. Later, what is recorded waits until it answers (tasks/recorder.py).
+"""
 
 from __future__ import annotations
 
 import logging
-import re
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,22 +18,33 @@ import mlflow
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run_folder import write_atomically
+from engine.run_folder import RunFolder, read_lines, write_atomically
+from engine.trainer.checkpoint_files import latest, step_of
+from tasks.metric_log import MetricLog
+from tasks.metric_names import metric_name, numbers
+from tasks.recorder import first_line
+from tasks.recording import log_samples, recorded, recorder
 
 RUN_ID = "mlflow_run_id"
 """File in the run folder with the id of its MLflow run, so that a resumed run goes on in the same one."""
+
+_step_logs: dict[str, MetricLog] = {}
+"""By MLflow run."""
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 def tracking_uri(config: Config) -> str:
-    """`tracking.uri`, or the sqlite store in `run.output`."""
-    return config.tracking.uri or f"sqlite:///{Path(config.run.output).resolve() / 'mlflow.db'}"
+    """`tracking.uri`, else MLFLOW_TRACKING_URI, else the sqlite store in `run.output`."""
+    given = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return given or f"sqlite:///{Path(config.run.output).resolve() / 'mlflow.db'}"
 
 
 def ui_command(config: Config) -> str:
-    """The shell command that opens the MLflow UI on this run's store, with the mlflow of this environment."""
+    """The address of the MLflow server; of a store without one the command that opens it, with this environment's mlflow."""
+    if tracking_uri(config).startswith(("http://", "https://")):
+        return tracking_uri(config)
     mlflow_command = Path(sys.executable).with_name("mlflow")
     if mlflow_command.is_relative_to(Path.cwd()):
         mlflow_command = mlflow_command.relative_to(Path.cwd())
@@ -41,36 +55,46 @@ def ui_command(config: Config) -> str:
 def tracked(config: Config) -> Iterator[str]:
     """Track the body in the run folder's MLflow run (made if there is none yet); yields its id.
 
-    Raises BadInput for a store that MLflow refuses. A body that raises leaves the run marked as failed. MLflow writes
-    what is queued when the run ends.
+    Raises BadInput for a store that MLflow refuses. A body that raises leaves the run marked as failed, one that is
+    interrupted as killed. MLflow writes what is queued when the run ends.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
     try:
-        mlflow.set_tracking_uri(tracking_uri(config))
+        _use(tracking_uri(config))
         mlflow.set_experiment(experiment_id=_experiment(config))
     except mlflow.MlflowException as error:
         raise BadInput(f"tracking.uri = {tracking_uri(config)!r}, experiment {config.tracking.experiment!r}: "
-                       f"MLflow can't use it: {str(error).splitlines()[0]}") from None
+                       f"MLflow can't use it: {first_line(error)}") from None
     id_file = config.folder / RUN_ID
     known = id_file.read_text().strip() if id_file.exists() else None
-    with mlflow.start_run(run_id=known, run_name=None if known else config.run.name) as run:
+    with recorded(config, known) as run:
         if known is None:
             write_atomically(id_file, run.info.run_id)
-            mlflow.log_params(flatten(config.model_dump(mode="json")))
-            mlflow.set_tags({"metronome.run_folder": str(config.folder.resolve()), "metronome.mode": config.train.mode})
+        _start_step_log(run.info.run_id, config, known is not None)
         yield run.info.run_id
 
 
+def _start_step_log(run_id: str, config: Config, resumed: bool) -> None:
+    """Steps go to this run from now on; what it lacks of steps that a checkpoint covers is logged first."""
+    folder = RunFolder(config.folder)
+    rows = list(read_lines(folder.steps)) if resumed else []
+    _step_logs[run_id] = log = MetricLog(run_id, {name for row in rows for name in numbers(row)})
+    checkpoint = latest(folder.checkpoints)
+    covered = 0 if checkpoint is None else step_of(checkpoint)
+    log.fill((row["step"], numbers(row)) for row in rows if row["step"] < covered)
+
+
 def log_step(row: Mapping[str, Any]) -> None:
-    """Every number of a line of steps.jsonl, at its step; lists are left out."""
-    mlflow.log_metrics(numbers(row), step=row["step"], synchronous=False)
+    """Every number of a line of steps.jsonl, at its step, once (tasks.metric_log); of some steps the response samples too."""
+    _step_logs[recorder().run_id](row["step"], numbers(row))
+    log_samples(row["step"])
 
 
 def log_evaluation(row: Mapping[str, Any]) -> None:
     """The figures of a line of evaluations.jsonl as `benchmark/avg_at_k` and so on."""
-    benchmark = re.sub(r"[^\w.\- ]", "_", row["benchmark"])  # the characters MLflow takes
+    benchmark = metric_name(row["benchmark"])
     figures = {f"{benchmark}/{name}": value for name, value in numbers(row).items()}
-    mlflow.log_metrics(figures, step=row["step"])
+    recorder().metrics(figures, row["step"], f"evaluation of {benchmark} at step {row['step']}")
 
 
 def register(name: str, policy: Path) -> str:
@@ -84,18 +108,14 @@ def register(name: str, policy: Path) -> str:
     return str(client.create_model_version(name, mlflow.get_artifact_uri("policy"), run.info.run_id).version)
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The entries of a row that are numbers, but `step`."""
-    return {
-        name: float(value)
-        for name, value in row.items()
-        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-    }
-
-
-def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """{"run": {"seed": 0}} → {"run.seed": 0}."""
-    return {f"{table}.{key}": value for table, values in tree.items() for key, value in values.items()}
+def _use(uri: str) -> None:
+    """Set MLflow's store, and not the environment variable that MLflow sets along: that one is the user's word on later runs."""
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(uri)
+    if before is None:
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+    else:
+        os.environ["MLFLOW_TRACKING_URI"] = before
 
 
 def _experiment(config: Config) -> str:
@@ -103,5 +123,6 @@ def _experiment(config: Config) -> str:
     found = mlflow.get_experiment_by_name(config.tracking.experiment)
     if found is not None:
         return str(found.experiment_id)
-    artifacts = None if config.tracking.uri else (Path(config.run.output).resolve() / "mlartifacts").as_uri()
+    ours = tracking_uri(config).startswith("sqlite:")
+    artifacts = (Path(config.run.output).resolve() / "mlartifacts").as_uri() if ours else None
     return str(mlflow.create_experiment(config.tracking.experiment, artifact_location=artifacts))

@@ -1,47 +1,59 @@
-"""Train: the launcher, with its steps on the console, in MLflow and as a Prefect progress artifact."""
+"""Train: the launcher, with its steps on the console, in MLflow and as Prefect artifacts; started again when it dies."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from typing import Any
 
 from prefect import task
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import task_run
 
 from engine.config import Config
+from engine.errors import CheckpointError, DeadlineError, MetronomeError, ProcessDied, Stopped, TransferError
+from engine.run_folder import RunFolder
 from tasks import tracking
-from tasks.console import StepLines
+from tasks.console import StepLines, say
+from tasks.evaluation_log import InRun
+from tasks.progress import Progress
+from tasks.stages import count_attempt, last_end
 from tasks.training import run_training
 
-UPDATE_S = 5.0
-"""Seconds between updates of the artifact: each is a request to the Prefect server."""
+RETRIES = 1_000_000
+"""Prefect's count of retries never decides: `run.resumes` does, which counts those that got no further."""
+DELAY_S = 3.0
+"""Between a death and the next start."""
 
 
-@task(name="train", cache_policy=NO_CACHE)
-def train(config: Config) -> None:
-    """Train from step 0. Raises what ended the run."""
-    progress, line = _Progress(config.train.steps), StepLines(config.train.steps)
-
-    def on_step(row: dict[str, Any]) -> None:
-        line(row)
-        tracking.log_step(row)
-        progress(row)
-
-    run_training(config, on_step=on_step)
+def _worth_resuming(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
+    """What died, or was ended from outside, may live the second time; a wrong reward or wrong input stays wrong."""
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, ProcessDied | Stopped | DeadlineError | TransferError | CheckpointError)
 
 
-class _Progress:
-    """A progress artifact that is updated every few seconds and at the end."""
+@task(name="train", cache_policy=NO_CACHE, retries=RETRIES, retry_delay_seconds=DELAY_S, retry_condition_fn=_worth_resuming)
+def train(config: Config, resume: bool = False) -> int:
+    """Train, from the newest published checkpoint if `resume` or when tried again, else from step 0; the number of steps.
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-        self._id = create_progress_artifact(0.0, key="training", description=f"Training, {steps} steps")
-        self._updated = time.monotonic()
+    Raises what ended the run; MetronomeError when it is not resumed any more.
+    """
+    folder, line = RunFolder(config.folder), StepLines(config.train.steps)
+    again = (task_run.run_count or 1) > 1
+    why = last_end(folder) if again else "the start of the flow"
+    count_attempt(folder, "training", config.run.resumes, why)
+    if again:
+        say("resume", f"the attempt before ended: {why}")
+    evaluated = InRun(folder)
+    with Progress(config) as progress:
 
-    def __call__(self, row: Mapping[str, Any]) -> None:
-        done = row["step"] + 1
-        if done == self._steps or time.monotonic() - self._updated > UPDATE_S:
-            self._updated = time.monotonic()
-            update_progress_artifact(self._id, 100.0 * done / self._steps)
+        def on_step(row: dict[str, Any]) -> None:
+            line(row)
+            tracking.log_step(row)
+            progress(row)
+            evaluated()
+
+        try:
+            run_training(config, resume or again, on_step=on_step)
+        except MetronomeError as error:
+            folder.fail(error)  # also what the launcher could not write: how it died
+            raise
+    return config.train.steps

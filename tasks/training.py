@@ -20,7 +20,7 @@ from engine.timeline import draw
 
 POLL_S = 0.3
 """How often steps.jsonl is looked at."""
-STOP_S = 8.0
+STOP_S = 9.0
 """What the launcher may take to end its own children before it is killed (and they with it, by their lifelines)."""
 
 

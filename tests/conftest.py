@@ -49,13 +49,33 @@ def problems(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def services(tmp_path_factory):
+    """Prefect server, MLflow server and S3 endpoint on free ports, one set for all tests (tasks.services.Services)."""
+    from tasks.services import Services
+
+    with Services(tmp_path_factory.mktemp("services")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def environment(services):
+    """The whole environment for a process that is to find them."""
+    return {**os.environ, **services.environment, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+
+
 @pytest.fixture
 def settings(tiny_model, problems, tmp_path):
+    """Those of `base_settings`, for a test's own folder."""
+    return base_settings(tiny_model, problems, tmp_path)
+
+
+def base_settings(model, problems, folder):
     """Overrides of a run of a few seconds whose rewards vary although the model is random."""
     return {
         "run.name": "run",
-        "run.output": str(tmp_path),
-        "model.path": str(tiny_model),
+        "run.output": str(folder),
+        "model.path": str(model),
         "data.train": str(problems),
         "data.heldout": str(problems),
         "reward.function": f"{ROOT / 'tests/rewards.py'}:even",

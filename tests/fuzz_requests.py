@@ -35,6 +35,7 @@ COMPLETION_KEYS = (
     "return_token_ids",
     "model",
     "prompt_logprobs",
+    "continued",
     "stream",
     "stop",
 )

@@ -33,3 +33,13 @@ def _slow(seconds):
 
 
 after_100_ms, after_3_s, after_30_s = _slow(0.1), _slow(3), _slow(30)
+
+
+def even_of_odd(prompt, responses):
+    """`even` for problems that begin with an odd number, else all equal: nothing to learn."""
+    odd = int(prompt.problem.partition("+")[0]) % 2
+    return even(prompt, responses) if odd else [0.0] * len(responses)
+
+
+def equal(prompt, responses):
+    return [1.0] * len(responses)

@@ -22,6 +22,7 @@ class Scripted:
         self.version = version
         self.status, self.delay_s, self.silent, self.drop, self.body = 200, 0.0, False, False, None
         self.finish = "stop"
+        self.cuts = 0  # so many completions end after a token, as if a pause cut them
         self.seeds = []
         self.running = self.most = 0
         self.updated = []
@@ -37,10 +38,14 @@ class Scripted:
                 request.transport.close()
             if self.status != 200 or self.body is not None:
                 return web.Response(status=self.status, text=self.body or '{"error": {"message": "scripted"}}')
-            tokens = tokens_of(body["prompt"], body["seed"])
+            begun = body.get("continued", 0)
+            tokens = tokens_of(body["prompt"][:len(body["prompt"]) - begun], body["seed"])[begun:]
+            cut = self.cuts > 0 and len(tokens) > 1
+            self.cuts -= cut
+            tokens = tokens[:1] if cut else tokens
             return web.json_response({
                 "choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)},
-                             "finish_reason": self.finish}],
+                             "finish_reason": "abort" if cut else self.finish}],
                 "weight_version": self.version, "weight_versions": [[0, self.version]],
             })
         finally:

@@ -1,9 +1,10 @@
-"""Gradient Alignment Control (GAC): what to do with a gradient that points where the last one did. Pure arithmetic."""
+"""What to do with a gradient that points where the last one did: Gradient Alignment Control (GAC) or another, pure arithmetic."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -59,3 +60,51 @@ class Thresholds:
         if abs(cosine) <= low:
             return "safe"
         return "project" if abs(cosine) <= high else "skip"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a gradient control is told of a step, before clipping and Adam."""
+
+    cosine: float
+    """Of the step's gradient with the last one, both raw and whole; in [−1, 1]."""
+    seen: Sequence[float]
+    """The cosines of the steps before, of the whole run, oldest first (they are part of checkpoints)."""
+    low: float | None
+    """`algorithm.gac_low`; None for "auto"."""
+    high: float | None
+    """`algorithm.gac_high`; None for "auto"."""
+
+
+Control = Callable[[Step], float | None]
+"""→ what the gradient's part along the last one is multiplied by (1 leaves it, 0 takes it away), or None to skip the update."""
+
+CONTROLS: dict[str, Control] = {}
+"""By the name in `algorithm.gradient_control`."""
+
+
+def control(name: str) -> Callable[[Control], Control]:
+    """Register a function as the gradient control of that name."""
+
+    def register(decide: Control) -> Control:
+        CONTROLS[name] = decide
+        return decide
+
+    return register
+
+
+@control("measure")
+def measure(step: Step) -> float | None:
+    """Only the cosine is reported."""
+    return 1.0
+
+
+@control("gac")
+def gac(step: Step) -> float | None:
+    """Algorithm 1: c_low is what is left of the cosine between c_low and c_high; above, the update is skipped."""
+    thresholds = Thresholds(step.low, step.high, [abs(cosine) for cosine in step.seen[:WARM_UP]])
+    regime = thresholds.regime(step.cosine)
+    if regime == "skip":
+        return None
+    found = thresholds.now()
+    return scale_of_parallel(step.cosine, found[0]) if regime == "project" and found is not None else 1.0

@@ -6,12 +6,13 @@ All terms (surrogate, KL, entropy) share one aggregation. A new loss is a functi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from engine.algorithm.batch_statistics import Limits, Statistics, balanced_bounds, outward, second_moment_limit
 from engine.algorithm.correction import correction
 from engine.algorithm.kl import KL
 
@@ -42,6 +43,8 @@ class Terms:
     """int64: number of the token's response in the micro-batch."""
     whole: Callable[[Tensor], Tensor] = lambda sums: sums
     """Sums over responses' tokens [R] on this rank → over all context-parallel ranks, without gradient."""
+    statistics: tuple[float, ...] = ()
+    """What the loss's `statistics` found over the whole batch; () for a loss of group scope."""
 
     @property
     def ratio(self) -> Tensor:
@@ -61,6 +64,8 @@ class Coefficients:
     mismatch: str = "none"
     """How the gains are corrected for tokens that the instance sampled with another probability ("truncate", "mask")."""
     mismatch_limit: float = 2.0
+    limits: Limits = field(default_factory=Limits)
+    """Of the losses of batch scope."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,13 @@ class PolicyLoss:
 
     gain: Gain
     aggregation: Aggregation = "response"
+    statistics: Statistics | None = None
+    """Computed over the trained tokens of the step's whole batch before the first backward pass, and given to `gain`."""
+
+    @property
+    def scope(self) -> Literal["group", "batch"]:
+        """"batch" where statistics are over the step's batch: refused in `periodic`, where groups are trained as they come."""
+        return "batch" if self.statistics is not None else "group"
 
     def __call__(self, terms: Terms, coefficients: Coefficients) -> Loss:
         """The micro-batch's sums."""
@@ -110,11 +122,11 @@ LOSSES: dict[str, PolicyLoss] = {}
 """By the name in `algorithm.loss`."""
 
 
-def loss(name: str, aggregation: Aggregation = "response") -> Callable[[Gain], Gain]:
-    """Register a function as the loss of that name."""
+def loss(name: str, aggregation: Aggregation = "response", statistics: Statistics | None = None) -> Callable[[Gain], Gain]:
+    """Register a function as the loss of that name; with `statistics` its scope is the batch (`PolicyLoss`)."""
 
     def register(gain: Gain) -> Gain:
-        LOSSES[name] = PolicyLoss(gain, aggregation)
+        LOSSES[name] = PolicyLoss(gain, aggregation, statistics)
         return gain
 
     return register
@@ -122,8 +134,11 @@ def loss(name: str, aggregation: Aggregation = "response") -> Callable[[Gain], G
 
 def _clipped(ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), and where it picks the clipped branch."""
-    plain = ratio * advantages
-    bounded = ratio.clamp(1.0 - coefficients.clip_low, 1.0 + coefficients.clip_high) * advantages
+    return _between(ratio, advantages, 1.0 - coefficients.clip_low, 1.0 + coefficients.clip_high)
+
+
+def _between(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    plain, bounded = ratio * advantages, ratio.clamp(low, high) * advantages
     return torch.minimum(plain, bounded), bounded < plain
 
 
@@ -165,3 +180,32 @@ def cispo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     ratio = terms.ratio.detach()
     bounded = ratio.clamp(1.0 - coefficients.clip_low, 1.0 + coefficients.clip_high)
     return bounded * terms.advantages * terms.logprobs, bounded != ratio
+
+
+@loss("m2po", aggregation="token", statistics=second_moment_limit)
+def m2po(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
+    """r A without a clip, but of the outward tokens (A > 0 and r > 1, or A < 0 and r < 1) those of the largest (log r)² are
+    masked, as many as it takes for the mean (log r)² over the others to be at most τ = 0.04.
+
+    Second-Moment Trust Policy Optimization, arXiv:2510.01161, its estimate of M_2 and Algorithm 1; summed over all valid tokens,
+    masked ones too. Read from AReaL's documentation, which gives both formulas, and from two implementations that agree on
+    Algorithm 1's quadrants and on τ (Trinity-RFT PR 616, verl PR 4131); the paper's own text and equation numbers: unconfirmed.
+    """
+    (limit,) = terms.statistics
+    logs = (terms.logprobs - terms.old).detach()
+    masked = outward(logs, terms.advantages) & (logs.square() > limit)
+    return torch.where(masked, torch.zeros_like(terms.logprobs), terms.ratio * terms.advantages), masked
+
+
+@loss("bapo", aggregation="token", statistics=balanced_bounds)
+def bapo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
+    """min(r A, clip(r, c_low, c_high) A) with bounds chosen for the batch so that tokens with A > 0 bring the share ρ0 of it.
+
+    Balanced Policy Optimization with Adaptive Clipping, arXiv:2510.18927, eq. 8 and Algorithm 1. ρ0 = 0.5, c_low from 0.6 to 0.9
+    and c_high from 1.2 to 3.0 are the paper's by its authors' own release (WooooDyy/BAPO). Unconfirmed: the step 0.05 (that
+    release's default config), and whether eq. 8 weighs tokens by π_old (the release does not, nor do we). The release raises
+    c_low first, the paper (as Trinity-RFT issue 621 gives it) c_high; we follow the paper. Measured by the surrogate's value,
+    raising c_low can't raise the share: where c_high = 3.0 is not enough, c_low ends at 0.9.
+    """
+    low, high = terms.statistics
+    return _between(terms.ratio, terms.advantages, low, high)

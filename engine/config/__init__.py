@@ -14,6 +14,7 @@ from engine.config.inputs import Data, Model, Reward, Run
 from engine.config.results import Evaluate, Tracking
 from engine.config.rollouts import Rollout, Weights
 from engine.config.rules import BATCH_SCOPE as BATCH_SCOPE
+from engine.config.rules import BATCH_SCOPE_LOSSES as BATCH_SCOPE_LOSSES
 from engine.config.rules import RULES, usable_cores
 from engine.config.training import Algorithm, Attention, Checkpoint, Parallel, Platform, Train
 

@@ -38,6 +38,9 @@ class Rollout(Table):
     """Strings of one token each that end a response, beside the tokenizer's end of sequence."""
     deterministic: bool = False
     """Fixed decode shapes: a response depends on prompt, seed and weights only. benchmarks/determinism.py prints the cost."""
+    partial: bool = False
+    """A response under way when new weights come is cut and continued under them, so long ones hold up no update; each token
+    keeps its version. Only in modes that allow staleness (docs/modes.md)."""
     timeout_s: PositiveFloat = 600.0
     """Seconds a request, a weight update or the start of an instance may take."""
     restarts: int = Field(default=2, ge=0)

@@ -59,8 +59,36 @@ def _early_scores(config: Config) -> None:
                          "those that do must compute together")
 
 
+def _dynamic_sampling(config: Config) -> None:
+    if config.algorithm.dynamic_sampling and config.train.score_early:
+        raise ValueError("algorithm.dynamic_sampling does not go with train.score_early: whether a response is trained at all, "
+                         "and in which group, is not known when it lands")
+    if config.algorithm.dynamic_sampling and config.rollout.group_size < 2:
+        raise ValueError("algorithm.dynamic_sampling needs rollout.group_size of at least 2: the scores of a group of one are "
+                         "all equal")
+
+
+def _partial(config: Config) -> None:
+    mode = config.train.mode
+    if config.rollout.partial and mode in ("sync", "periodic"):
+        raise ValueError(f"rollout.partial continues responses under newer weights than they began with, which train.mode = "
+                         f"\"{mode}\" forbids: every token of a step has the step's own version there. It needs "
+                         "\"one_step_off\" or \"bounded\"")
+    if config.rollout.partial and config.train.exact_lag:
+        raise ValueError("rollout.partial does not go with train.exact_lag: there weights wait until all responses are "
+                         "generated, so none is ever cut")
+
+
+def _drain(config: Config) -> None:
+    if config.evaluate.every and config.train.mode not in ("sync", "periodic"):
+        raise ValueError(f"evaluate.every evaluates on instances that wait for the trainer, and train.mode = "
+                         f"\"{config.train.mode}\" keeps them busy with the next batches: it needs \"sync\" or \"periodic\"")
+
+
 BATCH_SCOPE = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantages whose statistics are over the whole batch."""
+BATCH_SCOPE_LOSSES = ("m2po", "bapo")
+"""Losses whose statistics are over the whole batch. The trainer holds its windows for them, so they are exact off-policy too."""
 
 
 def _scope(config: Config) -> None:
@@ -68,6 +96,14 @@ def _scope(config: Config) -> None:
     if advantage in BATCH_SCOPE and mode != "sync":
         raise ValueError(f"algorithm.advantage = \"{advantage}\" takes its statistics over the whole batch, so no group can be "
                          f"trained before the last one is there: it needs train.mode = \"sync\", not \"{mode}\"")
+    if config.algorithm.loss in BATCH_SCOPE_LOSSES and mode == "periodic":
+        raise ValueError(f"algorithm.loss = \"{config.algorithm.loss}\" takes its statistics over the whole batch, so no group "
+                         "can be trained before the last one is there: it needs train.mode = \"sync\", \"one_step_off\" or "
+                         "\"bounded\", not \"periodic\"")
+    for key, (start, end) in (("bapo_low", config.algorithm.bapo_low), ("bapo_high", config.algorithm.bapo_high)):
+        if start > end or (start > 1) != (key == "bapo_high") or (end > 1) != (key == "bapo_high"):
+            raise ValueError(f"algorithm.{key} = [{start:g}, {end:g}]: expected where the bound starts and how far it may rise, "
+                             f"both {'above' if key == 'bapo_high' else 'below'} 1")
 
 
 def _staleness(config: Config) -> None:
@@ -107,7 +143,9 @@ def _vllm(config: Config) -> None:
 
 
 RULES: tuple[Callable[[Config], None], ...] = (
-    _groups, _cores, _precision, _early_scores, _scope, _staleness, _thresholds, _embedded_engine, _vllm,
+    _groups, _cores, _precision, _early_scores, _scope, _staleness, _dynamic_sampling, _partial, _thresholds,
+    _embedded_engine, _vllm,
+    _drain,
 )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class Train(Table):
     weight_decay: float = Field(default=0.01, ge=0)
     """AdamW's; never applied to norms and biases."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """AdamW's."""
+    """Decay rates of AdamW's two moments."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradient norm above which the gradient is scaled down."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -79,26 +79,40 @@ class Algorithm(Table):
         "grpo", "grpo_passk", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
     ] | Own = "grpo"
     """docs/algorithms.md has the formulas; the last two are over the whole batch (mode "sync"). Or "file.py:function"."""
-    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo"] | Own = "grpo"
-    """Surrogate and aggregation (docs/algorithms.md); grpo: mean over a response, then over all. Or "file.py:function"."""
+    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "m2po", "bapo"] | Own = "grpo"
+    """Surrogate and aggregation (docs/algorithms.md); grpo: mean over a response, then over all. The last two take statistics
+    over the whole batch (every mode but "periodic"). Or "file.py:function"."""
     old_policy: Literal["behavior", "previous", "rollout"] = "behavior"
     """Denominator of the ratio: the policy's own detached values, the weights before the last update, or the engine's."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """Ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
     """Ratio is clipped above at 1 + clip_high."""
+    m2_threshold: PositiveFloat = 0.04
+    """Loss m2po: largest mean of (log ratio)² over the tokens that are not masked. 0.04 is the paper's."""
+    bapo_share: float = Field(default=0.5, gt=0, lt=1)
+    """Loss bapo: the share of the surrogate that tokens with A > 0 are to bring. 0.5 is the paper's (its authors' release)."""
+    bapo_low: tuple[Beta, Beta] = (0.6, 0.9)
+    """Loss bapo: where the lower bound of the ratio starts, and how far it may rise; as the paper's authors have it."""
+    bapo_high: tuple[PositiveFloat, PositiveFloat] = (1.2, 3.0)
+    """Loss bapo: the same for the upper bound."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight β of the KL to the reference; 0 drops the reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """With x = log π_ref - log π: -x, x²/2, or e^x - x - 1 (Periodic Asynchrony eq. 6)."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    dynamic_sampling: bool = False
+    """Train only groups with different scores: the first train.prompts_per_step of them in prompt order (DAPO, §3.2)."""
+    dynamic_sampling_batches: PositiveInt = 10
+    """So many times train.prompts_per_step prompts may a step use with dynamic_sampling, then the run stops (10 as in verl)."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Responses ending so many tokens before rollout.max_new_tokens lose reward, up to overlong_penalty at the limit (DAPO)."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """What a response at the limit loses."""
-    gradient_control: Literal["none", "measure", "gac"] = "none"
-    """The cosine of consecutive gradients: "measure" reports it (one gradient copy), "gac" bounds it (GAC, Algorithm 1)."""
+    gradient_control: Literal["none", "measure", "gac"] | Own = "none"
+    """The cosine of consecutive gradients: "measure" reports it (one gradient copy), "gac" bounds it (GAC, Algorithm 1). Or
+    "file.py:function"."""
     gac_low: Threshold = 0.05
     """Cosine up to which an update is made as it is, and to which GAC turns those above; "auto": from the run's first steps."""
     gac_high: Threshold = 0.3
@@ -131,6 +145,10 @@ class Parallel(Table):
     """Replicas; each takes groups from the one queue as it becomes free."""
     expert: PositiveInt = 1
     """Ranks, among tensor x context x data, that share the experts of a mixture-of-experts model (each holds whole ones)."""
+    nodes: PositiveInt = 1
+    """Machines that the ranks are shared among, the same number on each; they share the run folder (docs/operations.md)."""
+    rendezvous: str = ""
+    """With several nodes: host:port on the launcher's node, where they meet. The next port carries the control channel."""
     sequence: bool = False
     """Also share the norms' work and activations among the tensor ranks; off by default, it is slower on CPU."""
 
@@ -138,6 +156,11 @@ class Parallel(Table):
     def ranks(self) -> int:
         """Trainer ranks in all."""
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Trainer ranks on each node."""
+        return self.ranks // self.nodes
 
     @property
     def lockstep(self) -> int:
@@ -151,6 +174,11 @@ class Parallel(Table):
 
     @model_validator(mode="after")
     def _allowed(self) -> Parallel:
+        if self.ranks % self.nodes:
+            raise ValueError(f"parallel.nodes ({self.nodes}) must divide the number of ranks ({self.ranks})")
+        if (self.nodes > 1) != bool(self.rendezvous):
+            raise ValueError("parallel.nodes above 1 needs parallel.rendezvous = \"host:port\" (an address of the launcher's "
+                             "node); one node needs none")
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence shares activations among tensor ranks: it needs parallel.tensor above 1")
         if self.expert > 1 and self.tensor > 1 and not self.sequence:
@@ -171,6 +199,12 @@ class Platform(Table):
 
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """"auto": an NPU if there is one, else a CUDA device, else the CPU."""
+    devices: int = Field(default=0, ge=0)
+    """Accelerators that the whole run may use, training and rollouts together; `run.dry` refuses more. 0 leaves it open."""
+    devices_per_node: PositiveInt = 8
+    """Accelerators of a node, for `run.dry`: 8 is usual."""
+    memory_gib: PositiveFloat = 64.0
+    """GiB of memory of one accelerator, for `run.dry`: 64 is an Ascend 910B's (Periodic Asynchrony §6)."""
 
 
 class Checkpoint(Table):

@@ -1,6 +1,7 @@
-"""The order of prompts and the seeds of their responses: pure functions of run seed and step (design contract 8).
+"""The order of prompts and the seeds of their responses: pure functions of run seed and position (design contract 8).
 
-Nothing here has a state, so a resumed run needs none restored.
+Nothing here has a state. A step's position is a function of the step, but under dynamic sampling, where the conductor counts the
+prompts that were used.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ class PromptLoader:
 
     def batch(self, step: int) -> list[Prompt]:
         """The `batch_size` prompts of a step (counted from 0)."""
-        return [self._prompt(step * self._batch_size + index) for index in range(self._batch_size)]
+        return [self.at(step * self._batch_size + index)[1] for index in range(self._batch_size)]
 
     def epoch_of(self, step: int, index: int) -> int:
         """The epoch (counted from 0) that the prompt at `index` of the step's batch belongs to."""
         return (step * self._batch_size + index) // len(self._prompts)
 
-    def _prompt(self, position: int) -> Prompt:
+    def at(self, position: int) -> tuple[int, Prompt]:
+        """The prompt at a position of the endless order (counted from 0), with its epoch."""
         epoch, place = divmod(position, len(self._prompts))
-        return self._prompts[_order(self._seed, epoch, len(self._prompts))[place]]
+        return epoch, self._prompts[_order(self._seed, epoch, len(self._prompts))[place]]
 
 
 def sampling_seed(run_seed: int, epoch: int, prompt_id: str, response_index: int) -> int:

@@ -83,8 +83,11 @@ class ModelShape:
     """None is a dense model."""
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """Read `config.json` of a Hugging Face folder. Raises BadInput for a folder that is none or not supported."""
+def read_shape(folder: Path, weights: bool = True) -> ModelShape:
+    """Read `config.json` of a Hugging Face folder. Raises BadInput for a folder that is none or not supported.
+
+    Without `weights` the folder need not have any (a dry run).
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise BadInput(f"model.path {folder}: no config.json there; expected a Hugging Face folder with config.json, "
@@ -99,7 +102,7 @@ def read_shape(folder: Path) -> ModelShape:
     if architecture not in SUPPORTED:
         raise BadInput(f"{path}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}")
     _refuse_variants(path, architecture, config)
-    if not list(folder.glob("*.safetensors")):
+    if weights and not list(folder.glob("*.safetensors")):
         raise BadInput(f"model.path {folder}: no *.safetensors there; other weight formats are not read (pickle is unsafe)")
     try:
         return _checked(path, _shape(architecture, config))

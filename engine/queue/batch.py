@@ -19,6 +19,10 @@ class Batch:
     """Its first groups, for people to read."""
     held: list[Group] = field(default_factory=list)
     """Groups that wait for the others, where advantages depend on all of them."""
+    prompts_used: int | None = None
+    """With dynamic sampling, once it is known: prompts up to the last one that was kept."""
+    next_position: int | None = None
+    """Then also: where in the order of prompts the next batch begins."""
     rollout_s: float = 0.0
     """From its start to its last group."""
     task: asyncio.Task[None] | None = None

@@ -9,6 +9,7 @@ import zmq
 from engine import errors
 from engine.errors import DeadlineError, MetronomeError
 from engine.queue.codec import pack, unpack
+from engine.queue.keys import guard_client
 
 
 class ControlClient:
@@ -19,6 +20,7 @@ class ControlClient:
         self._timeout_s = timeout_s
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
+        guard_client(self._socket)
         self._socket.connect(address)
         self._number = 0
 

@@ -15,16 +15,18 @@ import zmq.asyncio
 
 from engine.errors import MetronomeError
 from engine.queue.codec import pack, unpack
+from engine.queue.keys import Keys, guard_server
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 """Takes a request's fields, returns the reply's."""
 
 
 class ControlServer:
-    """Serves handlers by name on a local address; a MetronomeError in one becomes an error reply."""
+    """Serves handlers by name; a MetronomeError in one becomes an error reply. An address off this node needs keys."""
 
-    def __init__(self, address: str, handlers: Mapping[str, Handler]) -> None:
+    def __init__(self, address: str, handlers: Mapping[str, Handler], keys: Keys | None = None) -> None:
         self.address = address
+        self._keys = keys
         self._handlers = handlers
 
     async def serve(self) -> None:
@@ -32,6 +34,8 @@ class ControlServer:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.ROUTER)
         try:
+            if self._keys is not None:
+                guard_server(socket, self._keys)
             socket.bind(self.address)
             async with asyncio.TaskGroup() as answers:  # an unexpected error in a handler ends the server, loudly
                 while True:

@@ -47,5 +47,5 @@ def _reward(spec: str, function: Callable[..., Any], file: str = "") -> RewardFu
 
 def _warm(spec: str) -> None:
     """Let the verifier import and compile what it needs before the first response is on the clock."""
-    prompt = Prompt("", "", "1.0", ())
-    BUILT_IN[spec](prompt, Response((), (), (), (), "stop", "\\boxed{1}", 0, ""))
+    prompt = Prompt("", "", "x + 1", ())  # a formula: numbers don't need SymPy
+    BUILT_IN[spec](prompt, Response((), (), (), (), "stop", "\\boxed{1 + x}", 0, ""))

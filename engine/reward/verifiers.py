@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
+from engine.reward.equality import same
+from engine.reward.formulas import extract
 from engine.types import Prompt, Response, Score
 
 _TAIL = 2_000
@@ -15,7 +15,10 @@ _TAIL = 2_000
 _DETAIL = 200
 """Characters of the extracted answer that a score keeps."""
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_FORMULA = re.compile(r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
+_AND = re.compile(r"\s*,?\s*(?:and|or)?\s*")
+_NEAR = 100
+"""Characters within which a formula follows the word "answer"."""
 
 
 def per_response(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,11 +37,14 @@ def exact(prompt: Prompt, response: Response) -> Score:
 
 @per_response
 def math(prompt: Prompt, response: Response) -> Score:
-    r"""1 if the last `\boxed{…}` of the response, else its final expression, equals the answer (math-verify)."""
+    r"""1 if the last `\boxed{…}` of the response, else its final expression, is the answer (`equality.same`)."""
     found = last_boxed(response.text)
-    shown = found if found is not None else response.text[-_TAIL:]
-    same = found is not None and _bare(found) == _bare(prompt.answer)
-    return Score(float(same or _equal(prompt.answer, found, shown)), detail=shown[-_DETAIL:].strip())
+    shown = found if found is not None else stated(response.text[-_TAIL:])
+    try:
+        right = _right(prompt.answer, shown, plain=found is None)
+    except (RecursionError, MemoryError) as error:  # nothing an answer would need, see worker_process.MEMORY
+        return Score(0.0, detail=f"{type(error).__name__}: {shown[:_DETAIL].strip()}")
+    return Score(float(right), detail=shown[-_DETAIL:].strip())
 
 
 def last_boxed(text: str) -> str | None:
@@ -54,41 +60,33 @@ def last_boxed(text: str) -> str | None:
     return found
 
 
-def _equal(answer: str, boxed: str | None, tail: str) -> bool:
-    from math_verify import verify  # here, not above: SymPy takes half a second that `exact` need not wait for
-
-    found = _parse_latex(boxed) if boxed is not None else _parse(tail)
-    return bool(verify(_gold(answer), found, timeout_seconds=None))
-
-
-@lru_cache(maxsize=256)
-def _gold(answer: str) -> list[Any]:
-    boxed = last_boxed(answer)
-    return _parse_latex(answer if boxed is None else boxed)
-
-
-def _parse_latex(latex: str) -> list[Any]:
-    bare = _bare(latex)
-    # A "$" that is left inside separates text from formulas: then the whole is a sentence, not a formula.
-    return _parse(bare if "$" in bare.replace("\\$", "") else f"${bare}$")
+def stated(text: str) -> str:
+    """The formulas behind the last "answer", else the last formula, else the text behind the last "answer", else the text."""
+    anchor = text.lower().rfind("answer")
+    behind = text[anchor + len("answer") :] if anchor >= 0 else text
+    formulas = list(_FORMULA.finditer(behind))
+    if not formulas:
+        return behind
+    if anchor < 0:
+        return _joined(behind, formulas[-1:])
+    return _joined(behind, formulas) if formulas[0].start() < _NEAR else behind[: formulas[0].start()]
 
 
-def _parse(text: str) -> list[Any]:
-    """math-verify's candidates for the expression meant: SymPy objects and the text itself; empty if there is none.
+def _joined(text: str, formulas: list[re.Match[str]]) -> str:
+    """The first formula, with those that follow after nothing but a comma or "and"."""
+    parts = [formulas[0]]
+    for formula in formulas[1:]:
+        if not _AND.fullmatch(text[parts[-1].end() : formula.start()]):
+            break
+        parts.append(formula)
+    return ", ".join(next(filter(None, part.groups())) for part in parts)
 
-    Without its own time limit, which needs SIGALRM and so the user's main thread: the worker's limit ends a call.
-    """
-    from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limit we switch off
-    return list(parse(text, parsing_timeout=None))
-
-
-def _bare(latex: str) -> str:
-    """Without blanks and formula delimiters around."""
-    bare = latex.strip()
-    for left, right in _DELIMITERS:
-        if bare.startswith(left) and bare.endswith(right) and len(bare) > len(left) + len(right):
-            inner = bare[len(left) : -len(right)]
-            return bare if left in inner.replace("\\$", "") else inner.strip()
-    return bare
+def _right(answer: str, shown: str, plain: bool) -> bool:
+    gold = last_boxed(answer)
+    gold = answer if gold is None else gold
+    if same(gold, shown):
+        return True
+    if not plain or _FORMULA.search(shown):
+        return False
+    return any(isinstance(found, str) and same(gold, found) for found in extract(shown))

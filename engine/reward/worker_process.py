@@ -11,6 +11,7 @@ import inspect
 import math
 import numbers
 import os
+import resource
 import signal
 import socket
 import sys
@@ -20,14 +21,20 @@ from typing import Any
 from engine.errors import BadInput, RewardError
 from engine.process import watch_lifeline
 from engine.reward import wire
-from engine.reward.resolve import RewardFunction, load_reward
+from engine.reward.resolve import BUILT_IN, RewardFunction, load_reward
 from engine.types import Prompt, Response, Score
 from engine.user_code import UserCode, describe
+
+MEMORY = 512 * 2**20
+"""Bytes of address space for the built-in verifiers: a response such as 9^{9^{9}} may not take the host's memory with it. A
+user's reward is not limited: it may hold a model."""
 
 
 def main(socket_fd: int, lifeline_fd: int, spec: str) -> None:
     """Serve the launcher at the other end of `socket_fd`; returns when it closes."""
     die_on_close(lifeline_fd)
+    if spec in BUILT_IN and hasattr(resource, "RLIMIT_AS"):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     watch_lifeline()
     _print_to_stderr()
     with socket.socket(fileno=socket_fd) as launcher:

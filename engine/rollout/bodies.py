@@ -16,7 +16,7 @@ from engine.errors import BadInput
 HUGE = 1e300
 SEEDS = range(-(2**63), 2**63)
 COMPLETION_KEYS = frozenset({"prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids",
-                             "ignore_eos", "n", "logprobs", "return_token_ids", "model", "prompt_logprobs"})
+                             "ignore_eos", "n", "logprobs", "return_token_ids", "model", "prompt_logprobs", "continued"})
 FIXED = {"n": 1, "logprobs": 0, "return_token_ids": True, "prompt_logprobs": 0}
 """Keys with a single served value (or null)."""
 
@@ -46,6 +46,8 @@ class Completion:
     stop_ids: frozenset[int]
     prompt_logprobs: bool
     """Whether the log-probabilities of the prompt are asked for."""
+    continued: int = 0
+    """So many of the prompt's last tokens are the response so far: its random numbers go on behind them."""
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -82,6 +84,7 @@ def parse_completion(body: Mapping[str, Any], limits: Limits) -> Completion:
         seed=_integer(body, "seed", None, SEEDS),
         stop_ids=stop if ignore_eos else stop | limits.stop_ids,
         prompt_logprobs=body.get("prompt_logprobs") is not None,
+        continued=_integer(body, "continued", 0, range(len(prompt))),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ class Sampling:
     top_p: float
     top_k: int
     stop_token_ids: tuple[int, ...] = ()
+    partial: bool = False
+    """Whether a response that a pause broke off is kept, to be continued (rollout.partial)."""
 
 
 class InstanceClient:
@@ -90,14 +93,19 @@ class InstanceClient:
             self._cut[scope] = reason
             scope.reschedule(now)
 
-    async def complete(self, prompt: Prompt, sampling: Sampling, seed: int) -> Response:
-        """Sample one response; its text is left empty (the caller has the tokenizer). Raises what `call` raises."""
+    async def complete(self, prompt: Prompt, sampling: Sampling, seed: int, so_far: Response | None = None) -> Response:
+        """Sample one response, or go on with one; its text is left empty (the caller has the tokenizer).
+
+        Raises what `call` raises. With `sampling.partial` one that a pause broke off comes back with finish_reason "abort".
+        """
+        begun = so_far.token_ids if so_far is not None else ()
         reply = await self.call(
             "POST",
             "/v1/completions",
             {
-                "prompt": list(prompt.token_ids),
-                "max_tokens": sampling.max_new_tokens,
+                "prompt": [*prompt.token_ids, *begun],
+                "max_tokens": sampling.max_new_tokens - len(begun),
+                **({"continued": len(begun)} if begun else {}),
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
@@ -109,18 +117,19 @@ class InstanceClient:
             },
         )
         try:
-            return self._response(reply, seed)
+            return joined(so_far, self._response(reply, seed, sampling.partial))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise InstanceFault(f"{self.name}: its reply to POST /v1/completions is not one: "
                                 f"{type(error).__name__} {error}; it begins {str(reply)[:200]}") from None
 
-    def _response(self, reply: dict[str, Any], seed: int) -> Response:
+    def _response(self, reply: dict[str, Any], seed: int, partial: bool) -> Response:
         choice = reply["choices"][0]
         token_ids = tuple(map(int, choice["token_ids"]))
         logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
-        if choice["finish_reason"] == "abort":
+        finish = ("stop", "length", "abort") if partial else ("stop", "length")
+        if choice["finish_reason"] == "abort" and not (partial and token_ids):
             raise Busy(f"{self.name}: a pause broke off the response after {len(token_ids)} tokens")
-        if len(token_ids) != len(logprobs) or choice["finish_reason"] not in ("stop", "length"):
+        if len(token_ids) != len(logprobs) or choice["finish_reason"] not in finish:
             raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, "
                              f"finish_reason {choice['finish_reason']!r}")
         return Response(
@@ -133,6 +142,23 @@ class InstanceClient:
             seed=seed,
             instance=self.name,
         )
+
+
+def joined(so_far: Response | None, more: Response) -> Response:
+    """A response and its continuation as one: tokens, log-probabilities and weight versions are those they were sampled with."""
+    if so_far is None:
+        return more
+    begun = len(so_far.token_ids)
+    later = tuple((begun + start, version) for start, version in more.versions)
+    if later and so_far.versions and later[0][1] == so_far.versions[-1][1]:
+        later = later[1:]  # the same weights as before the cut
+    return dataclasses.replace(
+        more,
+        token_ids=so_far.token_ids + more.token_ids,
+        logprobs=so_far.logprobs + more.logprobs,
+        versions=so_far.versions + later,
+        loss_mask=so_far.loss_mask + more.loss_mask,
+    )
 
 
 def _object(call: str, status: int, raw: bytes) -> dict[str, Any]:

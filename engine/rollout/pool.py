@@ -158,23 +158,25 @@ class Pool:
     # who gets the next group ----------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def borrow(self, avoid: Collection[Instance] = ()) -> AsyncIterator[Place]:
+    async def borrow(self, avoid: Collection[Instance] = (), first: bool = False) -> AsyncIterator[Place]:
         """Room on the instance with the smallest expected finish for one group; on others than `avoid` if any serve.
+
+        `first`: before all who wait already, for a group that was begun and cut.
 
         Raises ProcessDied when no instance lived for rollout.wait_s.
         """
-        place = await self._place(avoid)
+        place = await self._place(avoid, first)
         try:
             yield place
         finally:
             self._give_back(place)
 
-    async def _place(self, avoid: Collection[Instance]) -> Place:
+    async def _place(self, avoid: Collection[Instance], first: bool) -> Place:
         """Wait, in order of asking, for a place; the limits are those of the requests under way and rollout.wait_s."""
         if self.failure is not None:
             raise self.failure
         future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        self._waiting.append((future, avoid))
+        (self._waiting.appendleft if first else self._waiting.append)((future, avoid))
         self.changed()
         try:
             return await future

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from engine.errors import DeadlineError, MetronomeError
 from engine.rollout.client import Busy, InstanceFault, InstanceGone, Refused, Sampling
 from engine.rollout.instance import Instance
 from engine.rollout.pool import Pool
+from engine.rollout.selection import Selection
 from engine.trace import Trace
 from engine.types import Group, Landed, Prompt, Response, Score
 
@@ -53,6 +54,8 @@ class _Work:
     verifying: asyncio.TaskGroup
     land: Land | None
     done: dict[int, tuple[Response, Verdict | None]] = field(default_factory=dict)
+    so_far: dict[int, Response] = field(default_factory=dict)
+    """Responses that a weight update cut (rollout.partial), by number."""
     faults: Counter[int] = field(default_factory=Counter)
     failed_on: tuple[Instance, ...] = ()
     """The instance that failed in the last round."""
@@ -121,6 +124,32 @@ class Producer:
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
 
+    async def until(
+        self,
+        step: int,
+        prompts: Iterator[tuple[int, Prompt]],
+        put: Callable[[Group], Awaitable[None]],
+        selection: Selection,
+    ) -> None:
+        """Generate groups of (epoch, prompt) pairs, begun in order and numbered from 0, until the `selection` is complete.
+
+        `put` gets each group when it is finished and tells the selection. More prompts are begun than may be needed, so that
+        instances stay busy; those under way at the end are called off. The first failure cancels the rest and is raised.
+        """
+        tried, running = 0, set[asyncio.Task[None]]()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while not selection.complete:
+                    while selection.wants(tried, len(running), self._pool.size * self._pool.config.rollout.concurrency):
+                        epoch, prompt = next(prompts)
+                        running.add(tasks.create_task(self._group(step, tried, epoch, prompt, put, None)))
+                        tried += 1
+                    _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in running:
+                    task.cancel()
+        except ExceptionGroup as failures:
+            raise first_leaf(failures) from failures
+
     async def _group(
         self, step: int, index: int, epoch: int, prompt: Prompt, put: Callable[[Group], Awaitable[None]], land: Land | None
     ) -> None:
@@ -138,14 +167,14 @@ class Producer:
 
     async def _round(self, work: _Work, missing: list[int]) -> None:
         """Send what is missing to one instance, another one than the last if there is one; a trial gets one request only."""
-        async with self._pool.borrow(work.failed_on) as place:
+        async with self._pool.borrow(work.failed_on, first=bool(work.so_far)) as place:
             work.failed_on = ()
             numbers = missing[:1] if place.trial else missing
             began, beside = time.monotonic(), place.instance.groups
             async with asyncio.TaskGroup() as sampling:
                 for number in numbers:
                     sampling.create_task(self._respond(work, number, place.instance))
-            if len(numbers) == self._group_size and not work.missing:
+            if len(numbers) == self._group_size and not work.missing and not work.so_far:
                 place.instance.finished(time.monotonic() - began, max(beside, place.instance.groups))
         if work.busy:
             work.busy = False
@@ -155,7 +184,7 @@ class Producer:
         """One response, or a note that the instance failed on it. A per-response verdict starts at once, and holds up nothing."""
         started, prompt = time.time(), work.prompt
         try:
-            sampled = await instance.client.complete(prompt, self._sampling, work.seeds[number])
+            sampled = await instance.client.complete(prompt, self._sampling, work.seeds[number], work.so_far.get(number))
         except Busy as error:
             self._pool.busy(instance)
             work.busy, work.failed_on = True, (instance,)
@@ -170,6 +199,9 @@ class Producer:
             raise Refused(f"{work.where(number)}: {error}") from error
         self._pool.success(instance)
         self._trace.add("rollout", started, time.time(), lane=instance.name, step=work.step, group=work.index)
+        if sampled.finish_reason == "abort":
+            work.so_far[number] = sampled  # the next round goes on with it
+            return
         if work.land is not None:
             await work.land(Landed(work.step, work.index, number, prompt.token_ids, sampled.token_ids))
         response = dataclasses.replace(sampled, text=self._decode(sampled.token_ids))

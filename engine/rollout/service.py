@@ -24,6 +24,7 @@ class Service:
     pool: Pool
     producer: Producer
     tokens: Tokens
+    verifier: VerifierPool
 
 
 @asynccontextmanager
@@ -44,9 +45,10 @@ async def rollout_service(
         pool.spawn(config.rollout.instances if synced else max(1, config.rollout.instances))
         tokens, _ = await asyncio.gather(asyncio.to_thread(Tokens, model), verifier.start())
         stop = tokens.stop_ids(config.rollout.stop)
-        sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k, stop)
+        partial = synced and config.rollout.partial
+        sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k, stop, partial)
         producer = Producer(pool, verifier, tokens.decode, sampling, group_size, config.run.seed, trace)
-        yield Service(pool, producer, tokens)
+        yield Service(pool, producer, tokens, verifier)
     finally:
         verifier.close()
         await pool.close()

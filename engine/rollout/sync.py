@@ -29,8 +29,10 @@ PATIENCE_S = 5.0
 class WeightSync:
     """One per run. The trainer's sender calls open … finish in order; the pool calls catch_up at any time."""
 
-    def __init__(self, pool: Members, probe: Probe | None, timeout_s: float, staged: bool = False) -> None:
-        """`timeout_s`: of every call; `staged`: buckets are received while the instances generate, and swapped in at finish."""
+    def __init__(self, pool: Members, probe: Probe | None, timeout_s: float, staged: bool = False, cut: bool = False) -> None:
+        """`timeout_s`: of every call; `staged`: buckets are received while the instances generate, and swapped in at finish;
+        `cut`: responses under way are broken off, to be continued (rollout.partial), else they are waited for."""
+        self._cut = cut
         self._pool, self._probe, self._timeout_s, self._staged = pool, probe, timeout_s, staged
         self._steps = Steps(probe, timeout_s)
         self._version: int | None = None
@@ -140,7 +142,7 @@ class WeightSync:
         async def complete(instance: Instance) -> None:
             if self._staged:
                 instance.state = "updating"
-                await self._steps.pause(instance)
+                await self._steps.pause(instance, abort=self._cut)
                 await self._steps.start(instance)
                 await self._steps.update(instance, {"transport": "staged", "version": version})
             await self._steps.complete(instance, version, expected)
@@ -214,7 +216,7 @@ class WeightSync:
     async def _prepare(self, instance: Instance) -> None:
         await self._test_once(instance)
         if not self._staged:
-            await self._steps.pause(instance)
+            await self._steps.pause(instance, abort=self._cut)
 
     async def _test_once(self, instance: Instance) -> None:
         if instance not in self._tested:

@@ -25,7 +25,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from engine.config import Config
-from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.errors import BadInput, CheckpointError, DeadlineError
 from engine.trainer import checkpoint_store as store
 from engine.trainer.checkpoint_files import (
     check,
@@ -69,6 +69,8 @@ class Checkpoints:
         self._flight: _Flight | None = None
         self._step: int | None = None
         """Of the checkpoint that was saved or loaded last."""
+        self.prompt_position: int | None = None
+        """Prompts used before the next step, with algorithm.dynamic_sampling; else they are a function of the step."""
 
     def save(self, step: int, figures: Mapping[str, Any] | None = None) -> None:
         """Take the checkpoint before step `step`; returns once the copy is taken. Nothing if it was the last one already.
@@ -89,13 +91,13 @@ class Checkpoints:
         self._flight = _Flight(target.name, _in_background(lambda: self._write(taken, target, state, numbers)))
 
     def poll(self) -> None:
-        """Forget a save that is through. Raises MetronomeError, naming the checkpoint, if it failed. No collective."""
+        """Forget a save that is through. Raises CheckpointError, naming it, if it failed. No collective."""
         if self._flight is None or not self._flight.done.done():
             return
         flight, self._flight = self._flight, None
         error = flight.done.exception()
         if error is not None:
-            raise MetronomeError(f"checkpoint {flight.name} could not be saved: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"checkpoint {flight.name} could not be saved: {type(error).__name__}: {error}") from error
 
     def finish(self, timeout_s: float) -> None:
         """Wait until this rank has nothing left to write; rank 0 waits for all and for what is published.
@@ -123,10 +125,11 @@ class Checkpoints:
         try:
             load_state(str(folder), self._policy, state["updates"], same_layout, state["gradient_control"])
         except CheckpointException as error:
-            raise MetronomeError(f"checkpoint {folder} could not be read: {error}") from error
+            raise CheckpointError(f"checkpoint {folder} could not be read: {error}") from error
         self._policy.scheduler.load_state_dict(state["scheduler"])
         self._policy.scheduler.step(increment=0)
         self._step = int(state["step"])
+        self.prompt_position = state.get("prompt_position")
         if not same_layout:
             self._say(f"checkpoint {folder.name} was saved in the layout {state['layout']}, this run has {layout()}: "
                       "the random streams of its ranks are not restored (sampling does not depend on them)")  # fmt: skip
@@ -147,6 +150,7 @@ class Checkpoints:
             "step": step,
             "weight_version": step,
             "updates": updates,
+            "prompt_position": self.prompt_position,
             "layout": layout(),
             "model": _plain(asdict(self._policy.models.shape)),
             "reference": self._reference,
@@ -168,7 +172,10 @@ class Checkpoints:
         prune(self._root, keep.keep_last, keep.keep_best)
         if self._place:
             store.upload(target, f"{self._place}/{target.name}")
-            store.prune(self._place, keep.keep_last, keep.keep_best)
+            try:
+                store.prune(self._place, keep.keep_last, keep.keep_best)
+            except CheckpointError as error:  # costs space, no checkpoint: the next save deletes them
+                self._say(f"warning: {error}")
 
     def _find(self) -> dict[str, Any]:
         """On rank 0: the name of the checkpoint to load, in the run folder and checked, "" if there is none."""

@@ -1,7 +1,8 @@
 """What makes a folder a checkpoint: its name, its marker, and which ones are kept. Files only, no ranks, no tensors.
 
 The marker is written last and names every file with its size: readers trust a folder only if the marker is there and every
-file is as it says. It also holds a SHA-256 of each small file, since Megatron's format keeps its index as a pickle.
+file is as it says. It also holds a checksum of each file, which is compared when the checkpoint is loaded: XXH3 of the tensors
+(as fast as a disk reads), SHA-256 of the small files, since Megatron's format keeps its index as a pickle.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import MetronomeError
+import xxhash
+
+from engine.errors import CheckpointError
 
 MARKER = "_SUCCESS.json"
 INDEX = ".metadata"
 """Megatron's (torch's) list of the tensors in the files."""
 DATA = ".distcp"
-"""Ending of the files that hold the tensors; too large to be hashed again and again."""
+"""Ending of the files that hold the tensors."""
 BEST_BY = "reward_mean"
 """The figure of the last step by which checkpoints are ranked for `checkpoint.keep_best`."""
 
@@ -120,6 +123,7 @@ def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float]
         "figures": dict(figures),
         "files": {path.name: path.stat().st_size for path in files},
         "sha256": {path.name: _sha256(path) for path in files if path.suffix != DATA},
+        "xxh3_128": {path.name: _xxh3(path) for path in files if path.suffix == DATA},
     }
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
@@ -145,19 +149,29 @@ def prune(root: Path, last: int, best: int) -> None:
 
 
 def check(folder: Path) -> None:
-    """Refuse a checkpoint whose small files are not those that its marker was written for, or whose index is no plain one.
+    """Refuse a checkpoint whose files are not those that its marker was written for, or whose index is no plain one.
 
-    Raises MetronomeError. To be called before Megatron reads the folder, which unpickles the index (design contract 10).
+    Raises CheckpointError naming the file. To be called before Megatron reads the folder, which unpickles the index (design
+    contract 10). Reads every file once.
     """
-    marker = json.loads((folder / MARKER).read_text())
-    for name in {INDEX, *marker.get("sha256", {})}:
-        if not (folder / name).is_file() or _sha256(folder / name) != marker.get("sha256", {}).get(name):
-            raise MetronomeError(f"checkpoint {folder}: {name} is not the file that {MARKER} was written for (SHA-256 differs)")
+    if wrong := damage(folder, json.loads((folder / MARKER).read_text())):
+        raise CheckpointError(f"checkpoint {folder}: {wrong}; delete this checkpoint to go on from the one before")
     with (folder / INDEX).open("rb") as file:
         entries = _Plain(file, folder).load().state_dict_metadata
     for name, entry in entries.items():
         if type(entry).__name__ != "TensorStorageMetadata":
-            raise MetronomeError(f"checkpoint {folder}: {name} is no tensor; Metronome's checkpoints hold tensors only")
+            raise CheckpointError(f"checkpoint {folder}: {name} is no tensor; Metronome's checkpoints hold tensors only")
+
+
+def damage(folder: Path, marker: Marker) -> str | None:
+    """Which file of a folder is not the one that a marker was written for, by its checksum; None: all are. Reads every file."""
+    small = {INDEX: None, **marker.get("sha256", {})}
+    kinds = (("SHA-256", _sha256, small), ("XXH3", _xxh3, marker.get("xxh3_128", {})))
+    for kind, checksum, expected in kinds:
+        for name in sorted(expected):
+            if not (folder / name).is_file() or checksum(folder / name) != expected[name]:
+                return f"{name} is not the file that {MARKER} was written for ({kind} differs)"
+    return None
 
 
 class _Plain(pickle.Unpickler):
@@ -170,8 +184,8 @@ class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
         """What the pickle refers to, if it may."""
         if (module, name) not in PLAIN:
-            raise MetronomeError(f"checkpoint {self._folder}: {INDEX} refers to {module}.{name}, which no checkpoint of "
-                                 "Metronome does; it was not written by this program and is not read")
+            raise CheckpointError(f"checkpoint {self._folder}: {INDEX} refers to {module}.{name}, which no checkpoint of "
+                                  "Metronome does; it was not written by this program and is not read")
         return super().find_class(module, name)
 
 
@@ -185,3 +199,8 @@ def write_json(path: Path, content: Mapping[str, Any] | Iterable[Any]) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _xxh3(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]

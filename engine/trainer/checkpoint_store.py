@@ -17,8 +17,8 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.config import Config
-from engine.errors import MetronomeError
-from engine.trainer.checkpoint_files import MARKER, Marker, fault, kept, parse, partial_of, read_marker, write_json
+from engine.errors import CheckpointError
+from engine.trainer.checkpoint_files import MARKER, Marker, damage, fault, kept, parse, partial_of, read_marker, write_json
 
 
 def place_of(config: Config) -> str:
@@ -30,14 +30,16 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
     """Copy a complete checkpoint, and files `beside` it by name, to a folder or URL.
 
     A marker that is there already is removed first; files that it names are left as they are if it is this checkpoint's.
-    Raises MetronomeError naming the place; no marker is left then.
+    The new one is written when the place lists every file in its size. Raises CheckpointError naming the place; what is there
+    then looks complete only if it is.
     """
     marker = read_marker(checkpoint)
     if marker is None:
-        raise MetronomeError(f"checkpoint {checkpoint} is not complete: it has no {MARKER}")
+        raise CheckpointError(f"checkpoint {checkpoint} is not complete: it has no {MARKER}")
     files = {name: checkpoint / name for name in marker["files"]} | dict(beside or {})
     with _named(f"publishing the checkpoint to {place}"):
         store, root = _open(place)
+        store.invalidate_cache()  # a listing from before may not have the marker that must go first
         there = _marker(store, root)
         if there is not None:
             store.rm_file(f"{root}/{MARKER}")
@@ -46,18 +48,26 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
             if name not in same or name in (beside or {}):
                 store.put_file(str(file), f"{root}/{name}")
         sizes = {name: file.stat().st_size for name, file in files.items()}
+        store.invalidate_cache()
+        if wrong := fault({"files": sizes}, _sizes(store, root)):
+            raise CheckpointError(f"publishing the checkpoint to {place} (checkpoint.path) failed: {wrong}")
         store.pipe_file(f"{root}/{MARKER}", json.dumps({**marker, "files": sizes}, indent=1).encode())
 
 
 def survey(place: str) -> tuple[dict[str, Marker], list[str]]:
     """The complete checkpoints of a place by name, and a sentence about each incomplete one."""
+    complete, broken = _look(place)
+    return complete, [f"checkpoint {place}/{name} is incomplete ({wrong}), ignored" for name, wrong in broken.items()]
+
+
+def _look(place: str) -> tuple[dict[str, Marker], dict[str, str]]:
+    """The complete checkpoints of a place by name, and what is wrong with the others."""
     complete: dict[str, Marker] = {}
-    ignored = []
+    broken: dict[str, str] = {}
     with _named(f"looking for checkpoints in {place}"):
         store, root = _open(place)
         store.invalidate_cache()
-        listed = {name.removeprefix(f"{root}/"): int(entry["size"])
-                  for name, entry in store.find(root, detail=True).items()}  # fmt: skip
+        listed = _sizes(store, root)
         for folder in sorted({name.partition("/")[0] for name in listed if name.startswith("step-") and "/" in name}):
             marker = _marker(store, f"{root}/{folder}")
             sizes = {name.removeprefix(f"{folder}/"): size for name, size in listed.items() if name.startswith(f"{folder}/")}
@@ -65,14 +75,14 @@ def survey(place: str) -> tuple[dict[str, Marker], list[str]]:
             if marker is not None and wrong is None:
                 complete[folder] = marker
             else:
-                ignored.append(f"checkpoint {place}/{folder} is incomplete ({wrong}), ignored")
-    return complete, ignored
+                broken[folder] = str(wrong)
+    return complete, broken
 
 
 def download(place: str, name: str, marker: Marker, root: Path) -> Path:
     """Copy a published checkpoint under a root folder, marker last; what lies beside it in folders of its own is left out.
 
-    Raises MetronomeError if a file arrives with another size than the marker says.
+    Raises CheckpointError if a file arrives with another size or checksum than the marker says.
     """
     target = root / name
     partial = partial_of(target)
@@ -85,21 +95,33 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
         for file in files:
             store.get_file(f"{where}/{name}/{file}", str(partial / file))
     if wrong := fault({"files": files}, {file: (partial / file).stat().st_size for file in files}):
-        raise MetronomeError(f"fetching the checkpoint {place}/{name} failed: {wrong}")
+        raise CheckpointError(f"fetching the checkpoint {place}/{name} failed: {wrong}")
+    if "sha256" in marker and (wrong := damage(partial, marker)):
+        raise CheckpointError(f"checkpoint {place}/{name}: {wrong}; delete it there to go on from the one before")
     partial.rename(target)
     write_json(target / MARKER, {**marker, "files": files})
     return target
 
 
 def prune(place: str, last: int, best: int) -> None:
-    """Delete the complete checkpoints of a place that are not kept, each marker first."""
-    markers, _ = survey(place)
-    keep = kept(markers, last, best)
+    """Delete the complete checkpoints of a place that are not kept, each marker first, and what is left of others before them.
+
+    Those that a failure left without a marker, or half deleted, go with the next call. Raises CheckpointError.
+    """
+    markers, broken = _look(place)
+    newest = max(markers, key=lambda name: markers[name]["step"], default="")
+    half = {name for name in broken if name < newest}
     with _named(f"deleting old checkpoints in {place}"):
         store, root = _open(place)
-        for name in set(markers) - keep:
-            store.rm_file(f"{root}/{name}/{MARKER}")
+        for name in sorted(set(markers) - kept(markers, last, best) | half):
+            if store.exists(f"{root}/{name}/{MARKER}"):
+                store.rm_file(f"{root}/{name}/{MARKER}")
             store.rm(f"{root}/{name}", recursive=True)
+
+
+def _sizes(store: Any, root: str) -> dict[str, int]:  # noqa: ANN401
+    """Size of every file under a folder, by its name from there."""
+    return {name.removeprefix(f"{root}/"): int(entry["size"]) for name, entry in store.find(root, detail=True).items()}
 
 
 def _open(place: str) -> tuple[Any, str]:
@@ -123,4 +145,4 @@ def _named(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, botocore.exceptions.BotoCoreError) as error:
-        raise MetronomeError(f"{what} (checkpoint.path) failed: {error}") from error
+        raise CheckpointError(f"{what} (checkpoint.path) failed: {error}") from error

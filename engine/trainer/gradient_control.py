@@ -1,6 +1,6 @@
-"""The cosine of consecutive gradients, and what follows from it: measured, or controlled by GAC (Algorithm 1).
+"""The cosine of consecutive gradients, and what follows from it: measured, or controlled by GAC (Algorithm 1) or a user's own.
 
-Works on the raw reduced gradients, before clipping: GAC, then clip, then Adam. Every parameter counts once, as in Megatron's
+Works on the raw reduced gradients, before clipping: control, then clip, then Adam. Every parameter counts once, as in Megatron's
 gradient norm. Costs one copy of the gradient and one all-reduce of three numbers.
 """
 
@@ -16,9 +16,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from engine.algorithm.alignment import Regime, Thresholds, scale_of_parallel
+from engine.algorithm.alignment import Step
 from engine.config import Config
-from engine.errors import MetronomeError
+from engine.errors import BadInput, MetronomeError
+from engine.trainer.extensions import control_of, decided
+from engine.user_code import UserCode, describe
 
 
 class GradientControl:
@@ -26,10 +28,13 @@ class GradientControl:
 
     def __init__(self, config: Config, ddp: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
         algorithm = config.algorithm
-        self._acts = algorithm.gradient_control == "gac"
+        self._spec = algorithm.gradient_control
+        self._decide = control_of(self._spec)
         self._sharded = config.train.distributed_optimizer
         low, high = algorithm.gac_low, algorithm.gac_high
-        self.thresholds = Thresholds(None if low == "auto" else low, None if high == "auto" else high)
+        self._low, self._high = (None if value == "auto" else value for value in (low, high))
+        self.seen: list[float] = []
+        """The cosines so far."""
         self._optimizer = optimizer
         self._buffers = ddp.buffers + ddp.expert_parallel_buffers
         self._previous: list[Tensor] | None = None
@@ -49,27 +54,29 @@ class GradientControl:
             return True
         dot, square, before = self._products()
         self._cosine = dot / math.sqrt(square * before) if square and before else 0.0
-        regime: Regime = self.thresholds.regime(self._cosine) if self._acts else "safe"
-        self._turn(self._share(regime, dot, before))
-        self.skipped = self.skipped + 1 if regime == "skip" else 0
+        factor = self._decided(Step(self._cosine, tuple(self.seen), self._low, self._high))
+        self._turn(0.0 if factor is None or not before else (1.0 - factor) * dot / before)
+        self.seen.append(self._cosine)
+        self.skipped = self.skipped + 1 if factor is None else 0
         if self.skipped and dist.get_rank() == 0:
-            print(f"gradient control: |cosine| {abs(self._cosine):.3f} is above {self.thresholds.now()}: update skipped, "
+            print(f"gradient control {self._spec}: cosine with the last gradient {self._cosine:.3f}: update skipped, "
                   f"{self.skipped} in a row", flush=True)  # fmt: skip
-        return regime != "skip"
+        return factor is not None
+
+    def _decided(self, step: Step) -> float | None:
+        """What part of the gradient along the last one stays, None to skip. Raises BadInput where a user's function fails."""
+        found: float | None = None
+        with UserCode() as attempt:
+            found = decided(self._decide, step)
+        if attempt.error is not None:
+            raise BadInput(f'algorithm.gradient_control = "{self._spec}": it failed: {describe(attempt.error)}')
+        return found
 
     def figures(self) -> dict[str, float]:
         """As steps.jsonl names them; nothing before the second step."""
         if self._cosine is None:
             return {}
         return {"grad_cosine": self._cosine, "skipped_updates": self.skipped}
-
-    def _share(self, regime: Regime, dot: float, before: float) -> float:
-        """How much of the last gradient is to be taken away."""
-        if regime != "project" or self._cosine is None:
-            return 0.0
-        found = self.thresholds.now()
-        assert found is not None
-        return (1.0 - scale_of_parallel(self._cosine, found[0])) * dot / before
 
     def _turn(self, share: float) -> None:
         """gradient −= share · previous; previous = the gradient as it was."""
@@ -105,11 +112,11 @@ class GradientControl:
 
     def state(self) -> dict[str, Any]:
         """What is not in tensors; {} before the first gradient."""
-        return {"skipped": self.skipped, "seen": self.thresholds.seen} if self._previous is not None else {}
+        return {"skipped": self.skipped, "seen": self.seen} if self._previous is not None else {}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take `state()` back; its tensors are loaded into `previous()`."""
-        self.skipped, self.thresholds.seen = int(state["skipped"]), [float(value) for value in state["seen"]]
+        self.skipped, self.seen = int(state["skipped"]), [float(value) for value in state["seen"]]
 
     def previous(self, loading: bool = False) -> dict[int, Tensor] | None:
         """The last gradient, whole, by the id of the parameter it is of; None before there is one.

@@ -33,7 +33,7 @@ class Loop:
         self.trace = trace
         self.report = report
         self.checkpoint = checkpoint
-        self.schedule = Schedule.of(config.train)
+        self.schedule = Schedule.of(config.train, config.rollout.partial)
 
     def run(self, start: int) -> None:
         """The loop. Weight version = number of updates so far = step."""
@@ -48,6 +48,7 @@ class Loop:
                     self.rollouts.start(batch)
                 for work in self._arriving(step):
                     self._do(step, work)
+                self.rollouts.settle()
                 self.policy.reduce(denominator)
             except MetronomeError as error:
                 self.rollouts.failed(error)

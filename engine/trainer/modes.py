@@ -20,11 +20,11 @@ class Schedule:
     """Weights move only when every batch in flight is generated, so each batch has one version: max(0, step − ahead)."""
 
     @staticmethod
-    def of(train: Train) -> Schedule:
+    def of(train: Train, partial: bool = False) -> Schedule:
         """`sync` and `periodic` train what the step's weights sampled; `one_step_off` (verl's recipe) and `bounded` (AsyncFlow
-        §4.2) keep batches in flight, on purpose."""
+        §4.2) keep batches in flight, on purpose. `partial` is rollout.partial's: weights never wait for a response then."""
         if train.mode == "one_step_off":
-            return Schedule(train.mode, 1)
+            return Schedule(train.mode, 1, not partial)
         if train.mode == "bounded":
             return Schedule(train.mode, train.max_staleness, train.exact_lag)
         return Schedule(train.mode)

@@ -10,18 +10,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from engine.algorithm.batch_statistics import Limits
 from engine.algorithm.losses import Coefficients, Loss, Terms
 from engine.algorithm.mismatch import mismatch
 from engine.config import Config
 from engine.errors import MetronomeError
 from engine.model.build import logits, row_multiple
 from engine.model.logprobs import token_logprobs
-from engine.model.tri_model import TriModel
+from engine.model.tri_model import TriModel, score
 from engine.platform import Platform
 from engine.trainer.batch import MicroBatch, Packing
 from engine.trainer.bubble import Busy
@@ -29,13 +28,12 @@ from engine.trainer.credit import Credit
 from engine.trainer.early import EarlyScores
 from engine.trainer.extensions import advantage_of, loss_of
 from engine.trainer.gradient_control import GradientControl
-from engine.trainer.models import DTYPES, computation, open_models
+from engine.trainer.held import Held, Scored, hold
+from engine.trainer.models import computation, open_models
+from engine.trainer.optimizer import optimizer_of, scheduler_of
 from engine.trainer.ranks import Ranks
 from engine.trainer.tally import Tally
 from engine.types import Group, Landed
-
-Scored = tuple[MicroBatch, Tensor | None, Tensor | None]
-"""A micro-batch with its log-probabilities under old policy and reference."""
 
 
 class Policy:
@@ -55,7 +53,10 @@ class Policy:
         self._coefficients = Coefficients(
             algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef, algorithm.kl_estimator,
             algorithm.mismatch, algorithm.mismatch_limit,
+            Limits(algorithm.m2_threshold, algorithm.bapo_share, algorithm.bapo_low, algorithm.bapo_high),
         )  # fmt: skip
+        self._held = hold(algorithm.loss, self._loss, self._coefficients.limits, self.ranks, config.train.mode)
+        self._statistics: tuple[float, ...] = ()
         sharded = config.train.distributed_optimizer
         self.ddp = DistributedDataParallel(
             self.models.policy.config,
@@ -67,9 +68,9 @@ class Policy:
         self._pipelined = config.parallel.pipeline > 1
         self._busy = Busy()
         self.models.policy.config.timers = self._busy if self._pipelined else None
-        self.optimizer = _optimizer(config, self.ddp)
+        self.optimizer = optimizer_of(config, self.ddp)
         self.control = GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
-        self.scheduler = _scheduler(config, self.optimizer)
+        self.scheduler = scheduler_of(config, self.optimizer)
 
     def _packing(self) -> Packing:
         config, ranks = self.config, self.ranks
@@ -87,18 +88,25 @@ class Policy:
         """Drop gradients and sums, also those of a half-done step."""
         self.tally = Tally()
         self.early.clear()
+        if self._held is not None:
+            self._held.clear()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def accumulate(self, window: Sequence[Group]) -> float | None:
         """Score the groups under all models and add their gradient; no optimizer step. A collective of the unit.
 
+        A loss of batch scope has them held: their gradient is added in `reduce`, when all of the batch is there.
         Under a pipeline returns the seconds of the schedule in which this stage had nothing to compute.
         """
         started = time.perf_counter()
         batches = self.packing.micro_batches(window)
         scored = self._frozen_scores(batches)
-        idle = self._forward_backward(iter(scored), len(scored))
+        idle = None
+        if self._held is None:
+            idle = self._forward_backward(iter(scored), len(scored))
+        else:
+            self._hold(self._held, scored)
         if self.ranks.leader:
             for group in window:
                 self.tally.add_group(group, self.packing.credit.tokens(group), self.packing.credit.unequal(group))
@@ -121,6 +129,27 @@ class Policy:
         old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
         self.tally.score_s += time.perf_counter() - started
         return list(zip(batches, old, reference, strict=True))
+
+    def _hold(self, held: Held, window: Sequence[Scored]) -> None:
+        """Keep a window, with the policy's log-ratios in it (engine.trainer.held)."""
+        models = self.models
+        found = score(models.policy, [batch.layout for batch, _, _ in window], models.temperature, models.shape.vocabulary)
+        log_ratios: list[Tensor | None] = []
+        for (batch, old, _), logprobs in zip(window, found, strict=True):
+            if logprobs is not None:
+                self.tally.worst_gap(mismatch(logprobs, batch.rollout)[0])  # contract 1 is checked as each window comes
+            log_ratios.append(None if logprobs is None else logprobs - self._old(batch, logprobs, old))
+        held.add(window, log_ratios)
+
+    def _train_held(self) -> None:
+        """Train what is held, with the statistics over all of it. A collective of all ranks."""
+        if self._held is None:
+            return
+        started = time.perf_counter()
+        batches, self._statistics = self._held.take()
+        if batches:
+            self._forward_backward(iter(batches), len(batches))
+        self.tally.train_s += time.perf_counter() - started
 
     def _forward_backward(self, window: Iterator[Scored], count: int) -> float | None:
         """Megatron's schedule over a window's micro-batches: gradients added to the buffer, nothing finalised."""
@@ -152,15 +181,23 @@ class Policy:
         """The sum over responses of their losses; the count is 0, since the step's denominator is ours (contract 2)."""
         shape = self.models.shape
         logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
-        if self.config.algorithm.old_policy == "behavior":
-            old = logprobs.detach()
-        elif self.config.algorithm.old_policy == "rollout":
-            old = batch.rollout
-        assert old is not None
-        terms = Terms(logprobs, old, reference, entropy, batch.advantages, batch.weights, batch.rollout, batch.response, _whole)
+        old = self._old(batch, logprobs, old)
+        terms = Terms(
+            logprobs, old, reference, entropy, batch.advantages, batch.weights, batch.rollout, batch.response, _whole,
+            self._statistics,
+        )  # fmt: skip
         loss = self._loss(terms, self._coefficients)
         self._tell(batch, logprobs.detach(), old, loss)
         return loss.total, torch.zeros((), dtype=torch.int, device=out.device), None
+
+    def _old(self, batch: MicroBatch, logprobs: Tensor, old: Tensor | None) -> Tensor:
+        """The denominator of the ratio, [T], as `algorithm.old_policy` says."""
+        if self.config.algorithm.old_policy == "behavior":
+            return logprobs.detach()
+        if self.config.algorithm.old_policy == "rollout":
+            return batch.rollout
+        assert old is not None
+        return old
 
     def _tell(self, batch: MicroBatch, logprobs: Tensor, old: Tensor, loss: Loss) -> None:
         """Add the micro-batch's figures to the step's tally."""
@@ -181,8 +218,10 @@ class Policy:
     def reduce(self, responses: int) -> None:
         """Divide the sums by the step's denominator and reduce over replicas, once. Raises MetronomeError if it is not finite.
 
-        A step has N·G `responses`. A collective of all ranks, also of those that got no group; they meet on the host first.
+        A step has N·G `responses`; what was held is trained first. A collective of all ranks, also of those that got no group;
+        they meet on the host first.
         """
+        self._train_held()
         self._denominator = self._step_denominator(responses)
         self.ddp.scale_gradients(1.0 / self._denominator)
         finalize_model_grads([self.ddp], None)
@@ -224,46 +263,3 @@ def _whole(sums: Tensor) -> Tensor:
     if parallel_state.get_context_parallel_world_size() > 1:
         dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
     return sums
-
-
-def _optimizer(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
-    train = config.train
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            bf16=train.dtype == "bfloat16",
-            params_dtype=DTYPES[train.dtype],
-            lr=train.learning_rate,
-            min_lr=0.0,
-            weight_decay=train.weight_decay,
-            adam_beta1=train.betas[0],
-            adam_beta2=train.betas[1],
-            clip_grad=train.max_grad_norm,
-            use_distributed_optimizer=train.distributed_optimizer,
-        ),
-        [ddp],
-        use_gloo_process_groups=False,
-    )
-
-
-def _scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Megatron's schedule: linear warm-up (the first of w steps trains at 1/w of the peak), then the chosen decay."""
-    train = config.train
-    peak, warmup = train.learning_rate, train.warmup_steps
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=peak / warmup if warmup else 0.0,
-        max_lr=peak,
-        min_lr=0.0,
-        lr_warmup_steps=max(0, warmup - 1),
-        lr_decay_steps=max(train.steps, warmup + 1),
-        lr_decay_style=train.schedule,
-        start_wd=train.weight_decay,
-        end_wd=train.weight_decay,
-        wd_incr_steps=train.steps,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,  # a resumed run takes its position from the checkpoint, its settings from here
-        override_opt_param_scheduler=True,
-    )
-    scheduler.step(increment=0)
-    return scheduler

@@ -50,7 +50,7 @@ def _patience(config: Config) -> float:
 
 
 def _own_cores(config: Config) -> list[int]:
-    share = len(config.train.devices) // config.parallel.ranks
+    share = len(config.train.devices) // config.parallel.ranks_per_node
     first = int(os.environ["LOCAL_RANK"]) * share
     return config.train.devices[first : first + share]
 
@@ -106,10 +106,11 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
 
     def report(step: int, figures: dict[str, Any]) -> None:
         checkpoints.poll()
-        ranks.from_first(lambda: control.ask("report", step=step, figures=figures))
+        reply = ranks.from_first(lambda: control.ask("report", step=step, figures=figures))
+        checkpoints.prompt_position = reply["prompt_position"]
 
     rollouts = _rollouts(config, arguments, control, sender, ranks, policy)
-    ranks.from_first(lambda: control.ask("ready", start=start))
+    ranks.from_first(lambda: control.ask("ready", start=start, prompt_position=checkpoints.prompt_position))
     try:
         Loop(config, policy, rollouts, trace, report, save).run(start)
     finally:

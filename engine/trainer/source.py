@@ -30,6 +30,9 @@ class Rollouts(Protocol):
     def publish(self, models: TriModel, version: int) -> float:
         """Give every instance exactly this version of the policy; returns the exposed seconds."""
 
+    def settle(self) -> None:
+        """Before the policy's weights move: until nothing reads those that were published. No collective."""
+
     def start(self, step: int) -> None:
         """Start the step's batch of prompts in the background."""
 
@@ -58,6 +61,10 @@ class Live:
             pass  # the launcher's sign of life
         waited = time.perf_counter() - started
         return waited + self._publisher.publish(models, version)
+
+    def settle(self) -> None:
+        """Publisher.settle."""
+        self._publisher.settle()
 
     def start(self, step: int) -> None:
         """Tell the launcher's producer."""
@@ -98,6 +105,9 @@ class Recorded:
     def publish(self, models: TriModel, version: int) -> float:
         """No instances: no time."""
         return 0.0
+
+    def settle(self) -> None:
+        """Nothing was published."""
 
     def start(self, step: int) -> None:
         """Nothing to start."""

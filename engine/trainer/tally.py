@@ -25,6 +25,7 @@ class Tally:
     truncated: int = 0
     versions: set[int] = field(default_factory=set)
     staleness: int = 0
+    continued: int = 0
     trained_tokens: int = 0
     computed_tokens: int = 0
     scored_tokens: int = 0
@@ -55,6 +56,7 @@ class Tally:
         self.truncated += sum(response.truncated for response in group.responses)
         self.versions |= {version for response in group.responses for _, version in response.versions}
         self.staleness += sum(staleness(group.step, response) for response in group.responses)
+        self.continued += sum(len(response.versions) > 1 for response in group.responses)
         self.trained_tokens += trained_tokens(group)
 
     def add_wait(self, seconds: float) -> None:
@@ -92,6 +94,7 @@ class Tally:
         return {
             "versions_seen": sorted(self.versions),
             "staleness_mean": self.staleness / count,
+            "continued": self.continued,
             "reward_mean": mean,
             "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in self.rewards) / count),
             "response_length_mean": sum(self.lengths) / count,
@@ -128,7 +131,7 @@ def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
 MERGED: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("rewards", "statuses", "lengths"), _all),
     "versions": lambda found: set(_all(found)),
-    **dict.fromkeys(("staleness", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
+    **dict.fromkeys(("staleness", "continued", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
     **dict.fromkeys(("loss_tokens", "groups", "unequal"), sum),
     **dict.fromkeys(("loss", "kl", "entropy", "clipped", "mismatch_kl"), sum),
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _worst),

@@ -37,7 +37,8 @@ def write(path: Path, bucket: Bucket, wire: dict[str, Any]) -> None:
     path.touch()
     with path.open("r+b", buffering=0) as file:
         _write_all(file, len(text).to_bytes(8, "little") + text)
-        _write_all(file, memoryview(bucket.data.numpy()))
+        for piece in bucket.pieces():
+            _write_all(file, memoryview(piece.numpy()))
         file.truncate()
 
 

@@ -1,7 +1,8 @@
-"""Buckets: a pipeline stage's tensors, packed one behind the other into buffers of bounded size that are used again.
+"""Buckets: a pipeline stage's tensors, some at a time, so that the whole model is never in one place.
 
-The same layout travels over every transport; on the wire a bucket is described by `Bucket.wire` (docs: the update_info of
-/update_weights). Needs torch alone: it also runs in vLLM's environment.
+A tensor that lies ready where it is sent from, contiguous and of the dtype that travels, is referred to; others are copied into a
+buffer that is used again. On the wire a bucket is described by `Bucket.wire` (docs: the update_info of /update_weights).
+Needs torch alone: it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -68,9 +69,14 @@ def span(specs: Sequence[Spec]) -> int:
 
 def views(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
     """The tensors of a bucket, of the uint8 buffer [≥ span] that holds them (a copy of one that begins at an odd place)."""
+    return [view(cut, spec) for cut, spec in zip(cuts(buffer, specs), specs, strict=True)]
+
+
+def cuts(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+    """uint8 [nbytes] for each of the tensors, one behind the other."""
     offset, found = 0, []
     for spec in specs:
-        found.append(view(buffer[offset : offset + spec.nbytes], spec))
+        found.append(buffer[offset : offset + spec.nbytes])
         offset += spec.nbytes
     return found
 
@@ -88,17 +94,18 @@ class Bucket:
 
     number: int
     specs: list[Spec]
+    tensors: list[Tensor]
+    """Contiguous, in the dtype that travels; one for each spec."""
     buffer: Tensor
-    """uint8; the first `span(specs)` bytes count."""
+    """uint8; holds those of the tensors that had to be copied."""
 
-    @property
-    def data(self) -> Tensor:
-        """uint8 [span]."""
-        return self.buffer[: span(self.specs)]
+    def pieces(self) -> list[Tensor]:
+        """uint8 [nbytes] of each tensor: what is sent, one behind the other."""
+        return [tensor.view(-1).view(torch.uint8) for tensor in self.tensors]
 
     def checksums(self) -> list[str]:
         """Of each tensor."""
-        return [checksum(tensor) for tensor in views(self.buffer, self.specs)]
+        return [checksum(tensor) for tensor in self.tensors]
 
     def wire(self) -> dict[str, Any]:
         """Names, dtypes, shapes and checksums, as update_info carries them."""
@@ -146,9 +153,10 @@ class Buffers:
 def pack(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, limit: int, buffers: Buffers
 ) -> Iterator[Bucket]:
-    """Copy named tensors, as they come, into buckets of at most `limit` bytes or one tensor; cast to `dtype` if given.
+    """Put named tensors, as they come, into buckets of at most `limit` bytes or one tensor; cast to `dtype` if given.
 
-    Each bucket's buffer is the taker's, who gives it back. Raises BadInput for a dtype that does not travel.
+    Tensors that need no copy are referred to: they must not change while the bucket is in use. Each bucket's buffer is the
+    taker's, who gives it back. Raises BadInput for a dtype that does not travel.
     """
     bucket: Bucket | None = None
     number = used = 0
@@ -158,12 +166,22 @@ def pack(
             yield bucket
             bucket = None
         if bucket is None:
-            bucket, used, number = Bucket(number, [], buffers.take(max(limit, spec.nbytes))), 0, number + 1
-        _put(bucket.buffer[used : used + spec.nbytes], spec, tensor)
+            bucket, used, number = Bucket(number, [], [], buffers.take(max(limit, spec.nbytes))), 0, number + 1
+        bucket.tensors.append(_ready(tensor, spec, bucket.buffer[used : used + spec.nbytes]))
         bucket.specs.append(spec)
         used += spec.nbytes
     if bucket is not None:
         yield bucket
+
+
+def _ready(tensor: Tensor, spec: Spec, room: Tensor) -> Tensor:
+    """The tensor itself if it can be sent as it is, else a copy in `room`."""
+    dtype = DTYPES[spec.dtype]
+    if tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == room.device:
+        return tensor
+    if room.storage_offset() % dtype.itemsize:
+        return tensor.to(room.device, dtype).contiguous()
+    return room.view(dtype).view(spec.shape).copy_(tensor)
 
 
 def _spec_of(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Spec:
@@ -171,11 +189,3 @@ def _spec_of(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Spec:
     if dtype not in NAMES:
         raise BadInput(f"{name} is {dtype}; weights travel as one of {', '.join(DTYPES)}")
     return Spec(name, NAMES[dtype], tuple(tensor.shape))
-
-
-def _put(data: Tensor, spec: Spec, tensor: Tensor) -> None:
-    dtype = DTYPES[spec.dtype]
-    if data.storage_offset() % dtype.itemsize == 0:
-        data.view(dtype).view(spec.shape).copy_(tensor)
-    else:
-        data.copy_(tensor.to(dtype).contiguous().view(-1).view(torch.uint8))

@@ -147,7 +147,7 @@ class Group:
         self._timeout_s = timeout_s
         self._store = store  # the sender's lives as long as the group
         self._made: dist.ProcessGroup | None = _make(store, rank, world, backend, own, timeout_s)
-        self._last: dist.Work | None = None
+        self._last: list[dist.Work] = []
         self._closed = threading.Event()
 
     @property
@@ -155,11 +155,12 @@ class Group:
         """Where buffers must lie."""
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
-    def broadcast(self, buffer: Tensor) -> Transfer:
-        """Begin to send (rank 0) or receive a buffer, contiguous and of the same size on all members."""
+    def broadcast(self, *pieces: Tensor) -> Transfer:
+        """Begin to send (rank 0) or receive pieces of memory, contiguous and of the same sizes on all members."""
         if self._made is None:
             raise TransferError("the weight transfer was closed")
-        self._last = self._made.broadcast(buffer, 0)
+        made = self._made
+        self._last = [made.broadcast(piece, 0) for piece in pieces]
         return Transfer(self._last, self._closed, self._timeout_s)
 
     def close(self) -> None:
@@ -170,14 +171,14 @@ class Group:
             return
         if self.backend == "nccl":
             made.abort()
-        threading.Thread(target=_let_go, args=([self._last, made],), name="leave-group", daemon=True).start()
-        self._last = None
+        threading.Thread(target=_let_go, args=([*self._last, made],), name="leave-group", daemon=True).start()
+        self._last = []
 
 
 def _let_go(held: list[Any]) -> None:
-    """Drop [transfer under way, group] once the transfer has ended by its time-out: gloo would wait for it with the
+    """Drop [transfers under way …, group] once the transfers have ended by their time-out: gloo would wait for them with the
     interpreter locked."""
-    while held[0] is not None and not held[0].is_completed():
+    while not all(work.is_completed() for work in held[:-1]):
         time.sleep(0.05)
     held.clear()
 
@@ -199,23 +200,24 @@ def _make(store: dist.Store, rank: int, world: int, backend: str, own: str, time
 
 
 class Transfer:
-    """A broadcast under way."""
+    """Broadcasts under way."""
 
-    def __init__(self, work: dist.Work, closed: threading.Event, timeout_s: float) -> None:
-        self._work = work
+    def __init__(self, works: list[dist.Work], closed: threading.Event, timeout_s: float) -> None:
+        self._works = works
         self._closed = closed
         self._timeout_s = timeout_s
 
     def wait(self) -> None:
         """Until the bytes are through. TransferError when a member died or the group was closed, DeadlineError."""
         deadline = time.monotonic() + self._timeout_s
-        while not self._work.is_completed():
+        while not all(work.is_completed() for work in self._works):
             if self._closed.is_set():
                 raise TransferError("the weight transfer was closed while a bucket was under way")
             if time.monotonic() > deadline:
                 raise DeadlineError(f"a bucket of weights was not through within {self._timeout_s:g} s")
             time.sleep(POLL_S)
         try:
-            self._work.wait()
+            for work in self._works:
+                work.wait()
         except RuntimeError as error:
             raise TransferError(f"a member of the weight transfer failed: {str(error).splitlines()[0]}") from None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.errors import BadInput, DeadlineError, TransferError
-from engine.weights.buckets import Bucket, views
+from engine.weights.buckets import Bucket
 from engine.weights.collective import own_address
 
 PACKED_BYTES = 256 * 2**20
@@ -65,7 +65,7 @@ class HcclTransport:
     def send(self, bucket: Bucket) -> Sending:
         """Broadcast the bucket's tensors while the instances receive them."""
         names = [spec.name for spec in bucket.specs]
-        tensors = list(zip(names, views(bucket.buffer, bucket.specs), strict=True))
+        tensors = list(zip(names, bucket.tensors, strict=True))
         return Sending(self._engine, self._group, tensors, self._timeout_s)
 
 

@@ -48,6 +48,11 @@ class Pipeline:
         """Until all buckets are through all steps, and forget an error."""
         self._wait(len(self._steps), "written")
 
+    def idle(self) -> None:
+        """Until nothing is under way, or the deadline."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._passed[-1] == self._put, self._timeout_s)
+
     def restart(self) -> None:
         """Wait until nothing is under way, and forget an error."""
         try:

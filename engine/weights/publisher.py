@@ -28,7 +28,7 @@ class Model(Protocol):
     """What is published."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """This pipeline stage's whole tensors under Hugging Face names, valid until the next one is asked for.
+        """This pipeline stage's whole tensors under Hugging Face names, valid until the parameters change (see `settle`).
 
         A collective of the ranks that share them.
         """
@@ -111,6 +111,14 @@ class Publisher:
                 self._complete_snapshot(version)
                 return time.perf_counter() - started
         raise WeightSyncError(f"weight version {version} could not be sent: instances failed in each of {ATTEMPTS} attempts")
+
+    def settle(self) -> None:
+        """Before the parameters change: until the version that was published last is written to its snapshot.
+
+        Raises nothing: what went wrong is told to all ranks by the next publish.
+        """
+        if self._pipeline is not None:
+            self._pipeline.idle()
 
     def _settle(self) -> None:
         """Until nothing of the last version, or of a failed attempt, is under way."""

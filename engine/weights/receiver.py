@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as repr_short
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from engine.errors import BadInput, MetronomeError
 from engine.weights.bucket_file import BucketFile
-from engine.weights.buckets import Spec, span, specs_of, views
+from engine.weights.buckets import DTYPES, Spec, cuts, span, specs_of, view
 from engine.weights.checksum import checksum
 from engine.weights.collective import BACKENDS, Group, join
 from engine.weights.hf_folder import open_folder
@@ -79,13 +80,14 @@ class Receiver:
         else:
             yield from self.fetch(update_info)()
 
-    def fetch(self, update_info: dict[str, Any]) -> Callable[[], list[Named]]:
+    def fetch(self, update_info: dict[str, Any], places: Mapping[str, Tensor] | None = None) -> Callable[[], list[Named]]:
         """Receive a bucket's bytes. The function that is returned verifies them and gives the tensors, as `receive` does.
 
-        Memory of two buckets is used in turn: the next may be fetched while this one is verified and loaded.
+        `places`: tensors, by name, into which broadcast ones are received directly if they fit. Memory of two buckets is used
+        in turn for the others: the next may be fetched while this one is verified and loaded.
         """
         buffer, self._buffers = self._buffers[0], [self._buffers[1], NOTHING]  # a transfer given up may write into it yet
-        specs, tensors, checksums, buffer = self._bytes(update_info, buffer)
+        specs, tensors, checksums, buffer = self._bytes(update_info, buffer, places=places or {})
         self._buffers[1] = buffer
         return lambda: _verified(specs, tensors, checksums)
 
@@ -156,7 +158,11 @@ class Receiver:
         return _verified(specs, tensors, checksums), buffer
 
     def _bytes(
-        self, update_info: dict[str, Any], buffer: Tensor, file: BucketFile | BadInput | None = None
+        self,
+        update_info: dict[str, Any],
+        buffer: Tensor,
+        file: BucketFile | BadInput | None = None,
+        places: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[list[Spec], list[Tensor], list[str], Tensor]:
         """A bucket as it came; `file` where it was opened before."""
         specs, checksums = self._check(update_info)
@@ -168,9 +174,20 @@ class Receiver:
             buffer = _room(buffer, file.nbytes, torch.device("cpu"))
             return specs, file.read(buffer, specs), checksums, buffer
         group = self._group(update_info)
-        buffer = _room(buffer, span(specs), group.device)
-        group.broadcast(buffer[: span(specs)]).wait()
-        return specs, views(buffer, specs), checksums, buffer
+        into = {spec.name: places[spec.name] for spec in specs if _fits(places.get(spec.name), spec, group.device)}
+        others = [spec for spec in specs if spec.name not in into]
+        buffer = _room(buffer, span(others), group.device)
+        rooms = dict(zip((spec.name for spec in others), cuts(buffer, others), strict=True))
+        pieces = {name: place.view(-1).view(torch.uint8) for name, place in into.items()} | rooms
+        group.broadcast(*(pieces[spec.name] for spec in specs)).wait()
+        tensors = [into[spec.name] if spec.name in into else view(rooms[spec.name], spec) for spec in specs]
+        return specs, tensors, checksums, buffer
+
+
+def _fits(place: Tensor | None, spec: Spec, device: torch.device) -> bool:
+    """Whether the bytes of a tensor may be received into this one."""
+    return (place is not None and place.shape == spec.shape and place.dtype == DTYPES[spec.dtype] and place.is_contiguous()
+            and place.device == device)
 
 
 def _leave(groups: Sequence[Group]) -> None:

@@ -186,8 +186,8 @@ class GroupTransport:
         return {}
 
     def send(self, bucket: Bucket) -> Transfer | _Arrived:
-        """Broadcast the bucket as one piece of memory."""
-        return self._group.broadcast(bucket.data) if self._group is not None else _Arrived()
+        """Broadcast tensor by tensor, from where they lie."""
+        return self._group.broadcast(*bucket.pieces()) if self._group is not None else _Arrived()
 
 
 def open_transport(name: str, timeout_s: float, device: torch.device, snapshots: Snapshots) -> Transport:

@@ -125,6 +125,22 @@ def controlled():
     ]  # fmt: skip
 
 
+def held():
+    """Losses of batch scope with ratios to an old policy: statistics over the tokens of all replicas."""
+    settings = {"train.mode": "sync", "algorithm.m2_threshold": 1e-3, "algorithm.bapo_share": 0.51}
+    uneven, idle = (((0, 1), (4,), (2,)), ((3,),)), ((), ((0, 1, 2, 3, 4),))
+    return [
+        Case(f"held-{loss}-{name}", layout, tied=True, groups="many", loss="full", budget=budget, deal=deal,
+             settings={"algorithm.loss": loss, **settings})
+        for loss in ("m2po", "bapo")
+        for name, layout, budget, deal in (
+            ("one", {}, LARGE, ()), ("tp2sp", TWO["tp2sp"], SMALL, ()), ("pp2", TWO["pp2"], SMALL, ()),
+            ("cp2", TWO["cp2"], LARGE, ()), ("dp2", TWO["dp2"], SMALL, uneven), ("idle-dp2", TWO["dp2"], LARGE, idle),
+            ("tp2dp2", FOUR["tp2dp2"], LARGE, ()), ("pp2dp2", FOUR["pp2dp2"], LARGE, ()),
+        )
+    ]  # fmt: skip
+
+
 def any_split(count, seed, name, layout, units):
     """Random budgets, windows, orders and shares of the same step."""
     draw = random.Random(seed)
@@ -235,6 +251,19 @@ def test_gradient_control_is_the_same_in_every_layout(case, outcomes, worlds):
         turned = {name: tensor for rank in outcomes(case).ranks() for name, tensor in rank["turned"].items()}
         found = product(first, turned) / math.sqrt(product(first, first) * product(turned, turned))
         assert found == pytest.approx(math.copysign(LOW, cosine), abs=1e-5)
+
+
+@named(held())
+def test_losses_of_batch_scope_are_the_same_in_every_layout(case, outcomes):
+    """As on one rank, whose statistics the unit tests compare with transformers."""
+    loss = case.settings["algorithm.loss"]
+    (one,) = outcomes(next(other for other in held() if other.name == f"held-{loss}-one")).ranks()
+    assert 0 < one["figures"]["clip_fraction"] < 0.9
+    for rank in outcomes(case).ranks():
+        for name in ("loss", "clip_fraction"):
+            assert rank["figures"][name] == pytest.approx(one["figures"][name], rel=1e-4, abs=1e-6)
+        for name, gradient in rank["gradients"].items():
+            assert torch.norm(gradient - one["gradients"][name]) <= 1e-4 * torch.norm(one["gradients"][name]), name
 
 
 def product(one, other):

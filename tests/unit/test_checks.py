@@ -5,7 +5,7 @@ from tiny_models import save
 from transformers import AutoConfig
 
 from engine.checks import EMBEDDED, check_rollouts, check_training
-from engine.config import Config, Model, Parallel, Rollout
+from engine.config import Config, Evaluate, Model, Parallel, Rollout
 from engine.errors import BadInput
 
 
@@ -36,3 +36,5 @@ def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
     assert check_rollouts(wrong).layers == json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
     with pytest.raises(BadInput, match=r"rollout\.max_context = 129 is more than the 128 positions"):
         check_rollouts(a_config(tmp_path, rollout={"max_context": 129}))
+    with pytest.raises(BadInput, match=r"evaluate\.max_context = 130 is more than the 128 positions"):
+        check_rollouts(a_config(tmp_path, evaluate=Evaluate(max_context=130)))

@@ -20,6 +20,12 @@ from engine.config import Config
         ({"rollout": {"engine": "vllm", "deterministic": True}}, "vLLM's batches"),
         ({"rollout": {"engine": "vllm"}, "weights": {"transport": "hccl", "staged": True}}, "vllm-ascend receives"),
         ({"rollout": {"instances": 0, "devices": [0]}}, "0 instances can't share"),
+        ({"rollout": {"partial": True}}, 'train.mode = "periodic" forbids'),
+        ({"rollout": {"partial": True}, "train": {"mode": "sync"}}, 'needs "one_step_off" or "bounded"'),
+        ({"rollout": {"partial": True}, "train": {"mode": "bounded", "exact_lag": True}}, "so none is ever cut"),
+        ({"algorithm": {"dynamic_sampling": True}, "train": {"score_early": True}}, "is not known when it lands"),
+        ({"algorithm": {"dynamic_sampling": True, "advantage": "reinforce_plus_plus"}, "train": {"mode": "sync"},
+          "rollout": {"group_size": 1}}, "the scores of a group of one are all equal"),
     ],
 )
 def test_a_combination_that_can_not_be_is_refused_with_its_rule(settings, said):

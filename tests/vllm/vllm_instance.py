@@ -152,6 +152,6 @@ class Sender:
     def infos(self, model, version):
         """update_infos; each bucket is on its way when its own is given."""
         for bucket in packed(model):
-            transfer = self.group.broadcast(bucket.data)
+            transfer = self.group.broadcast(*bucket.pieces())
             yield {"transport": "gloo", "version": version, "stage": 0, "bucket": bucket.number, **bucket.wire()}
             transfer.wait()

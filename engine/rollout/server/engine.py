@@ -218,6 +218,12 @@ class Engine:
         if self._load is None:
             raise Conflict("no weight update was started; send /start_weight_update first")
 
+    def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """WeightLoad.lend. Conflict before start_update."""
+        self.check_updating()
+        assert self._load is not None
+        return self._load.lend(names)
+
     def update(self, tensors: Sequence[Named], cast: bool = False) -> None:
         """Load a bucket of new weights in place (`cast`: from any dtype). Conflict before start_update; BadInput for
         tensors that do not fit, which ends the update."""

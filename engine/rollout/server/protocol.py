@@ -20,6 +20,7 @@ def sampling_of(asked: Completion) -> Sampling:
         top_k=asked.top_k,
         seed=int.from_bytes(os.urandom(7)) if asked.seed is None else asked.seed,
         stop_ids=asked.stop_ids,
+        continued=asked.continued,
     )
 
 

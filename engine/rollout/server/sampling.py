@@ -20,10 +20,16 @@ class Sampling:
     """0 switches it off."""
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
+    continued: int = 0
+    """Tokens of the response that were sampled already, and are part of the prompt."""
 
     def uniforms(self) -> list[float]:
-        """The random numbers in [0, 1) of the response's tokens: a stream of its own, whatever else is sampled."""
-        return torch.rand(self.max_tokens, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        """The random numbers in [0, 1) of the tokens to sample: a stream of the response's own, whatever else is sampled.
+
+        A response that is continued goes on in its stream.
+        """
+        count = self.continued + self.max_tokens
+        return torch.rand(count, generator=torch.Generator().manual_seed(self.seed)).tolist()[self.continued :]
 
 
 def sample(logits: Tensor, params: list[Sampling], uniforms: list[float]) -> tuple[list[int], list[float]]:

@@ -71,8 +71,9 @@ class Updates:
             await self._loaded()
             await self._load(lambda: list(self._receiver.receive(update_info, self._base)), cast=transport == "base")
             return
+        places = await self._worker.call(lambda engine: engine.lend(update_info["names"]))
         try:
-            verify = await asyncio.to_thread(self._receiver.fetch, update_info)
+            verify = await asyncio.to_thread(self._receiver.fetch, update_info, places)
         except MetronomeError:
             await self._loaded()
             await self._worker.call(Engine.fail_update)

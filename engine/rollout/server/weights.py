@@ -28,6 +28,11 @@ class WeightLoad:
         """Whether a parameter was changed."""
         return bool(self._loaded)
 
+    def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The memory of parameters that are about to be received into; of none before something was loaded, so that an update
+        that fails with its first bucket leaves the weights as they were."""
+        return {name: self._parameters[name].data for name in names if name in self._parameters} if self._loaded else {}
+
     @torch.no_grad()
     def add(self, tensors: Sequence[Named], cast: bool = False) -> None:
         """Copy tensors, under their Hugging Face names, into the parameters; `cast`: from another dtype if need be.
@@ -40,7 +45,9 @@ class WeightLoad:
             if self._tied and name == OUTPUT:
                 self._head = tensor.clone()
             else:
-                self._parameters[name].copy_(tensor)
+                parameter = self._parameters[name]
+                if parameter.data_ptr() != tensor.data_ptr():  # else received there
+                    parameter.copy_(tensor)
                 self._loaded.add(name)
 
     def check_whole(self) -> None:

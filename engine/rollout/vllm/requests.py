@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,17 @@ def completion(asked: Completion) -> dict[str, Any]:
         "return_tokens_as_token_ids": True,
     }
     if asked.seed is not None:
-        body["seed"] = asked.seed
+        body["seed"] = _seed(asked.seed, asked.continued)
     if asked.prompt_logprobs:
         body["prompt_logprobs"] = 0
     return body
+
+
+def _seed(seed: int, continued: int) -> int:
+    """vLLM begins a stream with every request: one that goes on must not draw the numbers of its beginning again."""
+    if not continued:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {continued}".encode()).digest()[:8], "big") >> 1
 
 
 def stop_ids(model: Path) -> frozenset[int]:

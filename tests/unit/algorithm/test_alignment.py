@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.algorithm.alignment import HIGH, LOW, WARM_UP, Thresholds, scale_of_parallel
+from engine.algorithm.alignment import CONTROLS, HIGH, LOW, WARM_UP, Step, Thresholds, scale_of_parallel
 
 
 @given(st.integers(0, 2**31), st.floats(0.01, 0.5), st.floats(0.51, 0.99))
@@ -48,3 +48,18 @@ def test_automatic_thresholds_have_bounds():
     assert calm.now() == (LOW, HIGH)
     assert wild.now() == (0.9, 0.95)
     assert Thresholds(None, 0.5, [0.9] * WARM_UP).now() == (0.9, 0.9)  # nothing is projected then
+
+
+def test_gac_as_a_control():
+    """Safe: untouched; project: α; violation: skipped. Automatic thresholds let all of the first steps pass."""
+    def decide(cosine, seen=(), low=0.1, high=0.3):
+        return CONTROLS["gac"](Step(cosine, seen, low, high))
+
+    assert decide(-0.1) == 1.0
+    assert decide(-0.2) == pytest.approx(0.1 / 0.2 * math.sqrt((1 - 0.04) / (1 - 0.01)))
+    assert decide(0.31) is None
+    seen = [0.4, -0.6] * (WARM_UP // 2)
+    assert decide(0.99, seen[:-1], None, None) == 1.0
+    assert decide(0.99, seen, None, None) is None
+    assert decide(0.7, [*seen, 0.0, 0.0], None, None) == pytest.approx(scale_of_parallel(0.7, 0.6))  # the first ten count
+    assert CONTROLS["measure"](Step(0.99, seen, 0.1, 0.3)) == 1.0

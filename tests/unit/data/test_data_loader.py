@@ -74,3 +74,11 @@ def test_sampling_seeds_are_distinct_and_63_bits():
 def test_a_loader_without_prompts_is_refused():
     with pytest.raises(ValueError, match="not 0 and 4"):
         PromptLoader([], 0, 4)
+
+
+def test_a_step_begins_at_its_position():
+    loader = PromptLoader(prompts(7), 3, 4)
+    for step in (0, 1, 7):
+        found = [loader.at(4 * step + index) for index in range(4)]
+        assert [prompt for _, prompt in found] == loader.batch(step)
+        assert [epoch for epoch, _ in found] == [loader.epoch_of(step, index) for index in range(4)]

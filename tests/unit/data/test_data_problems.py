@@ -7,7 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from engine.data.problems import read_problems
+from engine.data.hub import is_hub_id, rows_of
+from engine.data.problems import content_hash, read_problems
 from engine.errors import BadInput
 
 GOOD = {"problem": "1+1=", "answer": "2", "level": 3}
@@ -156,8 +157,89 @@ def test_missing_file_folder_and_scheme(tmp_path):
         read_problems(str(tmp_path / "absent.json"))
     with pytest.raises(BadInput, match="the folder holds no"):
         read_problems(str(tmp_path))
-    with pytest.raises(BadInput, match="only local files"):
-        read_problems("s3://bucket/problems.json")
+    with pytest.raises(BadInput, match=r"can't read from gs://; expected a file, a folder, s3://"):
+        read_problems("gs://bucket/problems.json")
+
+
+def test_each_rejected_row_says_where_what_and_what_would_be_right(tmp_path):
+    text = "\n".join(map(json.dumps, [GOOD, {"problem": "p", "answer": ["1"]}, {"problem": 5, "answer": "1"}, {"question": "q"}]))
+    path = write(tmp_path / "a.jsonl", text)
+    problems = read_problems(path)
+    assert problems.rows[0].where == f"{path}, line 1"
+    assert [str(rejected) for rejected in problems.rejected] == [
+        f'{path}, line 2: answer: answer is an array (found ["1"]; expected a text or a number)',
+        f"{path}, line 3: problem: problem is a number (found 5; expected a text)",
+        f"{path}, line 4: problem: no problem (found the columns question; expected a text)",
+    ]
+
+
+def test_a_hash_needs_no_parsing(tmp_path):
+    path = write(tmp_path / "a.json", "[broken")
+    assert content_hash(path) == hashlib.sha256(b"[broken").hexdigest()
+
+
+def test_rows_of_a_hub_dataset_are_those_of_a_split():
+    import datasets
+
+    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list([GOOD]), "test": datasets.Dataset.from_list([GOOD, GOOD])})
+    assert rows_of("o/n", splits, None) == [("row 1", GOOD)]
+    assert rows_of("o/n:test", splits, "test") == [("row 1", GOOD), ("row 2", GOOD)]
+    assert rows_of("o/n", datasets.DatasetDict({"only": splits["test"]}), None)[1] == ("row 2", GOOD)
+    with pytest.raises(BadInput, match="no split dev; it has train, test: give o/n:SPLIT"):
+        rows_of("o/n:dev", splits, "dev")
+
+
+def test_what_reads_as_a_dataset_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_hub_id("agentica-org/DeepScaleR-Preview-Dataset")
+    assert is_hub_id("HuggingFaceH4/MATH-500:test")
+    assert not any(map(is_hub_id, ["a/b.json", "a/b/c", "s3://a/b", "name", "/a/b", "../a"]))
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert not is_hub_id("a/b")
+
+
+def test_a_hub_that_cannot_be_reached_is_named(monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(BadInput, match=r"nobody/nothing: no such file or folder here, and the Hugging Face hub can't be reached"):
+        read_problems("nobody/nothing")
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A bucket on a real S3 server in this process."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s",
+                        "DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
+        monkeypatch.setenv(f"AWS_{name}", value)
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="sets")
+    yield lambda key, body: client.put_object(Bucket="sets", Key=key, Body=body)
+    server.stop()
+
+
+def test_s3(bucket):
+    lines = "\n".join(map(json.dumps, [GOOD, {"problem": "p", "answer": None}]))
+    bucket("math/b.jsonl", lines.encode())
+    bucket("math/a.json", json.dumps([{"problem": "first", "answer": 1}]).encode())
+    bucket("math/README.md", b"no problem set")
+    one = read_problems("s3://sets/math/b.jsonl")
+    assert one.rows[0].columns == GOOD
+    assert one.content_hash == hashlib.sha256(lines.encode()).hexdigest()
+    assert one.rejected[0].where == "s3://sets/math/b.jsonl, line 2"
+    folder = read_problems("s3://sets/math")
+    assert [row.problem for row in folder.rows] == ["first", "1+1="]
+    assert folder.source == "s3://sets/math"
+    with pytest.raises(BadInput, match="s3://sets/none: no such file or folder on S3"):
+        read_problems("s3://sets/none")
+    with pytest.raises(BadInput, match="README.md: can't read .md"):
+        read_problems("s3://sets/math/README.md")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from aiohttp import web
 from scripted import Scripted, tokens_of, until
 
 from engine.errors import DeadlineError
-from engine.rollout.client import Busy, InstanceClient, InstanceFault, InstanceGone, Refused, Sampling
-from engine.types import Prompt
+from engine.rollout.client import Busy, InstanceClient, InstanceFault, InstanceGone, Refused, Sampling, joined
+from engine.types import Prompt, Response
 
 PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
 SAMPLING = Sampling(16, 1.0, 1.0, 0)
@@ -120,3 +120,18 @@ async def test_a_redirect_is_not_followed():
                 await client.call("GET", "/load")
     finally:
         await runner.cleanup()
+
+
+def test_a_response_and_its_continuation_keep_the_version_of_each_token():
+    def part(tokens, versions, finish):
+        logprobs = tuple(-float(token) for token in tokens)
+        return Response(tokens, logprobs, versions, (True,) * len(tokens), finish, "", 5, f"after {versions[0][1]}")
+
+    first = joined(None, part((1, 2), ((0, 3),), "abort"))
+    same = joined(first, part((3,), ((0, 3),), "abort"))
+    newer = joined(same, part((4, 5), ((0, 4),), "abort"))
+    whole = joined(newer, part((6, 7), ((0, 4), (1, 5)), "stop"))  # as vLLM says it where it can't tell
+    assert whole.token_ids == (1, 2, 3, 4, 5, 6, 7)
+    assert whole.logprobs == tuple(-float(token) for token in whole.token_ids)
+    assert [step.versions for step in (same, newer, whole)] == [((0, 3),), ((0, 3), (3, 4)), ((0, 3), (3, 4), (6, 5))]
+    assert (whole.finish_reason, len(whole.loss_mask), whole.instance) == ("stop", 7, "after 4")

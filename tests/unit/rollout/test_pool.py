@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter
 
@@ -15,11 +16,15 @@ from engine.rollout import keeper, producer
 from engine.rollout.client import Refused, Sampling
 from engine.rollout.pool import Pool
 from engine.rollout.producer import Producer
+from engine.rollout.selection import Selection
 from engine.trace import Trace, read_spans
-from engine.types import Prompt
+from engine.types import Prompt, Score
 
 ROLLOUT = {"group_size": 4, "concurrency": 2, "heartbeat_s": 0.3, "wait_s": 30, "timeout_s": 10}
 PROMPTS = [Prompt(f"p{n}", f"{n}+1=", str(n + 1), (1, 2, n + 3)) for n in range(8)]
+
+
+PARTIAL = Sampling(16, 1.0, 1.0, 0, partial=True)
 
 
 class World:
@@ -348,3 +353,43 @@ async def test_figures_and_periods(world, tmp_path):
         w.pool.leave(one)
     w.trace.flush()
     assert [s["name"] for s in read_spans(tmp_path / "trace") if s["lane"] == "pool a"] == ["starting", "serving", "draining"]
+
+
+async def test_a_response_that_was_cut_goes_on_on_any_instance_and_is_whole(world):
+    """rollout.partial: the tokens so far go along, the group is first in line, and nothing is sampled or verified twice."""
+    async with world() as w:
+        w.producer = Producer(w.pool, Scores(), str, PARTIAL, 4, 0, w.trace)
+        a, _ = await w.join("a", Scripted(version=1))
+        b, _ = await w.join("b", Scripted(version=2))
+        a.cuts, b.cuts = 9, 5
+        await w.run()
+        w.check_complete()
+        responses = [response for group in w.groups for response in group.responses]
+        assert {start for response in responses for start, _ in response.versions} == {0, 1}  # cut after one token
+        assert all(len(response.logprobs) == len(response.token_ids) for response in responses)
+        assert a.cuts + b.cuts == 0
+
+
+async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobody_needs(world):
+    class Odd(Scores):
+        async def score(self, prompt, responses):
+            """Problems 0, 2, 4 … have equal scores."""
+            return [Score(float(prompt.id[1:]) % 2 * response.seed) for response in responses]
+
+    async with world() as w:
+        w.producer = Producer(w.pool, Odd(), str, Sampling(16, 1.0, 1.0, 0), 4, 0, w.trace)
+        (a, _), (b, _) = await w.join("a"), await w.join("b")
+        a.delay_s, b.delay_s = 0.03, 0.01
+        selection = Selection(3, 30)
+
+        async def put(group):
+            w.groups.extend(selection.decide(group))
+
+        endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
+        async with asyncio.timeout(10):
+            await w.producer.until(3, endless, put, selection)
+        assert [(group.index, group.prompt.id) for group in w.groups] == [(0, "p1"), (1, "p3"), (2, "p5")]
+        assert selection.used == 6
+        assert next(endless)[1].id in {"p6", "p7", "p8", "p9"}  # as many more as two instances hold
+        await until(lambda: a.running + b.running == 0, "what was called off")
+        assert all(one.groups == 0 for one in w.pool.instances)

@@ -359,3 +359,24 @@ def test_requests_that_wait_while_an_update_fails_half_way_end(engine, other_fol
     with pytest.raises(BadInput):
         engine.update([("nowhere", torch.zeros(1))])
     assert [result.finish_reason for result in sent.results.values()] == ["abort"]
+
+
+def test_a_response_that_was_cut_goes_on_in_its_stream(folder):
+    """Prompt and tokens so far as the prompt, `continued` of them: with the same weights the response is the uncut one."""
+    whole = Sent(engine_of(folder))
+    whole.send(max_tokens=20, seed=3)
+    (uncut,) = whole.finish()
+    assert len(uncut.token_ids) == 20
+    for begun in (1, 7, 19):
+        cut = Sent(engine_of(folder))
+        cut.send(max_tokens=20, seed=3)
+        for _ in range(begun):
+            cut.engine.step()
+        cut.engine.pause(abort=True, done=lambda: None)
+        first = cut.results[0]
+        assert (first.finish_reason, first.token_ids) == ("abort", uncut.token_ids[:begun])
+        cut.engine.resume()
+        cut.send((*PROMPT, *first.token_ids), max_tokens=20 - begun, seed=3, continued=begun)
+        second = cut.finish()[1]
+        assert (second.finish_reason, first.token_ids + second.token_ids) == ("length", uncut.token_ids)
+        assert first.logprobs + second.logprobs == pytest.approx(uncut.logprobs, abs=1e-5)

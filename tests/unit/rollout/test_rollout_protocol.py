@@ -5,6 +5,7 @@ import pytest
 from engine.errors import BadInput
 from engine.rollout.bodies import Limits, parse_completion, parse_info, parse_object, parse_version
 from engine.rollout.server.protocol import sampling_of
+from engine.rollout.vllm.requests import completion
 
 LIMITS = Limits(vocabulary=50, max_context=20, stop_ids=frozenset({1}))
 
@@ -33,6 +34,19 @@ def test_ignore_eos_leaves_the_requests_own_stop_tokens():
     assert parse_completion({"prompt": [2], "ignore_eos": True, "stop_token_ids": [9]}, LIMITS).stop_ids == {9}
 
 
+def test_a_continued_response_draws_new_numbers_in_either_engine():
+    def asked(**more):
+        return parse_completion({"prompt": [2, 3, 4, 5], "max_tokens": 6, "seed": 7} | more, LIMITS)
+
+    whole, rest = (sampling_of(asked(**more)).uniforms() for more in ({"max_tokens": 8}, {"continued": 2}))
+    assert rest == whole[2:]  # the embedded engine's
+    seeds = [completion(asked(continued=count))["seed"] for count in range(4)]  # vLLM begins a stream with each request
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert completion(asked(continued=2)) == completion(asked()) | {"seed": seeds[2]}
+
+
 def test_without_a_seed_two_requests_differ():
     seeds = {sampling_of(parse_completion({"prompt": [2]}, LIMITS)).seed for _ in range(20)}
     assert len(seeds) == 20
@@ -49,7 +63,7 @@ BAD = [
     {"prompt": [2], "seed": 1.0}, {"prompt": [2], "stop_token_ids": [50]}, {"prompt": [2], "stop_token_ids": 3},
     {"prompt": [2], "n": 2}, {"prompt": [2], "n": True}, {"prompt": [2], "logprobs": 5},
     {"prompt": [2], "return_token_ids": False}, {"prompt": [2], "ignore_eos": 1}, {"prompt": [2], "min_p": 0.1},
-    {"prompt": [2], "model": 3},
+    {"prompt": [2], "model": 3}, {"prompt": [2, 3], "continued": 2}, {"prompt": [2, 3], "continued": -1},
 ]
 
 

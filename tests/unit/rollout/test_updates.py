@@ -93,6 +93,9 @@ async def test_staged_weights_come_while_it_generates_and_are_swapped_in(served,
     worker, updates = served
     before = await scores(worker)
     running = asyncio.create_task(worker.complete(PROMPT, Sampling(max_tokens=100, seed=1)))
+    async with asyncio.timeout(10):  # once it is admitted: a pause leaves those that wait where they are
+        while not (await worker.call(Engine.load))["running"]:
+            await asyncio.sleep(0)
     for _, info in buckets(folders[1], tmp_path, staged=True):
         await updates.update(info)
     assert await scores(worker) == before
@@ -105,7 +108,7 @@ async def test_staged_weights_come_while_it_generates_and_are_swapped_in(served,
 
 
 async def sent(bucket, group, updates, info):
-    transfer = group.broadcast(bucket.data)
+    transfer = group.broadcast(*bucket.pieces())
     await updates.update(info)
     await asyncio.to_thread(transfer.wait)
 
@@ -137,7 +140,8 @@ async def test_what_is_wrong_with_a_broadcast_bucket_fails_the_update_by_name(se
     (first, one), (second, two), *_ = buckets(folders[1], tmp_path, transport="gloo")
     await begin(worker, updates)
     await sent(first, group, updates, one)
-    second.data[5] ^= 1
+    second.tensors[0] = second.tensors[0].clone()
+    second.pieces()[0][5] ^= 1
     await sent(second, group, updates, two)
     with pytest.raises(BadInput, match=f"{two['names'][0]} was corrupted on its way"):
         await updates.finish(1)

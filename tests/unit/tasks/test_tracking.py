@@ -6,8 +6,9 @@ import pytest
 
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
+from engine.run_folder import RunFolder, append_line
 from engine.types import StepReport
-from tasks import tracking
+from tasks import metric_log, tracking
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +71,32 @@ def test_a_store_that_mlflow_refuses_is_bad_input(config, tmp_path):
         pass
 
 
-def test_a_body_that_raises_marks_the_run_failed(config, tmp_path):
-    other = config.model_copy(update={"run": Run(name="other", output=config.run.output)})
-    with pytest.raises(KeyboardInterrupt), tracking.tracked(other) as number:
-        raise KeyboardInterrupt
-    assert mlflow.get_run(number).info.status == "FAILED"
+@pytest.mark.parametrize(("error", "status"), [(BadInput, "FAILED"), (KeyboardInterrupt, "KILLED")])
+def test_a_body_that_raises_marks_the_run(config, error, status):
+    other = config.model_copy(update={"run": Run(name=status, output=config.run.output)})
+    with pytest.raises(error), tracking.tracked(other) as number:
+        raise error
+    assert mlflow.get_run(number).info.status == status
+
+
+def test_a_resumed_run_has_every_step_once(config):
+    """Steps 0-4 are done, 2 is lost on its way to MLflow, the checkpoint is before step 3; then 3-5 are done (again)."""
+    other = config.model_copy(update={"run": Run(name="resumed", output=config.run.output)})
+    folder = RunFolder(other.folder)
+    with tracking.tracked(other) as first:
+        for step in range(5):
+            append_line(folder.steps, {"step": step, "loss": float(step), "versions_seen": [step]})
+            if step != 2:
+                tracking.log_step({"step": step, "loss": float(step)})
+    there = folder.checkpoints / "step-000003"
+    there.mkdir(parents=True)
+    (there / "_SUCCESS.json").write_text('{"step": 3, "files": {}}')
+    with tracking.tracked(other) as second:
+        folder.cut(3)
+        for step in range(3, 6):
+            tracking.log_step({"step": step, "loss": 10.0 + step})
+    assert first == second
+    client = mlflow.MlflowClient()
+    points = sorted((point.step, point.value) for point in client.get_metric_history(first, "loss"))
+    assert points == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 15.0)]
+    assert client.get_run(first).data.tags[metric_log.REDONE] == "3, 4"

@@ -61,6 +61,19 @@ def test_staleness_is_that_of_the_oldest_token():
     assert staleness(5, Response((), (), (), (), "stop", "", 0, "i")) == 0
 
 
+def test_a_response_that_was_continued_is_as_stale_as_its_oldest_token_and_every_token_is_checked():
+    assert not Schedule.of(Train(mode="one_step_off"), partial=True).exact  # weights do not wait for it
+    bounded = schedule("bounded", max_staleness=2)
+    bounded.check(group(5, 3, 4, 5))
+    with pytest.raises(StaleRolloutError, match="version 2"):
+        bounded.check(group(5, 2, 5))
+    tally = Tally()
+    tally.add_group(group(5, 3, 5, rewards=(1.0, 0.0), statuses=("ok", "ok")), 4, True)
+    tally.add_group(group(5, 5), 2, True)
+    figures = Tally.merged([tally.wire(leader=True, peak_bytes=1)], 3)
+    assert (figures["continued"], figures["versions_seen"]) == (2, [3, 5])
+
+
 def test_figures():
     tally = Tally()
     tally.add_wait(0.5)

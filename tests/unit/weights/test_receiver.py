@@ -156,7 +156,7 @@ def test_buckets_are_broadcast_to_all(group, staged):
                 receiver.stage(info)
         receptions = [] if staged else [
             threads.submit(lambda one=one, info=info: [(name, t.clone()) for name, t in one.receive(info)]) for one in receivers]
-        sender.broadcast(bucket.data).wait()
+        sender.broadcast(*bucket.pieces()).wait()
         for held, reception in zip(found, receptions, strict=False):
             held += reception.result(5)
     if staged:
@@ -167,9 +167,10 @@ def test_buckets_are_broadcast_to_all(group, staged):
 def test_a_bit_that_changes_on_the_way_is_seen(group):
     sender, receivers, threads = group
     ((bucket, info),) = wires(10**6)
-    bucket.data[200] ^= 4  # in b
+    bucket.tensors = [tensor.clone() for tensor in bucket.tensors]
+    next(piece for piece, spec in zip(bucket.pieces(), bucket.specs, strict=True) if spec.name == "b")[2] ^= 4
     receptions = [threads.submit(lambda one=one: list(one.receive(info))) for one in receivers]
-    sender.broadcast(bucket.data).wait()
+    sender.broadcast(*bucket.pieces()).wait()
     for reception in receptions:
         with pytest.raises(BadInput, match="b was corrupted on its way"):
             reception.result(5)
@@ -188,7 +189,7 @@ def test_closing_calls_off_whoever_waits(group):
     assert time.monotonic() - began < 1
     sender.close()
     with pytest.raises(TransferError, match="closed"):
-        sender.broadcast(bucket.data)
+        sender.broadcast(*bucket.pieces())
 
 
 def test_a_meeting_that_is_called_off_ends_for_all():

@@ -1,0 +1,1 @@
+"""Several runs side by side: which is faster, and is it as good?"""

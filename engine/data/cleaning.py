@@ -1,0 +1,67 @@
+"""Cleaning a problem set: duplicates, and for the math verifier answers that no rule can check or that contradict another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from engine.data.problems import Problems, Rejected, Row, reasons, short
+from engine.errors import BadInput
+from engine.reward.answers import tidy, ungradable
+
+
+def clean(problems: Problems, math: bool) -> Problems:
+    """Without duplicate rows; with `math` answers are unwrapped (`tidy`) and must be checkable, and one per problem.
+
+    Without `math` an answer may be anything that a user's reward reads: then only equal rows are duplicates.
+    Raises BadInput when no row is left.
+    """
+    rejected = list(problems.rejected)
+    rows = list(_gradable(problems.rows, rejected) if math else problems.rows)
+    rows = list(_once(rows, rejected, math))
+    return with_rows(problems, rows, rejected)
+
+
+def with_rows(problems: Problems, rows: Iterable[Row], rejected: Iterable[Rejected]) -> Problems:
+    """The set with these rows, others rejected. Raises BadInput when no row is left."""
+    kept, out = tuple(rows), tuple(rejected)
+    if not kept:
+        raise BadInput(f"problem set {problems.source}: no row is left of {len(out)}; the first: {out[0]}")
+    return replace(problems, rows=kept, rejected=out, skipped=reasons(out))
+
+
+def text_key(problem: str) -> str:
+    """What two spellings of one problem have in common: everything but blanks."""
+    return " ".join(problem.split())
+
+
+def _gradable(rows: Iterable[Row], rejected: list[Rejected]) -> Iterable[Row]:
+    for row in rows:
+        reason = ungradable(answer := tidy(row.answer))
+        if reason:
+            expected = "a number, a formula or a few words, in LaTeX or plain"
+            rejected.append(Rejected(row.where, "answer", reason, short(row.answer), expected))
+        else:
+            yield row if answer == row.answer else replace(row, answer=answer)
+
+
+def _once(rows: list[Row], rejected: list[Rejected], math: bool) -> Iterable[Row]:
+    """The first of equal rows; with `math` none of those that give one problem several answers."""
+    answers: dict[str, set[str]] = {}
+    for row in rows:
+        answers.setdefault(text_key(row.problem), set()).add(_answer_key(row.answer))
+    first: dict[tuple[str, str], str] = {}
+    for row in rows:
+        key = text_key(row.problem)
+        earlier = first.setdefault((key, _answer_key(row.answer)), row.where)
+        if math and len(answers[key]) > 1:
+            found = " and ".join(sorted(answers[key])[:3])
+            rejected.append(Rejected(row.where, "answer", "contradicted", short(found), "one answer for one problem"))
+        elif earlier != row.where:
+            rejected.append(Rejected(row.where, "problem", "duplicate", short(row.problem), f"each row once; it is {earlier}"))
+        else:
+            yield row
+
+
+def _answer_key(answer: str) -> str:
+    return "".join(answer.split())

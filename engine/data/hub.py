@@ -1,0 +1,67 @@
+"""Public datasets of the Hugging Face hub, by id, through `datasets`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from engine.data.files import SUFFIXES, plain
+from engine.errors import BadInput
+from engine.recipe import find
+
+_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>[\w.-]+))?")
+REACH_S = 10.0
+"""How long the hub may take to say that it knows a dataset; without a network `datasets` itself tries for half a minute."""
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether it reads as owner/name or owner/name:split and is nothing that stands here."""
+    return _ID.fullmatch(path) is not None and not path.endswith(SUFFIXES) and not find(path).exists()
+
+
+def read_hub(path: str) -> list[tuple[str, dict[str, Any]]]:
+    """("row 3", columns) for each row of the split ("train" unless named, or the only one there is).
+
+    Raises BadInput if there is no such dataset or split, or the hub can't be reached and the dataset is not in the cache.
+    """
+    import datasets  # here, not above: five seconds
+
+    match = _ID.fullmatch(path)
+    if match is None:
+        raise BadInput(f"problem set {path}: no dataset id; expected owner/name or owner/name:split")
+    name = match["name"]
+    _check_reachable(name)
+    try:
+        splits = datasets.load_dataset(name)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise BadInput(f"problem set {path}: the dataset can't be read ({_first_line(error)})") from None
+    return rows_of(path, splits, match["split"])
+
+
+def rows_of(path: str, splits: Any, split: str | None) -> list[tuple[str, dict[str, Any]]]:  # noqa: ANN401
+    """The numbered rows of one split of a `datasets.DatasetDict`. Raises BadInput if there is no such split."""
+    wanted = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
+    if wanted not in splits:
+        raise BadInput(f"problem set {path}: the dataset has no split {wanted}; it has {', '.join(splits)}: "
+                       f"give {path.partition(':')[0]}:SPLIT")
+    return [(f"row {number}", plain(row)) for number, row in enumerate(splits[wanted], start=1)]
+
+
+def _check_reachable(name: str) -> None:
+    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub.utils import httpx
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        HfApi().dataset_info(name, timeout=REACH_S)
+    except errors.RepositoryNotFoundError:
+        raise BadInput(f"problem set {name}: no such file or folder, nor a public dataset of the Hugging Face hub") from None
+    except (OSError, httpx.HTTPError) as error:
+        raise BadInput(f"problem set {name}: no such file or folder here, and the Hugging Face hub can't be reached to see "
+                       f"whether it has such a dataset ({_first_line(error)}); copy the dataset's files to this machine, or set "
+                       "HF_HUB_OFFLINE=1 if it is in the cache") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

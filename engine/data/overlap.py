@@ -1,0 +1,96 @@
+"""Finding training problems that also stand in an evaluation set, copied or edited.
+
+The rule is that of the Qwen2.5 report (arXiv 2412.15115, section 3): a common run of 13 words, and a longest common
+subsequence of at least 0.6 of the shorter problem; the run alone would also find phrases such as "where m and n are
+relatively prime positive integers". Ours on top: the numbers of one must be among those of the other, else two problems
+made from one template would count as one. Problems shorter than 13 words overlap when their words are equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.data.problems import Row
+
+RUN = 13
+"""Words in a row."""
+PHRASE = 20
+"""Evaluation problems with the same run beyond which it is a phrase of their template and points to none of them."""
+SHARE = 0.6
+"""Of the shorter problem's words, in order."""
+_WORD = re.compile(r"[a-z]+|\d+(?:\.\d+)?|[+\-*/=<>^]|[^\W\d_]")
+_DRAWING = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")
+_LAYOUT = frozenset(("left", "right", "text", "mathrm", "textbf", "displaystyle", "quad", "qquad", "mbox", "big", "bigl", "bigr"))
+_SAME = {"dfrac": "frac", "tfrac": "frac", "leq": "le", "geq": "ge", "dots": "ldots", "cdots": "ldots"}
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A training row and the row of an evaluation set that it overlaps with."""
+
+    row: Row
+    other: Row
+    share: float
+    """Longest common subsequence as a share of the shorter problem, in words."""
+
+
+class Index:
+    """The problems of evaluation sets, ready to be compared with."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = [(row, words(row.problem)) for row in rows]
+        self._runs: dict[tuple[str, ...], list[int]] = {}
+        self._whole = {tuple(text): number for number, (_, text) in enumerate(self._rows) if text}
+        for number, (_, text) in enumerate(self._rows):
+            for run in runs(text):
+                self._runs.setdefault(run, []).append(number)
+
+    def find(self, row: Row) -> Overlap | None:
+        """The problem with the largest overlap, the first of several; None if there is none."""
+        text = words(row.problem)
+        found_runs = (self._runs.get(run, ()) for run in runs(text))
+        candidates = {number for numbers in found_runs if len(numbers) <= PHRASE for number in numbers}
+        candidates.update({self._whole[tuple(text)]} if tuple(text) in self._whole else ())
+        found = [(share(text, self._rows[number][1]), -number) for number in candidates]
+        best, number = max(found, default=(0.0, 0))
+        return Overlap(row, self._rows[-number][0], best) if best >= SHARE else None
+
+
+def words(problem: str) -> list[str]:
+    """Lower-case words, numbers and operators; LaTeX commands are words, layout and drawings in Asymptote are left out."""
+    text = _SHORT_FRACTION.sub(r" frac \1 \2", _DRAWING.sub(" ", problem).lower())
+    found = _WORD.findall(text)
+    return [_SAME.get(word, word) for word in found if word not in _LAYOUT]
+
+
+def runs(text: Sequence[str]) -> set[tuple[str, ...]]:
+    """All runs of 13 words; the whole of a shorter text."""
+    return {tuple(text[start : start + RUN]) for start in range(max(1, len(text) - RUN + 1))} if text else set()
+
+
+def share(one: Sequence[str], other: Sequence[str]) -> float:
+    """Common subsequence over the shorter length; 0 where each has a number that the other lacks."""
+    first, second = _numbers(one), _numbers(other)
+    if not (first <= second or second <= first):
+        return 0.0
+    return common(one, other) / max(1, min(len(one), len(other)))
+
+
+def common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Length of the longest common subsequence, by bits (Hyyrö 2004): one addition of long integers per word."""
+    places: dict[str, int] = {}
+    for index, word in enumerate(one):
+        places[word] = places.get(word, 0) | 1 << index
+    everywhere = row = (1 << len(one)) - 1
+    for word in other:
+        matched = row & places.get(word, 0)
+        row = (row + matched | row - matched) & everywhere
+    return len(one) - row.bit_count()
+
+
+def _numbers(text: Sequence[str]) -> Counter[str]:
+    return Counter(word for word in text if word[0].isdigit())

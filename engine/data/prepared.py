@@ -1,0 +1,118 @@
+"""From the config to the problems that a run trains on and those it never sees: read, clean, split, decontaminate.
+
+A pure function of the config and the files: launcher, evaluation and tasks each call it and get the same rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.config import Config
+from engine.data.benchmarks import benchmark_paths
+from engine.data.cleaning import clean, with_rows
+from engine.data.overlap import Index, Overlap
+from engine.data.problems import Problems, Rejected, Row, content_hash, read_problems, short
+from engine.data.prompts import prompt_id
+from engine.data.split import split
+from engine.errors import BadInput
+
+BENCHMARK = "benchmark"
+"""In `data.decontaminate`: whatever is held out and evaluated."""
+
+IN_BENCHMARK = "in an evaluation set"
+"""Reason of a training row that was left out because of an overlap."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The problem sets of a run."""
+
+    train: Problems
+    """Clean, without what is held out or evaluated."""
+    heldout: Problems
+    """Held out of training: the file as it is, or the share of the training file."""
+    against: tuple[str, ...]
+    """The evaluation sets that `train` was compared with, by their source."""
+    overlaps: tuple[Overlap, ...]
+    """The rows that left `train` for it."""
+    notes: tuple[str, ...] = ()
+    """What people should know: a set that was not compared with, and why."""
+
+
+def prepare(config: Config) -> Prepared:
+    """All problem sets of a run. Raises BadInput as `read_problems`, and when no training row is left."""
+    train, heldout = _sides(config)
+    sets, notes = _evaluation_sets(config, train, heldout)
+    overlaps = _overlaps(train, [row for problems in sets for row in problems.rows])
+    return Prepared(_without(train, overlaps), heldout, tuple(problems.source for problems in sets), overlaps, notes)
+
+
+def training_problems(config: Config) -> Problems:
+    """What a run trains on."""
+    return prepare(config).train
+
+
+def heldout_problems(config: Config) -> Problems:
+    """What it is evaluated on where `evaluate.benchmark` names nothing else."""
+    return read_problems(config.data.heldout) if config.data.heldout else _sides(config)[1]
+
+
+def version(problems: Problems) -> str:
+    """SHA-256 (hex) over problem and answer of each row, in order: the same rows give the same, whatever file they came from."""
+    ids = (prompt_id(row.problem, row.answer) for row in problems.rows)
+    return hashlib.sha256("\n".join(ids).encode()).hexdigest()
+
+
+def file_hashes(config: Config) -> dict[str, str]:
+    """Content hash of every problem set that `prepare` reads: what a cached result depends on beside the config."""
+    return {path: content_hash(path) for path in _paths(config)}
+
+
+def _sides(config: Config) -> tuple[Problems, Problems]:
+    """Training and held-out problems before any comparison."""
+    data = config.data
+    train = clean(read_problems(data.train), math=config.reward.function == "math")
+    return (train, read_problems(data.heldout)) if data.heldout else split(train, data.heldout_fraction)
+
+
+def _paths(config: Config) -> list[str]:
+    named = [path for path in config.data.decontaminate if path != BENCHMARK]
+    return list(dict.fromkeys(filter(None, [config.data.train, config.data.heldout, *benchmark_paths(config).values(), *named])))
+
+
+def _evaluation_sets(config: Config, train: Problems, heldout: Problems) -> tuple[list[Problems], tuple[str, ...]]:
+    """The sets to compare with. One that is the training file itself is left out with a note: nothing would be left."""
+    wanted = config.data.decontaminate
+    evaluated = list(benchmark_paths(config).values())
+    paths = [path for name in wanted for path in (evaluated if name == BENCHMARK else [name])]
+    sets = ([heldout] if BENCHMARK in wanted else []) + [read_problems(path) for path in dict.fromkeys(paths)]
+    same = [problems for problems in sets if problems is not heldout or config.data.heldout]
+    same = [problems for problems in same if problems.content_hash == train.content_hash]
+    notes = dict.fromkeys(f"{problems.source} is the training set itself: training problems are evaluated" for problems in same)
+    return [problems for problems in sets if not any(problems is other for other in same)], tuple(notes)
+
+
+def _overlaps(train: Problems, rows: Sequence[Row]) -> tuple[Overlap, ...]:
+    if not rows:
+        return ()
+    index = Index(rows)
+    return tuple(found for row in train.rows if (found := index.find(row)))
+
+
+def _without(train: Problems, overlaps: Sequence[Overlap]) -> Problems:
+    if not overlaps:
+        return train
+    rejected = [_rejected(overlap) for overlap in overlaps]
+    out = {rejection.where for rejection in rejected}
+    if len(overlaps) == len(train.rows):
+        raise BadInput(f"problem set {train.source}: every row also stands in an evaluation set (the first: {rejected[0]}); "
+                       "give other data, or data.decontaminate = [] to train on them all the same")
+    rows = [row for row in train.rows if row.where not in out]
+    return with_rows(train, rows, [*train.rejected, *rejected])
+
+
+def _rejected(overlap: Overlap) -> Rejected:
+    expected = f"no problem of an evaluation set; {overlap.share:.0%} of it is {overlap.other.where}"
+    return Rejected(overlap.row.where, "problem", IN_BENCHMARK, short(overlap.row.problem), expected)

@@ -1,0 +1,90 @@
+"""What is in a problem set, in figures: lengths, difficulty, kinds of answers, what was left out and why."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import quantiles
+from typing import Any
+
+from engine.data.prepared import Prepared, version
+from engine.data.problems import Problems, Row
+
+DIFFICULTY = ("difficulty", "level")
+"""Columns that say how hard a problem is, the first that a row has."""
+
+LISTED = 1000
+"""Rejected rows that a report lists one by one; all are counted."""
+
+_KINDS = (
+    ("whole number", re.compile(r"[+-]?[\d,\\! ]*\d")),
+    ("decimal", re.compile(r"[+-]?\d*\.\d+")),
+    ("fraction", re.compile(r"[+-]?(?:\\[dt]?frac\s*\{?-?\d+\}?\s*\{?\d+\}?|\d+/\d+)")),
+    ("words", re.compile(r"\\(?:text|mbox)\s*\{[^{}]*\}|[A-Za-z ]+")),
+)
+
+
+def report(prepared: Prepared) -> dict[str, Any]:
+    """Everything about the sets of a run that people want to know of, as JSON."""
+    return {
+        "train": describe(prepared.train),
+        "heldout": describe(prepared.heldout),
+        "compared_with": list(prepared.against),
+        "overlaps": [_overlap(found.row, found.other, found.share) for found in prepared.overlaps[:LISTED]],
+        "notes": list(prepared.notes),
+    }
+
+
+def describe(problems: Problems) -> dict[str, Any]:
+    """Figures of one set; lengths are in characters."""
+    return {
+        "source": problems.source,
+        "content_hash": problems.content_hash,
+        "version": version(problems),
+        "rows": len(problems.rows),
+        "skipped": dict(problems.skipped),
+        "problem_characters": spread([len(row.problem) for row in problems.rows]),
+        "answer_characters": spread([len(row.answer) for row in problems.rows]),
+        "answers": dict(Counter(answer_kind(row.answer) for row in problems.rows).most_common()),
+        "difficulty": difficulties(problems.rows),
+        "rejected": [str(row) for row in problems.rejected[:LISTED]],
+    }
+
+
+def spread(values: Sequence[int]) -> dict[str, float]:
+    """Smallest, quartiles, the 95th percentile, largest."""
+    if len(values) < 2:
+        return {name: float(values[0]) for name in ("min", "q1", "median", "q3", "p95", "max")}
+    cuts = quantiles(values, n=20, method="inclusive")
+    return {"min": min(values), "q1": cuts[4], "median": cuts[9], "q3": cuts[14], "p95": cuts[18], "max": max(values)}
+
+
+def difficulties(rows: Sequence[Row]) -> dict[str, int]:
+    """Difficulty (numbers rounded to whole ones) → rows; rows without one are left out."""
+    values = [value for row in rows if (value := difficulty(row.columns)) is not None]
+    return {name: count for name, count in sorted(Counter(values).items(), key=_natural)}
+
+
+def difficulty(columns: Mapping[str, Any]) -> str | None:
+    """Of one row, as text; None without one."""
+    value = next((columns[name] for name in DIFFICULTY if columns.get(name) is not None), None)
+    if isinstance(value, int | float) and value == value:
+        return str(round(value))
+    return value if isinstance(value, str) and value.strip() else None
+
+
+def answer_kind(answer: str) -> str:
+    """Roughly what an answer is."""
+    bare = answer.strip()
+    return next((name for name, pattern in _KINDS if pattern.fullmatch(bare)), "formula")
+
+
+def _natural(item: tuple[str, int]) -> tuple[int, str]:
+    name = item[0]
+    return (int(name) if name.lstrip("-").isdigit() else 10**6, name)
+
+
+def _overlap(row: Row, other: Row, share: float) -> dict[str, Any]:
+    return {"row": row.where, "problem": row.problem[:200], "overlaps_with": other.where, "that_problem": other.problem[:200],
+            "share": round(share, 3)}  # fmt: skip

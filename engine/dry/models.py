@@ -1,0 +1,61 @@
+"""Sizes of public models, so that a recipe can be checked where the model is not: as their config.json publishes them.
+
+Each line was compared with the published config.json, and the parameters it adds up to with the published number
+(tests/unit/test_dry.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from engine.errors import BadInput
+from engine.model.shape import Llama3Scaling, ModelShape, read_shape
+
+
+def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, tied: bool = False) -> ModelShape:
+    return ModelShape("Qwen3ForCausalLM", layers, hidden, heads, 8, 128, intermediate, 151936, 40960, 1e6, 1e-6, tied)
+
+
+def _qwen2_7b(context: int, rope_theta: float = 1e4) -> ModelShape:
+    return ModelShape("Qwen2ForCausalLM", 28, 3584, 28, 4, 128, 18944, 152064, context, rope_theta, 1e-6, False)
+
+
+_QWEN2_32B = ModelShape("Qwen2ForCausalLM", 64, 5120, 40, 8, 128, 27648, 152064, 131072, 1e6, 1e-5, False)
+_LLAMA_3B = ModelShape(
+    "LlamaForCausalLM", 28, 3072, 24, 8, 128, 8192, 128256, 131072, 5e5, 1e-5, True, Llama3Scaling(32.0, 1.0, 4.0, 8192)
+)
+
+KNOWN: Mapping[str, ModelShape] = {
+    "quickstart": ModelShape("Qwen3ForCausalLM", 4, 128, 8, 4, 16, 512, 260, 2048, 1e4, 1e-6, True),
+    "Qwen3-0.6B": _qwen3(28, 1024, 16, 3072, tied=True),
+    "Qwen3-1.7B": _qwen3(28, 2048, 16, 6144, tied=True),
+    "Qwen3-4B": _qwen3(36, 2560, 32, 9728, tied=True),
+    "Qwen3-8B": _qwen3(36, 4096, 32, 12288),
+    "Qwen3-14B": _qwen3(40, 5120, 40, 17408),
+    "Qwen3-32B": _qwen3(64, 5120, 64, 25600),
+    "Qwen2.5-7B": _qwen2_7b(131072, 1e6),
+    "Qwen2.5-32B": _QWEN2_32B,
+    "Qwen2.5-Math-7B": _qwen2_7b(4096),
+    "Qwen2.5-Math-7B-32k": _qwen2_7b(32768),  # Qwen2.5-Math-7B with max_position_embeddings edited, as for long responses
+    "DeepSeek-R1-Distill-Qwen-32B": _QWEN2_32B,
+    "Llama-3.2-3B": _LLAMA_3B,
+    "Llama-3.2-3B-Instruct": _LLAMA_3B,
+}
+"""By the last part of the model's name on the Hugging Face hub, or of the folder's path."""
+
+
+def shape_of(path: str) -> tuple[ModelShape, str]:
+    """The shape of `model.path` and where it comes from: config.json of a folder that is here, else the table above.
+
+    Raises BadInput for a model that is in neither.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return read_shape(folder, weights=False), "config.json"
+    name = folder.name.lower()
+    for known, shape in KNOWN.items():
+        if known.lower() == name:
+            return shape, "published config.json"
+    raise BadInput(f"model.path = {path!r}: no config.json there, and the dry run has no sizes of {folder.name}; it knows "
+                   f"{', '.join(KNOWN)}. A folder with config.json alone is enough")

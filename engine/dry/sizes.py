@@ -1,0 +1,89 @@
+"""How many parameters a trainer rank holds, and what its layers keep of a token for the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config.training import Parallel
+from engine.model.shape import Experts, ModelShape
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of one trainer rank."""
+
+    shared: int
+    """All but the experts: one copy per data and context rank."""
+    experts: int
+    """Of the experts that this rank holds."""
+
+    @property
+    def total(self) -> int:
+        """Of the rank."""
+        return self.shared + self.experts
+
+
+def total_parameters(shape: ModelShape) -> int:
+    """Of the whole model; a tied output layer counts once."""
+    return rank_parameters(shape, Parallel(), 0).total
+
+
+def rank_parameters(shape: ModelShape, parallel: Parallel, stage: int) -> Parameters:
+    """What a rank of pipeline stage `stage` (0 …) holds, cut as `engine.model.families` says."""
+    per_stage = shape.layers // parallel.pipeline
+    layers = range(stage * per_stage, (stage + 1) * per_stage)
+    vocabulary = -(-shape.vocabulary // parallel.tensor) * shape.hidden
+    shared, experts = 0, 0
+    for layer in layers:
+        shared += _attention(shape, parallel.tensor) + 2 * shape.hidden
+        if shape.experts is not None and layer in shape.experts.layers:
+            shared += shape.experts.count * shape.hidden
+            experts += _experts(shape, shape.experts, parallel.expert)
+        else:
+            shared += 3 * shape.hidden * shape.intermediate // parallel.tensor
+    first, last = stage == 0, stage == parallel.pipeline - 1
+    shared += vocabulary * first + shape.hidden * last
+    if last and not (shape.tied and first):  # a tied output layer is a copy of its own on another stage
+        shared += vocabulary
+    return Parameters(shared, experts)
+
+
+def _attention(shape: ModelShape, tensor: int) -> int:
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    cut = shape.hidden * (queries + 2 * keys) + queries * shape.hidden
+    if shape.architecture == "Qwen2ForCausalLM":
+        cut += queries + 2 * keys
+    return -(-cut // tensor) + (2 * shape.head_dim if head_norms(shape) else 0)
+
+
+def _experts(shape: ModelShape, experts: Experts, share: int) -> int:
+    return experts.count // share * 3 * shape.hidden * experts.intermediate
+
+
+def head_norms(shape: ModelShape) -> bool:
+    """Whether queries and keys are normalised per head."""
+    return shape.architecture.startswith("Qwen3")
+
+
+def layer_elements(shape: ModelShape, parallel: Parallel) -> int:
+    """Elements that one layer keeps per token of a rank's row, without recomputation.
+
+    Counted from what our layers save, as Korthikanti et al. (arXiv:2205.05198 §4.1) count theirs: both norms keep their input,
+    the two linear layers behind them the norms' outputs (4·h; shared among tensor ranks under sequence parallelism); attention
+    the joint projection, rotated queries and keys and its output, with head norms and several key-value heads a rank also a
+    copy of the queries; the MLP its gate and up projection and their product (3·f); the rotation four vectors of a head's
+    size. Small per-token statistics count as two elements a norm or head.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    stream = 4 * shape.hidden // (parallel.tensor if parallel.sequence else 1)
+    copied = queries if head_norms(shape) and shape.kv_heads > parallel.tensor else 0
+    attention = (queries + 2 * keys) + queries + keys + queries + copied
+    statistics = 2 + 2 * (shape.heads + shape.kv_heads) // parallel.tensor
+    return stream + attention // parallel.tensor + statistics + 4 * shape.head_dim + _mlp(shape, parallel)
+
+
+def _mlp(shape: ModelShape, parallel: Parallel) -> int:
+    """Of experts: each token is with `per_token` of them, and its input is gathered for each."""
+    if shape.experts is None:
+        return 3 * shape.intermediate // parallel.tensor
+    return shape.experts.per_token * (3 * shape.experts.intermediate + 2 * shape.hidden)

@@ -1,0 +1,61 @@
+"""Whether a new policy takes the champion's place: only if a paired comparison on the same benchmark says that it is better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import BadInput
+from engine.evaluation.paired import Paired, compare
+from engine.evaluation.tables import differing
+
+
+@dataclass(frozen=True)
+class Results:
+    """What is kept of a registered policy's evaluation."""
+
+    protocol: Mapping[str, Any]
+    """How it was sampled and scored (`tables.protocol`)."""
+    means: Mapping[str, float]
+    """Prompt id → mean score."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"protocol": dict(self.protocol), "means": dict(self.means)}
+
+    @staticmethod
+    def of(stored: object) -> Results:
+        """From what `as_dict` gave. Raises BadInput for anything else."""
+        if not isinstance(stored, dict) or not all(isinstance(stored.get(key), dict) for key in ("protocol", "means")):
+            raise BadInput("the stored results are none: expected protocol and means")
+        return Results(stored["protocol"], {str(key): float(value) for key, value in stored["means"].items()})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a challenge."""
+
+    wins: bool
+    reason: str
+    """For people."""
+    comparison: Paired | None = None
+
+
+def challenge(ours: Results | None, theirs: Results | None, confidence: float) -> Verdict:
+    """Compare a new policy with the champion (`theirs` None: there is none yet, so any policy that was evaluated wins).
+
+    Evaluations of other problems, or sampled or scored otherwise, are not compared: the champion stays, with the reason.
+    """
+    if ours is None:
+        return Verdict(False, "the new policy was not evaluated on the run's first benchmark")
+    if theirs is None:
+        return Verdict(True, "there was no champion")
+    if wrong := differing(ours.protocol, theirs.protocol):
+        return Verdict(False, f"its evaluation can't be compared with the champion's: {', '.join(wrong)} differ (new, champion)")
+    found = compare(ours.means, theirs.means, int(ours.protocol["samples"]), confidence)
+    text = (f"difference {found.difference:+.4f} [{found.ci_low:+.4f}, {found.ci_high:+.4f}] on {found.problems} problems, "
+            f"p = {found.p_value:.4g}")
+    if found.says_better:
+        return Verdict(True, f"better than the champion at {confidence:.0%} confidence: {text}", found)
+    return Verdict(False, f"not better than the champion at {confidence:.0%} confidence: {text}", found)

@@ -1,0 +1,98 @@
+"""avg@k, pass@k and maj@k with intervals; problems are the independent units, the samples of one problem are not."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import lru_cache
+
+CONFIDENCE = 0.95
+"""Of the intervals in evaluations.jsonl."""
+
+
+def accuracy(values: Sequence[Sequence[float]], majorities: Sequence[float] | None = None) -> dict[str, float]:
+    """avg@k, pass@k and maj@k over problems, each with its 95 % interval.
+
+    values: per problem its scores (all have the same number, k); a score of 1 or more is a right answer. majorities: per
+    problem what its majority vote is worth (0 … 1, `engine.evaluation.votes`), None where votes can't be counted; then maj@k
+    is left out. Keys: avg_at_k, ci_low, ci_high, pass_at_k, pass_ci_low, pass_ci_high, maj_at_k, maj_ci_low, maj_ci_high.
+    """
+    samples = max(len(row) for row in values)
+    found = _figure("avg_at_k", "", [statistics.fmean(row) for row in values], samples)
+    found |= _figure("pass_at_k", "pass_", [pass_at(len(row), right(row), len(row)) for row in values], samples)
+    if majorities is not None:
+        found |= _figure("maj_at_k", "maj_", majorities, samples)
+    return found
+
+
+def right(scores: Sequence[float]) -> int:
+    """How many scores stand for a right answer (1 or more)."""
+    return sum(score >= 1.0 for score in scores)
+
+
+def pass_at(samples: int, correct: int, k: int) -> float:
+    """Probability that k of a problem's samples, drawn without replacement, hold a right one: 1 − C(n−c, k) / C(n, k).
+
+    The unbiased estimator of Chen et al. 2021 (Evaluating Large Language Models Trained on Code, eq. 1).
+    """
+    if not 1 <= k <= samples or not 0 <= correct <= samples:
+        raise ValueError(f"pass@{k} of {correct} right among {samples} samples is not defined")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def pass_curve(values: Sequence[Sequence[float]]) -> dict[str, float]:
+    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}: means over problems; pass@1 of right and wrong answers is avg@k."""
+    samples = min(len(row) for row in values)
+    ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
+    return {str(k): statistics.fmean(pass_at(len(row), right(row), k) for row in values) for k in ks}
+
+
+def interval(values: Sequence[float], samples: int = 1, confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Interval of the mean of one value per problem, each from so many samples.
+
+    Values in [0, 1]: Wilson's (1927) with the effective sample size of a clustered proportion (Korn and Graubard 1998):
+    n_eff = n · p(1 − p) / s² · (z / t(n − 1))², s² the variance of the values, at least n, at most n · samples. With one sample
+    per problem n_eff = n, the binomial interval; likewise where all values are 0, or all are 1, so that the interval has a
+    width. Other values (a user's reward): Student's t over the values.
+    """
+    mean = statistics.fmean(values)
+    if not all(0.0 <= value <= 1.0 for value in values):
+        return t_interval(values, confidence)
+    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+    n = _effective(values, mean, samples, confidence)
+    centre = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(max(0.0, mean * (1 - mean)) / n + z**2 / (4 * n**2))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """mean ± t(n − 1) · s / √n; infinite for a single value."""
+    mean, n = statistics.fmean(values), len(values)
+    if n < 2:
+        return -math.inf, math.inf
+    half = _t(n - 1, confidence) * statistics.stdev(values) / math.sqrt(n)
+    return mean - half, mean + half
+
+
+def _effective(values: Sequence[float], mean: float, samples: int, confidence: float) -> float:
+    n, binomial = len(values), mean * (1 - mean)
+    if samples == 1 or n < 2 or binomial <= 0:
+        return float(n)
+    spread = statistics.variance(values)
+    z = statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+    found = n * binomial / spread * (z / _t(n - 1, confidence)) ** 2 if spread > 0 else math.inf
+    return min(max(found, float(n)), float(n * samples))
+
+
+@lru_cache
+def _t(freedom: int, confidence: float) -> float:
+    """The two-sided quantile of Student's t."""
+    from scipy import stats  # a second, which most of the package's users need not wait for
+
+    return float(stats.t.ppf(0.5 + confidence / 2, freedom))
+
+
+def _figure(name: str, prefix: str, values: Sequence[float], samples: int) -> dict[str, float]:
+    low, high = interval(values, samples)
+    return {name: statistics.fmean(values), f"{prefix}ci_low": low, f"{prefix}ci_high": high}

@@ -1,0 +1,93 @@
+"""What an evaluation leaves behind: a line of evaluations.jsonl, and a table with every problem and response."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.evaluation.votes import Majority
+from engine.run_folder import RunFolder, read_lines, write_atomically
+from engine.types import Group, Prompt
+
+SAME = ("benchmark", "problems_hash", "prompt_template", "reward", "samples", "temperature", "top_p", "top_k", "max_new_tokens",
+        "max_context", "stop")  # fmt: skip
+"""What must be equal in two evaluations that are compared: the protocol's keys but the seed."""
+
+
+def protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> dict[str, Any]:
+    """How the benchmark's prompts are sampled and scored."""
+    settings = config.evaluate
+    ids = "\n".join(sorted(prompt.id for prompt in prompts))
+    return {
+        "benchmark": benchmark,
+        "problems_hash": hashlib.sha256(ids.encode()).hexdigest()[:16],
+        "prompt_template": config.data.prompt_template,
+        "reward": config.reward.function,
+        "samples": settings.samples,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "max_new_tokens": settings.max_new_tokens,
+        "max_context": config.rollout.max_context,
+        "stop": list(config.rollout.stop),
+        "seed": config.run.seed,
+    }
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The keys in which two protocols differ, as "samples (8, 1)"; empty if they are comparable."""
+    return [f"{key} ({one.get(key)!r}, {other.get(key)!r})" for key in SAME if one.get(key) != other.get(key)]
+
+
+def path_of(folder: RunFolder, model: str, version: int, how: Mapping[str, Any]) -> Path:
+    """`evaluations/<benchmark>-v<version>-<six digits of a hash of model and protocol>.jsonl` in the run folder."""
+    digest = hashlib.sha256(json.dumps([model, how], sort_keys=True).encode()).hexdigest()[:6]
+    return folder.path / "evaluations" / f"{how['benchmark']}-v{version:06d}-{digest}.jsonl"
+
+
+def write(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None) -> None:
+    """One JSON object per problem: what was asked, how often it was right, what the majority says, every response."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [_row(group, votes[number] if votes is not None else None) for number, group in enumerate(groups)]
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _row(group: Group, vote: Majority | None) -> dict[str, Any]:
+    scores = [score.value for score in group.scores]
+    responses = [
+        {"text": response.text, "score": score.value, "status": score.status, "answer": score.detail,
+         "finish_reason": response.finish_reason, "tokens": len(response.token_ids), "seed": response.seed,
+         "versions": [list(run) for run in response.versions]}
+        for response, score in zip(group.responses, group.scores, strict=True)
+    ]
+    row = {"prompt_id": group.prompt.id, "problem": group.prompt.problem, "answer": group.prompt.answer,
+           "mean": sum(scores) / len(scores), "right": sum(score >= 1 for score in scores), "samples": len(scores)}
+    if vote is not None:
+        row |= {"majority": vote.answer, "majority_votes": vote.votes, "majority_tied": vote.tied, "majority_value": vote.value}
+    return row | {"responses": responses}
+
+
+def means(table: Path) -> dict[str, float]:
+    """Prompt id → mean score, of a table. Raises BadInput if it is not there or is none."""
+    try:
+        found = {row["prompt_id"]: float(row["mean"]) for row in read_lines(table)}
+    except (KeyError, ValueError, TypeError) as error:
+        raise BadInput(f"{table}: not a table of an evaluation ({error!r})") from None
+    if not found:
+        raise BadInput(f"{table}: there is no table of an evaluation")
+    return found
+
+
+def baseline(folder: RunFolder, row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The first evaluation in the run folder that the row can be compared with, of another model or version; else None."""
+    for earlier in read_lines(folder.evaluations):
+        same = "protocol" in earlier and not differing(earlier["protocol"], row["protocol"])
+        other = (earlier["weight_version"], earlier.get("model")) != (row["weight_version"], row["model"])
+        if same and other and (folder.path / earlier["table"]).is_file():
+            return earlier
+    return None

@@ -1,0 +1,114 @@
+r"""maj@k: what a majority vote over a problem's sampled answers is worth.
+
+A response votes for the answer that the verifier reads in it: `\boxed{…}` for "math", the text after the last "#" for
+"exact". Votes for answers that the verifier takes for equal are counted together; every right response votes for the right
+answer, however it spells it. A response without an answer abstains. Answers that tie share the vote: with t answers at the top
+the right one is worth 1/t, which is the mean over fair draws among them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.reward.verifiers import last_boxed
+from engine.types import Group, Prompt, Response, Score
+
+
+class Verifier(Protocol):
+    """What is asked of the verifier workers."""
+
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+        """Scores of the responses, in order."""
+
+
+@dataclass(frozen=True)
+class Majority:
+    """The outcome of one problem's vote."""
+
+    answer: str
+    """What most responses say (of tied ones the first that was voted for); empty if all abstained."""
+    votes: int
+    tied: int
+    """Answers with that many votes."""
+    value: float
+    """1/tied if the right answer is among them, else 0."""
+
+
+@dataclass
+class _Answer:
+    text: str
+    right: bool
+    votes: int = 1
+    spellings: set[str] = field(default_factory=set)
+
+
+def _boxed(text: str) -> str | None:
+    found = last_boxed(text)
+    return found.strip() if found is not None else None
+
+
+def _marked(text: str) -> str | None:
+    head, mark, tail = text.rpartition("#")
+    found = tail.strip() if mark else (text.strip().splitlines() or [""])[-1].strip()
+    return found or None
+
+
+READ: dict[str, Callable[[str], str | None]] = {"math": _boxed, "exact": _marked}
+"""By reward.function: the answer in a response's text; None: it abstains. Other rewards have no maj@k."""
+
+
+async def majorities(groups: Sequence[Group], reward: str, verifier: Verifier) -> list[Majority] | None:
+    """The vote of each group, or None for a reward whose answers can't be read. `verifier` tells which answers are equal."""
+    if reward not in READ:
+        return None
+    return list(await asyncio.gather(*(_majority(group, reward, verifier) for group in groups)))
+
+
+async def _majority(group: Group, reward: str, verifier: Verifier) -> Majority:
+    answers: list[_Answer] = []
+    for response, score in zip(group.responses, group.scores, strict=True):
+        is_right = score.value >= 1.0
+        text = READ[reward](response.text)
+        if text is None and not is_right:
+            continue
+        spelled = text if text is not None else group.prompt.answer
+        place = await _find(answers, spelled, is_right, reward, verifier)
+        if place is None:
+            answers.append(_Answer(spelled, is_right, spellings={spelled}))
+        else:
+            place.votes += 1
+            place.spellings.add(spelled)
+    return _outcome(answers)
+
+
+async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: Verifier) -> _Answer | None:
+    """The answer that this vote is for: right ones are one answer; wrong ones are equal by text, else by the verifier."""
+    alike = [answer for answer in answers if answer.right == is_right]
+    if is_right:
+        return alike[0] if alike else None
+    for answer in alike:
+        if text in answer.spellings:
+            return answer
+    if reward == "math":
+        for answer in alike:
+            if await _equal(answer.text, text, verifier):
+                return answer
+    return None
+
+
+async def _equal(gold: str, text: str, verifier: Verifier) -> bool:
+    """By the math verifier, in its killable workers; one that ran into its time limit says no."""
+    response = Response((), (), (), (), "stop", f"\\boxed{{{text}}}", 0, "")
+    (score,) = await verifier.score(Prompt("", "", gold, ()), [response])
+    return score.value >= 1.0
+
+
+def _outcome(answers: Sequence[_Answer]) -> Majority:
+    if not answers:
+        return Majority("", 0, 0, 0.0)
+    most = max(answer.votes for answer in answers)
+    top = [answer for answer in answers if answer.votes == most]
+    return Majority(top[0].text, most, len(top), any(answer.right for answer in top) / len(top))

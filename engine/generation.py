@@ -1,0 +1,95 @@
+"""Generating a step's batch: its prompts go to the producer, its groups come into the sample queue."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+
+from engine.config import Config
+from engine.data.loader import PromptLoader
+from engine.errors import BadInput
+from engine.queue.batch import Batch
+from engine.rollout.selection import Selection
+from engine.rollout.service import Service
+from engine.run_folder import SAMPLED_GROUPS
+from engine.types import Group, Landed
+
+
+class Generation:
+    """Fills batches. With dynamic sampling a batch begins behind the last prompt that the one before it used."""
+
+    def __init__(self, config: Config, loader: PromptLoader, service: Service, notify: Callable[[], Awaitable[None]]) -> None:
+        """`notify` is called whenever there is something new to lease."""
+        self._config, self._loader, self._service, self._notify = config, loader, service, notify
+        self._position = 0
+        self._before: Batch | None = None
+
+    @property
+    def _scores_early(self) -> bool:
+        algorithm, train = self._config.algorithm, self._config.train
+        return train.score_early and train.mode != "sync" and (algorithm.old_policy == "previous" or algorithm.kl_coef > 0)
+
+    def go_on(self, step: int, position: int | None) -> None:
+        """The trainer begins with `step`; `position`: prompts used before it, as its checkpoint says.
+
+        Raises BadInput where dynamic sampling has to know them, and does not.
+        """
+        if self._config.algorithm.dynamic_sampling and step and position is None:
+            raise BadInput(f"--resume: the checkpoint before step {step} says nothing of the prompts that were used, which "
+                           "algorithm.dynamic_sampling has to know (it was taken by a replay); resume from another one")
+        self._position, self._before = position or 0, None
+
+    def begin(self, step: int) -> tuple[Batch, Batch | None]:
+        """A step's batch, and the one that must be generated before it, if any. Steps are begun in order."""
+        batch = Batch.of(self._config, step)
+        before = None
+        if self._config.algorithm.dynamic_sampling:
+            before, self._before = self._before, batch
+        return batch, before
+
+    async def fill(self, step: int, batch: Batch, before: Batch | None) -> None:
+        """Generate it, once `before` is. Raises MetronomeError."""
+        if before is not None and before.task is not None:
+            await asyncio.wait([before.task])
+            if before.next_position is None:
+                return  # it failed, and the run with it
+            self._position = before.next_position
+        started = time.perf_counter()
+
+        async def put(group: Group) -> None:
+            await batch.put(group, self._config)
+            if len(batch.samples) < SAMPLED_GROUPS:
+                batch.samples.append(group)
+            batch.rollout_s = time.perf_counter() - started
+            await self._notify()
+
+        if self._config.algorithm.dynamic_sampling:
+            await self._select(step, batch, put)
+        else:
+            await self._whole(step, batch, put)
+
+    async def _whole(self, step: int, batch: Batch, put: Callable[[Group], Awaitable[None]]) -> None:
+        """The step's own prompts, all of them."""
+        async def land(landed: Landed) -> None:
+            batch.queue.land(landed)
+            await self._notify()
+
+        prompts = [(self._loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self._loader.batch(step))]
+        await self._service.producer.run(step, prompts, put, land if self._scores_early else None)
+
+    async def _select(self, step: int, batch: Batch, put: Callable[[Group], Awaitable[None]]) -> None:
+        """As many of the next prompts as it takes to find enough groups that teach something."""
+        wanted, position = self._config.train.prompts_per_step, self._position
+        selection = Selection(wanted, wanted * self._config.algorithm.dynamic_sampling_batches, step)
+
+        async def decide(group: Group) -> None:
+            due = selection.decide(group)
+            if selection.used is not None:
+                batch.prompts_used, batch.next_position = selection.used, position + selection.used
+            for one in due:
+                await put(one)
+
+        prompts = map(self._loader.at, itertools.count(position))
+        await self._service.producer.until(step, prompts, decide, selection)

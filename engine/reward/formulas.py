@@ -1,0 +1,56 @@
+"""One formula against another: by math-verify, which is SymPy, where that takes no minutes and no gigabytes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+LONGEST = 1_000
+"""Characters of a formula that is given to SymPy."""
+
+_TOWER = re.compile(
+    r"\^\{?[^{}^]{0,20}\^|\^\{?\(?-?\d{5}|[+-][^()]*\)\^\{?\d{3}|\d{4,}\)?!|!!|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}"
+)
+"""What takes SymPy minutes: powers of powers, high powers of sums, large factorials and binomials."""
+_HEAVY = re.compile(r"\\(?:sum|prod|int|lim|oint|iint)(?![a-z])")
+
+
+def equal(gold: str, found: str) -> bool:
+    """Whether two formulas are the same; False, unseen, for a found one that would take minutes or gigabytes to evaluate."""
+    if len(found) > LONGEST or nesting(found) > 30 or _TOWER.search(found) or (_HEAVY.search(found) and not _HEAVY.search(gold)):
+        return False
+    from math_verify import verify  # here, not above: SymPy takes half a second that `exact` need not wait for
+
+    return bool(verify(_expression(gold), _parsed(found), timeout_seconds=None))
+
+
+def nesting(text: str) -> int:
+    """How deep brackets go."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+@lru_cache(maxsize=256)
+def _expression(gold: str) -> list[Any]:
+    return _parsed(gold)
+
+
+def _parsed(latex: str) -> list[Any]:
+    # A "$" that is left inside separates text from formulas: then the whole is a sentence, not a formula.
+    return extract(latex if "$" in latex else f"${latex}$")
+
+
+def extract(text: str) -> list[Any]:
+    """math-verify's candidates for the expression meant: SymPy objects and the text itself; empty if there is none.
+
+    Without its own time limit, which needs SIGALRM and so the user's main thread: the worker's limit ends a call.
+    """
+    from math_verify import parse
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limit we switch off
+    return list(parse(text, parsing_timeout=None))

@@ -1,0 +1,54 @@
+"""Megatron's optimizer and learning-rate schedule, as the config wants them."""
+
+from __future__ import annotations
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from engine.config import Config
+from engine.trainer.models import DTYPES
+
+
+def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
+    """AdamW as the config wants it, over the model's gradient buffers. Built by every rank at once."""
+    train = config.train
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            bf16=train.dtype == "bfloat16",
+            params_dtype=DTYPES[train.dtype],
+            lr=train.learning_rate,
+            min_lr=0.0,
+            weight_decay=train.weight_decay,
+            adam_beta1=train.betas[0],
+            adam_beta2=train.betas[1],
+            clip_grad=train.max_grad_norm,
+            use_distributed_optimizer=train.distributed_optimizer,
+        ),
+        [ddp],
+        use_gloo_process_groups=False,
+    )
+
+
+def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Megatron's schedule: linear warm-up (the first of w steps trains at 1/w of the peak), then the chosen decay."""
+    train = config.train
+    peak, warmup = train.learning_rate, train.warmup_steps
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=peak / warmup if warmup else 0.0,
+        max_lr=peak,
+        min_lr=0.0,
+        lr_warmup_steps=max(0, warmup - 1),
+        lr_decay_steps=max(train.steps, warmup + 1),
+        lr_decay_style=train.schedule,
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=train.steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,  # a resumed run takes its position from the checkpoint, its settings from here
+        override_opt_param_scheduler=True,
+    )
+    scheduler.step(increment=0)
+    return scheduler

@@ -1,0 +1,48 @@
+"""Evaluation as a flow: a model folder, the policy of a run, or a registered policy on a benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import flow
+
+from engine.run_folder import RunFolder
+from flows import QUICKSTART
+from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
+from tasks import summary
+from tasks.console import stage
+from tasks.continuing import model_folder
+from tasks.devices import held, npus
+from tasks.evaluate import evaluate as evaluate_task
+from tasks.inputs import check_inputs, with_model_folder
+from tasks.links import tracked_flow
+
+
+@flow(name="evaluate")
+def evaluate(
+    recipe: Recipe = QUICKSTART,
+    overrides: Overrides = (),
+    settings: Settings = AS_RECIPE,
+    model: str = "",
+    run: str = "",
+) -> str:
+    """Accuracy of a model with its interval; a line in the evaluations.jsonl of a run folder and in its MLflow run.
+
+    Args:
+        recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
+        overrides: Any other key of the configuration, one KEY=VALUE each, for example evaluate.samples=8.
+        settings: The keys that differ from run to run; what is left out is as the recipe says.
+        model: A Hugging Face folder, or latest or champion for a registered policy of this recipe. Empty takes model.path.
+        run: Name of the run that the figures belong to (its folder under run.output). Empty takes run.name.
+    """
+    given = [f"run.name={run}"] if run else []
+    config = model_folder(configured(recipe, settings, [*overrides, *given]), recipe, model)
+    check_inputs(config, training=False)
+    config = with_model_folder(config)
+    folder, chosen = RunFolder(config.folder), Path(config.model.path)
+    if not folder.config.exists():
+        folder.create(config, resume=False)
+    with held(npus(config, training=False)), tracked_flow(config), stage("evaluate") as say:
+        found = summary.accuracy(evaluate_task(config, chosen, summary.weight_version(chosen)))
+        say("accuracy " + found)
+    return found

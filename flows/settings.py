@@ -1,0 +1,57 @@
+"""What people fill in to start a flow: the parameters of all deployments, as the Prefect UI shows them in its form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from engine.config import Config
+from engine.recipe import load
+
+Recipe = str
+Overrides = Sequence[str]
+ContinueFrom = Literal["base", "latest", "champion"]
+PoolInstances = NonNegativeInt
+# What they mean is in the flows' docstrings: that is where Prefect takes the form's texts from.
+
+
+def _key(name: str) -> Any:  # noqa: ANN401
+    """An optional field for a key of the configuration, with that key's own description."""
+    table, _, key = name.partition(".")
+    described = Config.model_fields[table].annotation.model_fields[key].description  # type: ignore[union-attr]
+    return Field(default=None, title=name, description=f"{described} Left out: as the recipe says.")
+
+
+class Settings(BaseModel):
+    """The keys that differ from run to run; the recipe has the rest."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str | None = _key("run.name")
+    output: str | None = _key("run.output")
+    model: str | None = _key("model.path")
+    train_data: str | None = _key("data.train")
+    mode: Literal["sync", "periodic", "one_step_off", "bounded"] | None = _key("train.mode")
+    steps: PositiveInt | None = _key("train.steps")
+    prompts_per_step: PositiveInt | None = _key("train.prompts_per_step")
+    group_size: PositiveInt | None = _key("rollout.group_size")
+    learning_rate: PositiveFloat | None = _key("train.learning_rate")
+    checkpoint_every: NonNegativeInt | None = _key("checkpoint.every")
+    checkpoint_path: str | None = _key("checkpoint.path")
+    benchmark: str | None = _key("evaluate.benchmark")
+    experiment: str | None = _key("tracking.experiment")
+
+    def overrides(self) -> list[str]:
+        """As `--set` takes them: key=value for what was filled in."""
+        return [f"{type(self).model_fields[name].title}={value}" for name, value in self if value is not None]
+
+
+AS_RECIPE = Settings()
+"""Nothing filled in."""
+
+
+def configured(recipe: str, settings: Settings, overrides: Sequence[str]) -> Config:
+    """The configuration of a run; `overrides` win. Raises BadInput."""
+    return load(recipe, [*settings.overrides(), *overrides])

@@ -1,0 +1,85 @@
+"""Single stages of the pipeline as flows: prepare the data, try the conversion, hold rollout instances or ranks for a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+from engine.model.shape import content_hash
+from engine.run_folder import RunFolder
+from flows import QUICKSTART
+from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
+from tasks.caching import code_hash
+from tasks.companions import run_node
+from tasks.console import say
+from tasks.convert import convert as convert_task
+from tasks.convert import describe as describe_conversion
+from tasks.inputs import with_model_folder
+from tasks.prepare import describe, prepare_data
+from tasks.rollouts import serve_until_the_run_ends
+
+
+@flow(name="prepare")
+def prepare(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Settings = AS_RECIPE) -> dict[str, Any]:
+    """Read, clean, split and compare the recipe's problem sets; the report is an artifact.
+
+    Args:
+        recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
+        overrides: Any other key of the configuration, one KEY=VALUE each, for example data.prompt_template=chat.
+        settings: The keys that differ from run to run; what is left out is as the recipe says.
+    """
+    found = prepare_data(configured(recipe, settings, overrides))
+    say("prepare data", describe(found))
+    return found
+
+
+@flow(name="convert")
+def convert(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Settings = AS_RECIPE) -> dict[str, Any]:
+    """Convert the recipe's model to Megatron's layout and back, and compare it with Hugging Face's logits.
+
+    Args:
+        recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
+        overrides: Any other key of the configuration, one KEY=VALUE each, for example model.path=/models/Qwen3-8B.
+        settings: The keys that differ from run to run; what is left out is as the recipe says.
+    """
+    config = with_model_folder(configured(recipe, settings, overrides))
+    model, log = Path(config.model.path), RunFolder(config.folder).logs / "convert.log"
+    found = convert_task(str(model), content_hash(model), code_hash("model", "platform"), log)
+    say("convert", describe_conversion(found))
+    return found
+
+
+@flow(name="serve-rollouts")
+def serve_rollouts(
+    join: str,
+    recipe: Recipe = QUICKSTART,
+    overrides: Overrides = (),
+    settings: Settings = AS_RECIPE,
+    instances: int = 1,
+    host: str = "127.0.0.1",
+) -> None:
+    """Rollout instances on this flow's work pool that join a run under way and end when the run ends.
+
+    Args:
+        join: The run; host:port of its launcher, or its run folder where this node sees it.
+        recipe: The run's recipe; those that ship are found by infra/recipes/NAME.toml.
+        overrides: The run's other keys, one KEY=VALUE each.
+        settings: The run's settings.
+        instances: How many instances this node starts.
+        host: Address that they listen on; others than loopback need METRONOME_TOKEN in the pool's environment.
+    """
+    config = with_model_folder(configured(recipe, settings, overrides))
+    serve_until_the_run_ends(config, join, instances, host)
+
+
+@flow(name="join-training")
+def join_training(folder: str, wait_s: float = 600.0) -> None:
+    """Trainer ranks of a run with parallel.nodes above 1 on this flow's node, until the run has trained.
+
+    Args:
+        folder: The run folder, which this node shares with the run's own.
+        wait_s: Seconds to wait for the run to begin, or to begin again after a crash.
+    """
+    run_node(Path(folder), wait_s)

@@ -1,0 +1,74 @@
+"""Flow runs of other deployments that a run has on other nodes for the time of its training."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.deployments import run_deployment
+from prefect.states import Cancelled, Cancelling
+
+from engine.config import Config
+from engine.errors import ProcessDied
+from engine.process import Child, python
+
+INSTANCES = "serve-rollouts/serve-rollouts"
+"""What a run starts on the rollout pool (infra/prefect.yaml)."""
+RANKS = "join-training/join-training"
+"""What a run starts on the training pool, once for each further node."""
+POLL_S = 1.0
+STOP_S = 8.0
+"""What the ranks of a node may take to end before they are killed."""
+
+
+@contextmanager
+def companions(config: Config, pool_instances: int = 0) -> Iterator[None]:
+    """For the time of the body: instances on the rollout pool, and a node of ranks for each of parallel.nodes but this one.
+
+    They find the run by its folder, which all nodes must share.
+    """
+    folder = config.folder.resolve()
+    instances = {"join": str(folder), "recipe": str(folder / "config.toml"), "instances": pool_instances}
+    with ExitStack() as stack:
+        if pool_instances:
+            stack.enter_context(_companion(INSTANCES, instances, f"instances of {config.run.name}"))
+        for node in range(1, config.parallel.nodes):
+            stack.enter_context(_companion(RANKS, {"folder": str(folder)}, f"node {node} of {config.run.name}"))
+        yield
+
+
+@contextmanager
+def _companion(deployment: str, parameters: Mapping[str, Any], name: str) -> Iterator[None]:
+    flow_run = run_deployment(deployment, parameters=dict(parameters), timeout=0, flow_run_name=name)
+    try:
+        yield
+    finally:
+        _cancel(flow_run.id)
+
+
+def _cancel(flow_run: UUID) -> None:
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run).state
+        if state is not None and not state.is_final():
+            client.set_flow_run_state(flow_run, Cancelled() if state.is_scheduled() else Cancelling())
+
+
+def run_node(folder: Path, wait_s: float) -> None:
+    """This node's trainer ranks of the run in a folder, until it has trained. Raises ProcessDied with the reason."""
+    log = folder / "logs" / "nodes.log"
+    child = Child("node of trainer ranks", python("engine.trainer.nodes", str(folder), "--wait", str(wait_s)), log)
+    try:
+        while child.alive:
+            try:
+                child.process.wait(POLL_S)  # in short steps, between which Prefect can cancel this flow
+            except subprocess.TimeoutExpired:
+                continue
+        if child.process.returncode:
+            raise ProcessDied(f"{child.name} {child.how_it_ended()}")
+    finally:
+        child.stop(STOP_S)

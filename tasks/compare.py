@@ -1,0 +1,149 @@
+"""Runs side by side: read from run folders and MLflow, as one HTML page and a table on the console."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow.artifacts import download_artifacts
+
+from engine.comparison import page
+from engine.comparison.figures import Run, once
+from engine.errors import BadInput
+from engine.evaluation import tables
+from engine.run_folder import RunFolder, read_lines
+from tasks.metric_names import flatten
+from tasks.recorder import STORE_ERRORS, first_line
+
+RUN_ID = re.compile(r"[0-9a-f]{32}")
+ROWS, EVALUATIONS = "evaluations.jsonl", "evaluations"
+"""File and folder of tables, in a run folder and among a run's artifacts."""
+
+
+def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
+    """Write the page about some runs (run folders, MLflow run ids; the first is what the others are held against).
+
+    uri: the MLflow store of run ids; default MLFLOW_TRACKING_URI, else runs/mlflow.db. Returns the text for the console.
+    Raises BadInput for fewer than two runs, one given twice, and what is no run.
+    """
+    if len(given) < 2:
+        raise BadInput(f"compare needs at least two runs (run folders or MLflow run ids), not {len(given)}")
+    runs = _named_apart([_read(one, uri) for one in given])
+    verdicts = page.write(runs, target)
+    columns, rows = page.summary(runs)
+    sentences = [f"- {sentence}" for verdict in verdicts for sentence in verdict.sentences]
+    return "\n".join([aligned([columns, *rows]), "", *sentences, "", f"page: {target}"])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _named_apart(runs: Sequence[Run]) -> list[Run]:
+    twice = [source for source, count in Counter(run.source for run in runs).items() if count > 1]
+    if twice:
+        raise BadInput(f"{twice[0]} is given twice; compare needs different runs")
+    names = Counter(run.name for run in runs)
+    return [replace(run, name=f"{run.name} #{place}") if names[run.name] > 1 else run for place, run in enumerate(runs, start=1)]
+
+
+def _read(given: str, uri: str) -> Run:
+    if Path(given).is_dir():
+        return from_folder(Path(given))
+    if RUN_ID.fullmatch(given):
+        return from_mlflow(given, uri)
+    raise BadInput(f"{given}: neither a run folder nor an MLflow run id (32 hexadecimal digits)")
+
+
+def from_folder(path: Path) -> Run:
+    """A run as its folder has it. Raises BadInput if there are no steps in it."""
+    folder = RunFolder(path)
+    try:
+        steps = once(list(read_lines(folder.steps)))
+        config = tomllib.loads(folder.config.read_text()) if folder.config.exists() else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{path}: steps.jsonl or config.toml can't be read: {error}") from None
+    if not steps:
+        raise BadInput(f"{path}: no run with steps; a run folder has a steps.jsonl with at least one line")
+    return Run(path.resolve().name, str(path.resolve()), _text(flatten(config)), steps, *_with_tables(path))
+
+
+def from_mlflow(run_id: str, uri: str = "") -> Run:
+    """A run as MLflow has it. Raises BadInput for an unknown id, a store that does not answer, a run without steps."""
+    store = _store(uri)
+    client = mlflow.MlflowClient(store)
+    try:
+        found = client.get_run(run_id)
+        steps = _steps(client, run_id, [name for name in found.data.metrics if "/" not in name])
+        evaluations, means = _evaluations(client, found, store)
+    except STORE_ERRORS as error:
+        raise BadInput(f"MLflow run {run_id} can't be read from {store}: {first_line(error)}") from None
+    if not steps:
+        raise BadInput(f"MLflow run {run_id} in {store} has no steps")
+    changed = {name.removeprefix("changed."): value for name, value in found.data.tags.items() if name.startswith("changed.")}
+    source = found.data.tags.get("metronome.run_folder", "") or f"{run_id} in {store}"
+    return Run(found.info.run_name or run_id[:8], source, _text({**found.data.params, **changed}), steps, evaluations, means)
+
+
+def _store(uri: str) -> str:
+    local = Path("runs/mlflow.db")
+    found = uri or os.environ.get("MLFLOW_TRACKING_URI") or (f"sqlite:///{local.resolve()}" if local.is_file() else "")
+    if not found:
+        raise BadInput("an MLflow run id needs its store: give --tracking-uri, or set MLFLOW_TRACKING_URI")
+    if found.startswith("sqlite:///") and not Path(found.removeprefix("sqlite:///")).is_file():
+        raise BadInput(f"--tracking-uri {found}: there is no such file")  # MLflow would make an empty one
+    return found
+
+
+def _text(config: dict[str, Any]) -> dict[str, str]:
+    """Values as MLflow keeps them; what is not set is left out, as in config.toml."""
+    return {key: str(value) for key, value in config.items() if str(value) != "None"}
+
+
+def _steps(client: mlflow.MlflowClient, run_id: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Lines of steps.jsonl again, from the histories of the metrics; of a value logged twice the later."""
+    rows: dict[int, dict[str, Any]] = {}
+    for name in names:
+        for point in sorted(client.get_metric_history(run_id, name), key=lambda point: point.timestamp):
+            rows.setdefault(point.step, {"step": point.step})[name] = point.value
+    return [rows[step] for step in sorted(rows)]
+
+
+def _evaluations(client: mlflow.MlflowClient, run: Any, store: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:  # noqa: ANN401
+    """Rows of evaluations.jsonl and their tables from the artifacts; of a run that has not ended, rows from the metrics."""
+    there = {item.path for item in client.list_artifacts(run.info.run_id)}
+    if not {ROWS, EVALUATIONS} <= there:
+        return _from_metrics(client, run), {}
+    with tempfile.TemporaryDirectory(prefix="metronome-compare-") as scratch:
+        for name in (ROWS, EVALUATIONS):
+            download_artifacts(run_id=run.info.run_id, artifact_path=name, dst_path=scratch, tracking_uri=store)
+        return _with_tables(Path(scratch))
+
+
+def _with_tables(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """Rows of a folder's evaluations.jsonl, and by their `table` prompt id → mean score."""
+    rows = list(read_lines(folder / ROWS))
+    files = {row["table"]: folder / row["table"] for row in rows if "table" in row and (folder / row["table"]).is_file()}
+    return rows, {name: tables.means(file) for name, file in files.items()}
+
+
+def _from_metrics(client: mlflow.MlflowClient, run: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+    """`benchmark/figure` metrics as rows of evaluations.jsonl."""
+    names = [name for name in run.data.metrics if "/" in name]
+    benchmarks = dict.fromkeys(name.rpartition("/")[0] for name in names if name.endswith("/avg_at_k"))
+    rows: list[dict[str, Any]] = []
+    for benchmark in benchmarks:
+        own = [name for name in names if name.rpartition("/")[0] == benchmark]
+        found = {row["step"]: row | {"benchmark": benchmark} for row in _steps(client, run.info.run_id, own)}
+        rows += [{name.removeprefix(f"{benchmark}/"): value for name, value in row.items()} for row in found.values()]
+    return rows

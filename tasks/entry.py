@@ -1,0 +1,76 @@
+"""How a flow run enters its run folder: for the first time, again after a crash, or to go on with a run by a person's wish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prefect.runtime import flow_run
+
+from engine.config import Config
+from engine.folder_lock import held
+from engine.run_folder import RunFolder, write_atomically
+from tasks.console import say
+from tasks.inputs import check_run_folder
+from tasks.stages import Stages, count_attempt, last_end
+
+TAKEOVER_S = 600.0
+"""How long the attempt before may go on: a flow that was taken for dead may be alive on a node cut off from the server."""
+NAMES = ".flow-runs"
+"""Folder in `run.output` with a file for each Prefect flow run: the run.name that it got."""
+
+
+def settled(config: Config) -> Config:
+    """The config with the run.name that this flow run had when it first began: one made of the time must not change."""
+    file = _name_file(config)
+    if file is None:
+        return config
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, config.run.name)
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": file.read_text()})})
+
+
+class Entry(Stages):
+    """A run folder that a flow run is in, with the stages that are done."""
+
+    def __init__(self, folder: RunFolder, resumed: bool) -> None:
+        super().__init__(folder)
+        self.resumed = resumed
+        """Whether training goes on from a checkpoint, if there is one."""
+
+
+@contextmanager
+def entered(config: Config, resume: bool) -> Iterator[Entry]:
+    """Hold the run folder during the body.
+
+    A flow run may enter its own folder again; another one needs `resume`. Raises BadInput (the folder is another run's, or in
+    use), MetronomeError when the run does not get any further (`tasks.stages.count_attempt`).
+    """
+    folder = RunFolder(config.folder)
+    again = begun_by_this_flow(folder)
+    if not again:
+        check_run_folder(config, resume)
+    with held(folder.lock, f"run folder {folder.path}", TAKEOVER_S if again else 0.0, lambda message: say("wait", message)):
+        why = last_end(folder) if again else "started by a person or a schedule"
+        count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
+        write_atomically(folder.path / "flow_run_id", str(flow_run.root_flow_run_id))
+        folder.create(config, resume=again or resume)
+        if again:
+            say("resume", f"the attempt before ended: {why}")
+        entry = Entry(folder, again or resume)
+        if entry.done.get("train", config.train.steps) != config.train.steps:  # a person wants more steps of it
+            entry.forget("train", "publish", "register", "announce")
+        yield entry
+
+
+def begun_by_this_flow(folder: RunFolder) -> bool:
+    """Whether this flow run was in the folder before."""
+    file = folder.path / "flow_run_id"
+    return file.exists() and file.read_text() == str(flow_run.root_flow_run_id)
+
+
+def _name_file(config: Config) -> Path | None:
+    number = flow_run.root_flow_run_id
+    return Path(config.run.output) / NAMES / str(number) if number else None

@@ -1,0 +1,126 @@
+"""Evaluations in MLflow and in words: each row of evaluations.jsonl once, its table as an artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.evaluation.drain import dropped
+from engine.run_folder import RunFolder, append_line, read_lines
+from tasks import tracking
+from tasks.console import say
+from tasks.recording import recorder
+
+ARTIFACTS = "evaluations"
+"""Folder of the MLflow run's artifacts with a table per evaluation."""
+
+
+_queued: set[str] = set()
+"""Tables that this process has handed to the recorder."""
+
+
+def log_new(folder: RunFolder) -> list[dict[str, Any]]:
+    """Log the rows of evaluations.jsonl that the tracked MLflow run does not have yet; returns them.
+
+    What has been written is noted in the run folder, so that a step that is redone after a crash is not logged twice.
+    """
+    notes = folder.path / "evaluations" / "logged.jsonl"
+    known = {note["table"] for note in read_lines(notes)}
+    rows = [row for row in read_lines(folder.evaluations) if "table" in row]
+    new = [row for row in rows if row["table"] not in known and str(folder.path / row["table"]) not in _queued]
+    for row in new:
+        _queued.add(str(folder.path / row["table"]))
+        _log(row, folder, notes)
+    return new
+
+
+def _log(row: Mapping[str, Any], folder: RunFolder, notes: Path) -> None:
+    """Figures, table and, once both are written, the note of it: the recorder keeps their order."""
+    tracking.log_evaluation({key: value for key, value in row.items() if key not in ("protocol", "skipped")})
+    recorder().artifact(folder.path / row["table"], ARTIFACTS)
+    recorder().do(f"note of {row['table']}", lambda: append_line(notes, {"table": row["table"]}))
+
+
+class InRun:
+    """Says and logs what was evaluated inside a run since the last call; called after each step."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._told = len(list(read_lines(dropped(folder))))
+
+    def __call__(self) -> None:
+        """Look into the run folder."""
+        for row in log_new(self._folder):
+            if row.get("in_run"):
+                say("evaluate", f"version {row['weight_version']}: {describe(row)}; took {row['seconds']:.1f} s, "
+                                f"of which training waited {row['exposed_s']:.1f} s")
+        lost = list(read_lines(dropped(self._folder)))
+        for row in lost[self._told:]:
+            say("evaluate", f"version {row['weight_version']} dropped: {row['reason']}; training waited {row['exposed_s']:.1f} s")
+        self._told = len(lost)
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """One evaluation for people: avg@k, pass@k and maj@k with their 95 % intervals, and what limited it."""
+    k = row["samples"]
+    figures = [f"avg@{k} {_with_interval(row, 'avg_at_k', '')}"]
+    if "pass_ci_low" in row and k > 1:
+        figures += [f"pass@{k} {_with_interval(row, 'pass_at_k', 'pass_')}"]
+        figures += [f"maj@{k} {_with_interval(row, 'maj_at_k', 'maj_')}"] if "maj_at_k" in row else []
+    return f"{', '.join(figures)} on {row['problems']} problems of {row['benchmark']}{_cut(row)}"
+
+
+def _cut(row: Mapping[str, Any]) -> str:
+    """What a length limit ended, which may be why the figures are low; empty if it was nothing."""
+    if not row.get("truncated"):
+        return ""
+    by_context = f", {row['context_cut']} of them by the context" if row["context_cut"] else ""
+    return f"; {row['truncated']} of {row['problems'] * row['samples']} responses cut at the length limit{by_context}"
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Evaluations for people, with the paired comparison where there is one; a line each."""
+    lines = [describe(row) + (f"; against version {row['against']['weight_version']}: {difference(row['against'])}"
+                              if "against" in row else "") for row in rows]
+    return "\n             ".join(lines)
+
+
+def _with_interval(row: Mapping[str, Any], name: str, prefix: str) -> str:
+    return f"{row[name]:.3f} [{row[prefix + 'ci_low']:.3f}, {row[prefix + 'ci_high']:.3f}]"
+
+
+def difference(found: Mapping[str, Any]) -> str:
+    """A paired comparison for people."""
+    return (f"{found['difference']:+.3f} [{found['ci_low']:+.3f}, {found['ci_high']:+.3f}], p = {found['p_value']:.2g}; better "
+            f"on {found['better']}, worse on {found['worse']} of {found['problems']} problems")
+
+
+def closing(folder: RunFolder) -> dict[str, str]:
+    """Rows of the closing table: each benchmark's first and last evaluation, their paired difference, and the cost in the run."""
+    rows = list(read_lines(folder.evaluations))
+    names = list(dict.fromkeys(row["benchmark"] for row in rows))
+    table: dict[str, str] = {}
+    for name in names:
+        own = [row for row in rows if row["benchmark"] == name]
+        table |= _before_and_after(own, f" ({name})" if len(names) > 1 else "")
+    return table | _cost(rows, list(read_lines(dropped(folder))))
+
+
+def _before_and_after(rows: Sequence[Mapping[str, Any]], which: str) -> dict[str, str]:
+    first, last = rows[0], rows[-1]
+    table = {f"accuracy {when}{which}": f"{describe(row)} (version {row['weight_version']})"
+             for when, row in (("before", first), ("after", last))}
+    if "against" in last:
+        table[f"difference{which}"] = difference(last["against"])
+    return table
+
+
+def _cost(rows: Iterable[Mapping[str, Any]], lost: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What evaluation inside the run cost; nothing where there was none."""
+    rounds = {row["weight_version"]: row for row in rows if row.get("in_run")}
+    if not rounds and not lost:
+        return {}
+    waited = sum(row["exposed_s"] for row in (*rounds.values(), *lost))
+    gone = f", {len(lost)} dropped ({lost[-1]['reason']})" if lost else ""
+    return {"evaluated in the run": f"{len(rounds)} times{gone}; training waited {waited:.1f} s for it"}

@@ -1,0 +1,20 @@
+"""Events that automations listen for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefect.events import emit_event
+
+TRAINED = "metronome.training.finished"
+"""A policy is trained and published."""
+
+
+def training_finished(recipe: str, run: str, policy: Path, overrides: Sequence[str]) -> None:
+    """Tell the server: the deployment `evaluate` is triggered by it and reads its parameters from the payload."""
+    emit_event(
+        TRAINED,
+        resource={"prefect.resource.id": f"metronome.run.{run}", "prefect.resource.name": run},
+        payload={"recipe": recipe, "run": run, "policy": str(policy.resolve()), "overrides": list(overrides)},
+    )

@@ -1,0 +1,50 @@
+"""Ties a flow run and its MLflow run together: a tag there, a link artifact here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import mlflow
+from prefect.artifacts import create_link_artifact
+from prefect.runtime import flow_run
+
+from engine.config import Config
+from tasks import tracking
+from tasks.recording import recorder
+
+UI = "http://127.0.0.1:5000"
+"""Where `mlflow ui` serves a store that has no server of its own."""
+
+
+@contextmanager
+def tracked_flow(config: Config) -> Iterator[str]:
+    """`tasks.tracking.tracked` inside a flow run: the two know each other. Yields the MLflow run's id."""
+    with tracking.tracked(config) as run_id:
+        _tag(run_id)
+        _link(config, run_id)
+        yield run_id
+
+
+def run_url(config: Config, run_id: str) -> str:
+    """The run's page in the MLflow UI."""
+    store = tracking.tracking_uri(config)
+    server = store if store.startswith(("http://", "https://")) else UI
+    experiment = mlflow.get_experiment_by_name(config.tracking.experiment)
+    assert experiment is not None, "tracked() makes it"
+    return f"{server.rstrip('/')}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
+
+
+def _tag(run_id: str) -> None:
+    client = mlflow.MlflowClient()
+    for name, value in (("prefect.flow_run_id", flow_run.id), ("prefect.flow_run_url", flow_run.ui_url)):
+        if value:
+            recorder().do(f"the tag {name}", partial(client.set_tag, run_id, name, str(value)))
+
+
+def _link(config: Config, run_id: str) -> None:
+    description = "The run in MLflow."
+    if not tracking.tracking_uri(config).startswith("http"):
+        description += f" Its store has no server; this shows it there:\n\n    {tracking.ui_command(config)}"
+    create_link_artifact(run_url(config, run_id), link_text=f"{config.run.name} in MLflow", key="mlflow", description=description)

@@ -1,0 +1,34 @@
+"""From rows and configs to the names and numbers that MLflow takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a row but `step`, by metric name.
+
+    A list of numbers gives NAME_min, NAME_max and NAME_count, a table of numbers NAME/KEY; true is 1; text is left out.
+    """
+    found: dict[str, float] = {}
+    for name, value in row.items():
+        if isinstance(value, int | float) and name != "step":
+            found[name] = float(value)
+        elif isinstance(value, list | tuple) and all(isinstance(item, int | float) for item in value):
+            found[f"{name}_count"] = float(len(value))
+            found |= {f"{name}_{bound.__name__}": float(bound(value)) for bound in (min, max) if value}
+        elif isinstance(value, Mapping):
+            found |= {f"{name}/{metric_name(str(key))}": figure for key, figure in numbers(value).items()}
+    return found
+
+
+def metric_name(text: str) -> str:
+    """With only the characters that MLflow takes in the name of a metric or model."""
+    return re.sub(r"[^\w.\- ]", "_", text)
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """{"run": {"seed": 0}} → {"run.seed": 0}."""
+    return {f"{table}.{key}": value for table, values in tree.items() for key, value in values.items()}

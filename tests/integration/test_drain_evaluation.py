@@ -1,0 +1,68 @@
+"""Evaluation inside a run, on real processes: it changes no weight, and it is of exactly the step's weights."""
+
+import json
+
+import pytest
+from conftest import launch
+from safetensors.numpy import load_file
+
+from engine.run_folder import read_lines
+from engine.trace import read_spans
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = 4
+
+
+def weights(folder, name):
+    return {key: tensor.tobytes() for key, tensor in load_file(folder / name / "policy/model.safetensors").items()}
+
+
+@pytest.fixture
+def exact(settings):
+    return settings | {"train.steps": STEPS, "rollout.deterministic": True, "train.consume": "prompt_order",
+                       "evaluate.problems": 6, "evaluate.samples": 2, "evaluate.max_new_tokens": 8}  # fmt: skip
+
+
+def run(settings, folder):
+    code, output = launch(settings, folder)
+    assert code == 0, output
+    return folder / settings["run.name"]
+
+
+def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropped(exact, tmp_path):
+    run(exact | {"run.name": "plain"}, tmp_path)
+    folder = run(exact | {"run.name": "evaluated", "evaluate.every": 1}, tmp_path)
+    assert weights(tmp_path, "plain") == weights(tmp_path, "evaluated")
+
+    rows = list(read_lines(folder / "evaluations.jsonl"))
+    assert [row["weight_version"] for row in rows] == [0, 1, 2]  # not the last step's, which nothing waits for
+    for row in rows:
+        assert row["in_run"]
+        assert (row["problems"], row["samples"]) == (6, 2)
+        assert 0 <= row["exposed_s"] <= row["seconds"]
+        table = [json.loads(line) for line in (folder / row["table"]).read_text().splitlines()]
+        assert {tuple(map(tuple, one["versions"])) for problem in table for one in problem["responses"]} == {
+            ((0, row["weight_version"]),)
+        }
+    assert len({row["avg_at_k"] for row in rows}) > 1, "the weights moved, so did the figure"
+    assert rows[2]["against"]["weight_version"] == 0
+    _never_beside_a_step(read_spans(folder / "trace"))
+
+    late = run(exact | {"run.name": "late", "evaluate.every": 2, "evaluate.max_wait_s": 0, "evaluate.max_new_tokens": 50,
+                        "evaluate.problems": 40, "evaluate.samples": 8}, tmp_path)  # fmt: skip
+    assert not (late / "evaluations.jsonl").exists()
+    lost = list(read_lines(late / "evaluations/dropped.jsonl"))
+    assert [row["weight_version"] for row in lost] == [0, 2]
+    assert all("of 320 responses were in" in row["reason"] and row["exposed_s"] < 1 for row in lost)
+    assert weights(tmp_path, "plain") == weights(tmp_path, "late")
+
+
+def _never_beside_a_step(spans):
+    """No response of a step was sampled while one of an evaluation was, and all of them between the step's last and the sync."""
+    for version in range(3):
+        own = [span for span in spans if span["name"] == "evaluate" and span["step"] == version]
+        last = max(span["end"] for span in spans if span["name"] == "rollout" and span["step"] == version)
+        following = min(span["start"] for span in spans if span["name"] == "rollout" and span["step"] == version + 1)
+        assert len(own) == 12
+        assert last <= min(span["start"] for span in own)
+        assert max(span["end"] for span in own) <= following

@@ -1,0 +1,96 @@
+"""DAPO's dynamic sampling in whole runs: which prompts are kept, where the next step goes on, resume and replay."""
+
+import msgpack
+import pytest
+from conftest import ROOT, config_of, launch
+from parallel.runs import Job, run
+from safetensors.numpy import load_file
+
+from engine.data.loader import PromptLoader
+from engine.data.problems import read_problems
+from engine.data.prompts import encode
+from engine.errors import MetronomeError
+from engine.run_folder import read_lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+STEPS, WANTED = 4, 3
+REWARDS = ROOT / "tests/rewards.py"
+
+
+@pytest.fixture
+def dynamic(settings):
+    return settings | {"algorithm.dynamic_sampling": True, "reward.function": f"{REWARDS}:even_of_odd", "train.steps": STEPS,
+                       "train.prompts_per_step": WANTED, "rollout.concurrency": 4, "rollout.deterministic": True,
+                       "rollout.timeout_s": 300, "train.timeout_s": 300,
+                       "train.record": True}  # fmt: skip
+
+
+def lines_of(folder, name):
+    return list(read_lines(folder / name / "steps.jsonl"))
+
+
+def weights(folder, name):
+    return {key: tensor.tobytes() for key, tensor in load_file(folder / name / "policy/model.safetensors").items()}
+
+
+def trained(folder, name):
+    """By step: ids of the prompts that were trained, by their index."""
+    with (folder / name / "record.msgpack").open("rb") as file:
+        _, *entries = msgpack.Unpacker(file)
+    found = {}
+    for entry in entries:
+        for group in entry["groups"]:
+            assert found.setdefault(entry["step"], {}).setdefault(group["index"], group["prompt"][0]) == group["prompt"][0]
+    return {step: [ids[index] for index in range(WANTED)] for step, ids in found.items()}
+
+
+def expected(settings):
+    """(ids of kept prompts, prompts used) of each step, from the order of prompts and the reward alone."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(settings["model.path"])
+    prompts = encode(read_problems(settings["data.train"]), tokenizer, "{problem}", settings["rollout.max_context"]).prompts
+    loader, position, steps = PromptLoader(prompts, 0, WANTED), 0, []
+    for _ in range(STEPS):
+        kept, first = [], position
+        while len(kept) < WANTED:
+            prompt = loader.at(position)[1]
+            kept += [prompt.id] if int(prompt.problem.partition("+")[0]) % 2 else []
+            position += 1
+        steps.append((kept, position - first))
+    return steps
+
+
+def check(settings, folder, name):
+    steps, lines = expected(settings), lines_of(folder, name)
+    assert [line["prompts_used"] for line in lines] == [used for _, used in steps]
+    assert trained(folder, name) == {step: kept for step, (kept, _) in enumerate(steps)}
+    assert all(line["equal_groups"] == 0 and line["grad_norm"] > 0 for line in lines)
+    assert max(used for _, used in steps) > WANTED
+
+
+def test_what_is_kept_depends_on_prompt_order_alone_in_every_mode_and_a_resumed_run_goes_on_bit_for_bit(dynamic, tmp_path):
+    in_order = {"train.consume": "prompt_order"}
+    stale = {"algorithm.kl_coef": 0, "algorithm.old_policy": "rollout"}
+    modes = {"sync": in_order, "one_step_off": stale, "bounded": stale | {"train.max_staleness": 2},
+             "hopeless": {"train.mode": "periodic", "algorithm.dynamic_sampling_batches": 1}}  # fmt: skip
+    with pytest.raises(MetronomeError, match=r"step \d: of 3 prompts only [012] have responses with different rewards"):
+        run([Job(config_of(dynamic | {"run.name": mode, "train.mode": mode} | more)) for mode, more in modes.items()], 300)
+    for mode in list(modes)[:3]:
+        check(dynamic, tmp_path, mode)
+
+    periodic = dynamic | in_order | {"run.name": "periodic", "rollout.instances": 2}  # more prompts are tried, the same are kept
+    for more, arguments in (({"train.steps": 2}, ()), ({}, ("--resume",))):
+        code, output = launch(periodic | more, tmp_path, *arguments)
+        assert code == 0, output
+    check(dynamic, tmp_path, "periodic")
+    assert weights(tmp_path, "sync") == weights(tmp_path, "periodic")
+
+
+def test_replicas_that_train_in_order_of_arrival_replay_in_sync(dynamic, tmp_path):
+    live = dynamic | {"parallel.data": 2, "train.micro_batch_tokens": 150, "run.name": "live"}
+    again = live | {"run.name": "again", "train.record": False, "train.mode": "sync"}
+    run([Job(config_of(live)), Job(config_of(again), replay="live")], 300)
+    check(dynamic, tmp_path, "live")
+    assert weights(tmp_path, "live") == weights(tmp_path, "again")
+    assert all("prompts_used" not in line for line in lines_of(tmp_path, "again"))

@@ -1,0 +1,58 @@
+"""Responses that a weight update cuts and that go on under the new weights (rollout.partial), in whole runs."""
+
+import math
+
+import msgpack
+import pytest
+from conftest import config_of
+from parallel.runs import Job, run
+from safetensors.numpy import load_file
+
+from engine.run_folder import read_lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+STEPS, PROMPTS, LAG = 6, 4, {"one_step_off": 1, "bounded": 2}
+
+
+def test_a_response_carries_the_versions_of_its_tokens_and_is_trained_once(settings, tmp_path):
+    base = settings | {
+        "rollout.partial": True, "train.record": True, "train.steps": STEPS, "train.prompts_per_step": PROMPTS,
+        "rollout.max_new_tokens": 120, "rollout.max_context": 160, "rollout.concurrency": 1, "train.micro_batch_tokens": 1000,
+        "algorithm.old_policy": "rollout", "algorithm.kl_coef": 0, "rollout.timeout_s": 300, "train.timeout_s": 300,
+    }  # fmt: skip
+    modes = {"one_step_off": {"weights.staged": False}, "bounded": {"weights.staged": True, "train.max_staleness": 2}}
+    jobs = [Job(config_of(base | {"run.name": mode, "train.mode": mode} | more)) for mode, more in modes.items()]
+    replay = base | modes["bounded"] | {"run.name": "replay", "train.mode": "bounded", "train.record": False}
+    run([*jobs, Job(config_of(replay), replay="bounded")], 250)
+    for mode in modes:
+        check_run(tmp_path / mode, LAG[mode])
+    one, other = (load_file(tmp_path / name / "policy/model.safetensors") for name in ("bounded", "replay"))
+    assert {key: tensor.tobytes() for key, tensor in one.items()} == {key: tensor.tobytes() for key, tensor in other.items()}
+
+
+def check_run(folder, lag):
+    lines = list(read_lines(folder / "steps.jsonl"))
+    with (folder / "record.msgpack").open("rb") as file:
+        _, *entries = msgpack.Unpacker(file)
+    groups = [group for entry in entries for group in entry["groups"]]
+    assert sorted((group["step"], group["index"]) for group in groups) == [(s, p) for s in range(STEPS) for p in range(PROMPTS)]
+    cut = {step: check(step, [one for group in groups if group["step"] == step for one in group["responses"]], lag)
+           for step in range(STEPS)}  # fmt: skip
+    assert sum(cut.values()) > 0
+    assert [line["continued"] for line in lines] == [cut[step] for step in range(STEPS)]
+    assert all(math.isfinite(line[key]) for line in lines for key in ("loss", "grad_norm", "mismatch_kl"))
+    assert all(line["grad_norm"] > 0 for line in lines)
+
+
+def check(step, responses, lag):
+    """No token is older than the mode allows, versions only rise, and every token has its log-probability; how many were cut."""
+    assert len(responses) == 4 * PROMPTS
+    for one in responses:
+        starts, versions = zip(*one["versions"], strict=True)
+        assert starts[0] == 0
+        assert list(starts) == sorted(set(starts))
+        assert starts[-1] < len(one["token_ids"]) // 4 <= 120
+        assert len(one["logprobs"]) == len(one["token_ids"])
+        assert list(versions) == sorted(set(versions))
+        assert max(0, step - lag) <= versions[0] <= versions[-1] <= step
+    return sum(len(one["versions"]) > 1 for one in responses)

@@ -1,0 +1,152 @@
+"""S3 that fails at every single request of a checkpoint's upload: what looks complete is complete, and the next try succeeds."""
+
+import hashlib
+import json
+import re
+
+import fsspec
+import pytest
+import s3fs
+import xxhash
+from s3_proxy import FAULTS, s3_proxy
+
+from engine.errors import CheckpointError
+from engine.trainer import checkpoint_files as files
+from engine.trainer import checkpoint_store as store
+
+server = pytest.importorskip("moto.server")
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
+
+CONTENT = {"__0_0.distcp": b"\x00weights" * 20_000, "__1_0.distcp": b"moments" * 999, ".metadata": b"index", "state.json": b"{}"}
+
+
+@pytest.fixture(scope="module")
+def proxy():
+    """In front of a moto server; AWS_ENDPOINT_URL leads to it, and no client tries a request a second time."""
+    with pytest.MonkeyPatch.context() as patch:
+        endpoint = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+        endpoint.start()
+        with s3_proxy(*endpoint.get_host_and_port()) as running:
+            for name, value in {"ENDPOINT_URL": running.url, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x", "MAX_ATTEMPTS": "1",
+                                "DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
+                patch.setenv(f"AWS_{name}", value)
+            patch.setattr(s3fs.S3FileSystem, "retries", 1)
+            s3fs.S3FileSystem.clear_instance_cache()
+            fsspec.filesystem("s3").mkdir("bucket")
+            yield running
+            s3fs.S3FileSystem.clear_instance_cache()
+        endpoint.stop()
+
+
+def a_checkpoint(folder, step, fill=b""):
+    """A complete checkpoint as the trainer leaves it; `fill` changes the content but not the sizes."""
+    target = folder / f"step-{step:06d}"
+    files.partial_of(target).mkdir(parents=True)
+    for name, content in CONTENT.items():
+        (files.partial_of(target) / name).write_bytes(fill + content[len(fill):])
+    files.publish(files.partial_of(target), target, step, {"reward_mean": 0.5})
+    return target
+
+
+def read_there(place, name):
+    """(marker, content of every file) of a published checkpoint that a reader would take, else None."""
+    complete, _ = store.survey(place)
+    if name not in complete:
+        return None
+    s3, root = fsspec.core.url_to_fs(place)
+    return complete[name], {file: s3.cat_file(f"{root}/{name}/{file}") for file in complete[name]["files"]}
+
+
+def must_be_whole(found, *checkpoints):
+    """What a reader finds is one of these checkpoints, byte for byte, in no mixture."""
+    marker, content = found
+    [of] = [one for one in checkpoints if files.read_marker(one)["id"] == marker["id"]]
+    assert content == {name: (of / name).read_bytes() for name in CONTENT}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_failing_request_makes_half_a_checkpoint_look_complete(proxy, tmp_path, fault):
+    """Also where an older checkpoint of the same step, with files of the same sizes, is there: a redone step's."""
+    old, new = a_checkpoint(tmp_path / "old", 4), a_checkpoint(tmp_path / "new", 4, b"redone")
+    place = f"s3://bucket/{tmp_path.name}"
+    number, failed = 0, 0
+    while True:
+        proxy.heal()
+        store.upload(old, f"{place}/{old.name}")
+        proxy.spoil(fault, number)
+        try:
+            store.upload(new, f"{place}/{new.name}")
+            message = ""
+        except CheckpointError as error:
+            failed, message = failed + 1, str(error)
+        assert not message or re.match(rf"publishing .* {place}/{new.name} \(checkpoint\.path\) failed: .", message)
+        requests = len(proxy.requests)
+        proxy.heal()
+        if (found := read_there(place, new.name)) is not None:
+            must_be_whole(found, old, new)
+        store.upload(new, f"{place}/{new.name}")  # the next attempt
+        must_be_whole(read_there(place, new.name), new)
+        number += 1
+        if requests < number:  # the fault would come after the last request
+            break
+    assert number > 8  # look, delete the marker, four files, look, marker
+    assert failed >= number - 2
+
+
+@pytest.mark.parametrize("fault", ["refuse", "lose answer"])
+def test_retention_that_fails_half_way_leaves_no_half_checkpoint_and_is_made_up_for(proxy, tmp_path, fault):
+    steps = [a_checkpoint(tmp_path / "run", step) for step in (2, 4, 6)]
+    number = 0
+    while True:
+        place = f"s3://bucket/{tmp_path.name}/{number}"
+        proxy.heal()
+        for step in steps:
+            store.upload(step, f"{place}/{step.name}")
+        proxy.spoil(fault, number)
+        try:
+            store.prune(place, 1, 0)
+            message = ""
+        except CheckpointError as error:
+            message = str(error)
+        assert not message or place in message
+        done = len(proxy.requests) <= number
+        proxy.heal()
+        for name in store.survey(place)[0]:
+            must_be_whole(read_there(place, name), *steps)
+        assert steps[-1].name in store.survey(place)[0]
+        store.prune(place, 1, 0)
+        s3, root = fsspec.core.url_to_fs(place)
+        assert {name.removeprefix(f"{root}/").partition("/")[0] for name in s3.find(root)} == {steps[-1].name}
+        number += 1
+        if done:
+            break
+    assert not message
+    assert number > 6
+
+
+@pytest.mark.parametrize("name", sorted(CONTENT))
+def test_a_flipped_byte_is_found_by_file_name(proxy, tmp_path, name):
+    proxy.heal()
+    checkpoint = a_checkpoint(tmp_path / "run", 2)
+    place = f"s3://bucket/{tmp_path.name}"
+    store.upload(checkpoint, f"{place}/{checkpoint.name}")
+    damaged = bytearray(CONTENT[name])
+    damaged[len(damaged) // 2] ^= 0x10
+    (checkpoint / name).write_bytes(damaged)
+    assert files.complete(checkpoint)  # by names and sizes
+    with pytest.raises(CheckpointError, match=rf"step-000002: {name} is not the file that _SUCCESS\.json was written for"):
+        files.check(checkpoint)
+    s3, root = fsspec.core.url_to_fs(place)
+    s3.pipe_file(f"{root}/{checkpoint.name}/{name}", bytes(damaged))
+    marker = store.survey(place)[0][checkpoint.name]
+    with pytest.raises(CheckpointError, match=rf"{place}/step-000002: {name} is not the file"):
+        store.download(place, checkpoint.name, marker, tmp_path / "fetched")
+    assert not files.complete(tmp_path / "fetched" / checkpoint.name)
+
+
+def test_the_marker_has_a_checksum_of_every_file(tmp_path):
+    marker = json.loads((a_checkpoint(tmp_path, 2) / "_SUCCESS.json").read_text())
+    small = {name: hashlib.sha256(CONTENT[name]).hexdigest() for name in (".metadata", "state.json")}
+    assert marker["sha256"] == small
+    assert marker["xxh3_128"] == {name: xxhash.xxh3_128_hexdigest(CONTENT[name]) for name in ("__0_0.distcp", "__1_0.distcp")}

@@ -1,0 +1,277 @@
+"""Runs on real servers that lose their processes in turn, or are cancelled: nothing is lost, nothing is done twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT, launch, overrides, wait_for
+
+from engine.run_folder import read_lines, write_atomically
+from engine.trainer.checkpoint_files import latest, step_of
+from tasks.services import post
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(3000)]
+
+PATIENCE_S = 600.0
+"""Longest wait for anything; a quiet machine needs a tenth."""
+
+METRONOME = [sys.executable, "-m", "flows.cli"]
+STEPS = 60
+SLOW_S, CRAWL_S = 0.25, 5.0
+"""Seconds that a group's reward takes, four times a step: training, and training while a server starts."""
+SWEEP = "import time; time.sleep(20); from tasks import watchdog; watchdog.sweep(15)"
+"""A restarted server may have lost the event of the crash; what the watchdog does every minute."""
+REWARD = """
+import time
+
+def reward(prompt, responses):
+    with open({brake!r}) as brake:
+        time.sleep(float(brake.read()))  # the numbers do not depend on it
+    return [sum(token % 2 == 0 for token in r.token_ids) / max(1, len(r.token_ids)) for r in responses]
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Run folders, and a reward that is as slow as the file `brake` says, so that a kill falls into training."""
+    folder = tmp_path_factory.mktemp("crashes")
+    (folder / "reward.py").write_text(REWARD.format(brake=str(folder / "brake")))
+    slow_down(folder, SLOW_S)
+    return folder
+
+
+def slow_down(place, seconds):
+    """Seconds that a group's reward takes from now on."""
+    write_atomically(place / "brake", str(seconds))
+
+
+@pytest.fixture(scope="module")
+def small(place, tiny_model, problems):
+    """Settings under which a run's numbers depend on nothing but its seed."""
+    return {
+        "run.output": str(place), "model.path": str(tiny_model), "data.train": str(problems), "data.heldout": str(problems),
+        "reward.function": f"{place / 'reward.py'}:reward", "reward.timeout_s": 60, "rollout.group_size": 4,
+        "rollout.max_new_tokens": 8,
+        "rollout.max_context": 64, "rollout.deterministic": True, "train.consume": "prompt_order", "train.steps": STEPS,
+        "train.prompts_per_step": 4, "train.learning_rate": 1e-3, "algorithm.old_policy": "previous", "algorithm.kl_coef": 0.01,
+        "checkpoint.every": 2, "evaluate.problems": 2, "evaluate.max_new_tokens": 4,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small, place):
+    """Final weights of the run that nothing happens to."""
+    slow_down(place, 0)
+    code, output = launch(small | {"run.name": "undisturbed"}, place)
+    slow_down(place, SLOW_S)
+    assert code == 0, output
+    return weights(place / "undisturbed")
+
+
+@pytest.fixture(scope="module")
+def deployed(services, environment):
+    """The API's URL once the deployments are there and crashed runs are resumed soon."""
+    quickly = "from tasks import watchdog; watchdog.install(delay_s=10.0)"
+    for command in ([*METRONOME, "deploy"], [sys.executable, "-c", quickly]):
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return environment["PREFECT_API_URL"]
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "policy/model.safetensors")
+
+
+def same(one, other):
+    import torch
+
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def start(api, settings):
+    """A flow run of the deployment `pipeline`, as the UI's form starts it; its id."""
+    found = {one["name"]: one["id"] for one in patiently(post, f"{api}/deployments/filter", {})}
+    parameters = {"overrides": overrides(settings)}
+    return patiently(post, f"{api}/deployments/{found['pipeline']}/create_flow_run", {"parameters": parameters})["id"]
+
+
+def state(api, run):
+    def read():
+        with urllib.request.urlopen(f"{api}/flow_runs/{run}", timeout=30) as reply:
+            return json.load(reply)["state"]
+
+    return patiently(read)
+
+
+def patiently(call, *arguments, timeout_s=120.0):
+    """A request to the Prefect server, again while its SQLite is locked (503) or it starts, as its own clients do."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return call(*arguments)
+        except OSError as error:  # urllib's errors are
+            if time.monotonic() > deadline or getattr(error, "code", 503) != 503:
+                raise
+        time.sleep(1.0)
+
+
+def processes(run):
+    """All processes of a flow run by process id: each inherits the environment of its flow."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("PREFECT__FLOW_RUN_ID") == run and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+    return found
+
+
+def kill(run, part):
+    """kill -9 of the one process of the run whose command line has `part`."""
+    [pid] = [pid for pid, command in processes(run).items() if part in command]
+    os.kill(pid, signal.SIGKILL)
+
+
+def last_step(folder):
+    return max((row["step"] for row in read_lines(folder / "steps.jsonl")), default=-1)
+
+
+def wait_for_training(folder, api, run, timeout_s=PATIENCE_S):
+    """Until two more steps are finished, of which one is in a checkpoint, with at least ten still to come."""
+    before = last_step(folder)
+
+    def moved():
+        assert state(api, run)["type"] not in ("FAILED", "CANCELLED", "COMPLETED"), state(api, run)
+        return last_step(folder) > before + 1
+
+    wait_for(moved, f"two steps after step {before}", timeout_s)
+    assert last_step(folder) < STEPS - 10, "the run is nearly through: what follows would not fall into training"
+
+
+def file_number(folder):
+    return (folder / "steps.jsonl").stat().st_ino
+
+
+def wait_for_resume(folder, killed_in, api, run, timeout_s=PATIENCE_S):
+    """Until the run was started again (its trainer has cut steps.jsonl, so it is another file) and trains."""
+    wait_for(lambda: file_number(folder) != killed_in, "the run to be started again", timeout_s)
+    wait_for_training(folder, api, run)
+
+
+def test_every_process_of_a_run_may_die(deployed, services, environment, small, place, undisturbed):
+    api, folder = deployed, place / "killed"
+    worker = services.worker("cpu", "mortal")
+    run = start(api, small | {"run.name": "killed"})
+    wait_for_training(folder, api, run)
+    for part in ("engine.trainer.rank", "engine.launch", "prefect.engine"):
+        killed_in = file_number(folder)
+        kill(run, part)
+        wait_for_resume(folder, killed_in, api, run)
+
+    services["prefect"].kill()
+    before = last_step(folder)
+    wait_for(lambda: last_step(folder) > before + 1, "two steps without a Prefect server", PATIENCE_S)
+    slow_down(place, CRAWL_S)  # it takes a while to be back
+    services["prefect"].start()
+    services["prefect"].wait()
+    slow_down(place, SLOW_S)
+
+    killed_in = file_number(folder)
+    worker.kill()
+    wait_for(lambda: not processes(run), "the end of a flow without a worker", PATIENCE_S)
+    assert last_step(folder) < STEPS - 5
+    services.worker("cpu", "successor")
+    subprocess.run([sys.executable, "-c", SWEEP], env=environment, cwd=ROOT, check=True, timeout=PATIENCE_S)
+    wait_for(lambda: file_number(folder) != killed_in, "the run to be started again", PATIENCE_S)
+    slow_down(place, 0)
+    wait_for(lambda: state(api, run)["type"] == "COMPLETED", "the end of the run", PATIENCE_S)
+    slow_down(place, SLOW_S)
+
+    assert same(weights(folder), undisturbed)
+    assert [row["step"] for row in read_lines(folder / "steps.jsonl")] == list(range(STEPS))
+    assert len(list(read_lines(folder / "evaluations.jsonl"))) == 2  # before and after, though the flow began three times
+    check_mlflow(environment["MLFLOW_TRACKING_URI"], folder)
+
+
+def check_mlflow(uri, folder):
+    """One run, and every key of steps.jsonl exactly once at every step."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiments = [one.experiment_id for one in client.search_experiments()]
+    [run] = client.search_runs(experiments, f"attributes.run_name = '{folder.name}'")
+    assert run.info.status == "FINISHED"
+    rows = list(read_lines(folder / "steps.jsonl"))
+    for key in ("reward_mean", "loss", "grad_norm", "step_s", "learning_rate"):
+        counted = Counter(point.step for point in client.get_metric_history(run.info.run_id, key))
+        assert counted == Counter(row["step"] for row in rows), key
+
+
+def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, environment, small, place, undisturbed):
+    api, folder = deployed, place / "cancelled"
+    services.worker("cpu", "third")
+    settings = small | {"run.name": "cancelled", "checkpoint.every": 0}
+    run = start(api, settings)
+    wait_for_training(folder, api, run)
+    assert len(processes(run)) >= 5  # flow, launcher, instance, agent, rank
+    asked = time.monotonic()
+    patiently(post, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+    wait_for(lambda: not processes(run), "the end of all processes of a cancelled run", 15)
+    print(f"no process is left {time.monotonic() - asked:.1f} s after the cancel")
+    wait_for(lambda: state(api, run)["type"] == "CANCELLED", "the state CANCELLED", PATIENCE_S)
+    done = last_step(folder) + 1
+    assert step_of(latest(folder / "checkpoints")) == done < STEPS  # it is there because of the cancel: checkpoint.every is 0
+
+    slow_down(place, 0)
+    sets = [part for override in overrides(settings) for part in ("--set", override)]
+    again = subprocess.run([*METRONOME, "run", "--resume", *sets], env=environment, cwd=ROOT, capture_output=True, text=True,
+                           timeout=PATIENCE_S)  # fmt: skip
+    slow_down(place, SLOW_S)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert same(weights(folder), undisturbed)
+    assert [row["step"] for row in read_lines(folder / "steps.jsonl")] == list(range(STEPS))
+    check_mlflow(environment["MLFLOW_TRACKING_URI"], folder)
+
+
+def test_a_run_that_gets_no_further_ends_with_the_reason(environment, small, place):
+    """Its launcher is killed whenever it has started; two attempts are allowed, no checkpoint comes of them."""
+    settings = small | {"run.name": "hopeless", "run.resumes": 1, "checkpoint.every": 0}
+    sets = [part for override in overrides(settings) for part in ("--set", override)]
+    flow = subprocess.Popen([*METRONOME, "run", *sets], env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        killed = set()
+        while flow.poll() is None:
+            for child in psutil.Process(flow.pid).children():
+                if child.pid not in killed and "engine.launch" in " ".join(child.cmdline()):
+                    time.sleep(1.0)
+                    child.kill()
+                    killed.add(child.pid)
+            time.sleep(0.2)
+        message = flow.stderr.read()
+    finally:
+        flow.kill()
+        flow.wait()
+    assert len(killed) == 2
+    assert flow.returncode == 1
+    assert "the training of run hopeless was started 2 times from the same point" in message
+    assert "SIGKILL" in message
+    assert "run.resumes = 1" in message
+
+
+def test_the_automations_are_as_the_documentation_says():
+    said = Path(ROOT / "docs/operations.md").read_text()
+    from tasks import watchdog
+
+    for automation in watchdog.automations():
+        assert automation.name in said

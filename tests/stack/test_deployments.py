@@ -1,0 +1,179 @@
+"""A team's day on real servers: deploy, start a training, watch it end, find everything where it belongs."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import pytest
+from conftest import ROOT, overrides
+
+from tasks.services import BUCKET, post
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+
+PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
+METRONOME = [sys.executable, "-m", "flows.cli"]
+
+
+def call(command, environment, timeout=300, cwd=ROOT):
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def flow_runs(api, deployment):
+    found = {one["name"]: one["id"] for one in post(f"{api}/deployments/filter", {})}
+    rows = post(f"{api}/flow_runs/filter", {"deployments": {"id": {"any_": [found[deployment]]}}, "sort": "START_TIME_DESC"})
+    return {row["id"]: row for row in rows}
+
+
+def wait_for_runs(api, deployment, state, timeout_s=240.0):
+    """The first flow run of a deployment in a state; a run that ends otherwise fails the test with Prefect's reason."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        rows = list(flow_runs(api, deployment).values())
+        for row in rows:
+            if row["state_type"] == state:
+                return row
+            assert row["state_type"] not in ("FAILED", "CRASHED", "CANCELLED"), row["state"]
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {deployment} {state}: {[r['state'] for r in rows]}"
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def deployed(services, environment, tiny_model, problems, tmp_path_factory):
+    """(API URL, overrides, folder) once a very small recipe is deployed, twice, and a worker serves it."""
+    folder = tmp_path_factory.mktemp("runs")
+    small = {
+        "run.output": str(folder), "model.path": str(tiny_model), "data.train": str(problems), "data.heldout": str(problems),
+        "reward.function": f"{ROOT / 'tests/rewards.py'}:even", "rollout.group_size": 4, "rollout.max_new_tokens": 8,
+        "rollout.max_context": 64, "train.steps": 2, "train.prompts_per_step": 4, "evaluate.problems": 4,
+        "evaluate.max_new_tokens": 8, "checkpoint.every": 1, "checkpoint.path": f"s3://{BUCKET}/checkpoints",
+    }  # fmt: skip
+    sets = [part for override in overrides(small) for part in ("--set", override)]
+    for _ in range(2):
+        said = call([*METRONOME, "deploy", *sets, "--timezone", "Asia/Shanghai", "--npus", "16"], environment)
+        assert "nightly" in said
+        assert "Asia/Shanghai" in said
+    services.worker("cpu", "day")
+    return environment["PREFECT_API_URL"], overrides(small), folder
+
+
+def test_a_second_deploy_makes_nothing_twice(deployed):
+    api, *_ = deployed
+    deployments = [one["name"] for one in post(f"{api}/deployments/filter", {})]
+    assert sorted(deployments) == sorted(set(deployments))
+    assert len(deployments) == 9
+    automations = [one["name"] for one in post(f"{api}/automations/filter", {})]
+    assert sorted(automations) == sorted(set(automations))
+    [nightly] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "nightly"]
+    assert len(nightly["schedules"]) == 1
+    assert nightly["schedules"][0]["schedule"]["timezone"] == "Asia/Shanghai"
+    limits = post(f"{api}/v2/concurrency_limits/filter", {})
+    assert {one["name"]: one["limit"] for one in limits}["ascend-npus"] == 16
+
+
+def test_the_form_of_a_deployment(deployed):
+    api, *_ = deployed
+    [pipeline] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
+    schema = pipeline["parameter_openapi_schema"]
+    assert schema["properties"]["continue_from"]["enum"] == ["base", "latest", "champion"]
+    assert all(field.get("description") for field in schema["properties"].values()), schema["properties"]
+    settings = schema["definitions"]["Settings"]["properties"]
+    assert all(field["description"] and field["title"] for field in settings.values())
+    assert {"type": "integer", "exclusiveMinimum": 0} in settings["steps"]["anyOf"]
+    assert settings["mode"]["anyOf"][0]["enum"] == ["sync", "periodic", "one_step_off", "bounded"]
+
+
+def test_the_scheduler_shows_tomorrows_nightly_run(deployed):
+    api, *_ = deployed
+    deadline = time.monotonic() + 90
+    while not (rows := flow_runs(api, "nightly")):
+        assert time.monotonic() < deadline, "waited 90 s for the scheduler"
+        time.sleep(1)
+    times = sorted(datetime.fromisoformat(row["expected_start_time"]) for row in rows.values())
+    local = [one.astimezone(ZoneInfo("Asia/Shanghai")) for one in times]
+    assert {(one.hour, one.minute) for one in local} == {(22, 0)}
+    assert times[0] - datetime.now(UTC) <= timedelta(days=1)
+    assert times[1] - times[0] == timedelta(days=1)
+
+
+def test_a_run_from_the_form_to_its_evaluation(deployed, environment):
+    api, _, folder = deployed
+    settings = json.dumps({"name": "day", "learning_rate": 0.001})
+    command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
+    call(command, environment, 400)
+    wait_for_runs(api, "pipeline", "COMPLETED")
+    wait_for_runs(api, "evaluate", "COMPLETED")  # nobody asked for it: the automation did
+    steps = [json.loads(line) for line in (folder / "day/steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps] == [0, 1]
+    assert steps[0]["learning_rate"] == 0.001
+    evaluations = [json.loads(line) for line in (folder / "day/evaluations.jsonl").read_text().splitlines()]
+    assert [row["weight_version"] for row in evaluations] == [0, 2, 2]
+    _check_mlflow(environment["MLFLOW_TRACKING_URI"])
+    _check_s3(environment, folder)
+
+
+@pytest.mark.slow
+def test_instances_of_the_rollout_pool_train_a_run(deployed, environment, services):
+    """The run starts no instance itself: without those that the pool's worker joins to it there is not one response."""
+    api, _, folder = deployed
+    parameters = {"settings": {"name": "pooled"}, "on_rollout_pool": 1, "continue_from": "latest"}
+    given = [part for name, value in parameters.items() for part in ("--param", f"{name}={json.dumps(value)}")]
+    [train] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "train"]
+    sets = [*train["parameters"]["overrides"], "rollout.instances=0", "rollout.wait_s=150"]
+    call([*PREFECT, "deployment", "run", "train/train", *given, "--param", f"overrides={json.dumps(sets)}", "--watch"],
+         environment, 400)  # fmt: skip
+    wait_for_runs(api, "train", "COMPLETED")
+    [instances] = flow_runs(api, "serve-rollouts").values()
+    assert instances["state_type"] in ("CANCELLING", "CANCELLED")  # with the training's end
+    assert len((folder / "pooled/steps.jsonl").read_text().splitlines()) == 2
+    assert "metronome-quickstart-1" in (folder / "pooled/config.toml").read_text()  # the policy that the other run registered
+
+
+def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):
+    """16 slots: one that holds 12 leaves none for one that wants 6, and that one waits with nothing in its hands."""
+    code = """
+from engine.errors import DeadlineError
+from tasks.devices import held
+with held(12):
+    try:
+        with held(6, wait_s=3):
+            print("both")
+    except DeadlineError as error:
+        print(error)
+    with held(4, wait_s=30):
+        print("the rest")
+"""
+    said = call([sys.executable, "-c", code], environment).splitlines()
+    assert said == ["6 slots of the limit ascend-npus were not free within 3 s", "the rest"]
+
+
+def _check_mlflow(uri):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    [run] = client.search_runs([one.experiment_id for one in client.search_experiments()], "attributes.run_name = 'day'")
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "reward_mean")
+    assert [(point.step) for point in history] == [0, 1]
+    [version] = client.search_model_versions("name = 'metronome-quickstart'")
+    assert version.run_id == run.info.run_id
+    assert any(name.endswith("avg_at_k") for name in run.data.metrics), run.data.metrics  # the evaluation's, in the same run
+
+
+def _check_s3(environment, folder):
+    import s3fs
+
+    store = s3fs.S3FileSystem(endpoint_url=environment["AWS_ENDPOINT_URL"], key=environment["AWS_ACCESS_KEY_ID"],
+                              secret=environment["AWS_SECRET_ACCESS_KEY"])  # fmt: skip
+    [marker] = [name for name in store.find(f"{BUCKET}/checkpoints/day") if name.endswith("_SUCCESS.json") and "2" in name]
+    files = json.loads(store.cat(marker))["files"]
+    assert all(store.exists(f"{os.path.dirname(marker)}/{name}") for name in files)
+    [here] = (folder / "day/policy").glob("*.safetensors")
+    assert store.cat(f"{os.path.dirname(marker)}/policy/{here.name}") == Path(here).read_bytes()

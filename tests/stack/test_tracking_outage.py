@@ -1,0 +1,94 @@
+"""A real MLflow server that is stopped in the middle of a run and brought back, or not."""
+
+import json
+import time
+
+import mlflow
+import pytest
+
+from engine.config import Config, Run, Tracking, Train
+from engine.errors import BadInput
+from tasks import recording, tracking
+from tasks.services import Services, free_port
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture(scope="module")
+def services(tmp_path_factory):
+    with Services(tmp_path_factory.mktemp("services"), prefect=None, s3=None) as found:
+        yield found
+
+
+@pytest.fixture
+def config(services, tmp_path):
+    before = mlflow.get_tracking_uri()
+    yield Config(run=Run(name="run", output=str(tmp_path)), train=Train(steps=10), tracking=Tracking(uri=services["mlflow"].url))
+    mlflow.set_tracking_uri(before)
+
+
+def do_step(config, step):
+    """What the launcher and the follower do."""
+    row = {"step": step, "loss": step / 10, "versions_seen": [step]}
+    config.folder.mkdir(exist_ok=True)
+    with (config.folder / "steps.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    tracking.log_step(row)
+
+
+def history(run_id):
+    return [(point.step, point.value) for point in mlflow.MlflowClient().get_metric_history(run_id, "loss")]
+
+
+def until(condition, what, timeout_s=60.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.1)
+
+
+def test_a_server_that_comes_back_gets_every_step_once(services, config, capsys):
+    server = services["mlflow"]
+    with tracking.tracked(config) as run_id:
+        do_step(config, 0)
+        until(lambda: history(run_id) == [(0, 0.0)], "step 0")
+        server.stop()
+        started = time.monotonic()
+        for step in (1, 2, 3):
+            do_step(config, step)
+        assert time.monotonic() - started < 1.0, "steps wait for the server"
+        until(lambda: "does not take" in (told := capsys.readouterr().err) and server.url in told, "the warning", 30.0)
+        server.start()
+        server.wait()
+        do_step(config, 4)
+        until(lambda: len(history(run_id)) == 5, "all steps")
+    assert history(run_id) == [(step, step / 10) for step in range(5)]
+    assert "answers again" in capsys.readouterr().err
+    assert mlflow.get_run(run_id).info.status == "FINISHED"
+    assert "steps.jsonl" in [item.path for item in mlflow.MlflowClient().list_artifacts(run_id)]
+
+
+def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_named(services, config, capsys, monkeypatch):
+    monkeypatch.setattr(recording, "FLUSH_S", 2.0)
+    server = services["mlflow"]
+    with tracking.tracked(config) as run_id:
+        do_step(config, 0)
+        until(lambda: history(run_id) == [(0, 0.0)], "step 0")
+        server.stop()
+        for step in (1, 2):
+            do_step(config, step)
+    told = capsys.readouterr().err
+    assert "has not got: metrics of step 1 to 2" in told
+    assert "steps.jsonl" in told
+    assert "still shows this run as RUNNING, which is FINISHED" in told
+    server.start()
+    server.wait()
+    assert history(run_id) == [(0, 0.0)]
+
+
+def test_a_server_that_does_not_answer_at_the_start_is_bad_input(config):
+    other = config.model_copy(update={"tracking": Tracking(uri=f"http://127.0.0.1:{free_port()}")})
+    started = time.monotonic()
+    with pytest.raises(BadInput, match=r"tracking\.uri = 'http://127\.0\.0\.1"), tracking.tracked(other):
+        pass
+    assert time.monotonic() - started < 30

@@ -1,0 +1,76 @@
+import random
+
+from engine.data.overlap import Index, common, runs, share, words
+from engine.data.problems import Row
+
+AIME = ("Let $x$, $y$ and $z$ all exceed $1$ and let $w$ be a positive number such that $\\log_x w = 24$, $\\log_y w = 40$ and "
+        "$\\log_{xyz} w = 12$. Find $\\log_z w$.")
+
+
+def row(problem, where="set.json, row 1"):
+    return Row(problem, "1", {}, where)
+
+
+def find(training, *evaluation):
+    return Index(row(text, f"benchmark, row {n}") for n, text in enumerate(evaluation, 1)).find(row(training))
+
+
+def test_copies_in_other_words_of_latex_are_found():
+    copy = AIME.replace("$x$, $y$ and $z$ all", "$ x $, $ y $,  and $z$   ALL").replace("\\log_x w = 24", "{\\log_{x} w} = 24")
+    found = find(copy, "What is 1 + 1?", AIME)
+    assert found is not None
+    assert found.other.where == "benchmark, row 2"
+    assert found.share > 0.95
+    assert find(AIME + " Give the answer as a single positive whole number.", AIME) is not None
+
+
+def test_a_phrase_that_many_problems_share_is_none():
+    ending = "can be written as $\\frac{m}{n}$, where $m$ and $n$ are relatively prime positive integers. Find $m+n$."
+    one = f"The probability that six thrown dice show the same number, or five of them show a seven, {ending}"
+    other = f"In a triangle with angles of forty and of sixty degrees the ratio of the longest side to the shortest {ending}"
+    assert runs(words(one)) & runs(words(other))
+    assert find(one, other) is None
+
+
+def test_other_numbers_in_one_template_are_another_problem():
+    template = "Tom has {} apples and buys {} more at the market before he gives half of his apples to his sister. How many?"
+    assert find(template.format(5, 7), template.format(5, 9)) is None
+    assert find(template.format(5, 7), template.format(5, 7)) is not None
+
+
+def test_short_problems_overlap_when_their_words_are_equal():
+    assert find("1 + 2 =", "1+2=") is not None
+    assert find("1 + 2 =", "1 - 2 =") is None
+    assert find("1+2=", "12=") is None
+    assert find("", "") is None
+
+
+def test_drawings_do_not_count():
+    drawing = "[asy] draw((0,0)--(1.5,7)--cycle); label(\"$A$\", (3,4), N); [/asy]"
+    assert find(f"{AIME} {drawing}", AIME) is not None
+    assert words(f"a {drawing} b") == ["a", "b"]
+
+
+def test_fractions_spelled_in_three_ways_are_the_same_words():
+    assert words("\\frac12 x") == words("\\dfrac{1}{2}x") == words("$\\tfrac{1}{2} x$") == ["frac", "1", "2", "x"]
+
+
+def slow_common(one, other):
+    row_above = [0] * (len(other) + 1)
+    for a in one:
+        above, row_above = row_above, [0]
+        for n, b in enumerate(other):
+            row_above.append(above[n] + 1 if a == b else max(above[n + 1], row_above[n]))
+    return row_above[-1]
+
+
+def test_common_subsequence_by_bits_is_that_of_the_textbook():
+    draw = random.Random(0)
+    for _ in range(200):
+        one, other = (["abcdef"[draw.randrange(6)] for _ in range(draw.randrange(40))] for _ in range(2))
+        assert common(one, other) == slow_common(one, other)
+
+
+def test_share_is_of_the_shorter():
+    assert share(["a", "b"], ["a", "x", "b", "y"]) == 1.0
+    assert share(["a", "b", "3"], ["a", "b", "4"]) == 0.0

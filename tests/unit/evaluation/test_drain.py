@@ -1,0 +1,126 @@
+"""Evaluation at a drain, over real sockets with a scripted instance: when weights may move, what is cut, what is refused."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from scripted import Scripted, until
+
+from engine.config import Config
+from engine.errors import StaleRolloutError
+from engine.evaluation import drain
+from engine.evaluation.drain import DrainEvaluation
+from engine.rollout.pool import Pool
+from engine.rollout.service import Service
+from engine.rollout.tokens import Tokens
+from engine.run_folder import RunFolder, read_lines
+
+
+@pytest.fixture
+def world(tmp_path, tiny_model, problems):
+    """An instance that serves a version, and the evaluation of a run of ten steps on it: 6 problems, 2 samples."""
+
+    @contextlib.asynccontextmanager
+    async def begin(version=0, delay_s=0.0, **evaluate):
+        config = Config.model_validate({
+            "run": {"name": "run", "output": str(tmp_path)}, "model": {"path": str(tiny_model)}, "train": {"steps": 10},
+            "data": {"train": str(problems), "heldout": str(problems)},
+            "rollout": {"max_context": 64, "max_new_tokens": 16, "timeout_s": 10},
+            "evaluate": {"every": 2, "problems": 6, "samples": 2, "max_wait_s": 20, **evaluate},
+        })  # fmt: skip
+        folder = RunFolder(config.folder)
+        folder.create(config, resume=False)
+        scripted, notified = Scripted(version), asyncio.Event()
+        scripted.delay_s = delay_s
+
+        async def notify():
+            notified.set()
+
+        async with scripted.serving() as url:
+            pool = Pool(config, tiny_model, folder.path)
+            await pool.connect()
+            pool.enter("one", url)
+            evaluation = DrainEvaluation(config, folder, Service(pool, None, Tokens(tiny_model), None), notify)
+            evaluation.begin(0)
+            try:
+                yield evaluation, folder, scripted, notified
+                evaluation.check()
+            finally:
+                await evaluation.close()
+                await pool.close()
+
+    return begin
+
+
+def rows(folder):
+    return list(read_lines(folder.evaluations))
+
+
+async def test_weights_wait_until_the_last_response_is_in_and_not_for_its_scores(world):
+    async with world(version=4, delay_s=0.3) as (evaluation, folder, scripted, notified):
+        assert evaluation.may_move()
+        evaluation.drained(4)
+        assert not evaluation.may_move()
+        await until(evaluation.may_move, "the responses")
+        assert len(scripted.seeds) == 12
+        assert notified.is_set()
+        await evaluation.finish()
+        (row,) = rows(folder)
+        assert (row["weight_version"], row["in_run"], row["problems"], row["samples"]) == (4, True, 6, 2)
+        assert 0.3 <= row["exposed_s"] <= row["seconds"]
+
+
+async def test_what_nobody_waits_for_costs_nothing(world):
+    async with world(version=2) as (evaluation, folder, _, _):
+        evaluation.drained(2)
+        await evaluation.finish()
+        assert evaluation.may_move()
+        assert rows(folder)[0]["exposed_s"] == 0
+
+
+async def test_only_due_steps_and_each_once(world):
+    async with world() as (evaluation, folder, scripted, _):
+        evaluation.drained(0)
+        await evaluation.finish()
+        evaluation.drained(0)  # the step is redone
+        await evaluation.finish()
+        for step in (1, 9):  # not due; the last
+            evaluation.drained(step)
+            assert evaluation.may_move()
+        assert len(scripted.seeds) == 12
+        assert [row["weight_version"] for row in rows(folder)] == [0]
+
+
+async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
+    async with world(delay_s=60, max_wait_s=0.2) as (evaluation, folder, scripted, _):
+        evaluation.drained(0)
+        await until(lambda: scripted.running, "requests")
+        assert not evaluation.may_move()
+        began = asyncio.get_running_loop().time()
+        await until(evaluation.may_move, "the cut")
+        assert 0.1 < asyncio.get_running_loop().time() - began < 5
+        await until(lambda: not scripted.running, "the end of its requests")
+        (lost,) = read_lines(drain.dropped(folder))
+        assert lost["reason"] == "0 of 12 responses were in when training had waited 0.2 s for them (evaluate.max_wait_s)"
+        assert lost["exposed_s"] >= 0.2
+        assert rows(folder) == []
+
+
+async def test_responses_of_other_weights_are_refused(world):
+    async with world(version=3) as (evaluation, folder, _, _):
+        evaluation.drained(4)
+        await evaluation.finish()
+        (lost,) = read_lines(drain.dropped(folder))
+        assert lost["reason"].startswith(f"{StaleRolloutError.__name__}: evaluation of weight version 4, prompt ")
+        assert lost["reason"].endswith("of one: sampled from version 3")
+        assert rows(folder) == []
+
+
+def test_a_run_that_goes_back_forgets_what_it_evaluated_later(tmp_path):
+    folder = RunFolder(tmp_path)
+    inside = [{"weight_version": version, "in_run": True} for version in (2, 4)]
+    made = [{"weight_version": 0}, *inside, {"weight_version": 9}]
+    folder.evaluations.write_text("".join(json.dumps(row) + "\n" for row in made))
+    drain.cut(folder, 2)
+    assert [row["weight_version"] for row in rows(folder)] == [0, 2, 9]

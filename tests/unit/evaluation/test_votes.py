@@ -1,0 +1,63 @@
+r"""Majority votes, with the real math verifier in its worker deciding which answers are equal."""
+
+import random
+
+import pytest
+
+from engine.evaluation.votes import Majority, majorities
+from engine.reward.workers import VerifierPool
+from engine.types import Group, Prompt, Response, Score
+
+
+def response(text):
+    return Response((), (), (), (), "stop", text, 0, "")
+
+
+async def voted(texts, answer, reward="math"):
+    """The vote over responses with these texts, scored by the verifier itself."""
+    prompt = Prompt("id", "", answer, ())
+    async with VerifierPool(reward) as verifier:
+        scores = await verifier.score(prompt, [response(text) for text in texts])
+        group = Group(0, 0, prompt, tuple(map(response, texts)), tuple(scores))
+        found = await majorities([group], reward, verifier)
+    return found[0]
+
+
+def boxed(*answers):
+    return [f"so \\boxed{{{answer}}}" for answer in answers]
+
+
+async def test_equal_answers_are_counted_together_however_they_are_spelled():
+    right = boxed("\\frac{1}{2}", "0.5", "1/2", "3", "3", "\\frac{6}{2}")
+    found = await voted([*right, "no answer at all"], "\\frac12")
+    assert (found.votes, found.tied, found.value) == (3, 2, 0.5)  # three for 1/2, three for 3, one abstains
+    wrong = await voted(boxed("0.25", "\\frac14", "\\frac{2}{8}", "\\frac12", "0.5"), "\\frac12")
+    assert (wrong.answer, wrong.votes, wrong.tied, wrong.value) == ("0.25", 3, 1, 0.0)
+
+
+async def test_a_vote_of_marked_answers():
+    assert await voted(["1+1#2", "#2", "#3", "#4"], "2", "exact") == Majority("2", 2, 1, 1.0)
+    assert await voted(["#3", "#3", "#2", "#4"], "2", "exact") == Majority("3", 2, 1, 0.0)
+    assert await voted(["#5", "#3", "#2"], "2", "exact") == Majority("5", 1, 3, pytest.approx(1 / 3))
+
+
+async def test_nobody_votes():
+    assert await voted(["", "I don't know"], "2") == Majority("", 0, 0, 0.0)
+
+
+async def test_a_reward_whose_answers_cant_be_read_has_no_vote():
+    assert await majorities([], "mine.py:reward", None) is None
+
+
+async def test_the_worth_of_a_tie_is_the_mean_over_draws_among_the_tied():
+    draw = random.Random(0)
+    for _ in range(20):
+        answers = [str(draw.randrange(3)) for _ in range(5)]
+        counts = {answer: answers.count(answer) for answer in answers}
+        top = [answer for answer, count in counts.items() if count == max(counts.values())]
+        prompt = Prompt("id", "", "1", ())
+        scores = tuple(Score(float(answer == "1")) for answer in answers)
+        group = Group(0, 0, prompt, tuple(response(f"#{answer}") for answer in answers), scores)
+        (found,) = await majorities([group], "exact", None)
+        assert found.value == pytest.approx(top.count("1") / len(top))
+        assert found.votes == max(counts.values())

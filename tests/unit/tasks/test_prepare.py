@@ -1,0 +1,67 @@
+import json
+
+import mlflow
+import pytest
+
+from engine.config import Config, Run
+from engine.data import prepared
+from engine.recipe import load
+from tasks import tracking
+from tasks.datasets_log import log_datasets
+from tasks.prepare import _settings, describe, page, prepare
+
+
+@pytest.fixture
+def config(tmp_path):
+    rows = [{"problem": f"{n}+1=", "answer": str(n + 1), "difficulty": 1} for n in range(60)]
+    rows.append({"problem": "a | b", "answer": None})
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    (tmp_path / "heldout.json").write_text(json.dumps(rows[:3]))
+    keys = {"data.train": tmp_path / "train.json", "data.heldout": tmp_path / "heldout.json", "run.output": tmp_path}
+    return load(None, ["run.name=mine", *(f"{key}={value}" for key, value in keys.items())])
+
+
+def test_the_report_is_that_of_the_sets_that_the_run_trains_on(config):
+    found = prepare.fn(_settings(config), prepared.file_hashes(config), "code")
+    assert found["train"]["rows"] == len(prepared.training_problems(config).rows) == 57
+    assert found["train"]["skipped"] == {"no answer": 1, "in an evaluation set": 3}
+    assert describe(found) == "57 problems of 5 characters (4-5), 3 held out; skipped 3 × in an evaluation set, 1 × no answer"
+
+
+def test_the_page_shows_figures_reasons_and_overlaps(config):
+    text = page(prepare.fn(_settings(config), {}, ""))
+    assert "| rows | 57 | 3 |" in text
+    assert "| difficulty | 1: 57 | 1: 3 |" in text
+    assert "train.json, row 1 |" in text
+    assert "answer: no answer (found null" in text
+
+
+def test_the_cache_depends_on_what_changes_the_rows_and_on_nothing_else(config):
+    def settings(*overrides):
+        given = [f"data.train={config.data.train}", f"data.heldout={config.data.heldout}"]
+        return _settings(load(None, [*given, *overrides]))
+
+    base = settings()
+    assert settings("train.steps=3", "run.seed=5", "evaluate.samples=2", "run.name=other") == base
+    assert settings("reward.function=math") != base
+    assert settings("data.decontaminate=[]") != base
+    assert settings("evaluate.benchmark=other.json") != base
+    assert Config.model_validate(base).data == config.data
+    before = prepared.file_hashes(config)
+    with open(config.data.train, "a") as file:
+        file.write("\n")
+    after = prepared.file_hashes(config)
+    assert {path for path in before if before[path] != after[path]} == {config.data.train}
+
+
+def test_both_sets_are_inputs_of_the_mlflow_run(config):
+    found = prepare.fn(_settings(config), {}, "")
+    with tracking.tracked(config.model_copy(update={"run": Run(name="mine", output=config.run.output)})) as run:
+        log_datasets(found)
+    entries = mlflow.get_run(run).inputs.dataset_inputs
+    inputs = {tag.value: entry for entry in entries for tag in entry.tags if tag.key.endswith("context")}
+    assert set(inputs) == {"training", "evaluation"}
+    assert inputs["training"].dataset.name == "train.json"
+    assert inputs["training"].dataset.digest == found["train"]["version"][:32]
+    assert {tag.key: tag.value for tag in inputs["training"].tags}["rows"] == "57"
+    assert mlflow.get_run(run).data.tags["metronome.data_version"] == found["train"]["version"]

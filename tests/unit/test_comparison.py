@@ -1,0 +1,226 @@
+"""Runs side by side: the figures against sums done by hand, the verdict's words, the readers, the page."""
+
+import json
+import math
+import random
+import re
+
+import mlflow
+import pytest
+
+from engine.comparison import benchmarks, figures, page
+from engine.comparison.figures import Run, once
+from engine.comparison.verdict import differences, verdicts
+from engine.config import Config, Tracking, Train
+from engine.config import Run as RunTable
+from engine.errors import BadInput
+from engine.evaluation.figures import interval
+from engine.run_folder import RunFolder
+from tasks import tracking
+from tasks.compare import compare, from_folder, from_mlflow
+from tasks.evaluation_log import log_new
+
+
+def step(number, seconds=10.0, tokens=1000.0, reward=0.5, **more):
+    return {"step": number, "step_s": seconds, "tokens_per_s_per_device": tokens / seconds, "reward_mean": reward,
+            "sync_s": 1.0, "wait_s": 4.0, "train_s": 4.0, "update_s": 0.5, "rollout_s": 5.0, **more}  # fmt: skip
+
+
+def run(name="one", seconds=10.0, reward=0.5, noise=0.0, steps=40, seed=0, **more):
+    chance = random.Random(seed)
+    draws = [(chance.gauss(0, noise), chance.gauss(0, noise / 10)) for _ in range(steps)]
+    rows = [step(n, seconds * math.exp(slow), reward=reward + better) for n, (slow, better) in enumerate(draws)]
+    return Run(name, name, {"train.mode": name}, rows, **more)
+
+
+def evaluation(value, low, high, **more):
+    return {"step": 40, "weight_version": 40, "benchmark": "b", "problems": 100, "samples": 1, "avg_at_k": value, "ci_low": low,
+            "ci_high": high, **more}  # fmt: skip
+
+
+def test_speed_is_tokens_by_time_and_not_the_mean_of_speeds():
+    rows = [step(0, seconds=10, tokens=1000), step(1, seconds=90, tokens=1000)]
+    assert figures.speed(rows) == pytest.approx(2000 / 100)
+
+
+def test_a_steps_time_adds_up():
+    means = figures.breakdown(run())
+    assert sum(means[key] for key in (*figures.PARTS, "other_s")) == pytest.approx(means["step_s"])
+    assert means["other_s"] == pytest.approx(0.5)
+
+
+def test_of_a_redone_step_the_last_line_counts():
+    assert [row["step_s"] for row in once([step(0), step(1), step(2), step(1, seconds=7), step(2, seconds=8)])] == [10, 7, 8]
+
+
+def test_elapsed_time_of_a_run_whose_first_steps_are_missing_starts_there():
+    assert figures.elapsed(Run("x", "x", {}, [step(5), step(6)])) == {5: 10.0, 6: 20.0}
+
+
+def test_the_speed_interval_covers_the_true_ratio_as_often_as_it_says():
+    """200 pairs of runs with a true ratio of 1.25 and 20 % noise per step."""
+    hits = 0
+    for seed in range(200):
+        found = figures.speed_ratio(run(seconds=8, noise=0.2, seed=seed), run(noise=0.2, seed=1000 + seed), 0.95)
+        hits += found.low <= 1.25 <= found.high
+    assert 180 <= hits <= 199, hits
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(8.0, "was faster"), (12.5, "was slower"), (10.0, "no difference shown")])
+def test_the_verdict_on_speed(seconds, word):
+    found = verdicts([run("sync", noise=0.1), run("periodic", seconds, noise=0.1, seed=9)])[0]
+    assert word in found.sentences[0]
+    assert "periodic" in found.sentences[0]
+
+
+def test_few_steps_and_no_common_steps_give_no_interval():
+    few = verdicts([run("sync", steps=5), run("periodic", 8.0, steps=5)])[0]
+    assert "4 common steps after the warm-up are too few" in few.sentences[0]
+    late = Run("periodic", "p", {}, [step(n) for n in range(100, 120)])
+    none = verdicts([run("sync"), late])[0]
+    assert "no steps in common" in none.sentences[0]
+
+
+def test_missing_keys_leave_gaps_and_end_nothing(tmp_path):
+    bare = Run("bare", "bare", {}, [{"step": n} for n in range(20)])
+    found = page.write([run("sync"), bare], tmp_path / "page.html")
+    assert "no steps in common" in found[0].sentences[0]
+    assert page.summary([bare])[1][0][4:7] == ["unknown", "unknown", "unknown"]
+
+
+def test_a_paired_difference_sees_what_the_intervals_do_not():
+    """90 of 100 against 84 of 100, the 84 among the 90: unpaired no difference is shown, paired one is."""
+    means = [{str(n): float(n < right) for n in range(100)} for right in (84, 90)]
+    rows = [evaluation(0.84, 0.756, 0.899, table="t"), evaluation(0.90, 0.826, 0.945, table="t")]
+    tables = [run(name, evaluations=[row], tables={"t": found})
+              for name, row, found in zip(("sync", "periodic"), rows, means, strict=True)]
+    plain = [run(name, evaluations=[row]) for name, row in zip(("sync", "periodic"), rows, strict=True)]
+    assert "periodic was better" in verdicts(tables)[0].sentences[1]
+    assert "paired over 100 problems" in verdicts(tables)[0].sentences[1]
+    assert "no difference shown" in verdicts(plain)[0].sentences[1]
+    assert "unpaired" in verdicts(plain)[0].sentences[1]
+
+
+def test_the_difference_of_two_wilson_intervals_is_newcombes():
+    """Newcombe 1998, table II (a): 56/70 - 48/80 = 0.2, method 10 gives 0.0524 to 0.3339."""
+    wilson = [interval([1.0] * right + [0.0] * (n - right)) for right, n in ((56, 70), (48, 80))]
+    found = benchmarks.unpaired(evaluation(0.8, *wilson[0]), evaluation(0.6, *wilson[1]), 0.95)
+    assert (found.low, found.high) == (pytest.approx(0.0524, abs=1e-4), pytest.approx(0.3339, abs=1e-4))
+
+
+def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
+    base = {**evaluation(0.1, 0.05, 0.2), "step": 0, "weight_version": 0}
+    assert benchmarks.difference(run(evaluations=[base]), run(evaluations=[base]), "b", 0.95) is None
+    twice = [evaluation(0.5, 0.4, 0.6), evaluation(0.6, 0.5, 0.7)]
+    assert benchmarks.last(run(evaluations=twice), "b")["avg_at_k"] == 0.6, "evaluated again: the newest counts"
+    late = {**evaluation(0.5, 0.4, 0.6), "step": 30, "weight_version": 30}
+    found = verdicts([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
+    assert "Careful: after 40 and 30 updates" in found.sentences[1]
+
+
+def test_several_runs_widen_the_intervals():
+    runs = [run(name, noise=0.1, seed=seed) for seed, name in enumerate(("a", "b", "c"))]
+    assert "97.5% interval" in verdicts(runs)[0].sentences[0]
+    assert verdicts(runs)[0].speed.low < verdicts(runs[:2])[0].speed.low
+
+
+def test_other_settings_are_named_and_places_are_not():
+    one = Run("a", "a", {"train.mode": "sync", "run.seed": "0", "run.output": "x"}, [step(0)])
+    other = Run("b", "b", {"train.mode": "periodic", "run.seed": "1", "run.output": "y"}, [step(0)])
+    assert differences([one, other]) == {"train.mode": ["sync", "periodic"], "run.seed": ["0", "1"]}
+    assert "also differ in run.seed" in " ".join(verdicts([one, other])[0].sentences)
+
+
+def test_the_page_is_one_file_and_holds_the_figures(tmp_path):
+    target = tmp_path / "deep" / "page.html"
+    long = run("</script><b>", steps=3000)
+    page.write([run("sync", evaluations=[evaluation(0.5, 0.4, 0.6)]), long], target)
+    text = target.read_text()
+    assert not re.search(r'(src|href)="?http', text)
+    assert text.count("</script>") == 1
+    content = json.loads(re.search(r"const data = (.*);\n", text).group(1))
+    assert len(content["charts"][0]["lines"][1]["points"]) <= page.POINTS
+    assert content["charts"][1]["lines"][0]["points"][-1] == [pytest.approx(400 / 60), 0.5]
+    assert len(text) < 120_000
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """The same 12 steps in a run folder and in MLflow, with a redone step in the folder."""
+    output = tmp_path_factory.mktemp("runs")
+    uri = f"sqlite:///{output / 'mlflow.db'}"
+    config = Config(run=RunTable(name="run", output=str(output)), train=Train(steps=12), tracking=Tracking(uri=uri))
+    rows = [step(n, reward=n / 12, loss=0.1, versions_seen=[n]) for n in range(12)]
+    with tracking.tracked(config) as run_id:
+        for row in rows:
+            tracking.log_step(row)
+        tracking.log_evaluation(evaluation(0.5, 0.4, 0.6))
+    folder = output / "copied"
+    folder.mkdir()
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:8], *rows[6:]]))
+    (folder / "evaluations.jsonl").write_text(json.dumps(evaluation(0.5, 0.4, 0.6)) + "\n")
+    from engine.recipe import dump
+
+    dump(config, folder / "config.toml")
+    return folder, run_id, uri
+
+
+def test_a_folder_and_an_mlflow_run_read_the_same(stored):
+    folder, run_id, uri = stored
+    one, other = from_folder(folder), from_mlflow(run_id, uri)
+    assert differences([one, other]) == {}
+    assert figures.series(one, "reward_mean") == figures.series(other, "reward_mean")
+    assert figures.elapsed(one) == figures.elapsed(other)
+    for key in ("avg_at_k", "ci_low", "ci_high", "step", "weight_version", "benchmark"):
+        assert one.evaluations[0][key] == other.evaluations[0][key]
+
+
+def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):
+    folder, run_id, uri = stored
+    told = compare([str(folder), run_id], tmp_path / "page.html", uri)
+    assert told.splitlines()[1].split()[:3] == ["copied", "periodic", "12"]
+    assert "equal throughout" in told
+    assert (tmp_path / "page.html").is_file()
+
+
+def test_tables_of_evaluations_come_back_from_mlflow(stored, tmp_path):
+    uri = stored[2]
+    config = Config(run=RunTable(name="run", output=str(tmp_path)), tracking=Tracking(uri=uri))
+    row = evaluation(0.5, 0.4, 0.6, table="evaluations/b.jsonl", pass_curve={"1": 0.5})
+    with tracking.tracked(config) as run_id:
+        (config.folder / "evaluations").mkdir()
+        (config.folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+        (config.folder / "evaluations/b.jsonl").write_text(json.dumps({"prompt_id": "x", "mean": 0.5}) + "\n")
+        (config.folder / "steps.jsonl").write_text(json.dumps(step(0)) + "\n")
+        tracking.log_step(step(0))
+        log_new(RunFolder(config.folder))
+    for found in (from_folder(config.folder), from_mlflow(run_id, uri)):
+        assert list(found.evaluations) == [row]
+        assert found.tables == {"evaluations/b.jsonl": {"x": 0.5}}
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    (["FOLDER"], "at least two runs"),
+    (["FOLDER", "FOLDER"], "given twice"),
+    (["FOLDER", "nowhere"], "nowhere: neither a run folder nor an MLflow run id"),
+    (["FOLDER", "f" * 32], "can't be read from sqlite"),
+    (["FOLDER", "EMPTY"], "no run with steps"),
+])  # fmt: skip
+def test_what_is_no_run_is_one_clear_error(stored, tmp_path, given, message):
+    folder, _, uri = stored
+    names = [one.replace("FOLDER", str(folder)).replace("EMPTY", str(tmp_path)) for one in given]
+    with pytest.raises(BadInput, match=message):
+        compare(names, tmp_path / "page.html", uri)
+
+
+def test_a_store_that_is_not_there_is_not_made(stored, tmp_path):
+    with pytest.raises(BadInput, match="no such file"):
+        compare([str(stored[0]), "f" * 32], tmp_path / "page.html", f"sqlite:///{tmp_path / 'none.db'}")
+    assert not (tmp_path / "none.db").exists()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _store():
+    before = mlflow.get_tracking_uri()
+    yield
+    mlflow.set_tracking_uri(before)

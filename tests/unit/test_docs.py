@@ -1,0 +1,122 @@
+"""The documentation against the code: links, commands, keys, quoted messages, the generated reference."""
+
+import ast
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+from engine.config import Config
+from engine.config.reference import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+KEYS = {f"{table}.{key}" for table, field in Config.model_fields.items() for key in field.annotation.model_fields}
+
+
+def fences(page):
+    """(language, text) of every code block."""
+    return FENCE.findall(page.read_text())
+
+
+def prose(page):
+    """The page without its code blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+def anchors(page):
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def command_lines(text):
+    """Whole commands of a code block, continued lines joined and comments left out; none of a usage synopsis."""
+    for line in [] if "[--" in text else text.replace("\\\n", " ").splitlines():
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # an apostrophe in printed output
+            continue
+        if words and words[0].removeprefix(".venv/bin/") == "metronome":
+            yield words[1:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(there), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_are_those_of_the_command_line(page):
+    from flows.cli import app
+
+    group = typer.main.get_command(app)
+    for _, text in fences(page):
+        for name, *arguments in command_lines(text):
+            assert name in group.commands, f"{page.name}: metronome {name}"
+            group.commands[name].make_context(name, arguments)  # raises a usage error for what it does not take
+            given = [value for flag, value in zip(arguments, arguments[1:], strict=False) if flag == "--set"]
+            assert {one.partition("=")[0] for one in given} <= KEYS, f"{page.name}: {given}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_toml_examples_have_known_keys(page):
+    for language, text in fences(page):
+        if language == "toml":
+            found = {f"{table}.{key}" for table, keys in tomllib.loads(text).items() for key in keys}
+            assert found <= KEYS, f"{page.name}: {found - KEYS}"
+
+
+def test_the_checks_above_look_at_something():
+    assert sum(len(LINK.findall(prose(page))) for page in PAGES) > 60
+    assert sum(1 for page in PAGES for _, text in fences(page) for _ in command_lines(text)) > 20
+
+
+def test_the_configuration_reference_is_current():
+    assert (ROOT / "docs/configuration.md").read_text() == reference(), (
+        "docs/configuration.md is old: python -m engine.config.reference > docs/configuration.md"
+    )
+
+
+@pytest.mark.parametrize("table", Config.model_fields)
+def test_every_key_says_what_it_means(table):
+    fields = Config.model_fields[table].annotation.model_fields
+    assert not [key for key, field in fields.items() if len(field.description or "") < 10]
+
+
+def strings():
+    """Every text in the sources, with a gap for each value that is put in."""
+    for folder in ("engine", "tasks", "flows"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_quoted_messages_exist():
+    """First column of troubleshooting.md: the parts between "…" stand in one text of the sources, in this order."""
+    table = re.findall(r"^\| `(.+?)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    known = [text for text in strings() if len(text) > 10]
+    missing = []
+    for message in table:
+        parts = [part.strip() for part in message.replace("\\|", "|").split("…") if part.strip()]
+        pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+        if not any(parts[0] in text and pattern.search(text) for text in known):
+            missing.append(message)
+    assert len(table) > 35
+    assert not missing
