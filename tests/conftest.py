@@ -17,6 +17,14 @@ hypothesis.settings.load_profile("busy")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(autouse=True)
+def _own_tracking_store():
+    """MLflow's set_tracking_uri sets this variable, and runs of a later test would go there."""
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+    yield
+    os.environ.pop("MLFLOW_TRACKING_URI", None)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A random Qwen3 of 0.2 M parameters with the byte-level tokenizer, as a Hugging Face folder."""
