@@ -144,8 +144,9 @@ def seconds_of_checks(models: TriModel, config: Config) -> float:
     """What one end's checks take on one core: a checksum of every tensor, and the probe's forward pass."""
     fixed = probe(models.shape.vocabulary, config.weights.check_tokens, config.rollout.max_context, config.model.dtype)
     assert fixed is not None
+    tensors = [tensor for _, tensor in models.tensors()]
     began = time.thread_time()
-    for _, tensor in models.tensors():
+    for tensor in tensors:
         checksum(tensor)
     models.probe(list(fixed.token_ids))
     return time.thread_time() - began
