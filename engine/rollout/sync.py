@@ -143,7 +143,8 @@ class WeightSync:
         expected = expected or None
 
         async def complete(instance: Instance) -> None:
-            if self._in_turn and not instance.lives:  # it left, or was left out, before its turn
+            if self._in_turn and (not instance.lives or instance.state == "updating"):
+                # it left, or was left out, before its turn; the pool may be bringing it to the weights on its own already
                 self._crew.connected = []
                 return
             if self._staged:
