@@ -89,6 +89,9 @@ class InProcess:
             found.append((response, exact(prompt, response)))
         return found
 
+    def alive(self) -> None:
+        """Nobody listens."""
+
     def work(self, step: int) -> Iterator[Work]:
         """The whole batch as one window."""
         yield self._ready.pop(step)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from common import one_rank, quickstart_model, result
 
+from engine.algorithm.alignment import WARM_UP, Thresholds
 from engine.config import Config
 from engine.recipe import HOME, load
 
@@ -36,6 +37,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo+gac": {"algorithm.gradient_control": "gac"},
     "grpo+gac-auto": {"algorithm.gradient_control": "gac", "algorithm.gac_low": "auto", "algorithm.gac_high": "auto"},
 }
+"""At a staleness "auto" is refused: there the thresholds are those that it finds on-policy, in the first steps of the same seed's
+grpo cell at staleness 0, which is run first if need be."""
 SMOOTH = 5
 """Steps that a point of the reward curve is the mean of."""
 
@@ -78,10 +81,14 @@ def run(staleness: int, algorithm: str, seed: int, arguments: argparse.Namespace
     file = arguments.output / f"{staleness}-{algorithm}-{seed}.json"
     if file.exists():
         return
+    settings = ALGORITHMS[algorithm]
+    if staleness and "auto" in settings.values():
+        run(0, "grpo", seed, arguments, model)
+        settings = settings | on_policy(json.loads((arguments.output / f"0-grpo-{seed}.json").read_text()))
     started, cpu = time.perf_counter(), time.process_time()
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(staleness, algorithm, seed, arguments, {"run.output": folder, "model.path": model})
+        config = config_of(staleness, settings, seed, arguments, {"run.output": folder, "model.path": model})
         figures, final = train(config, Path(folder))
     steps = [{name: line.get(name) for name in ("reward_mean", "grad_cosine", "skipped_updates", "clip_fraction", "old_ratio_max",
                                                 "staleness_mean", "entropy", "grad_norm")} for line in figures]
@@ -92,7 +99,16 @@ def run(staleness: int, algorithm: str, seed: int, arguments: argparse.Namespace
           f"{time.perf_counter() - started:.0f} s ({cell['cpu_s']:.0f} s of a core)", flush=True)
 
 
-def config_of(staleness: int, algorithm: str, seed: int, arguments: argparse.Namespace, places: dict[str, Any]) -> Config:
+def on_policy(cell: dict[str, Any]) -> dict[str, float]:
+    """The thresholds that "auto" takes from a cell's cosines."""
+    cosines = [abs(line["grad_cosine"]) for line in cell["steps"] if line["grad_cosine"] is not None]
+    found = Thresholds(None, None, cosines[:WARM_UP]).now()
+    if found is None:
+        raise SystemExit(f"{len(cell['steps'])} steps are too few for automatic thresholds: --steps {WARM_UP + 1} or more")
+    return dict(zip(("algorithm.gac_low", "algorithm.gac_high"), found, strict=True))
+
+
+def config_of(staleness: int, own: dict[str, Any], seed: int, arguments: argparse.Namespace, places: dict[str, Any]) -> Config:
     """The quickstart's recipe, smaller, with importance ratios against the engine that sampled."""
     lag = {"train.mode": "bounded", "train.max_staleness": staleness, "train.exact_lag": "true"}
     settings = {
@@ -100,7 +116,7 @@ def config_of(staleness: int, algorithm: str, seed: int, arguments: argparse.Nam
         "data.train": HOME / "data/addition_train.jsonl", "data.heldout": HOME / "data/addition_heldout.jsonl",
         "rollout.concurrency": arguments.prompts, "train.steps": arguments.steps, "train.prompts_per_step": arguments.prompts,
         "train.learning_rate": arguments.learning_rate, "train.micro_batch_tokens": 1024, "algorithm.old_policy": "rollout",
-        "algorithm.kl_coef": 0.0, "checkpoint.every": 0, **ALGORITHMS[algorithm],
+        "algorithm.kl_coef": 0.0, "checkpoint.every": 0, **own,
     }  # fmt: skip
     return load("infra/recipes/quickstart.toml", [f"{key}={value}" for key, value in settings.items()])
 

@@ -28,5 +28,10 @@ def check_rollouts(config: Config) -> ModelShape:
 
 
 def check_training(config: Config) -> None:
-    """Raise BadInput unless the model can be sampled from, and trained in the layout of `parallel`."""
+    """Raise BadInput unless the model can be sampled from, trained in the layout of `parallel`, and a user's functions work."""
     check_layout(check_rollouts(config), config.parallel)
+    algorithm = config.algorithm
+    if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):
+        from engine.trainer.extensions import try_all  # torch takes seconds
+
+        try_all(algorithm.advantage, algorithm.loss, algorithm.gradient_control)

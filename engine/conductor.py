@@ -73,7 +73,7 @@ class Conductor:
     def handlers(self) -> dict[str, Handler]:
         """By the operation's name; each request is a sign of life of the trainer, at its start and at its end."""
         named = (self._ready, self._sync_open, self._sync_connect, self._sync_bucket, self._sync_abort, self._sync_finish,
-                 self._movable, self._start, self._lease, self._replayed, self._report, self._failed)
+                 self._movable, self._start, self._lease, self._alive, self._replayed, self._report, self._failed)
         return {handler.__name__.removeprefix("_"): self._hearing(handler) for handler in named}
 
     def _hearing(self, handler: Handler) -> Handler:
@@ -100,9 +100,14 @@ class Conductor:
 
     async def check(self) -> None:
         """Stop the run when the pool gave up or the trainer is silent; raise what is a mistake of ours in the producer."""
-        for task in [batch.task for batch in self._batches.values()]:
-            if task is not None and task.done():
-                task.result()
+        for step, batch in list(self._batches.items()):
+            if batch.task is not None and batch.task.done():
+                batch.task.result()
+                if self.failure is None and not batch.generated:
+                    await self.fail(MetronomeError(f"step {step}: its generation ended with {batch.queue.arrived} of "
+                                                   f"{batch.queue.expected} groups, so the trainer would wait for ever"))
+        if self._swap is not None and self._swap.done():
+            self._swap.result()
         if self._evaluation is not None:
             self._evaluation.check()
         if self.failure is None and self.service is not None and self.service.pool.failure is not None:
@@ -143,7 +148,7 @@ class Conductor:
         if self._evaluation is not None:
             self._evaluation.begin(request["start"])
         if self.config.train.record and self.service is not None:
-            self._recorder = Recorder(self.folder.path / "record.msgpack", self.config, request["start"])
+            self._recorder = await asyncio.to_thread(Recorder, self.folder.path / "record.msgpack", self.config, request["start"])
         return {}
 
     @cached_property
@@ -153,8 +158,9 @@ class Conductor:
         config, rollout = self.config, self.config.rollout
         vocabulary = read_shape(Path(config.model.path)).vocabulary
         fixed = probe(vocabulary, config.weights.check_tokens, rollout.max_context, config.model.dtype)
+        in_turn = self._in_background and not self._schedule.exact and not rollout.partial
         self.service.pool.sync = sync = WeightSync(self.service.pool, fixed, rollout.timeout_s, config.weights.staged,
-                                                   rollout.partial)
+                                                   rollout.partial, in_turn)
         return sync
 
     async def _sync_open(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -251,6 +257,11 @@ class Conductor:
             self._recorder.add(queue.step, unit, found)
         return found or {"wait": f"{queue.arrived} of {queue.expected} groups"}
 
+    async def _alive(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The trainer is at work that asks for nothing; it hears of a failure."""
+        self._check()
+        return {}
+
     async def _replayed(self, request: dict[str, Any]) -> dict[str, Any]:
         """A unit goes on with its replay; once it is `done` with the step it waits for the others, who may yet fail."""
         self._check()
@@ -296,6 +307,7 @@ class Conductor:
             weight_version=step,
             pool_size=pool_size,
             rollout_s=batch.rollout_s if batch is not None else 0.0,
+            reward_tried=batch.reward_tried if batch is not None else None,
             prompts_used=batch.prompts_used if batch is not None else None,
             tokens_per_s_per_device=figures["trained_tokens"] / figures["step_s"] / devices,
             **figures,

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable
+from statistics import fmean
 
 from engine.config import Config
 from engine.data.loader import PromptLoader
@@ -84,9 +85,13 @@ class Generation:
         wanted, position = self._config.train.prompts_per_step, self._position
         selection = Selection(wanted, wanted * self._config.algorithm.dynamic_sampling_batches, step)
 
+        rewards: dict[int, float] = {}
+
         async def decide(group: Group) -> None:
             due = selection.decide(group)
-            if selection.used is not None:
+            rewards[group.index] = fmean(score.value for score in group.scores)
+            if due and selection.used is not None:
+                batch.reward_tried = fmean(rewards[number] for number in range(selection.used))
                 batch.prompts_used, batch.next_position = selection.used, position + selection.used
             for one in due:
                 await put(one)

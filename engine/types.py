@@ -100,6 +100,7 @@ class StepReport:
     """Updates between the weights that sampled a response and those that train it; 0 on-policy."""
     pool_size: int
     reward_mean: float
+    """Over the trained responses: with algorithm.dynamic_sampling those of the kept groups alone (`reward_tried` is over all)."""
     reward_std: float
     response_length_mean: float
     truncated: int
@@ -135,5 +136,7 @@ class StepReport:
     """In a row, by gradient control; left out without it."""
     prompts_used: int | None = None
     """Prompts up to the last one that was kept, with algorithm.dynamic_sampling; left out without it, and by a replay."""
+    reward_tried: float | None = None
+    """Mean over the responses to those prompts, kept or not."""
     continued: int = 0
     """Responses with tokens of more than one weight version (rollout.partial)."""

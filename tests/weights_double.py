@@ -165,13 +165,13 @@ class Pool:
 class Launcher:
     """An event loop in a thread, with the weight sync's handlers as the trainer asks for them."""
 
-    def __init__(self, clients, staged=False, fixed=PROBE):
+    def __init__(self, clients, staged=False, fixed=PROBE, in_turn=False):
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.clients = clients
         self.pool = Pool(clients)
-        self.sync = WeightSync(self.pool, fixed, TIMEOUT_S, staged)
+        self.sync = WeightSync(self.pool, fixed, TIMEOUT_S, staged, in_turn=in_turn)
 
     def run(self, work, timeout_s=30):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)

@@ -41,10 +41,14 @@ class Terms:
     """The instance's log-probabilities."""
     response: Tensor
     """int64: number of the token's response in the micro-batch."""
+    responses: int
+    """R, those of the micro-batch: the same on all context-parallel ranks, also on one that holds no token of some of them."""
     whole: Callable[[Tensor], Tensor] = lambda sums: sums
-    """Sums over responses' tokens [R] on this rank → over all context-parallel ranks, without gradient."""
+    """Sums over responses' tokens [R] on this rank → over all context-parallel ranks, without gradient. A collective of these."""
     statistics: tuple[float, ...] = ()
     """What the loss's `statistics` found over the whole batch; () for a loss of group scope."""
+    sampled: Tensor | None = None
+    """The trainer's log-probabilities under the weights that sampled, detached; None: on-policy, the policy's own."""
 
     @property
     def ratio(self) -> Tensor:
@@ -101,7 +105,8 @@ class PolicyLoss:
         """The micro-batch's sums."""
         gain, clipped = self.gain(terms, coefficients)
         if coefficients.mismatch != "none":
-            gain = gain * correction(terms.logprobs.detach(), terms.rollout, coefficients.mismatch, coefficients.mismatch_limit)
+            sampled = terms.logprobs.detach() if terms.sampled is None else terms.sampled
+            gain = gain * correction(sampled, terms.rollout, coefficients.mismatch, coefficients.mismatch_limit)
         weights = terms.weights
         entropy = (terms.entropy * weights).sum()
         objective = (gain * weights).sum()
@@ -167,9 +172,8 @@ def gspo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     Written as its token form (eq. 14): value s_i, gradient s_i ∇ log π_t, whose mean over t is the gradient of s_i.
     """
     logs = (terms.logprobs - terms.old).detach()
-    count = int(terms.response.max()) + 1 if terms.response.numel() else 0
-    sums = torch.zeros(count, dtype=logs.dtype, device=logs.device).index_add_(0, terms.response, logs * terms.weights)
-    mean = terms.whole(sums)[terms.response] if count else logs
+    sums = torch.zeros(terms.responses, dtype=logs.dtype, device=logs.device).index_add_(0, terms.response, logs * terms.weights)
+    mean = terms.whole(sums)[terms.response]
     ratio = torch.exp(mean + terms.logprobs - terms.logprobs.detach())
     return _clipped(ratio, terms.advantages, coefficients)
 

@@ -112,8 +112,28 @@ def _staleness(config: Config) -> None:
         raise ValueError(f"train.max_staleness and train.exact_lag belong to train.mode = \"bounded\", not \"{train.mode}\"")
 
 
+def _mismatch(config: Config) -> None:
+    algorithm, train = config.algorithm, config.train
+    if algorithm.mismatch == "none":
+        return
+    key = f"algorithm.mismatch = \"{algorithm.mismatch}\""
+    if algorithm.old_policy == "rollout":
+        raise ValueError(f"{key} does not go with algorithm.old_policy = \"rollout\": that ratio is over the engine's "
+                         "probabilities already, and the same correction would count twice")
+    lag = {"sync": 0, "periodic": 0, "one_step_off": 1}.get(train.mode, train.max_staleness)
+    if lag > 1 or (lag and algorithm.old_policy != "previous"):
+        raise ValueError(f"{key} weighs by the trainer's probabilities under the weights that sampled. In train.mode = "
+                         f"\"{train.mode}\" these are known with algorithm.old_policy = \"previous\" and a staleness of at most "
+                         "one update; without algorithm.mismatch, old_policy = \"rollout\" corrects for staleness and engine")
+
+
 def _thresholds(config: Config) -> None:
     low, high = config.algorithm.gac_low, config.algorithm.gac_high
+    mode, controlled = config.train.mode, config.algorithm.gradient_control == "gac"
+    if "auto" in (low, high) and controlled and mode not in ("sync", "periodic"):
+        raise ValueError(f"algorithm.gac_low and gac_high = \"auto\" are taken from a run's first on-policy steps, and "
+                         f"train.mode = \"{mode}\" has none: give numbers, such as those of a short run with train.mode = "
+                         "\"sync\" and algorithm.gradient_control = \"measure\"")
     if isinstance(low, float) and isinstance(high, float) and low >= high:
         raise ValueError(f"algorithm.gac_low ({low:g}) must be below algorithm.gac_high ({high:g})")
 
@@ -143,7 +163,7 @@ def _vllm(config: Config) -> None:
 
 
 RULES: tuple[Callable[[Config], None], ...] = (
-    _groups, _cores, _precision, _early_scores, _scope, _staleness, _dynamic_sampling, _partial, _thresholds,
+    _groups, _cores, _precision, _early_scores, _scope, _staleness, _dynamic_sampling, _partial, _mismatch, _thresholds,
     _embedded_engine, _vllm,
     _drain,
 )  # fmt: skip

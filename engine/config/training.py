@@ -114,13 +114,15 @@ class Algorithm(Table):
     """The cosine of consecutive gradients: "measure" reports it (one gradient copy), "gac" bounds it (GAC, Algorithm 1). Or
     "file.py:function"."""
     gac_low: Threshold = 0.05
-    """Cosine up to which an update is made as it is, and to which GAC turns those above; "auto": from the run's first steps."""
+    """Cosine up to which an update is made as it is, and to which GAC turns those above; "auto": from the run's first steps
+    (on-policy modes)."""
     gac_high: Threshold = 0.3
     """Cosine above which GAC skips the update. Both defaults are unconfirmed: the paper's values are not in our copy of it."""
     mask_truncated: bool = False
     """Do not train responses that the length limit cut (they count in the denominator and in the group's statistics)."""
     mismatch: Literal["none", "truncate", "mask"] = "none"
-    """Weigh tokens by π_trainer / π_rollout: "truncate" bounds it by mismatch_limit, "mask" drops tokens outside of it."""
+    """Weigh tokens by π_trainer / π_rollout, both under the weights that sampled: "truncate" bounds it by mismatch_limit, "mask"
+    drops tokens outside of it. Refused with old_policy = "rollout" and where those weights are not known (docs/algorithms.md)."""
     mismatch_limit: float = Field(default=2.0, gt=1)
     """Largest weight; "mask" drops below 1/limit too."""
 

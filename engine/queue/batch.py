@@ -21,6 +21,8 @@ class Batch:
     """Groups that wait for the others, where advantages depend on all of them."""
     prompts_used: int | None = None
     """With dynamic sampling, once it is known: prompts up to the last one that was kept."""
+    reward_tried: float | None = None
+    """Then also: the mean score of the responses to these prompts."""
     next_position: int | None = None
     """Then also: where in the order of prompts the next batch begins."""
     rollout_s: float = 0.0

@@ -65,6 +65,15 @@ class Crew:
         self._leave_out(failed)
         return [result for result in results if not isinstance(result, BaseException)]
 
+    async def in_turn(self, act: Callable[[Instance], Awaitable[Any]]) -> None:
+        """`act` with one member after the other, also after one that failed; else as `each`."""
+        failed: dict[Instance, BaseException] = {}
+        for instance in self.members:
+            results = await asyncio.gather(act(instance), return_exceptions=True)
+            if isinstance(error := results[0], BaseException):
+                failed[instance] = error
+        self._leave_out(failed)
+
     async def together(self, act: Callable[[Instance], Coroutine[Any, Any, None]]) -> bool:
         """`act` with every member of a group at once; as soon as one can't go on nobody waits for the others.
 

@@ -58,7 +58,7 @@ class Pool:
         self.instances: list[Instance] = []
         """All that are not gone."""
         self._trace = trace
-        self._waiting: deque[tuple[asyncio.Future[Place], Collection[Instance]]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[Place], Collection[Instance], int | None]] = deque()
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -158,25 +158,28 @@ class Pool:
     # who gets the next group ----------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def borrow(self, avoid: Collection[Instance] = (), first: bool = False) -> AsyncIterator[Place]:
+    async def borrow(
+        self, avoid: Collection[Instance] = (), first: bool = False, least: int | None = None
+    ) -> AsyncIterator[Place]:
         """Room on the instance with the smallest expected finish for one group; on others than `avoid` if any serve.
 
-        `first`: before all who wait already, for a group that was begun and cut.
+        `first`: before all who wait already, for a group that was begun and cut. `least`: only on one that holds this weight
+        version or a later one.
 
         Raises ProcessDied when no instance lived for rollout.wait_s.
         """
-        place = await self._place(avoid, first)
+        place = await self._place(avoid, first, least)
         try:
             yield place
         finally:
             self._give_back(place)
 
-    async def _place(self, avoid: Collection[Instance], first: bool) -> Place:
+    async def _place(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
         """Wait, in order of asking, for a place; the limits are those of the requests under way and rollout.wait_s."""
         if self.failure is not None:
             raise self.failure
         future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        (self._waiting.appendleft if first else self._waiting.append)((future, avoid))
+        (self._waiting.appendleft if first else self._waiting.append)((future, avoid, least))
         self.changed()
         try:
             return await future
@@ -198,17 +201,19 @@ class Pool:
         """Something may be possible now that was not: give out places, wake who waits for a member."""
         self._changed.set()
         while self._waiting:  # in order of asking
-            future, avoid = self._waiting[0]
+            future, avoid, least = self._waiting[0]
             if not future.done():
-                if (best := self._pick(avoid)) is None:
+                if (best := self._pick(avoid, least)) is None:
                     break
                 best.groups += 1
                 future.set_result(Place(best, best.breaker.begin()))
             self._waiting.popleft()
         self._wake_later()
 
-    def _pick(self, avoid: Collection[Instance]) -> Instance | None:
+    def _pick(self, avoid: Collection[Instance], least: int | None) -> Instance | None:
         serving = [instance for instance in self.instances if instance.state == "serving" and instance.breaker.passes]
+        if least is not None:
+            serving = [instance for instance in serving if instance.version is not None and instance.version >= least]
         others = [instance for instance in serving if instance not in avoid] or serving
         free = [instance for instance in others if instance.groups < self.config.rollout.concurrency]
         known = [instance.group_s for instance in serving if instance.group_s is not None]
@@ -260,7 +265,7 @@ class Pool:
         """Give up: everybody who waits for an instance hears why."""
         self.failure = self.failure or error
         while self._waiting:
-            future, _ = self._waiting.popleft()
+            future, _, _ = self._waiting.popleft()
             if not future.done():
                 future.set_exception(self.failure)
         self.changed()

@@ -17,6 +17,7 @@ from engine.rollout.instance import Instance
 from engine.rollout.pool import Pool
 from engine.rollout.selection import Selection
 from engine.trace import Trace
+from engine.trainer.modes import Schedule
 from engine.types import Group, Landed, Prompt, Response, Score
 
 Verdict = asyncio.Task[list[Score]]
@@ -61,7 +62,8 @@ class _Work:
     """The instance that failed in the last round."""
     busy: bool = False
     """Whether the last round met a paused instance."""
-    began: float = field(default_factory=time.monotonic)
+    refused: float | None = None
+    """Since when paused instances have refused it, one after the other (monotonic), without the waits for a place."""
 
     @property
     def missing(self) -> list[int]:
@@ -79,8 +81,9 @@ class _Work:
             raise MetronomeError(f"{self.where(number)} failed {FAULTS} times, at last: {error}") from error
 
     def check(self, number: int, error: Busy, limit_s: float) -> None:
-        """Raises DeadlineError once the group has met paused instances for so long."""
-        if time.monotonic() - self.began > limit_s:
+        """Raises DeadlineError once the group has met nothing but paused instances for so long."""
+        self.refused = self.refused or time.monotonic()
+        if time.monotonic() - self.refused > limit_s:
             raise DeadlineError(f"{self.where(number)} found no instance that takes it in {limit_s:g} s: {error}") from error
 
 
@@ -134,18 +137,24 @@ class Producer:
         """Generate groups of (epoch, prompt) pairs, begun in order and numbered from 0, until the `selection` is complete.
 
         `put` gets each group when it is finished and tells the selection. More prompts are begun than may be needed, so that
-        instances stay busy; those under way at the end are called off. The first failure cancels the rest and is raised.
+        instances stay busy; those still generated at the end are called off, those being put are waited for: the selection is
+        complete before its last group is. The first failure cancels the rest and is raised.
         """
-        tried, running = 0, set[asyncio.Task[None]]()
+        tried, running, putting = 0, set[asyncio.Task[None]](), set[asyncio.Task[None] | None]()
+
+        async def begin(group: Group) -> None:
+            putting.add(asyncio.current_task())
+            await put(group)
+
         try:
             async with asyncio.TaskGroup() as tasks:
                 while not selection.complete:
                     while selection.wants(tried, len(running), self._pool.size * self._pool.config.rollout.concurrency):
                         epoch, prompt = next(prompts)
-                        running.add(tasks.create_task(self._group(step, tried, epoch, prompt, put, None)))
+                        running.add(tasks.create_task(self._group(step, tried, epoch, prompt, begin, None)))
                         tried += 1
                     _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in running:
+                for task in running - putting:
                     task.cancel()
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
@@ -167,7 +176,10 @@ class Producer:
 
     async def _round(self, work: _Work, missing: list[int]) -> None:
         """Send what is missing to one instance, another one than the last if there is one; a trial gets one request only."""
-        async with self._pool.borrow(work.failed_on, first=bool(work.so_far)) as place:
+        asked = time.monotonic()
+        async with self._pool.borrow(work.failed_on, bool(work.so_far), self._oldest(work.step)) as place:
+            if work.refused is not None:
+                work.refused += time.monotonic() - asked
             work.failed_on = ()
             numbers = missing[:1] if place.trial else missing
             began, beside = time.monotonic(), place.instance.groups
@@ -179,6 +191,13 @@ class Producer:
         if work.busy:
             work.busy = False
             await asyncio.sleep(BUSY_S)
+
+    def _oldest(self, step: int) -> int | None:
+        """In mode "bounded", where instances may hold different versions: the oldest that may sample for the step."""
+        config = self._pool.config
+        if not self._pool.synced or config.train.mode != "bounded":
+            return None
+        return Schedule.of(config.train, config.rollout.partial).accepted(step).start
 
     async def _respond(self, work: _Work, number: int, instance: Instance) -> None:
         """One response, or a note that the instance failed on it. A per-response verdict starts at once, and holds up nothing."""
@@ -192,12 +211,13 @@ class Producer:
             return
         except (InstanceGone, InstanceFault, DeadlineError) as error:
             self._pool.fault(instance)
-            work.failed_on = (instance,)
+            work.failed_on, work.refused = (instance,), None
             work.fault(number, error)
             return
         except Refused as error:
             raise Refused(f"{work.where(number)}: {error}") from error
         self._pool.success(instance)
+        work.refused = None
         self._trace.add("rollout", started, time.time(), lane=instance.name, step=work.step, group=work.index)
         if sampled.finish_reason == "abort":
             work.so_far[number] = sampled  # the next round goes on with it

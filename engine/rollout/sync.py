@@ -29,10 +29,13 @@ PATIENCE_S = 5.0
 class WeightSync:
     """One per run. The trainer's sender calls open … finish in order; the pool calls catch_up at any time."""
 
-    def __init__(self, pool: Members, probe: Probe | None, timeout_s: float, staged: bool = False, cut: bool = False) -> None:
+    def __init__(
+        self, pool: Members, probe: Probe | None, timeout_s: float, staged: bool = False, cut: bool = False, in_turn: bool = False
+    ) -> None:
         """`timeout_s`: of every call; `staged`: buckets are received while the instances generate, and swapped in at finish;
-        `cut`: responses under way are broken off, to be continued (rollout.partial), else they are waited for."""
-        self._cut = cut
+        `cut`: responses under way are broken off, to be continued (rollout.partial), else they are waited for; `in_turn`: staged
+        weights are swapped in by one instance after the other, while those whose turn has not come go on with the old ones."""
+        self._cut, self._in_turn = cut, in_turn and staged
         self._pool, self._probe, self._timeout_s, self._staged = pool, probe, timeout_s, staged
         self._steps = Steps(probe, timeout_s)
         self._version: int | None = None
@@ -140,6 +143,10 @@ class WeightSync:
         expected = expected or None
 
         async def complete(instance: Instance) -> None:
+            if self._in_turn and (not instance.lives or instance.state == "updating"):
+                # it left, or was left out, before its turn; the pool may be bringing it to the weights on its own already
+                self._crew.connected = []
+                return
             if self._staged:
                 instance.state = "updating"
                 await self._steps.pause(instance, abort=self._cut)
@@ -149,7 +156,7 @@ class WeightSync:
             instance.version = version
             self._pool.admit(instance)
 
-        await self._crew.each(complete)
+        await (self._crew.in_turn if self._in_turn else self._crew.each)(complete)
         self._version, self._snapshot, self._expected = version, Path(snapshot) if snapshot else None, expected
         self._crew.succeeded()
         self._quiet.set()

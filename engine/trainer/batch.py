@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ class Member:
     number: int
     prompt: tuple[int, ...]
     response: Response
+    step: int
+    """Its group's: the weight version that trains it."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class MicroBatch:
     """What each token counts (Credit.weights)."""
     response: Tensor
     """Which of `members` each token belongs to."""
+    behind: Tensor
+    """Whether weights before the step's own sampled the token."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Packing:
         lengths = [len(response.token_ids) for response in group.responses]
         for indices in split(len(prompt), lengths, self.budget, self.shared_prompt):
             size = sum(lengths[i] for i in indices) + len(prompt) * (1 if self.shared_prompt else len(indices))
-            members = tuple(Member(group.index, i, prompt, group.responses[i]) for i in indices)
+            members = tuple(Member(group.index, i, prompt, group.responses[i], group.step) for i in indices)
             yield Part(prompt, members, advantages[indices], size)
 
     def micro_batch(self, parts: Sequence[Part]) -> MicroBatch:
@@ -97,6 +102,7 @@ class Packing:
             torch.repeat_interleave(torch.cat([part.advantages for part in parts]), lengths),
             torch.cat([self.credit.weights(response) for response in responses]) if responses else torch.zeros(0),
             torch.repeat_interleave(torch.arange(len(responses)), lengths),
+            torch.tensor([behind for member in members for behind in _behind(member)], dtype=torch.bool),
         )
         if self.context[1] > 1:
             columns = tuple(column[row.kept.cpu()] for column in columns)
@@ -107,6 +113,13 @@ class Packing:
         row = layout(groups, self.shared_prompt).aligned(self.multiple)
         rank, size = self.context
         return (row.shard(rank, size) if size > 1 else row).to(self.device)
+
+
+def _behind(member: Member) -> Iterator[bool]:
+    """Of each token of the response (`Response.versions` holds runs of (first token, version))."""
+    starts = [*member.response.versions, (len(member.response.token_ids), 0)]
+    for (first, version), (end, _) in pairwise(starts):
+        yield from [version < member.step] * (end - first)
 
 
 FILLER = Part((0,), (), torch.zeros(0), 1)

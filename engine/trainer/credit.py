@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.algorithm.advantages import ADVANTAGES
 from engine.algorithm.shaping import overlong
 from engine.config import Config
+from engine.errors import BadInput
 from engine.trainer.extensions import advantage_of, loss_of
 from engine.types import Group, Response
+from engine.user_code import UserCode, describe
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,20 @@ class Credit:
         return values + self.overlong_penalty * overlong(_lengths(group), self.longest, self.overlong_buffer)
 
     def advantages(self, group: Group) -> Tensor:
-        """[G] fp32: the group's own, where it brings some, because they depend on the batch (`credited`)."""
+        """[G] fp32: the group's own, where it brings some, because they depend on the batch (`credited`).
+
+        Raises BadInput where a user's advantage fails or gives something else than a finite number per response.
+        """
         if group.advantages is not None:
             return torch.tensor(group.advantages, dtype=torch.float32)
-        return advantage_of(self.advantage)(self.rewards(group), _lengths(group))
+        known, rewards = advantage_of(self.advantage), self.rewards(group)
+        if self.advantage in ADVANTAGES:
+            return known(rewards, _lengths(group))
+        with UserCode() as attempt:
+            return known(rewards, _lengths(group))
+        assert attempt.error is not None
+        raise BadInput(f'algorithm.advantage = "{self.advantage}": it failed on step {group.step}, prompt {group.prompt.id}, '
+                       f"rewards {rewards.tolist()}: {describe(attempt.error)}")
 
     def unequal(self, group: Group) -> bool:
         """Whether the group's (shaped) rewards differ: else it teaches nothing."""

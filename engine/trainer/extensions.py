@@ -67,6 +67,14 @@ def control_of(spec: str) -> Control:
     return function
 
 
+def try_all(advantage: str, loss: str, control: str) -> None:
+    """Load a run's advantage, loss and gradient control and try those that are a user's own. Raises BadInput."""
+    advantage_of(advantage)
+    loss_of(loss)
+    if control != "none":
+        control_of(control)
+
+
 def decided(decide: Control, step: Step) -> float | None:
     """What a gradient control decides. Raises ValueError unless it is None or a finite number."""
     found = decide(step)
@@ -86,7 +94,7 @@ def _try(loss: PolicyLoss) -> None:
     tokens = BatchTokens((logprobs - old).detach(), advantages)
     statistics = loss.statistics(tokens, coefficients.limits) if loss.statistics is not None else ()
     weights = torch.tensor([0.5, 0.5, 1.0])
-    terms = Terms(logprobs, old, None, ones, advantages, weights, old, number, statistics=statistics)
+    terms = Terms(logprobs, old, None, ones, advantages, weights, old, number, 2, statistics=statistics)
     gain, clipped = loss.gain(terms, coefficients)
     if gain.shape != (3,) or clipped.shape != (3,):
         raise ValueError(f"for 3 tokens it gave gains of shape {list(gain.shape)} and clipped of shape {list(clipped.shape)}")

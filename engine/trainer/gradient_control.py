@@ -53,9 +53,13 @@ class GradientControl:
             self._previous = [buffer.grad_data.clone() for buffer in self._buffers]
             return True
         dot, square, before = self._products()
-        self._cosine = dot / math.sqrt(square * before) if square and before else 0.0
+        if not square or not before:  # no direction, so nothing is measured, nor can the gradient be turned
+            self._cosine, self.skipped = None, 0
+            self._turn(0.0)
+            return True
+        self._cosine = dot / math.sqrt(square * before)
         factor = self._decided(Step(self._cosine, tuple(self.seen), self._low, self._high))
-        self._turn(0.0 if factor is None or not before else (1.0 - factor) * dot / before)
+        self._turn(0.0 if factor is None else (1.0 - factor) * dot / before)
         self.seen.append(self._cosine)
         self.skipped = self.skipped + 1 if factor is None else 0
         if self.skipped and dist.get_rank() == 0:
@@ -73,7 +77,7 @@ class GradientControl:
         return found
 
     def figures(self) -> dict[str, float]:
-        """As steps.jsonl names them; nothing before the second step."""
+        """As steps.jsonl names them; nothing before the second step, nor where this gradient or the last one is zero."""
         if self._cosine is None:
             return {}
         return {"grad_cosine": self._cosine, "skipped_updates": self.skipped}

@@ -29,17 +29,17 @@ class Held:
         self._loss = loss
         self._limits = limits
         self._ranks = ranks
-        self._batches: list[Scored] = []
+        self._windows: list[list[Scored]] = []
         self._log_ratios: list[Tensor] = []
         self._advantages: list[Tensor] = []
 
     def clear(self) -> None:
         """Forget everything: another step."""
-        self._batches, self._log_ratios, self._advantages = [], [], []
+        self._windows, self._log_ratios, self._advantages = [], [], []
 
     def add(self, scored: Sequence[Scored], log_ratios: Sequence[Tensor | None]) -> None:
         """Hold a window; log_ratios [T] of each micro-batch on ranks that know them (the last pipeline stage)."""
-        self._batches += scored
+        self._windows.append(list(scored))
         if not self._ranks.judges:
             return  # another rank tells the same
         for (batch, _, _), logs in zip(scored, log_ratios, strict=True):
@@ -48,14 +48,14 @@ class Held:
             self._log_ratios.append(logs[trained].float().cpu())
             self._advantages.append(batch.advantages[trained].float().cpu())
 
-    def take(self) -> tuple[list[Scored], tuple[float, ...]]:
+    def take(self) -> tuple[list[list[Scored]], tuple[float, ...]]:
         """All windows held, and the loss's statistics over those of all ranks. A collective of all ranks."""
         assert self._loss.statistics is not None
         whole = self._ranks.gather({"log_ratios": _bytes(self._log_ratios), "advantages": _bytes(self._advantages)})
         columns = (torch.cat([_tensor(part[name]) for part in whole]) for name in ("log_ratios", "advantages"))
-        batches = self._batches
+        windows = self._windows
         self.clear()
-        return batches, self._loss.statistics(BatchTokens(*columns), self._limits)
+        return windows, self._loss.statistics(BatchTokens(*columns), self._limits)
 
 
 def hold(spec: str, loss: PolicyLoss, limits: Limits, ranks: Ranks, mode: str) -> Held | None:

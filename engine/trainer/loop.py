@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from engine.config import Config
@@ -49,12 +50,13 @@ class Loop:
                 for work in self._arriving(step):
                     self._do(step, work)
                 self.rollouts.settle()
-                self.policy.reduce(denominator)
+                self.policy.reduce(denominator, partial(self._trained, step))
+                updated = time.perf_counter()
+                self.policy.decide()  # a user's code may fail: before anything moves
             except MetronomeError as error:
                 self.rollouts.failed(error)
                 self.checkpoint(step, {})  # the step is lost, the weights before it are not
                 raise
-            updated = time.perf_counter()
             with self.trace.span("update", step=step):
                 self.policy.models.copy_policy_to_old()
                 norm, rate = self.policy.update()
@@ -106,6 +108,11 @@ class Loop:
                 f"tokens: max|ratio - 1| = {gap:.3g}, limit train.ratio_gap_limit = {limit:.3g}. Their weights or their "
                 "numerics differ: a weight sync went wrong, or sampling is not comparable (rollout.top_p, rollout.top_k)"
             )
+
+    def _trained(self, step: int, started: float, ended: float) -> None:
+        """A window that was held is trained: a piece of the step's longest work, at which the launcher hears of us."""
+        self.trace.add("train", started, ended, step=step)
+        self.rollouts.alive()
 
     def _due(self, step: int) -> bool:
         every = self.config.checkpoint.every

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -49,6 +49,7 @@ class Policy:
         self.packing = self._packing()
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
+        advantage_of(algorithm.advantage)  # a mistake in a user's own is found now
         self._loss = loss_of(algorithm.loss)
         self._coefficients = Coefficients(
             algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef, algorithm.kl_estimator,
@@ -70,6 +71,7 @@ class Policy:
         self.models.policy.config.timers = self._busy if self._pipelined else None
         self.optimizer = optimizer_of(config, self.ddp)
         self.control = GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
+        self._decided: bool | None = None
         self.scheduler = scheduler_of(config, self.optimizer)
 
     def _packing(self) -> Packing:
@@ -87,6 +89,7 @@ class Policy:
     def start_step(self) -> None:
         """Drop gradients and sums, also those of a half-done step."""
         self.tally = Tally()
+        self._decided = None
         self.early.clear()
         if self._held is not None:
             self._held.clear()
@@ -141,15 +144,17 @@ class Policy:
             log_ratios.append(None if logprobs is None else logprobs - self._old(batch, logprobs, old))
         held.add(window, log_ratios)
 
-    def _train_held(self) -> None:
-        """Train what is held, with the statistics over all of it. A collective of all ranks."""
+    def _train_held(self, trained: Callable[[float, float], None]) -> None:
+        """Train what is held, window by window, with the statistics over all of it. A collective of all ranks."""
         if self._held is None:
             return
-        started = time.perf_counter()
-        batches, self._statistics = self._held.take()
-        if batches:
-            self._forward_backward(iter(batches), len(batches))
-        self.tally.train_s += time.perf_counter() - started
+        windows, self._statistics = self._held.take()
+        for window in windows:
+            started = time.time()
+            self._forward_backward(iter(window), len(window))
+            ended = time.time()
+            self.tally.train_s += ended - started
+            trained(started, ended)
 
     def _forward_backward(self, window: Iterator[Scored], count: int) -> float | None:
         """Megatron's schedule over a window's micro-batches: gradients added to the buffer, nothing finalised."""
@@ -183,8 +188,8 @@ class Policy:
         logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
         old = self._old(batch, logprobs, old)
         terms = Terms(
-            logprobs, old, reference, entropy, batch.advantages, batch.weights, batch.rollout, batch.response, _whole,
-            self._statistics,
+            logprobs, old, reference, entropy, batch.advantages, batch.weights, batch.rollout, batch.response,
+            len(batch.members), _whole, self._statistics, self._sampled(batch, logprobs.detach(), old),
         )  # fmt: skip
         loss = self._loss(terms, self._coefficients)
         self._tell(batch, logprobs.detach(), old, loss)
@@ -198,6 +203,11 @@ class Policy:
             return batch.rollout
         assert old is not None
         return old
+
+    def _sampled(self, batch: MicroBatch, logprobs: Tensor, old: Tensor) -> Tensor:
+        """The trainer's log-probabilities under the weights that sampled, [T]: the policy's own, and those before the last update
+        for tokens that are one update old (the config refuses `algorithm.mismatch` where others occur)."""
+        return torch.where(batch.behind, old, logprobs) if self.config.algorithm.old_policy == "previous" else logprobs
 
     def _tell(self, batch: MicroBatch, logprobs: Tensor, old: Tensor, loss: Loss) -> None:
         """Add the micro-batch's figures to the step's tally."""
@@ -215,13 +225,13 @@ class Policy:
         if logprobs.numel():
             tally.old_ratio_max = max(tally.old_ratio_max, float((logprobs - old).max().exp()))
 
-    def reduce(self, responses: int) -> None:
+    def reduce(self, responses: int, trained: Callable[[float, float], None] = lambda started, ended: None) -> None:
         """Divide the sums by the step's denominator and reduce over replicas, once. Raises MetronomeError if it is not finite.
 
-        A step has N·G `responses`; what was held is trained first. A collective of all ranks, also of those that got no group;
-        they meet on the host first.
+        A step has N·G `responses`; what was held is trained first, and `trained` is told when each of its windows began and ended
+        (seconds since the epoch). A collective of all ranks, also of those that got no group; they meet on the host first.
         """
-        self._train_held()
+        self._train_held(trained)
         self._denominator = self._step_denominator(responses)
         self.ddp.scale_gradients(1.0 / self._denominator)
         finalize_model_grads([self.ddp], None)
@@ -239,13 +249,19 @@ class Policy:
         only_unequal = advantage_of(self.config.algorithm.advantage).only_unequal
         return divisor * unequal / groups if only_unequal and unequal else divisor
 
+    def decide(self) -> None:
+        """Let gradient control turn the gradient, or skip the update. Raises BadInput where a user's own fails."""
+        self._decided = self.control is None or self.control.act()
+
     def update(self) -> tuple[float, float]:
-        """Control, clip and step. Returns (norm of the gradient before clipping, learning rate used).
+        """Clip and step, after `decide`. Returns (norm of the gradient before clipping, learning rate used).
 
         Where gradient control skips the update, weights, optimizer and schedule stay as they are.
         """
+        if self._decided is None:
+            self.decide()
         rate = float(self.optimizer.param_groups[0]["lr"])
-        if self.control is not None and not self.control.act():
+        if not self._decided:
             return float(self.optimizer.get_grad_norm()), rate
         _, norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
@@ -260,6 +276,6 @@ class Policy:
 
 def _whole(sums: Tensor) -> Tensor:
     """Sums over this context rank's tokens → over the whole row's."""
-    if parallel_state.get_context_parallel_world_size() > 1:
+    if sums.numel() and parallel_state.get_context_parallel_world_size() > 1:  # as many on each of these ranks
         dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
     return sums

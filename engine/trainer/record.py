@@ -10,13 +10,15 @@ import msgpack
 
 from engine.config import Config
 from engine.errors import BadInput
+from engine.model.shape import content_hash
 
 PLAN = (
-    "model.dtype", "rollout.group_size", "rollout.temperature", "train.prompts_per_step", "train.micro_batch_tokens",
-    "train.learning_rate", "train.schedule", "train.warmup_steps", "train.weight_decay", "train.betas", "train.max_grad_norm",
-    "train.dtype", "train.recompute", "train.distributed_optimizer", "algorithm", "attention", "parallel",
+    "model.dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "train.prompts_per_step",
+    "train.micro_batch_tokens", "train.learning_rate", "train.schedule", "train.warmup_steps", "train.weight_decay",
+    "train.betas", "train.max_grad_norm", "train.dtype", "train.recompute", "train.distributed_optimizer", "algorithm",
+    "attention", "parallel",
 )  # fmt: skip
-"""What a replay must have in common with the recorded run to give the same weights."""
+"""What a replay must have in common with the recorded run to give the same weights; besides these the base model's content."""
 
 Entry = dict[str, Any]
 """{"unit", "step", "groups"} or {"unit", "step", "landed"}: what one unit was given to train or to score, on the wire."""
@@ -53,9 +55,9 @@ class Recorder:
 
 
 def plan(config: Config) -> dict[str, Any]:
-    """The settings of `PLAN` by key, as JSON has them; a schedule that falls also depends on where it ends."""
+    """The settings of `PLAN` by key, as JSON has them; a schedule that falls also depends on where it ends. Reads the model."""
     tree = config.model_dump(mode="json")
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"content of model.path": content_hash(Path(config.model.path))}
     falls = config.train.schedule != "constant"
     for key in (*PLAN, "train.steps") if falls else PLAN:
         table, _, name = key.partition(".")

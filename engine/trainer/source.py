@@ -39,6 +39,9 @@ class Rollouts(Protocol):
     def work(self, step: int) -> Iterator[Work]:
         """What the unit has to do in the step, each piece as soon as it may be done."""
 
+    def alive(self) -> None:
+        """A sign of life amid long work, after which the unit has nothing to ask for. Raises what ended the run meanwhile."""
+
     def failed(self, error: MetronomeError) -> None:
         """Let the launcher, and through it the other units, know that this unit ends."""
 
@@ -88,6 +91,10 @@ class Live:
     def _lease(self, step: int, trained: list[int]) -> dict[str, Any]:
         return self._control.ask("lease", step=step, unit=self._ranks.unit, budget=self._budget, trained=trained)
 
+    def alive(self) -> None:
+        """Told by the unit's leader."""
+        _alive(self._control, self._ranks)
+
     def failed(self, error: MetronomeError) -> None:
         """Told once, by the unit's leader."""
         _tell(error, self._control, self._ranks)
@@ -123,9 +130,17 @@ class Recorded:
     def _replayed(self, step: int, done: bool) -> dict[str, Any]:
         return self._control.ask("replayed", step=step, unit=self._ranks.unit, done=done)
 
+    def alive(self) -> None:
+        """Told by the unit's leader."""
+        _alive(self._control, self._ranks)
+
     def failed(self, error: MetronomeError) -> None:
         """Told once, by the unit's leader."""
         _tell(error, self._control, self._ranks)
+
+
+def _alive(control: ControlClient, ranks: Ranks) -> None:
+    ranks.from_leader(lambda: control.ask("alive", unit=ranks.unit))
 
 
 def _tell(error: MetronomeError, control: ControlClient, ranks: Ranks) -> None:

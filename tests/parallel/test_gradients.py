@@ -141,6 +141,18 @@ def held():
     ]  # fmt: skip
 
 
+def sequences():
+    """gspo's mean over a response needs its tokens on all context ranks, also where one of them holds none of it."""
+    return [
+        Case(f"gspo-{name}", layout, tied=True, groups="many", loss="full", budget=budget, deal=deal,
+             settings={"algorithm.loss": "gspo", "algorithm.clip_low": 0.02, "algorithm.clip_high": 0.02})
+        for name, layout, budget, deal in (
+            ("one", {}, LARGE, ()), ("cp2", TWO["cp2"], LARGE, ()), ("small-cp2", TWO["cp2"], SMALL, ()),
+            ("one-row-cp2", TWO["cp2"], LARGE, (((0, 1, 2, 3, 4),),)),
+        )
+    ]  # fmt: skip
+
+
 def any_split(count, seed, name, layout, units):
     """Random budgets, windows, orders and shares of the same step."""
     draw = random.Random(seed)
@@ -258,6 +270,18 @@ def test_losses_of_batch_scope_are_the_same_in_every_layout(case, outcomes):
     """As on one rank, whose statistics the unit tests compare with transformers."""
     loss = case.settings["algorithm.loss"]
     (one,) = outcomes(next(other for other in held() if other.name == f"held-{loss}-one")).ranks()
+    assert 0 < one["figures"]["clip_fraction"] < 0.9
+    for rank in outcomes(case).ranks():
+        for name in ("loss", "clip_fraction"):
+            assert rank["figures"][name] == pytest.approx(one["figures"][name], rel=1e-4, abs=1e-6)
+        for name, gradient in rank["gradients"].items():
+            assert torch.norm(gradient - one["gradients"][name]) <= 1e-4 * torch.norm(one["gradients"][name]), name
+
+
+@named(sequences())
+def test_a_sequence_ratio_is_the_same_in_every_layout(case, outcomes):
+    """As on one rank; the unit tests compare that with NumPy."""
+    (one,) = outcomes(sequences()[0]).ranks()
     assert 0 < one["figures"]["clip_fraction"] < 0.9
     for rank in outcomes(case).ranks():
         for name in ("loss", "clip_fraction"):

@@ -38,3 +38,14 @@ def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
         check_rollouts(a_config(tmp_path, rollout={"max_context": 129}))
     with pytest.raises(BadInput, match=r"evaluate\.max_context = 130 is more than the 128 positions"):
         check_rollouts(a_config(tmp_path, evaluate=Evaluate(max_context=130)))
+
+
+@pytest.mark.parametrize(("key", "returns"), [
+    ("advantage", "rewards[:1]"), ("loss", "terms.advantages"), ("gradient_control", "'skip'"),
+])
+def test_a_users_function_is_tried_before_any_process_starts(tmp_path, key, returns):
+    save(tmp_path, "qwen3")
+    arguments = {"advantage": "rewards, lengths", "loss": "terms, coefficients", "gradient_control": "step"}[key]
+    (tmp_path / "own.py").write_text(f"def own({arguments}): return {returns}")
+    with pytest.raises(BadInput, match=rf"algorithm\.{key} = .*own.py:own.*it failed when it was tried"):
+        check_training(a_config(tmp_path, algorithm={key: f"{tmp_path / 'own.py'}:own"}))

@@ -33,7 +33,9 @@ class Rollouts:
 
     async def run(self, step, prompts, put, land=None):
         for _ in prompts:
-            await put(group(await self.come.get()))
+            if (index := await self.come.get()) is None:
+                return  # a mistake of ours: it ends with groups missing
+            await put(group(index))
 
 
 @pytest.fixture
@@ -168,3 +170,45 @@ def test_a_request_that_is_being_answered_is_no_silence():
     assert silence.longer_than(0.05) is None
     time.sleep(0.1)
     assert silence.longer_than(0.05) == "the trainer"
+
+
+async def test_a_generation_that_ends_without_all_groups_fails_the_run(conduct):
+    conductor, handlers, come = await conduct(2)
+    other = asyncio.create_task(work(handlers, 0))
+    come.put_nowait(0)
+    come.put_nowait(None)
+    async with asyncio.timeout(5):
+        failure = await watch(conductor)
+    assert str(failure) == "step 0: its generation ended with 1 of 2 groups, so the trainer would wait for ever"
+    with pytest.raises(type(failure), match="1 of 2 groups"):
+        await other
+    await conductor.close()
+
+
+async def test_a_mistake_in_the_swap_of_weights_is_seen(conduct):
+    conductor, _, _ = await conduct(1)
+
+    async def swap():
+        raise KeyError("a mistake of ours")
+
+    conductor._swap = asyncio.create_task(conductor._later(swap(), []))
+    with pytest.raises(KeyError, match="a mistake of ours"):
+        await watch(conductor)
+    await conductor.close()
+
+
+async def test_long_work_of_the_trainer_is_no_silence_as_long_as_it_says_so(conduct):
+    conductor, handlers, come = await conduct(1)
+    come.put_nowait(0)
+    await asyncio.gather(work(handlers, 0), work(handlers, 1))  # from now on no unit asks for anything
+    for _ in range(4):
+        await asyncio.sleep(LIMIT_S / 2)
+        assert await handlers["alive"]({"unit": 1}) == {}
+        await conductor.check()
+    assert conductor.failure is None
+    async with asyncio.timeout(5):
+        failure = await watch(conductor)
+    assert "no sign of life of the trainer" in str(failure)
+    with pytest.raises(DeadlineError):
+        await handlers["alive"]({"unit": 1})
+    await conductor.close()

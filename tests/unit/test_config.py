@@ -26,6 +26,12 @@ from engine.config import Config
         ({"algorithm": {"dynamic_sampling": True}, "train": {"score_early": True}}, "is not known when it lands"),
         ({"algorithm": {"dynamic_sampling": True, "advantage": "reinforce_plus_plus"}, "train": {"mode": "sync"},
           "rollout": {"group_size": 1}}, "the scores of a group of one are all equal"),
+        ({"algorithm": {"mismatch": "truncate", "old_policy": "rollout"}}, "the same correction would count twice"),
+        ({"algorithm": {"mismatch": "mask"}, "train": {"mode": "one_step_off"}}, 'known with algorithm.old_policy = "previous"'),
+        ({"algorithm": {"mismatch": "truncate", "old_policy": "previous"}, "train": {"mode": "bounded", "max_staleness": 2}},
+         "a staleness of at most one update"),
+        ({"algorithm": {"gradient_control": "gac", "gac_low": "auto"}, "train": {"mode": "one_step_off"}},
+         "on-policy steps, and train.mode = \"one_step_off\" has none"),
     ],
 )
 def test_a_combination_that_can_not_be_is_refused_with_its_rule(settings, said):
@@ -54,3 +60,13 @@ def test_a_windows_budget_grows_with_the_pipeline_and_the_replicas_in_lockstep()
         return Config(parallel=parallel, train={"micro_batch_tokens": 100}).window_tokens
 
     assert [window(), window(pipeline=2), window(data=2, expert=2), window(data=4)] == [100, 800, 200, 100]
+
+
+@pytest.mark.parametrize("settings", [
+    {"train": {"mode": "sync"}, "algorithm": {"mismatch": "truncate", "gradient_control": "gac", "gac_high": "auto"}},
+    {"algorithm": {"mismatch": "mask", "old_policy": "previous"}},
+    {"train": {"mode": "one_step_off"}, "algorithm": {"mismatch": "mask", "old_policy": "previous"}},
+    {"train": {"mode": "bounded"}, "algorithm": {"mismatch": "mask", "old_policy": "previous"}},
+])
+def test_a_mismatch_is_corrected_where_the_weights_that_sampled_are_known(settings):
+    Config(**settings)

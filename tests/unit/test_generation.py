@@ -60,6 +60,8 @@ async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_o
     stream = [loader.at(position) for position in range(batches[-1].next_position)]
     assert [(epoch, identity) for _, epoch, identity in producer.tried] == [(epoch, prompt.id) for epoch, prompt in stream]
     assert batches[-1].next_position > len(PROMPTS)
+    kept = sum(int(prompt.problem) % 3 == 0 for _, prompt in stream)
+    assert sum(batch.reward_tried * batch.prompts_used for batch in batches) == pytest.approx(len(stream) - kept / 2)
     assert sum(batch.prompts_used for batch in batches) == batches[-1].next_position
     kept = [group.prompt.id for batch in batches for group in batch.queue.lease(0, 1000)]
     assert kept == [prompt.id for _, prompt in stream if int(prompt.problem) % 3 == 0]

@@ -79,6 +79,15 @@ def test_a_shift_changes_nothing_and_a_permutation_permutes(name, group, shift, 
 
 
 @pytest.mark.parametrize("name", REFERENCE)
+@given(group=groups, scale=st.sampled_from([0.25, 3.0, 40.0]))
+def test_a_scale_of_the_rewards_scales_what_is_not_divided_by_their_spread(name, group, scale):
+    rewards, lengths = group
+    before, after = of(name, rewards, lengths), of(name, [reward * scale for reward in rewards], lengths)
+    factor = 1.0 if name in ("grpo", "grpo_passk") else scale
+    torch.testing.assert_close(after, before * factor, rtol=1e-4, atol=1e-5 * scale)  # std + 1e-6 is not quite free of scale
+
+
+@pytest.mark.parametrize("name", REFERENCE)
 @given(value=st.floats(-1e6, 1e6, width=32), size=st.integers(2, 16))
 def test_equal_rewards_give_exactly_zero(name, value, size):
     assert of(name, [value] * size, list(range(1, size + 1))).tolist() == [0.0] * size

@@ -63,7 +63,7 @@ def terms(ratio, advantage, weights, reference=None):
     tensor = torch.tensor(advantage, dtype=torch.float64)
     weights = torch.tensor(weights, dtype=torch.float64)
     number = torch.zeros(len(ratio), dtype=torch.long)
-    return Terms(logprobs, old, reference, torch.zeros_like(ratio), tensor, weights, old, number)
+    return Terms(logprobs, old, reference, torch.zeros_like(ratio), tensor, weights, old, number, 1)
 
 
 def test_loss_by_hand():

@@ -30,7 +30,7 @@ def terms_of(name, found, whole=None):
     statistics = LOSSES[name].statistics(tokens_of(whole or found), LIMITS)
     ones = torch.ones_like(old)
     number = torch.zeros(len(found), dtype=torch.long)
-    return Terms((old + tokens.log_ratios).requires_grad_(), old, None, ones, tokens.advantages, ones, old, number,
+    return Terms((old + tokens.log_ratios).requires_grad_(), old, None, ones, tokens.advantages, ones, old, number, 1,
                  statistics=statistics)  # fmt: skip
 
 

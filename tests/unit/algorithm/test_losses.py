@@ -28,7 +28,7 @@ def terms_of(found, aggregation):
     weights = torch.repeat_interleave(1 / lengths.double(), lengths) if aggregation == "response" else torch.ones_like(logs)
     advantages = torch.repeat_interleave(torch.tensor([a for a, _ in found], dtype=torch.float64), lengths)
     which = torch.repeat_interleave(torch.arange(len(found)), lengths)
-    return Terms((old + logs).requires_grad_(), old, None, torch.zeros_like(old), advantages, weights, old, which)
+    return Terms((old + logs).requires_grad_(), old, None, torch.zeros_like(old), advantages, weights, old, which, len(found))
 
 
 def clipped(ratio, advantage):
@@ -125,20 +125,29 @@ def test_gspo_clips_whole_responses_where_grpo_clips_tokens():
     torch.testing.assert_close(sequence.logprobs.grad, torch.tensor([-0.5, -0.5], dtype=torch.float64))
 
 
-def test_gspo_of_a_row_cut_over_two_context_ranks():
-    """Each rank has half of the tokens; with the sums of both, each has its half of the whole's gradient."""
-    found = [(1.0, [0.1, 0.3, -0.2, 0.1]), (-0.5, [0.05, 0.1])]
+@pytest.mark.parametrize("parts", [((0, 2, 4), (1, 3, 5, 6)), ((0, 1, 2, 3, 4), (5, 6)), ((), (0, 1, 2, 3, 4, 5, 6))])
+def test_gspo_of_a_row_cut_over_two_context_ranks(parts):
+    """With the sums of both ranks each has its part of the whole's gradient, also where one holds nothing of some responses:
+    both add up sums of every response of the row, or they would wait for each other for ever."""
+    found = [(1.0, [0.1, 0.3, -0.2, 0.1]), (-0.5, [0.05, 0.1]), (0.5, [0.2])]
     whole = terms_of(found, "response")
     LOSSES["gspo"](whole, COEFFICIENTS).total.backward()
-    parts = [torch.arange(6)[half::2] for half in (0, 1)]
     logs = (whole.logprobs - whole.old).detach() * whole.weights
-    sums = torch.zeros(2, dtype=torch.float64).index_add_(0, whole.response, logs)
-    for kept in parts:
+    sums = torch.zeros(3, dtype=torch.float64).index_add_(0, whole.response, logs)
+    added = []
+
+    def over_both(mine):
+        added.append(mine)
+        assert mine.shape == sums.shape
+        return sums
+
+    for kept in map(list, parts):
         columns = {name: getattr(whole, name).detach()[kept]
                    for name in ("logprobs", "old", "entropy", "advantages", "weights", "rollout", "response")}
-        part = replace(whole, **columns | {"logprobs": columns["logprobs"].requires_grad_()}, whole=lambda mine: sums)
+        part = replace(whole, **columns | {"logprobs": columns["logprobs"].requires_grad_()}, whole=over_both)
         LOSSES["gspo"](part, COEFFICIENTS).total.backward()
         torch.testing.assert_close(part.logprobs.grad, whole.logprobs.grad[kept])
+    torch.testing.assert_close(sum(added), sums)
 
 
 def test_kl_estimators_by_hand():
@@ -168,6 +177,22 @@ def test_kl_enters_the_loss_with_its_coefficient(estimator):
     assert float(loss.total.detach()) == pytest.approx(0.1 * expected)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@given(pairs=st.lists(st.tuples(st.floats(-4, -0.1), st.floats(-4, -0.1)), min_size=1, max_size=6))
+def test_the_gradient_of_every_kl_estimator_is_the_finite_difference(estimator, pairs):
+    """Through the loss, with its coefficient and the tokens' weights; nothing else in it (A = 0)."""
+    policy, reference = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
+    terms = terms_of([(0.0, [0.0] * len(pairs))], "response")
+    terms = replace(terms, logprobs=policy.clone().requires_grad_(), old=policy, rollout=policy, reference=reference)
+    coefficients = replace(COEFFICIENTS, kl=0.1, kl_estimator=estimator)
+    LOSSES["grpo"](terms, coefficients).total.backward()
+    for token in range(len(pairs)):
+        step = torch.zeros_like(policy)
+        step[token] = 1e-6
+        up, down = (float(LOSSES["grpo"](replace(terms, logprobs=policy + sign * step), coefficients).total) for sign in (1, -1))
+        assert float(terms.logprobs.grad[token]) == pytest.approx((up - down) / 2e-6, rel=1e-4, abs=1e-7)
+
+
 def test_mismatch_corrections_by_hand():
     trainer, rollout = torch.tensor([0.0, 1.0, -1.0]), torch.zeros(3)
     e = float(np.e)
@@ -183,3 +208,13 @@ def test_a_corrected_gain_is_weighted_and_the_weight_has_no_gradient():
     terms = replace(terms, rollout=terms.old - torch.tensor([0.5, 2.0], dtype=torch.float64))
     LOSSES["grpo"](terms, replace(COEFFICIENTS, mismatch="truncate", mismatch_limit=3.0)).total.backward()
     assert terms.logprobs.grad.tolist() == pytest.approx([-0.5 * np.exp(0.5), -0.5 * 3.0])
+
+
+def test_off_policy_the_correction_is_that_of_the_weights_that_sampled():
+    """TIS eq. 4: r = π/π_old is what the policy has moved, w = π_old/π_rollout what the engine is off; each counts once."""
+    terms = terms_of([(1.0, [0.1, -0.1])], "response")
+    old = terms.old
+    terms = replace(terms, rollout=old - torch.tensor([0.5, -0.5], dtype=torch.float64), sampled=old)
+    LOSSES["grpo"](terms, replace(COEFFICIENTS, mismatch="truncate", mismatch_limit=3.0)).total.backward()
+    expected = [-0.5 * np.exp(moved) * np.exp(off) for moved, off in ((0.1, 0.5), (-0.1, -0.5))]
+    assert terms.logprobs.grad.tolist() == pytest.approx(expected)

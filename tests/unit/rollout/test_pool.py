@@ -393,3 +393,49 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
         assert next(endless)[1].id in {"p6", "p7", "p8", "p9"}  # as many more as two instances hold
         await until(lambda: a.running + b.running == 0, "what was called off")
         assert all(one.groups == 0 for one in w.pool.instances)
+
+
+async def test_a_group_that_is_being_put_when_the_selection_is_complete_is_put(world):
+    """A put may take its time (statistics over the batch); what else arrives meanwhile must not call it off."""
+    async with world() as w:
+        await w.join("a")
+        selection, arrived = Selection(1, 30), []
+
+        async def put(group):
+            arrived.append(group.index)
+            due = selection.decide(group)
+            await until(lambda: len(arrived) > 1, "another group beside it")
+            await asyncio.sleep(0.05)
+            w.groups.extend(due)
+
+        endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
+        async with asyncio.timeout(10):
+            await w.producer.until(3, endless, put, selection)
+        assert len(w.groups) == 1
+
+
+async def test_in_mode_bounded_old_weights_finish_old_steps_and_only_new_ones_begin_what_they_would_be_too_old_for(world):
+    """While instances swap one after the other: batch 3 at staleness 2 wants version 1."""
+    async with world(synced=True) as w:
+        w.pool.config = Config(rollout=ROLLOUT, train={"mode": "bounded", "max_staleness": 2})
+        (a, old), (b, new) = await w.join("a", Scripted(version=0)), await w.join("b", Scripted(version=1))
+        for one, version in ((old, 0), (new, 1)):
+            one.version = version
+        w.pool.admit(old)
+
+        async def put(group):
+            w.groups.append(group)
+
+        async with asyncio.timeout(10):
+            await w.producer.run(2, [(0, prompt) for prompt in PROMPTS[:3]], put)
+            assert len(a.seeds) == 12
+            later = asyncio.create_task(w.producer.run(3, [(0, prompt) for prompt in PROMPTS], put))
+            await asyncio.sleep(0.1)
+            assert len(a.seeds) == 12  # its room is free, but not for these
+            w.pool.admit(new)
+            await later
+        assert (len(a.seeds), len(b.seeds)) == (12, 32)
+        async with asyncio.timeout(10):
+            await w.producer.run(2, [(0, prompt) for prompt in PROMPTS], put)
+        versions = {response.versions[0][1] for group in w.groups[-8:] for response in group.responses}
+        assert versions == {0, 1}  # one batch, from two versions

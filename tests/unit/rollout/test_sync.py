@@ -23,9 +23,9 @@ def start(base):
     """Start a launcher with instances called a, b, …; `faults` by name."""
     started = []
 
-    def begin(count=2, staged=False, fixed=PROBE, **faults):
+    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, **faults):
         clients = [Client(name, base, faults.get(name)) for name in "abc"[:count]]
-        started.append(Launcher(clients, staged, fixed))
+        started.append(Launcher(clients, staged, fixed, in_turn))
         return started[-1]
 
     yield begin
@@ -232,3 +232,40 @@ def test_the_difference_that_counts_depends_on_the_dtype_and_nan_is_never_small(
     assert exact.difference([0.0, 0.0], [0.5, 0.1]) == 0.5
     assert coarse.difference([0.0, 0.0], [0.5, 0.1]) == pytest.approx(0.3)
     assert not coarse.difference([0.0, 0.0], [float("nan"), 0.0]) <= 1.0
+
+
+def test_staged_weights_are_swapped_in_by_one_instance_after_the_other(start, tmp_path):
+    """While one swaps the others serve, those before it the new version, those behind it the old one."""
+    seen = []
+
+    async def look(route, body, count):
+        if route == "/start_weight_update" and count > 2:  # the self-test's two come first
+            seen.append([(one.state, one.version) for one in launcher.pool.instances])
+
+    launcher = start(3, True, in_turn=True, a=look, b=look, c=look)
+    sender = publisher(launcher, "file", tmp_path)
+    for version in (0, 1):
+        sender.publish(Model(version), version)
+        assert all(holds(client, version, version) for client in launcher.clients)
+    updating, new, old = ("updating", 0), ("serving", 1), ("serving", 0)
+    assert seen[3:] == [[updating, old, old], [new, updating, old], [new, new, updating]]
+
+
+@pytest.mark.parametrize("failing", [die, err])
+def test_one_that_fails_in_its_turn_holds_up_nobody(start, tmp_path, failing):
+    launcher = start(3, True, in_turn=True, b=on("/start_weight_update", 3, failing))
+    publisher(launcher, "gloo", tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, False, True]
+    assert set(launcher.pool.reasons) == {"b"}
+
+
+def test_one_that_was_left_out_before_its_turn_is_not_taken_back_by_it(start, tmp_path):
+    async def exclude(route, body, count):
+        if route == "/start_weight_update" and count == 3:
+            launcher.pool.exclude(launcher.pool.named("b"), "silent")
+
+    launcher = start(3, True, in_turn=True, a=exclude)
+    publisher(launcher, "gloo", tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, False, True]
+    assert [one.state for one in launcher.pool.instances] == ["serving", "silent", "serving"]
+    assert launcher.sync.version == 5

@@ -123,3 +123,15 @@ def test_ones_own_batch_scope_is_refused_in_periodic():
     with pytest.raises(BadInput, match=r'algorithm.loss = "mine.py:own" takes its statistics over the whole batch.*"periodic"'):
         hold("mine.py:own", LOSSES["m2po"], Limits(), None, "periodic")
     assert hold("grpo", LOSSES["grpo"], Limits(), None, "periodic") is None
+
+
+def test_each_window_that_was_held_is_told_of_as_it_is_trained(settings, groups):
+    policy = policy_of(settings, "bapo")
+    policy.start_step()
+    for group in groups:
+        policy.accumulate([group])
+    pieces = []
+    policy.reduce(12, lambda started, ended: pieces.append((started, ended)))
+    assert len(pieces) == 3
+    assert all(started <= ended for started, ended in pieces)
+    assert pieces == sorted(pieces)

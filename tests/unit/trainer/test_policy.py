@@ -303,3 +303,51 @@ def test_a_violation_skips_the_update_and_the_next_is_compared_with_the_raw_grad
     assert figures["skipped_updates"] == 0
     assert figures["grad_cosine"] == pytest.approx(float(torch.cosine_similarity(next_raw, raw, dim=0)), abs=1e-5)
     assert not all(torch.equal(p, kept) for p, kept in zip(policy.models.policy.parameters(), before, strict=True))
+
+
+def test_a_zero_gradient_is_no_measurement(settings):
+    """Automatic thresholds of nothing but zeros would skip the first real gradients."""
+    policy = a_policy(settings, algorithm__gradient_control="gac", algorithm__gac_low="auto", algorithm__gac_high="auto",
+                      algorithm__kl_coef=0)
+    equal = a_group(seed=4)
+    equal = Group(0, 0, equal.prompt, equal.responses, (Score(1.0),) * 4)
+    for group, measured in ((a_group(seed=1), 0), (equal, 0), (a_group(seed=2), 0), (a_group(seed=3), 1), (equal, 1)):
+        policy.start_step()
+        policy.accumulate([group])
+        policy.reduce(4)
+        policy.update()
+        assert len(policy.control.seen) == measured
+        assert ("grad_cosine" in policy.figures()) == (group is not equal and measured > 0)
+
+
+def test_a_tokens_mismatch_is_weighed_under_the_weights_that_sampled_it(settings):
+    """A response continued under newer weights: its first three tokens are one update old, the others are not."""
+    from dataclasses import replace
+
+    policy = a_policy(settings, train__mode="one_step_off", algorithm__old_policy="previous", algorithm__mismatch="truncate",
+                      algorithm__kl_coef=0)
+    policy.models.old.set([weight * 1.01 for weight in policy.models.old.weights])
+    group, found, loss = a_group((7, 4)), [], policy._loss
+    first = replace(group.responses[0], versions=((0, 0), (3, 1)))
+    second = replace(group.responses[1], versions=((0, 1),))
+    policy._loss = lambda terms, coefficients: found.append(terms) or loss(terms, coefficients)
+    policy.packing = replace(policy.packing, credit=replace(policy.packing.credit, loss="grpo"))
+    policy.start_step()
+    policy.accumulate([replace(group, step=1, responses=(first, second))])
+    (terms,) = found
+    now, old = terms.logprobs.detach(), terms.old
+    assert not torch.allclose(now, old)
+    assert torch.equal(terms.sampled, torch.cat([old[:3], now[3:]]))
+
+
+def test_a_users_advantage_that_fails_on_real_rewards_is_bad_input(settings, tmp_path):
+    from engine.errors import BadInput
+    from engine.trainer.credit import Credit
+
+    (tmp_path / "own.py").write_text("def own(rewards, lengths): return rewards / (rewards.sum() - 3)")
+    spec = f"{tmp_path / 'own.py'}:own"
+    group = a_group()
+    certain = Group(0, 0, group.prompt, group.responses, tuple(map(Score, (1.0, 1.0, 1.0, 0.0))))
+    assert Credit(advantage=spec).advantages(group).shape == (4,)
+    with pytest.raises(BadInput, match=r"own.py:own.*it failed on step 0, prompt p, rewards \[1.0, 1.0, 1.0, 0.0\]: ValueError"):
+        Credit(advantage=spec).advantages(certain)

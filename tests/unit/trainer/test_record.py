@@ -1,3 +1,6 @@
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import msgpack
 import pytest
 
@@ -7,7 +10,10 @@ from engine.queue.codec import group_to_wire, landed_to_wire
 from engine.trainer.record import Recorder, Replay, check, plan, read
 from engine.types import Group, Landed, Prompt, Response, Score
 
-CONFIG = Config(parallel={"data": 2}, train={"prompts_per_step": 3})
+FOLDER = TemporaryDirectory()
+MODEL = {"path": FOLDER.name}
+(Path(FOLDER.name) / "config.json").write_text("{}")
+CONFIG = Config(model=MODEL, parallel={"data": 2}, train={"prompts_per_step": 3})
 
 
 def group(index, step=0):
@@ -57,7 +63,7 @@ def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
 
 def test_a_resumed_run_with_other_settings_can_not_go_on_with_its_record(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
-    other = Config(parallel={"data": 1}, train={"prompts_per_step": 3})
+    other = Config(model=MODEL, parallel={"data": 1}, train={"prompts_per_step": 3})
     with pytest.raises(BadInput, match=r"--resume: parallel\.data is 1, but the record was taken with 2"):
         Recorder(path, other, 1)
     assert len(list(read(path))) == 8  # and nothing is lost
@@ -76,28 +82,40 @@ def test_a_resumed_run_with_other_settings_can_not_go_on_with_its_record(tmp_pat
         ("algorithm", {"clip_low": 0.1}),
         ("attention", {"shared_prompt": False}),
         ("rollout", {"temperature": 0.5}),
+        ("rollout", {"max_new_tokens": 7}),  # dr_grpo's denominator, and where overlong shaping begins
     ],
 )
 def test_a_replay_with_another_setting_is_refused_by_its_key(tmp_path, table, change):
     path = recorded(tmp_path / "record.msgpack")
-    tables = {"parallel": {"data": 2}, "train": {"prompts_per_step": 3}}
+    tables = {"model": MODEL, "parallel": {"data": 2}, "train": {"prompts_per_step": 3}}
     changed = Config(**(tables | {table: tables.get(table, {}) | change}))
     key = f"{table}.{list(change)[-1]}"
     with pytest.raises(BadInput, match=rf"{key} is .*, but the record was taken with .*config\.toml"):
         check(path, changed)
 
 
+def test_a_replay_from_another_base_model_is_refused_and_from_a_copy_is_not(tmp_path):
+    path, copy = recorded(tmp_path / "record.msgpack"), tmp_path / "copy"
+    copy.mkdir()
+    (copy / "config.json").write_text("{}")
+    moved = Config(model={"path": str(copy)}, parallel={"data": 2}, train={"prompts_per_step": 3})
+    check(path, moved)
+    (copy / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(BadInput, match=r"content of model\.path is .*, but the record was taken with"):
+        check(path, moved)
+
+
 def test_settings_that_change_no_weight_may_differ(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
-    check(path, Config(run={"name": "again"}, rollout={"concurrency": 7}, parallel={"data": 2},
+    check(path, Config(model=MODEL, run={"name": "again"}, rollout={"concurrency": 7}, parallel={"data": 2},
                        train={"prompts_per_step": 3, "mode": "sync", "steps": 1, "timeout_s": 5}))  # fmt: skip
 
 
 def test_the_steps_of_a_schedule_that_falls_belong_to_the_plan(tmp_path):
     falling = {"prompts_per_step": 3, "schedule": "linear"}
-    path = recorded(tmp_path / "record.msgpack", config=Config(train=falling | {"steps": 2}))
+    path = recorded(tmp_path / "record.msgpack", config=Config(model=MODEL, train=falling | {"steps": 2}))
     with pytest.raises(BadInput, match=r"train\.steps is 1, but the record was taken with 2"):
-        check(path, Config(train=falling | {"steps": 1}))
+        check(path, Config(model=MODEL, train=falling | {"steps": 1}))
 
 
 def test_a_step_that_was_cut_off_is_refused(tmp_path):

@@ -1,0 +1,59 @@
+"""The loop around a policy and rollouts reduced to the order of their calls."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch  # noqa: F401  (the trainer's modules need it)
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.trace import Trace
+from engine.trainer.loop import Loop
+
+
+class Calls:
+    """Any method, noted by name; some return something, `failing` raises."""
+
+    def __init__(self, failing=""):
+        self.calls, self.failing = [], failing
+        self.models = SimpleNamespace(copy_policy_to_old=lambda: self.calls.append("copy"))
+        self.tally = SimpleNamespace(add_wait=lambda seconds: None)
+
+    def __getattr__(self, name):
+        def call(*arguments, **named):
+            self.calls.append(name)
+            if name == self.failing:
+                raise BadInput(f"{name} failed")
+            if name == "reduce":
+                arguments[1](1.0, 2.0)  # a window that was held
+            return {"publish": 0.0, "work": iter(()), "update": (1.0, 0.1), "figures": {}}.get(name)
+
+        return call
+
+
+def run(tmp_path, policy, rollouts):
+    config, saved = Config(train={"steps": 1}), []
+    loop = Loop(config, policy, rollouts, Trace(tmp_path, "trainer"), lambda step, figures: None,
+                lambda step, figures: saved.append(step))  # fmt: skip
+    try:
+        loop.run(0)
+    finally:
+        policy.saved = saved
+    return saved
+
+
+def test_gradient_control_decides_before_anything_moves_and_held_windows_are_signs_of_life(tmp_path):
+    policy, rollouts = Calls(), Calls()
+    assert run(tmp_path, policy, rollouts) == [1]
+    assert policy.calls == ["start_step", "reduce", "decide", "copy", "update", "figures"]
+    assert rollouts.calls == ["publish", "start", "work", "settle", "alive"]
+
+
+def test_a_users_control_that_fails_leaves_a_checkpoint_of_the_weights_before_the_step(tmp_path):
+    policy, rollouts = Calls(failing="decide"), Calls()
+    with pytest.raises(BadInput, match="decide failed"):
+        run(tmp_path, policy, rollouts)
+    assert policy.saved == [0]
+    assert "copy" not in policy.calls
+    assert "update" not in policy.calls
+    assert rollouts.calls[-1] == "failed"
