@@ -81,8 +81,10 @@ def results(folder: RunFolder, config: Config) -> Results | None:
 
 def base_results(folder: RunFolder, config: Config, own: Results | None) -> Results | None:
     """Those of the model that the run began with, evaluated as the final policy was; None if it was not."""
+    if own is None:
+        return None
     base = Path(config.model.path).resolve()
-    for row in read_lines(folder.evaluations) if own is not None else ():
+    for row in read_lines(folder.evaluations):
         trained = row.get("in_run") and row["weight_version"] > 0  # such rows name the base model, too
         if trained or "protocol" not in row or Path(row["model"]).resolve() != base:
             continue
