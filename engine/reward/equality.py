@@ -36,7 +36,7 @@ _KEYS = (re.escape(key) + ("(?![a-zA-Z])" if key[-1].isascii() and key[-1].isalp
 _REPLACE = re.compile("|".join(_KEYS))
 _GROUPED = re.compile(r"(?<=\d)(?:,?\s*\\[!,]\s*|\{,\})(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
-_ARITHMETIC = re.compile(r"(?:[\d.+\-*/^(){}]|\\(?:cdot|frac|sqrt) ?)+")
+_ARITHMETIC = re.compile(r"(?!.*(?:\d\(|\)[\d(]|\d\\frac))(?:[\d.+\-*/^(){}]|\\(?:cdot|frac|sqrt) ?)+")
 _TEXT_UNIT = re.compile(r"\\text\{([^{}]*)\}(?:\^\{?[23]\}?)?$")
 _NAMES = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
 ft foot feet, yd yard, mi mile, mg milligram, g gram, kg kilogram, lb pound, oz ounce, s sec second, min minute,
@@ -181,8 +181,15 @@ def _chains(gold: str, found: str, depth: int) -> bool | None:
 
 
 def _other_value(gold: str, part: str, depth: int) -> bool:
-    """Whether a side of an equation is a number, or arithmetic with digits, of another value than gold."""
-    known = number(part) is not None or (any(map(str.isdigit, part)) and _ARITHMETIC.fullmatch(part) is not None)
+    """Whether a side of an equation is a number, or arithmetic with digits, of another value than gold.
+
+    A decimal may be a rounded value: 14/3 = 4.67 states 4.67.
+    """
+    exact, given = number(gold), number(part)
+    if exact is not None and "." in gold:
+        unit = Fraction(1, 10 ** len(re.sub(r".*\.|\D", "", gold)))
+        return given is not None and abs(exact[0] - given[0]) > unit / 2 and not _same(gold, part, depth - 1)
+    known = given is not None or (any(map(str.isdigit, part)) and _ARITHMETIC.fullmatch(part) is not None)
     return known and not _same(gold, part, depth - 1)
 
 

@@ -11,7 +11,7 @@ from engine.reward.formulas import LONGEST
 _UNIT = re.compile(r"(?<=[\d}%ia-z])(?:\\text\{[^{}]*\}(?:\^\{?[23]\}?)?|\^\\circ(?:\s*[CF])?)\.?$")
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALE = f"(?:(?:{'|'.join(_SCALES)})s?(?![a-z]) ?)+"
-_SCALED = re.compile(rf"(.*?(?:[\d}}]|[a-z](?=\\text)))(\\text\{{)?({_SCALE})(?:of )?(.*)", re.DOTALL)
+_SCALED = re.compile(rf"([^=,;]*?(?:[\d}}]|[a-z](?=\\text)))(\\text\{{)?({_SCALE})(?:of )?([^=,;]*)")
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"\$?([+-]?)\$?(?:({_DECIMAL})|\\frac\{{(-?\d+)\}}\{{(-?\d+)\}}|(\d+)/(\d+)|\((-?\d+)\)/\(?(\d+)\)?)(%?)")
 _MIXED = re.compile(r"([+-]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}")
