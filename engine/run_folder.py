@@ -95,9 +95,16 @@ def check_same_run(config: Config, before: Config) -> None:
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append one JSON object as a line, in one write."""
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    """Append one JSON object as a line, in one write. On a full disk (OSError) the file is left as it was."""
+    data = (json.dumps(row) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ from mlflow.entities.model_registry import ModelVersion
 from engine.config import Config
 from engine.errors import BadInput
 from engine.evaluation import tables
-from engine.evaluation.champion import Results, Verdict, challenge
+from engine.evaluation.champion import Results, Verdict, challenge, first
 from engine.model.shape import content_hash
 from engine.run_folder import RunFolder, read_lines
 from tasks.caching import code_hash
@@ -35,7 +35,7 @@ def crown(name: str, version: str, folder: RunFolder, config: Config) -> Verdict
         client.set_model_version_tag(name, version, f"metronome.{key}", value[:TAG_LIMIT])
     if own is not None:
         client.log_dict(made.run_id, own.as_dict(), RESULTS.format(version))
-    verdict = _verdict(client, name, own, config.evaluate.confidence)
+    verdict = _verdict(client, name, own, base_results(folder, config, own), config.evaluate.confidence)
     if verdict.wins:
         client.set_registered_model_alias(name, CHAMPION, version)
     client.set_model_version_tag(name, version, "metronome.champion", verdict.reason[:TAG_LIMIT])
@@ -79,10 +79,26 @@ def results(folder: RunFolder, config: Config) -> Results | None:
     return None if row is None else Results(row["protocol"], tables.means(folder.path / row["table"]))
 
 
-def _verdict(client: mlflow.MlflowClient, name: str, own: Results | None, confidence: float) -> Verdict:
+def base_results(folder: RunFolder, config: Config, own: Results | None) -> Results | None:
+    """Those of the model that the run began with, evaluated as the final policy was; None if it was not."""
+    if own is None:
+        return None
+    base = Path(config.model.path).resolve()
+    for row in read_lines(folder.evaluations):
+        trained = row.get("in_run") and row["weight_version"] > 0  # such rows name the base model, too
+        if trained or "protocol" not in row or Path(row["model"]).resolve() != base:
+            continue
+        if not tables.differing(own.protocol, row["protocol"]) and (folder.path / row["table"]).is_file():
+            return Results(row["protocol"], tables.means(folder.path / row["table"]))
+    return None
+
+
+def _verdict(
+    client: mlflow.MlflowClient, name: str, own: Results | None, base: Results | None, confidence: float
+) -> Verdict:
     champion = _champion(client, name)
     if champion is None:
-        return challenge(own, None, confidence)
+        return first(own, base, confidence)
     try:
         stored = mlflow.artifacts.load_dict(f"runs:/{champion.run_id}/{RESULTS.format(champion.version)}")
         theirs = Results.of(stored)

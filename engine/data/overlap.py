@@ -18,12 +18,13 @@ from engine.data.problems import Row
 RUN = 13
 """Words in a row."""
 PHRASE = 20
-"""Evaluation problems with the same run beyond which it is a phrase of their template and points to none of them."""
+"""Distinct evaluation problems with the same run beyond which it is a phrase of their template and points to none of them."""
 SHARE = 0.6
 """Of the shorter problem's words, in order."""
 _WORD = re.compile(r"[a-z]+|\d+(?:\.\d+)?|[+\-*/=<>^]|[^\W\d_]")
 _DRAWING = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,(?:\\!)?|\\[, ])\d{3})+(?!\d)")
 _LAYOUT = frozenset(("left", "right", "text", "mathrm", "textbf", "displaystyle", "quad", "qquad", "mbox", "big", "bigl", "bigr"))
 _SAME = {"dfrac": "frac", "tfrac": "frac", "leq": "le", "geq": "ge", "dots": "ldots", "cdots": "ldots"}
 
@@ -42,27 +43,33 @@ class Index:
     """The problems of evaluation sets, ready to be compared with."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = [(row, words(row.problem)) for row in rows]
+        self._whole: dict[tuple[str, ...], int] = {}
+        self._rows: list[tuple[Row, tuple[str, ...]]] = []
         self._runs: dict[tuple[str, ...], list[int]] = {}
-        self._whole = {tuple(text): number for number, (_, text) in enumerate(self._rows) if text}
+        for row in rows:  # each problem once: a file that holds it 32 times makes no phrase of it
+            text = tuple(words(row.problem))
+            if text and text not in self._whole:
+                self._whole[text] = len(self._rows)
+                self._rows.append((row, text))
         for number, (_, text) in enumerate(self._rows):
             for run in runs(text):
                 self._runs.setdefault(run, []).append(number)
 
     def find(self, row: Row) -> Overlap | None:
         """The problem with the largest overlap, the first of several; None if there is none."""
-        text = words(row.problem)
+        text = tuple(words(row.problem))
         found_runs = (self._runs.get(run, ()) for run in runs(text))
         candidates = {number for numbers in found_runs if len(numbers) <= PHRASE for number in numbers}
-        candidates.update({self._whole[tuple(text)]} if tuple(text) in self._whole else ())
+        candidates.update({self._whole[text]} if text in self._whole else ())
         found = [(share(text, self._rows[number][1]), -number) for number in candidates]
         best, number = max(found, default=(0.0, 0))
         return Overlap(row, self._rows[-number][0], best) if best >= SHARE else None
 
 
 def words(problem: str) -> list[str]:
-    """Lower-case words, numbers and operators; LaTeX commands are words, layout and drawings in Asymptote are left out."""
-    text = _SHORT_FRACTION.sub(r" frac \1 \2", _DRAWING.sub(" ", problem).lower())
+    """Lower-case words, numbers (10,000 as 10000) and operators; LaTeX commands are words, layout and Asymptote are left out."""
+    text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), _DRAWING.sub(" ", problem).lower())
+    text = _SHORT_FRACTION.sub(r" frac \1 \2", text)
     found = _WORD.findall(text)
     return [_SAME.get(word, word) for word in found if word not in _LAYOUT]
 

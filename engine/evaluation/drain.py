@@ -3,8 +3,10 @@
 Then the instances are idle and hold exactly the step's weights, so the benchmark is sampled on them. Weights wait with their
 next move until the last response of the evaluation is in, at most `evaluate.max_wait_s`; scoring and voting go on beside the
 next step, in verifier processes of their own. An evaluation that is not through by then is cut off and dropped: the next
-weights are others, and the problems that were answered first are not a fair sample. Nothing here changes what is trained:
-no request of a step is ever beside one of an evaluation, and sampling seeds belong to the request.
+weights are others, and the problems that were answered first are not a fair sample. So is one that can't be written, and one
+that is not scored soon after the last step; each is reported. Nothing here changes what is trained: no request of a step is
+ever beside one of an evaluation, sampling seeds belong to the request, and an evaluation's deadlines are not held against an
+instance.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class _Round:
     landed: int = 0
     generated: float | None = None
     asked: float | None = None
-    cut: bool = False
+    cut: str = ""
+    """Why it was cut off; empty while it was not."""
 
     @property
     def exposed_s(self) -> float:
@@ -74,7 +77,7 @@ class DrainEvaluation:
         self._trace = _Spans(folder.trace, "evaluation")
         self._prepared: asyncio.Task[list[Encoded]] | None = None
         self._round: _Round | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._rounds: dict[asyncio.Task[None], _Round] = {}
 
     def begin(self, start: int) -> None:
         """The run starts with this step: forget what a lost attempt evaluated later, and prepare (once)."""
@@ -87,12 +90,12 @@ class DrainEvaluation:
             return
         self._round = one = _Round(step, time.monotonic())
         one.task = asyncio.create_task(self._run(one))
-        self._tasks.add(one.task)
+        self._rounds[one.task] = one
 
     def check(self) -> None:
         """Raise what is a mistake of ours in an evaluation; others were reported when it was dropped."""
-        for task in [task for task in self._tasks if task.done()]:
-            self._tasks.remove(task)
+        for task in [task for task in self._rounds if task.done()]:
+            del self._rounds[task]
             task.result()
 
     def may_move(self) -> bool:
@@ -102,22 +105,29 @@ class DrainEvaluation:
             return True
         if one.asked is None:
             one.asked = time.monotonic()
-            asyncio.get_running_loop().call_later(self._config.evaluate.max_wait_s, self._cut, one)
+            limit = self._config.evaluate.max_wait_s
+            asyncio.get_running_loop().call_later(limit, self._late, one, limit)
         return False
 
     async def finish(self) -> None:
-        """The last step is done: wait for scores and votes still under way, at most `evaluate.max_wait_s`."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=self._config.evaluate.max_wait_s)
+        """The last step is done: wait for scores and votes still under way, at most `evaluate.max_wait_s`; drop what is late.
+
+        And at most half of train.timeout_s: the trainer's ranks wait for this with that limit (`Ranks.from_first`).
+        """
+        limit = min(self._config.evaluate.max_wait_s, self._config.train.timeout_s / 2)
+        if self._rounds:
+            await asyncio.wait(set(self._rounds), timeout=limit)
+            await self._cut_all(f"when the last step had waited {limit:g} s for it (evaluate.max_wait_s, at most half of "
+                                "train.timeout_s)")
 
     async def close(self) -> None:
-        """End what is under way, and the verifiers."""
-        tasks: list[asyncio.Task[Any]] = [*self._tasks, *([self._prepared] if self._prepared is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """End what is under way, and the verifiers; what was not through is dropped."""
+        await self._cut_all("when the run ended")
+        if self._prepared is not None:
+            self._prepared.cancel()
+            await asyncio.gather(self._prepared, return_exceptions=True)
         self._verifier.close()
-        self._trace.flush()
+        self._flush()
 
     async def _prepare(self) -> list[Encoded]:
         """Read and encode the benchmarks, start the verifiers: while the first step is generated, not in the drain."""
@@ -129,17 +139,15 @@ class DrainEvaluation:
     async def _run(self, one: _Round) -> None:
         try:
             await self._evaluate(one)
-        except MetronomeError as error:
+        except (MetronomeError, OSError) as error:  # a full disk, too, ends the evaluation and not the training
             self._drop(one, f"{type(error).__name__}: {error}")
         except asyncio.CancelledError:
             if not one.cut:
                 raise
-            limit = self._config.evaluate.max_wait_s
-            self._drop(one, f"{one.landed} of {one.expected} responses were in when training had waited {limit:g} s for them "
-                            "(evaluate.max_wait_s)")
+            self._drop(one, one.cut)
         finally:
             one.generated = one.generated or time.monotonic()
-            self._trace.flush()
+            self._flush()
             await self._notify()
 
     async def _evaluate(self, one: _Round) -> None:
@@ -178,7 +186,7 @@ class DrainEvaluation:
         stop = tokens.stop_ids(self._config.rollout.stop)
         sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k, stop)
         return Producer(self._service.pool, self._verifier, tokens.decode, sampling, settings.samples, self._config.run.seed,
-                        self._trace)
+                        self._trace, deadlines_count=False)  # its responses may be longer than a step's, by config
 
     def _known(self, benchmark: Encoded, version: int) -> bool:
         """Whether the run has evaluated it already: the base model before it began, or a step that is redone."""
@@ -186,18 +194,40 @@ class DrainEvaluation:
         return any((row.get("model"), row["weight_version"]) == which and not differing(row["protocol"], how)
                    for row in read_lines(self._folder.evaluations) if "protocol" in row)
 
-    def _cut(self, one: _Round) -> None:
-        if one.generated is None and one.task is not None:
-            one.cut = True
+    def _late(self, one: _Round, limit: float) -> None:
+        if one.generated is None:
+            self._cut(one, f"when training had waited {limit:g} s for them (evaluate.max_wait_s)")
+
+    def _cut(self, one: _Round, when: str) -> None:
+        if one.task is not None and not one.task.done() and not one.cut:
+            one.cut = f"{one.landed} of {one.expected} responses were in {when}"
+            if one.generated is not None:
+                one.cut = f"its responses were not all scored and voted on {when}"
             one.task.cancel()
+
+    async def _cut_all(self, when: str) -> None:
+        """Cut off what is under way, and wait until it is reported."""
+        for one in self._rounds.values():
+            self._cut(one, when)
+        await asyncio.gather(*self._rounds, return_exceptions=True)
 
     def _drop(self, one: _Round, reason: str) -> None:
         """Report an evaluation that came to nothing."""
         row = {"weight_version": one.version, "reason": reason, "exposed_s": one.exposed_s}
         path = dropped(self._folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        append_line(path, row)
         print(f"evaluate: version {one.version} dropped: {reason}; training waited {one.exposed_s:.1f} s", flush=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            append_line(path, row)
+        except OSError as error:
+            print(f"evaluate: {path} can't be written: {error}", flush=True)
+
+    def _flush(self) -> None:
+        """Write the timeline; without it nothing is lost that training needs."""
+        try:
+            self._trace.flush()
+        except OSError as error:
+            print(f"evaluate: the timeline of evaluations can't be written: {error}", flush=True)
 
 
 def dropped(folder: RunFolder) -> Path:

@@ -14,9 +14,12 @@ from functools import lru_cache
 
 from engine.reward.answers import strip_delimiters, tidy
 from engine.reward.formulas import LONGEST, equal
+from engine.reward.quantities import number, scaled
 
 TOLERANCE = Fraction(1, 2_000_000)
 """Of a decimal: six places, as math-verify rounds. Fractions and whole numbers are compared exactly."""
+RELATIVE = Fraction(1, 10_000)
+"""Of a decimal, too, as a share of the gold value: six places of 0.0000003 would be nothing."""
 MOST = 12
 """Entries of a list that may come in any order; a longer one must come in order."""
 
@@ -33,15 +36,12 @@ _KEYS = (re.escape(key) + ("(?![a-zA-Z])" if key[-1].isascii() and key[-1].isalp
 _REPLACE = re.compile("|".join(_KEYS))
 _GROUPED = re.compile(r"(?<=\d)(?:,?\s*\\[!,]\s*|\{,\})(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
-_UNIT = re.compile(r"(?<=[\d}%ia-z])(?:\\text\{[^{}]*\}(?:\^\{?[23]\}?)?|\^\\circ(?:\s*[CF])?)\.?$")
+_ARITHMETIC = re.compile(r"(?!.*(?:\d\(|\)[\d(]|\d\\frac))(?:[\d.+\-*/^(){}]|\\(?:cdot|frac|sqrt) ?)+")
 _TEXT_UNIT = re.compile(r"\\text\{([^{}]*)\}(?:\^\{?[23]\}?)?$")
 _NAMES = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
 ft foot feet, yd yard, mi mile, mg milligram, g gram, kg kilogram, lb pound, oz ounce, s sec second, min minute,
 h hr hour, day, week, month, year, cent, dollar, euro, mph, am, pm, gallon, liter litre"""
 _KNOWN = {name: names.split()[0] for names in _NAMES.split(",") for name in names.split()}
-_DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
-_NUMBER = re.compile(rf"\$?([+-]?)\$?(?:({_DECIMAL})|\\frac\{{(-?\d+)\}}\{{(-?\d+)\}}|(\d+)/(\d+)|\((-?\d+)\)/\(?(\d+)\)?)(%?)")
-_MIXED = re.compile(r"([+-]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}")
 _NAMED = re.compile(r"[a-zA-Z](?:_\{?\w\}?)?(?:\([a-z]\))?(?:=|\\in(?![a-z]))(?=.)")
 _BASE = re.compile(r"(-?[0-9A-Z]+)_(?:\{(?:\\text\{)?(\w+)\}?\}|(\d))")
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10",
@@ -91,9 +91,15 @@ def _same(gold: str, found: str, depth: int) -> bool:
 
 
 def _units(gold: str, found: str, depth: int) -> bool | None:
-    """False for two different units that everybody knows; one may be left out, and others are not looked at."""
+    """False for two different units that everybody knows; one may be left out, and others are not looked at.
+
+    And for formulas of which one is so many hundreds or millions: only numbers are multiplied out.
+    """
     one, other = (_unit(text) for text in (gold, found))
-    return False if one and other and one != other else None
+    if one and other and one != other:
+        return False
+    (_, scale), (_, other_scale) = scaled(gold), scaled(found)
+    return False if scale != other_scale and None in (number(gold), number(found)) else None
 
 
 def _unit(text: str) -> str:
@@ -108,36 +114,12 @@ def _numbers(gold: str, found: str, depth: int) -> bool | None:
     if one is None or other is None:
         return None
     (value, percent), (given, other_percent) = one, other
-    near = TOLERANCE if "." in gold or "." in found else 0
+    near = min(TOLERANCE, abs(value) * RELATIVE) if "." in gold or "." in found else 0
     if abs(value - given) <= near:
         return True
     if percent == other_percent:
         return False
     return abs(value / 100 - given) <= near if percent else abs(value - given / 100) <= near
-
-
-def number(text: str) -> tuple[Fraction, bool] | None:
-    """The value of a lone decimal, fraction or mixed number, and whether a per cent sign follows; None for anything else."""
-    bare = _UNIT.sub("", text.replace("\\$", "$")) if len(text) <= LONGEST else ""
-    if mixed := _MIXED.fullmatch(bare):
-        sign, whole, above, below = mixed.groups()
-        return _signed(sign, int(whole) + Fraction(int(above), int(below))) if int(below) else None
-    match = _NUMBER.fullmatch(bare)
-    if match is None:
-        return None
-    sign, decimal, above, below, over, under, top, bottom, percent = match.groups()
-    if decimal is not None:
-        value = Fraction(decimal.rstrip("."))
-    else:
-        denominator = int(below or under or bottom)
-        if not denominator:
-            return None
-        value = Fraction(int(above or over or top), denominator)
-    return (-value if sign == "-" else value), bool(percent)
-
-
-def _signed(sign: str, value: Fraction) -> tuple[Fraction, bool]:
-    return (-value if sign == "-" else value), False
 
 
 def _numerals(gold: str, found: str, depth: int) -> bool | None:
@@ -189,11 +171,26 @@ def _relations(gold: str, found: str, depth: int) -> bool | None:
 
 
 def _chains(gold: str, found: str, depth: int) -> bool | None:
-    r"""0.56 = 56\%: any of the numbers will do, and no other may stand beside it."""
+    r"""0.56 = 56\%: any of the numbers will do, and no other may stand beside it, nor a sum of another value: 3 = 5 is not 5."""
     ours, theirs = (re.split(r"=|\\approx(?![a-z])", text) for text in (gold, found))
     if len(ours) == 1 or not all(number(part) for part in ours):
-        return None
+        value, stated = gold[name.end() :] if (name := _NAMED.match(gold)) else gold, found.split("=")
+        wrong = "=" not in value and len(found) <= LONGEST and any(_other_value(value, part, depth) for part in stated[:-1])
+        return False if wrong else None
     return all(any(_same(ours_part, part, depth - 1) for ours_part in ours) for part in theirs)
+
+
+def _other_value(gold: str, part: str, depth: int) -> bool:
+    """Whether a side of an equation is a number, or arithmetic with digits, of another value than gold.
+
+    A decimal may be a rounded value: 14/3 = 4.67 states 4.67.
+    """
+    exact, given = number(gold), number(part)
+    if exact is not None and "." in gold:
+        unit = Fraction(1, 10 ** len(re.sub(r".*\.|\D", "", gold)))
+        return given is not None and abs(exact[0] - given[0]) > unit / 2 and not _same(gold, part, depth - 1)
+    known = given is not None or (any(map(str.isdigit, part)) and _ARITHMETIC.fullmatch(part) is not None)
+    return known and not _same(gold, part, depth - 1)
 
 
 def _named(gold: str, found: str, depth: int) -> bool | None:

@@ -99,7 +99,9 @@ class Producer:
         group_size: int,
         seed: int,
         trace: Trace,
+        deadlines_count: bool = True,
     ) -> None:
+        """`deadlines_count`: whether a response that takes longer than rollout.timeout_s is a fault of the instance."""
         self._pool = pool
         self._verifier = verifier
         self._decode = decode
@@ -107,6 +109,7 @@ class Producer:
         self._group_size = group_size
         self._seed = seed
         self._trace = trace
+        self._deadlines_count = deadlines_count
 
     async def run(
         self,
@@ -210,7 +213,8 @@ class Producer:
             work.check(number, error, self._pool.config.rollout.timeout_s)
             return
         except (InstanceGone, InstanceFault, DeadlineError) as error:
-            self._pool.fault(instance)
+            if self._deadlines_count or not isinstance(error, DeadlineError):
+                self._pool.fault(instance)
             work.failed_on, work.refused = (instance,), None
             work.fault(number, error)
             return

@@ -32,6 +32,22 @@ def test_a_phrase_that_many_problems_share_is_none():
     assert find(one, other) is None
 
 
+def test_a_problem_that_stands_in_the_set_32_times_is_no_phrase():
+    edited = AIME.replace("Let $x$, $y$ and $z$ all exceed", "Suppose that $x$, $y$ and $z$ are greater than")
+    assert find(edited, AIME) is not None
+    assert find(edited, *[AIME] * 32) is not None
+
+
+def test_thousands_are_the_same_number_with_and_without_separators():
+    problem = "How many whole numbers from 1 to {} are divisible by neither seven nor eleven and have an odd sum of digits?"
+    for spelled in ("10,000", "10{{,}}000", "10,\\!000", "10\\,000"):
+        text = problem.format(spelled.format())
+        assert words(text) == words(problem.format("10000"))
+        assert find(problem.format("10000"), text) is not None
+    assert words("1,000,000 and (1,200) or 0,1234 or 2019,2020") == [
+        "1000000", "and", "1200", "or", "0", "1234", "or", "2019", "2020"]  # fmt: skip
+
+
 def test_other_numbers_in_one_template_are_another_problem():
     template = "Tom has {} apples and buys {} more at the market before he gives half of his apples to his sister. How many?"
     assert find(template.format(5, 7), template.format(5, 9)) is None

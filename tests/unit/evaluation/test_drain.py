@@ -22,11 +22,12 @@ def world(tmp_path, tiny_model, problems):
     """An instance that serves a version, and the evaluation of a run of ten steps on it: 6 problems, 2 samples."""
 
     @contextlib.asynccontextmanager
-    async def begin(version=0, delay_s=0.0, **evaluate):
+    async def begin(version=0, delay_s=0.0, rollout=(), train=(), reward=(), **evaluate):
         config = Config.model_validate({
-            "run": {"name": "run", "output": str(tmp_path)}, "model": {"path": str(tiny_model)}, "train": {"steps": 10},
+            "run": {"name": "run", "output": str(tmp_path)}, "model": {"path": str(tiny_model)},
+            "train": {"steps": 10, **dict(train)},
             "data": {"train": str(problems), "heldout": str(problems)},
-            "rollout": {"max_context": 64, "max_new_tokens": 16, "timeout_s": 10},
+            "rollout": {"max_context": 64, "max_new_tokens": 16, "timeout_s": 10, **dict(rollout)}, "reward": dict(reward),
             "evaluate": {"every": 2, "problems": 6, "samples": 2, "max_wait_s": 20, **evaluate},
         })  # fmt: skip
         folder = RunFolder(config.folder)
@@ -105,6 +106,50 @@ async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
         assert lost["reason"] == "0 of 12 responses were in when training had waited 0.2 s for them (evaluate.max_wait_s)"
         assert lost["exposed_s"] >= 0.2
         assert rows(folder) == []
+
+
+async def test_what_is_not_scored_when_the_run_waits_no_longer_is_dropped_and_reported(world, tmp_path, capsys):
+    (tmp_path / "slow.py").write_text("import time\ndef reward(prompt, responses): time.sleep(60)\n")
+    slow = {"function": f"{tmp_path / 'slow.py'}:reward", "timeout_s": 60}
+    async with world(reward=slow, train={"timeout_s": 0.8}) as (evaluation, folder, scripted, _):
+        evaluation.drained(0)
+        await until(evaluation.may_move, "the responses")
+        began = asyncio.get_running_loop().time()
+        await evaluation.finish()  # not for evaluate.max_wait_s, 20 s: the trainer would give up
+        assert 0.3 < asyncio.get_running_loop().time() - began < 5
+        (lost,) = read_lines(drain.dropped(folder))
+        assert lost["reason"] == ("its responses were not all scored and voted on when the last step had waited 0.4 s for it "
+                                  "(evaluate.max_wait_s, at most half of train.timeout_s)")
+        assert "evaluate: version 0 dropped: its responses were not all scored" in capsys.readouterr().out
+        assert rows(folder) == []
+
+
+async def test_what_a_run_that_ends_did_not_evaluate_is_reported(world):
+    async with world(delay_s=60) as (evaluation, folder, scripted, _):
+        evaluation.drained(0)
+        await until(lambda: scripted.running, "requests")
+    (lost,) = read_lines(drain.dropped(folder))
+    assert lost["reason"] == "0 of 12 responses were in when the run ended"
+
+
+async def test_an_evaluation_that_cannot_be_written_ends_without_ending_the_training(world, capsys):
+    async with world() as (evaluation, folder, _, _):
+        (folder.path / "evaluations").write_text("no folder")
+        evaluation.drained(0)
+        await evaluation.finish()
+        evaluation.check()
+        said = capsys.readouterr().out
+        assert "evaluate: version 0 dropped: FileExistsError: " in said
+        assert "dropped.jsonl can't be written: " in said
+        assert rows(folder) == []
+
+
+async def test_deadlines_of_an_evaluation_are_not_held_against_the_instance(world):
+    async with world(delay_s=60, rollout={"timeout_s": 0.2}) as (evaluation, _, scripted, _):
+        evaluation.drained(0)
+        await until(lambda: len(scripted.seeds) > 24, "requests that are sent again")
+        (instance,) = evaluation._service.pool.instances
+        assert instance.breaker.state == "closed"
 
 
 async def test_responses_of_other_weights_are_refused(world):

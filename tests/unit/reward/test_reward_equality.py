@@ -52,6 +52,10 @@ def test_every_spelling_matches_and_no_change_does(answer):
         (r"\text{B}", r"\text{(b)}"), ("10,000", "10000"), (r"10{,}000", r"10\,000"),
         (r"5\text{ cm}", r"5 \text{ centimeters}"), ("p - q", "-q + p"), (r"(x+1)^2", "x^2+2x+1"),
         (r"\sqrt{117}", r"3\sqrt{13}"), (r"2\cdot 3", "6"), (r"\cos^2 x", r"1-\sin^2 x"),
+        (r"\frac{1}{60}", "0.016667"), ("0.0000003", r"3 \cdot 10^{-7}"), (r"5\text{ million}", "5000000"),
+        ("5000000", r"\$5 million"), ("60", r"5\text{ dozen eggs}"), (r"50\text{ percent}", "50"),
+        ("4.67", r"\frac{14}{3}=4.67"), ("5000000", r"5\text{ million}=5000000"), ("1000000,2", r"2, 1\text{ million}"),
+        ("5", "2+3=5"), ("5", r"x = \frac{10}{2} = 5"), ("x=5", "x=2+3=5"), (r"\frac{14}{3}", r"\frac{14}{3} \approx 4.67"),
     ],
 )  # fmt: skip
 def test_other_forms_of_the_same(gold, found):
@@ -71,6 +75,11 @@ def test_other_forms_of_the_same(gold, found):
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2)"), (r"1\pm\sqrt{2}", r"1+\sqrt2"), ("5", ""), ("5", "5, 6"),
         (r"(-\infty, 2) \cup (3, \infty)", r"(-\infty, 2)"), ("x", "y"), ("10,000", "10.000"),
+        ("0.0000003", "0"), ("0", "0.0000003"), ("0.0000003", "0.0000007"), (r"\frac{3}{10000000}", "0.0000004"),
+        ("5", r"5\text{ million}"), (r"5\text{ million}", "5"), ("5", r"\$5\text{ hundred thousand dollars}"),
+        ("5", "5 million"), ("5", r"5\text{ dozen}"), (r"2\pi", r"2\pi\text{ thousand}"),
+        ("4.67", "4.66=4.67"), ("1,2", r"1, 2\text{ million}"),
+        ("5", "3=5"), ("5", "x=3=5"), ("x=5", "3=5"), ("5", "3+3=5"), (r"\sqrt{2}", r"3=\sqrt{2}"), ("5", r"3=5\text{ cm}"),
     ],
 )  # fmt: skip
 def test_other_answers(gold, found):

@@ -56,18 +56,21 @@ def finished(output, name, right, **evaluate):
 
 
 def registered(config, folder, name="model"):
-    """As the pipeline's end: (verdict, the new model version, the number of the one that is champion now)."""
+    """As the pipeline's end: (verdict, the new model version, the number of the one that is champion now, if any)."""
     with tracking.tracked(config):
         evaluation_log.log_new(folder)
         version = tracking.register(name, folder.policy)
         verdict = crown(name, version, folder, config)
     client = mlflow.MlflowClient()
-    return verdict, client.get_model_version(name, version), int(client.get_model_version_by_alias(name, "champion").version)
+    champion = client.get_registered_model(name).aliases.get("champion")
+    return verdict, client.get_model_version(name, version), None if champion is None else int(champion)
 
 
 def test_the_champion_moves_only_when_the_comparison_says_so(output):
     first, version, champion = registered(*finished(output, "first", [1, 2, 1, 0, 2, 1, 1, 0, 2, 1]))
-    assert (first.wins, first.reason, champion) == (True, "there was no champion", 1)
+    assert (first.wins, champion) == (True, 1)
+    assert first.reason.startswith("there was no champion; better than the base model at 95% confidence: difference +0.2750")
+    assert first.comparison.p_value == pytest.approx(2 / 2**8)  # eight of ten went up, two are equal
     assert version.tags["metronome.steps"] == "2"
     assert version.tags["metronome.base_model"] == str(output / "base")
     assert float(version.tags["metronome.avg_at_k"]) == pytest.approx(11 / 40)
@@ -87,8 +90,28 @@ def test_the_champion_moves_only_when_the_comparison_says_so(output):
     assert "better than the champion at 95% confidence" in version.tags["metronome.champion"]
 
 
+def test_the_first_is_champion_only_if_it_is_better_than_its_base(output):
+    config, folder = finished(output, "no-better", [0, 1, 0, 0, 1, 0, 0])  # the base had none right
+    found, _, champion = registered(config, folder, "no-better")
+    assert (found.wins, champion) == (False, None)
+    assert found.reason.startswith("there was no champion; not better than the base model at 95% confidence: difference +0.0714")
+
+    config, folder = finished(output, "no-base", [1, 2, 1, 0, 2, 1])
+    base, final = read_lines(folder.evaluations)
+    inside = {**final, "model": base["model"], "weight_version": 1, "in_run": True}  # the policy in training is not the base
+    folder.evaluations.write_text("".join(json.dumps(row) + "\n" for row in (inside, final)))
+    found, _, champion = registered(config, folder, "no-base")
+    assert (found.wins, champion) == (True, 1)
+    assert found.reason == "there was no champion; not compared: there is no comparable evaluation of the base model"
+
+    config, folder = finished(output, "not-evaluated", [4] * 6)
+    folder.evaluations.unlink()
+    found, _, champion = registered(config, folder, "not-evaluated")
+    assert (found.wins, champion) == (False, None)
+
+
 def test_what_cant_be_compared_leaves_the_champion_with_the_reason(output):
-    registered(*finished(output, "other-first", [1, 2, 1, 0, 2, 1]), "other")
+    registered(*finished(output, "other-first", [1, 2, 1, 1, 2, 1]), "other")
     other, version, champion = registered(*finished(output, "other-warmer", [4] * 6, temperature=0.7), "other")
     assert (other.wins, champion) == (False, 1)
     assert other.reason == "its evaluation can't be compared with the champion's: temperature (0.7, 1.0) differ (new, champion)"
