@@ -10,7 +10,9 @@ from prefect.runtime import flow_run
 
 from engine.config import Config
 from engine.folder_lock import held
+from engine.recipe import load
 from engine.run_folder import RunFolder, write_atomically
+from engine.run_identity import claim
 from tasks.console import say
 from tasks.inputs import check_run_folder
 from tasks.stages import Stages, count_attempt, last_end
@@ -22,14 +24,19 @@ NAMES = ".flow-runs"
 
 
 def settled(config: Config) -> Config:
-    """The config with the run.name that this flow run had when it first began: one made of the time must not change."""
+    """The config that this flow run began with, from its run folder: the recipe may have been edited since.
+
+    On its first entry it is the config as given; its run.name is kept, since one made of the time must not change.
+    """
     file = _name_file(config)
     if file is None:
         return config
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, config.run.name)
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": file.read_text()})})
+    named = config.model_copy(update={"run": config.run.model_copy(update={"name": file.read_text()})})
+    folder = RunFolder(named.folder)
+    return load(folder.config) if begun_by_this_flow(folder) and folder.config.exists() else named
 
 
 class Entry(Stages):
@@ -53,10 +60,13 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
     if not again:
         check_run_folder(config, resume)
     with held(folder.lock, f"run folder {folder.path}", TAKEOVER_S if again else 0.0, lambda message: say("wait", message)):
+        claim(folder.path, config, again or resume)
         why = last_end(folder) if again else "started by a person or a schedule"
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
-        write_atomically(folder.path / "flow_run_id", str(flow_run.root_flow_run_id))
+        if not folder.config.exists():
+            _sign(folder)  # before the config: a folder with one and no flow run would be taken for another run's
         folder.create(config, resume=again or resume)
+        _sign(folder)  # after it: the config before may be that of the flow run before, with other settings
         if again:
             say("resume", f"the attempt before ended: {why}")
         entry = Entry(folder, again or resume)
@@ -69,6 +79,10 @@ def begun_by_this_flow(folder: RunFolder) -> bool:
     """Whether this flow run was in the folder before."""
     file = folder.path / "flow_run_id"
     return file.exists() and file.read_text() == str(flow_run.root_flow_run_id)
+
+
+def _sign(folder: RunFolder) -> None:
+    write_atomically(folder.path / "flow_run_id", str(flow_run.root_flow_run_id))
 
 
 def _name_file(config: Config) -> Path | None:
