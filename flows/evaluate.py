@@ -42,7 +42,7 @@ def evaluate(
     folder, chosen = RunFolder(config.folder), Path(config.model.path)
     if not folder.config.exists():
         folder.create(config, resume=False)
-    with held(npus(config, training=False)), tracked_flow(config), stage("evaluate") as say:
+    with held(npus(config, training=False)), tracked_flow(config, evaluation=True), stage("evaluate") as say:
         found = summary.accuracy(evaluate_task(config, chosen, summary.weight_version(chosen)))
         say("accuracy " + found)
     return found

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 
 from engine.config import Config
 from engine.folder_lock import held
 from engine.recipe import load
 from engine.run_folder import RunFolder, write_atomically
 from engine.run_identity import claim
-from tasks.console import say
+from tasks.console import complain, say
 from tasks.inputs import check_run_folder
+from tasks.patience import TrackingAway
 from tasks.stages import Stages, count_attempt, last_end
 
 TAKEOVER_S = 600.0
@@ -53,7 +54,8 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
     """Hold the run folder during the body.
 
     A flow run may enter its own folder again; another one needs `resume`. Raises BadInput (the folder is another run's, or in
-    use), MetronomeError when the run does not get any further (`tasks.stages.count_attempt`).
+    use), MetronomeError when the run does not get any further (`tasks.stages.count_attempt`). A flow run of a deployment that
+    MLflow is away from ends as crashed, not as failed: that is what the automations resume (tasks.watchdog).
     """
     folder = RunFolder(config.folder)
     again = begun_by_this_flow(folder)
@@ -72,7 +74,14 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
         entry = Entry(folder, again or resume)
         if entry.done.get("train", config.train.steps) != config.train.steps:  # a person wants more steps of it
             entry.forget("train", "publish", "register", "announce")
-        yield entry
+        try:
+            yield entry
+        except TrackingAway as error:
+            folder.fail(error)
+            if not deployment.id:
+                raise
+            complain(f"error: {error}")
+            raise SystemExit(str(error)) from error
 
 
 def begun_by_this_flow(folder: RunFolder) -> bool:

@@ -75,7 +75,7 @@ class Checkpoints:
         self.prompt_position: int | None = None
         """Prompts used before the next step, with algorithm.dynamic_sampling; else they are a function of the step."""
         self.prompts: str | None = None
-        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`): those of the loaded checkpoint, or the run's."""
+        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`): of the loaded checkpoint, or of the run."""
 
     def save(self, step: int, figures: Mapping[str, Any] | None = None) -> None:
         """Take the checkpoint before step `step`; returns once the copy is taken. Nothing if it was the last one already.

@@ -7,6 +7,8 @@ from engine.recipe import load
 from engine.run_folder import RunFolder
 from engine.run_identity import identity
 from tasks.entry import begun_by_this_flow, entered, settled
+from tasks.patience import TrackingAway
+from tasks.stages import last_end
 
 
 @pytest.fixture
@@ -26,6 +28,10 @@ def recipe(tmp_path):
     return written
 
 
+def killed(*arguments, **more):
+    raise KeyboardInterrupt
+
+
 def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with(flow_run, recipe, monkeypatch):
     flow_run("night")
     config = settled(recipe(1e-6))
@@ -41,10 +47,21 @@ def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with
     name = f"run.name={config.run.name}"
     with pytest.raises(BadInput, match="exists already"), entered(settled(recipe(1e-3, name)), resume=False):
         pass
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # killed before it has written its config
-        patch.setattr(RunFolder, "create", lambda *arguments, **more: (_ for _ in ()).throw(KeyboardInterrupt))
-        with entered(settled(recipe(1e-3, name)), resume=True):
+    with monkeypatch.context() as patch:  # killed before it has written its config
+        patch.setattr(RunFolder, "create", killed)
+        with pytest.raises(KeyboardInterrupt), entered(settled(recipe(1e-3, name)), resume=True):
             pass
     assert not begun_by_this_flow(RunFolder(config.folder))
     with entered(settled(recipe(1e-3, name)), resume=True):
         assert load(RunFolder(config.folder).config).train.learning_rate == 1e-3
+
+
+def test_a_deployed_flow_run_that_mlflow_is_away_from_ends_as_crashed(flow_run, recipe, monkeypatch):
+    flow_run("night")
+    config = settled(recipe(1e-6))
+    with pytest.raises(TrackingAway), entered(config, resume=False):
+        raise TrackingAway("MLflow did not answer")
+    monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "nightly")
+    with pytest.raises(SystemExit, match="MLflow did not answer"), entered(config, resume=False):
+        raise TrackingAway("MLflow did not answer")
+    assert last_end(RunFolder(config.folder)) == "MLflow did not answer"
