@@ -6,8 +6,10 @@ import pytest
 
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
+from engine.folder_lock import held
 from engine.run_folder import RunFolder, append_line
 from engine.types import StepReport
+from flows.cli import _train
 from tasks import metric_log, patience, tracking
 
 
@@ -157,3 +159,12 @@ def test_a_known_run_waits_for_a_store_that_is_away_and_a_new_one_does_not(confi
     with pytest.raises(patience.TrackingAway, match=f"MLflow run {first}: MLflow did not answer for 0 s: connection refused"):
         with tracking.tracked(other):
             pass
+
+
+def test_a_training_that_is_refused_for_the_lock_does_not_touch_the_run_in_mlflow(config):
+    other = config.model_copy(update={"run": Run(name="living", output=config.run.output)})
+    folder = RunFolder(other.folder)
+    with held(folder.lock, "the living one", 0.0):
+        with pytest.raises(BadInput, match=r"run folder .*living is in use by process"):
+            _train(other, resume=True, replay=None)
+    assert not (other.folder / tracking.RUN_ID).exists()
