@@ -141,15 +141,16 @@ class Conductor:
         return DrainEvaluation(self.config, self.folder, self.service, self._notify)
 
     async def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The trainer has loaded its models and goes on from a step; the reply names the prompts that it is trained on."""
         self._is_ready = True
         if self._generation is not None:
-            self._generation.go_on(request["start"], request.get("prompt_position"))
+            self._generation.go_on(request["start"], request.get("prompt_position"), request.get("prompts"))
         self.folder.cut(request["start"])
         if self._evaluation is not None:
             self._evaluation.begin(request["start"])
         if self.config.train.record and self.service is not None:
             self._recorder = await asyncio.to_thread(Recorder, self.folder.path / "record.msgpack", self.config, request["start"])
-        return {}
+        return {} if self._generation is None else {"prompts": self._generation.fingerprint}
 
     @cached_property
     def sync(self) -> WeightSync:

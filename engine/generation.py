@@ -32,11 +32,21 @@ class Generation:
         algorithm, train = self._config.algorithm, self._config.train
         return train.score_early and train.mode != "sync" and (algorithm.old_policy == "previous" or algorithm.kl_coef > 0)
 
-    def go_on(self, step: int, position: int | None) -> None:
-        """The trainer begins with `step`; `position`: prompts used before it, as its checkpoint says.
+    @property
+    def fingerprint(self) -> str:
+        """Of the run's prompts in their order."""
+        return self._loader.fingerprint
 
-        Raises BadInput where dynamic sampling has to know them, and does not.
+    def go_on(self, step: int, position: int | None, prompts: str | None = None) -> None:
+        """The trainer begins with `step`; `position`: prompts used before it, `prompts`: their fingerprint, of its checkpoint.
+
+        Raises BadInput where dynamic sampling has to know the position, and does not; and for a checkpoint of other prompts.
         """
+        if prompts not in (None, self.fingerprint):
+            raise BadInput("--resume: the prompts of this run, or their order, are not those that its checkpoint was trained on. "
+                           "They are decided by the content of data.train and data.heldout, by the benchmarks that data.train is "
+                           "compared with (evaluate.benchmark, evaluate.folder), by reward.function and rollout.max_context: "
+                           "resume with these as they were, or begin a new run from the trained policy")
         if self._config.algorithm.dynamic_sampling and step and position is None:
             raise BadInput(f"--resume: the checkpoint before step {step} says nothing of the prompts that were used, which "
                            "algorithm.dynamic_sampling has to know (it was taken by a replay); resume from another one")

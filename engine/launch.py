@@ -32,6 +32,7 @@ from engine.recipe import load
 from engine.rollout.registry import listen_address, registry
 from engine.rollout.service import rollout_service
 from engine.run_folder import RunFolder
+from engine.run_identity import claim
 from engine.trace import Trace
 from engine.trainer import record
 from engine.trainer.nodes import INVITATION, control_address, invite
@@ -57,6 +58,7 @@ def launch(config: Config, resume: bool = False, replay: Path | None = None) -> 
         record.check(replay, config)
     folder = RunFolder(config.folder)
     with held(folder.launcher_lock, f"run folder {folder.path}", TAKEOVER_S):
+        claim(folder.path, config, resume)
         folder.create(config, resume)
         try:
             asyncio.run(_Launcher(config, folder, resume, replay).run())

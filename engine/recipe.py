@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.config import Config
 from engine.errors import BadInput
+from engine.files import write_atomically
 
 HOME = Path(__file__).resolve().parent.parent
 """Metronome's own folder: shipped recipes and data are found relative to it."""
@@ -50,8 +51,8 @@ def load(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write the resolved config as TOML; `load(path)` gives an equal tree."""
-    path.write_text(tomli_w.dumps(config.model_dump(mode="json")))
+    """Write the resolved config as TOML, whole or not at all; `load(path)` gives an equal tree."""
+    write_atomically(path, tomli_w.dumps(config.model_dump(mode="json")))
 
 
 def _read(recipe: str | os.PathLike[str]) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from engine.config import Config
 from engine.errors import BadInput
+from engine.files import write_atomically as write_atomically
 from engine.recipe import dump, load
 from engine.types import Group, StepReport
 
@@ -87,9 +87,16 @@ class RunFolder:
 
 def check_same_run(config: Config, before: Config) -> None:
     """Refuse to resume under settings that change what the run's checkpoints mean. Raises BadInput with the key."""
+    check_same_keys(config, before.model_dump(mode="json"))
+
+
+def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> None:
+    """The same, with the settings before as they stand in a checkpoint: plain tables. A key that these lack may be anything."""
+    ours = config.model_dump(mode="json")
     for key in FIXED:
         table, _, name = key.partition(".")
-        now, then = (getattr(getattr(tree, table), name) for tree in (config, before))
+        now = ours[table][name]
+        then = before.get(table, {}).get(name, now)
         if now != then:
             raise BadInput(f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps it")
 
@@ -112,12 +119,5 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         for line in path.read_text().split("\n")[:-1]:
             yield json.loads(line)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 

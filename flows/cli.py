@@ -80,6 +80,7 @@ def train(
 
 
 def _train(config: Config, resume: bool, replay: Path | None) -> None:
+    from engine.folder_lock import held
     from engine.run_folder import RunFolder
     from tasks import evaluation_log, recording, summary, tracking
     from tasks.training import run_training
@@ -92,7 +93,8 @@ def _train(config: Config, resume: bool, replay: Path | None) -> None:
         tracking.log_step(row)
         evaluated()
 
-    with tracking.tracked(config), console.stage("train") as say:
+    locked = held(folder.lock, f"run folder {folder.path}", 0.0)  # before MLflow: the run there may be that of a living process
+    with locked, tracking.tracked(config), console.stage("train") as say:
         recording.log_model_input(Path(config.model.path))
         run_training(config, resume, replay, on_step)
         say(f"{config.train.steps} steps")
@@ -127,7 +129,7 @@ def _evaluate(config: Config) -> None:
     folder, model = RunFolder(config.folder), Path(config.model.path)
     if not folder.config.exists():
         folder.create(config, resume=False)
-    with tracking.tracked(config), console.stage("evaluate") as say:
+    with tracking.tracked(config, evaluation=True), console.stage("evaluate") as say:
         rows = evaluation.evaluate(config, model, summary.weight_version(model), folder)
         evaluation_log.log_new(folder)
         say(evaluation_log.report(rows))

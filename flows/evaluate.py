@@ -13,6 +13,7 @@ from tasks import summary
 from tasks.console import stage
 from tasks.continuing import model_folder
 from tasks.devices import held, npus
+from tasks.entry import settled
 from tasks.evaluate import evaluate as evaluate_task
 from tasks.inputs import check_inputs, with_model_folder
 from tasks.links import tracked_flow
@@ -36,13 +37,13 @@ def evaluate(
         run: Name of the run that the figures belong to (its folder under run.output). Empty takes run.name.
     """
     given = [f"run.name={run}"] if run else []
-    config = model_folder(configured(recipe, settings, [*overrides, *given]), recipe, model)
+    config = model_folder(settled(configured(recipe, settings, [*overrides, *given])), recipe, model)
     check_inputs(config, training=False)
     config = with_model_folder(config)
     folder, chosen = RunFolder(config.folder), Path(config.model.path)
     if not folder.config.exists():
         folder.create(config, resume=False)
-    with held(npus(config, training=False)), tracked_flow(config), stage("evaluate") as say:
+    with held(npus(config, training=False)), tracked_flow(config, evaluation=True), stage("evaluate") as say:
         found = summary.accuracy(evaluate_task(config, chosen, summary.weight_version(chosen)))
         say("accuracy " + found)
     return found

@@ -23,22 +23,30 @@ from tasks.recorder import first_line
 
 RESULTS = "policy_evaluation-{}.json"
 """Artifact of the run beside `policy/`, by the version: the protocol and every problem's mean, for later comparisons."""
+REASON = "metronome.champion"
+"""Tag of a version: why it became champion, or did not."""
 TAG_LIMIT = 5000
 """Characters of a tag's value that MLflow takes."""
 
 
 def crown(name: str, version: str, folder: RunFolder, config: Config) -> Verdict:
-    """Store the new version's lineage and results with it, and move the alias to it if it is better than the champion."""
+    """Store the new version's lineage and results with it, and move the alias to it if it is better than the champion.
+
+    May be repeated: a version that has the alias keeps it, with the reason of the first time.
+    """
     client, own = mlflow.MlflowClient(), results(folder, config)
     made = client.get_model_version(name, version)
     for key, value in lineage(folder, config).items():
         client.set_model_version_tag(name, version, f"metronome.{key}", value[:TAG_LIMIT])
     if own is not None:
         client.log_dict(made.run_id, own.as_dict(), RESULTS.format(version))
-    verdict = _verdict(client, name, own, base_results(folder, config, own), config.evaluate.confidence)
+    champion = _champion(client, name)
+    if champion is not None and str(champion.version) == version:
+        return Verdict(True, champion.tags.get(REASON, "it has the alias already"))
+    verdict = _verdict(champion, own, base_results(folder, config, own), config.evaluate.confidence)
+    client.set_model_version_tag(name, version, REASON, verdict.reason[:TAG_LIMIT])
     if verdict.wins:
         client.set_registered_model_alias(name, CHAMPION, version)
-    client.set_model_version_tag(name, version, "metronome.champion", verdict.reason[:TAG_LIMIT])
     return verdict
 
 
@@ -93,10 +101,7 @@ def base_results(folder: RunFolder, config: Config, own: Results | None) -> Resu
     return None
 
 
-def _verdict(
-    client: mlflow.MlflowClient, name: str, own: Results | None, base: Results | None, confidence: float
-) -> Verdict:
-    champion = _champion(client, name)
+def _verdict(champion: ModelVersion | None, own: Results | None, base: Results | None, confidence: float) -> Verdict:
     if champion is None:
         return first(own, base, confidence)
     try:

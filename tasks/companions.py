@@ -11,17 +11,21 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Cancelling
 
 from engine.config import Config
 from engine.errors import ProcessDied
 from engine.process import Child, python
+from engine.run_folder import append_line, read_lines
 
 INSTANCES = "serve-rollouts/serve-rollouts"
 """What a run starts on the rollout pool (infra/prefect.yaml)."""
 RANKS = "join-training/join-training"
 """What a run starts on the training pool, once for each further node."""
 POLL_S = 1.0
+NOTES = "companions.jsonl"
+"""File in the run folder: the flow runs that were started for it, so that a process that is killed leaves none unknown."""
 STOP_S = 8.0
 """What the ranks of a node may take to end before they are killed."""
 
@@ -30,22 +34,27 @@ STOP_S = 8.0
 def companions(config: Config, pool_instances: int = 0) -> Iterator[None]:
     """For the time of the body: instances on the rollout pool, and a node of ranks for each of parallel.nodes but this one.
 
-    They find the run by its folder, which all nodes must share.
+    They find the run by its folder, which all nodes must share. Those of an attempt that was killed are cancelled first.
     """
     folder = config.folder.resolve()
+    notes = folder / NOTES
+    for note in read_lines(notes):
+        _cancel(UUID(note["flow_run_id"]))
+    notes.unlink(missing_ok=True)
     instances = {"join": str(folder), "recipe": str(folder / "config.toml"), "instances": pool_instances}
     with ExitStack() as stack:
         if pool_instances:
-            stack.enter_context(_companion(INSTANCES, instances, f"instances of {config.run.name}"))
+            stack.enter_context(_companion(INSTANCES, instances, f"instances of {config.run.name}", notes))
         for node in range(1, config.parallel.nodes):
-            stack.enter_context(_companion(RANKS, {"folder": str(folder)}, f"node {node} of {config.run.name}"))
+            stack.enter_context(_companion(RANKS, {"folder": str(folder)}, f"node {node} of {config.run.name}", notes))
         yield
 
 
 @contextmanager
-def _companion(deployment: str, parameters: Mapping[str, Any], name: str) -> Iterator[None]:
+def _companion(deployment: str, parameters: Mapping[str, Any], name: str, notes: Path) -> Iterator[None]:
     flow_run = run_deployment(deployment, parameters=dict(parameters), timeout=0, flow_run_name=name)
     try:
+        append_line(notes, {"flow_run_id": str(flow_run.id), "name": name})
         yield
     finally:
         _cancel(flow_run.id)
@@ -53,7 +62,10 @@ def _companion(deployment: str, parameters: Mapping[str, Any], name: str) -> Ite
 
 def _cancel(flow_run: UUID) -> None:
     with get_client(sync_client=True) as client:
-        state = client.read_flow_run(flow_run).state
+        try:
+            state = client.read_flow_run(flow_run).state
+        except ObjectNotFound:  # noted on another server, or deleted there
+            return
         if state is not None and not state.is_final():
             client.set_flow_run_state(flow_run, Cancelled() if state.is_scheduled() else Cancelling())
 

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import mlflow
+from mlflow.entities.model_registry import ModelVersion
 
 from engine.config import Config
 from engine.errors import BadInput
@@ -14,6 +15,7 @@ from engine.model.shape import read_shape
 from engine.recipe import load
 from engine.run_folder import RunFolder
 from tasks.console import say
+from tasks.patience import patiently
 from tasks.tracking import tracking_uri
 
 CHAMPION = "champion"
@@ -54,17 +56,26 @@ def model_folder(config: Config, recipe: str, model: str) -> Config:
 
 
 def _registered(config: Config, name: str, which: str) -> str | None:
-    """A registered policy as a folder under `run.output`, fetched if it is not there; None: none is registered."""
-    client = mlflow.MlflowClient(tracking_uri(config))
-    found = client.search_model_versions(f"name = '{name}'")
-    if which == CHAMPION:
-        found = [version for version in found if CHAMPION in client.get_model_version(name, version.version).aliases]
-        if not found:
-            raise BadInput(f"no version of {name} has the alias {CHAMPION} at {tracking_uri(config)}")
+    """A registered policy as a folder under `run.output`, fetched if it is not there; None: none is registered.
+
+    Raises TrackingAway.
+    """
+    found = patiently(f"the {which} policy of {name}", lambda: _versions(config, name, which))
+    if not found and which == CHAMPION:
+        raise BadInput(f"no version of {name} has the alias {CHAMPION} at {tracking_uri(config)}")
     if not found:
         return None
     newest = max(found, key=lambda version: int(version.version))
     return str(_fetched(Path(config.run.output).resolve() / "models" / f"{name}-{newest.version}", newest.source, config))
+
+
+def _versions(config: Config, name: str, which: str) -> list[ModelVersion]:
+    """All of them, or those with the alias."""
+    client = mlflow.MlflowClient(tracking_uri(config))
+    found = client.search_model_versions(f"name = '{name}'")
+    if which != CHAMPION:
+        return list(found)
+    return [version for version in found if CHAMPION in client.get_model_version(name, version.version).aliases]
 
 
 def _fetched(folder: Path, source: str, config: Config) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,28 @@ from mlflow.data.dataset_source import DatasetSource
 from mlflow.data.dataset_source_registry import resolve_dataset_source
 from mlflow.data.huggingface_dataset_source import HuggingFaceDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
+from mlflow.entities import Dataset, DatasetInput, InputTag
+
+from tasks.recording import recorder
 
 DIGEST = 32
 """Hex digits of a version that MLflow keeps (it takes up to 36)."""
 
 
 def log_datasets(found: Mapping[str, Any]) -> None:
-    """Log a report of `tasks.prepare.prepare_data` as inputs of the active run: contexts "training" and "evaluation".
+    """Log a report of `tasks.prepare.prepare_data` as inputs of the tracked run: contexts "training" and "evaluation".
 
     The digest is the version: a hash of the rows themselves. Whole hashes and counts are tags.
     """
+    client, own = mlflow.MlflowClient(), recorder()
     for name, context in (("train", "training"), ("heldout", "evaluation")):
         figures = found[name]
         dataset = MetaDataset(_source(figures["source"]), name=_name(figures["source"]), digest=figures["version"][:DIGEST])
         tags = {"version": figures["version"], "content_hash": figures["content_hash"], "rows": str(figures["rows"])}
-        mlflow.log_input(dataset, context=context, tags=tags)
-    mlflow.set_tag("metronome.data_version", found["train"]["version"])
+        labels = [InputTag(key, value) for key, value in {"mlflow.data.context": context, **tags}.items()]
+        entry = DatasetInput(Dataset(**dataset.to_dict()), labels)
+        own.do(f"the data set {dataset.name}", partial(client.log_inputs, own.run_id, datasets=[entry]))
+    own.do("the data version", lambda: client.set_tag(own.run_id, "metronome.data_version", found["train"]["version"]))
 
 
 def _source(source: str) -> DatasetSource:

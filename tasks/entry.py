@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 
 from engine.config import Config
 from engine.folder_lock import held
+from engine.recipe import load
 from engine.run_folder import RunFolder, write_atomically
-from tasks.console import say
+from engine.run_identity import claim
+from tasks.console import complain, say
 from tasks.inputs import check_run_folder
+from tasks.patience import TrackingAway
 from tasks.stages import Stages, count_attempt, last_end
 
 TAKEOVER_S = 600.0
@@ -22,14 +25,19 @@ NAMES = ".flow-runs"
 
 
 def settled(config: Config) -> Config:
-    """The config with the run.name that this flow run had when it first began: one made of the time must not change."""
+    """The config that this flow run began with, from its run folder: the recipe may have been edited since.
+
+    On its first entry it is the config as given; its run.name is kept, since one made of the time must not change.
+    """
     file = _name_file(config)
     if file is None:
         return config
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, config.run.name)
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": file.read_text()})})
+    named = config.model_copy(update={"run": config.run.model_copy(update={"name": file.read_text()})})
+    folder = RunFolder(named.folder)
+    return load(folder.config) if begun_by_this_flow(folder) and folder.config.exists() else named
 
 
 class Entry(Stages):
@@ -46,29 +54,44 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
     """Hold the run folder during the body.
 
     A flow run may enter its own folder again; another one needs `resume`. Raises BadInput (the folder is another run's, or in
-    use), MetronomeError when the run does not get any further (`tasks.stages.count_attempt`).
+    use), MetronomeError when the run does not get any further (`tasks.stages.count_attempt`). A flow run of a deployment that
+    MLflow is away from ends as crashed, not as failed: that is what the automations resume (tasks.watchdog).
     """
     folder = RunFolder(config.folder)
     again = begun_by_this_flow(folder)
     if not again:
         check_run_folder(config, resume)
     with held(folder.lock, f"run folder {folder.path}", TAKEOVER_S if again else 0.0, lambda message: say("wait", message)):
+        claim(folder.path, config, again or resume)
         why = last_end(folder) if again else "started by a person or a schedule"
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
-        write_atomically(folder.path / "flow_run_id", str(flow_run.root_flow_run_id))
+        if not folder.config.exists():
+            _sign(folder)  # before the config: a folder with one and no flow run would be taken for another run's
         folder.create(config, resume=again or resume)
+        _sign(folder)  # after it: the config before may be that of the flow run before, with other settings
         if again:
             say("resume", f"the attempt before ended: {why}")
         entry = Entry(folder, again or resume)
         if entry.done.get("train", config.train.steps) != config.train.steps:  # a person wants more steps of it
             entry.forget("train", "publish", "register", "announce")
-        yield entry
+        try:
+            yield entry
+        except TrackingAway as error:
+            folder.fail(error)
+            if not deployment.id:
+                raise
+            complain(f"error: {error}")
+            raise SystemExit(str(error)) from error
 
 
 def begun_by_this_flow(folder: RunFolder) -> bool:
     """Whether this flow run was in the folder before."""
     file = folder.path / "flow_run_id"
     return file.exists() and file.read_text() == str(flow_run.root_flow_run_id)
+
+
+def _sign(folder: RunFolder) -> None:
+    write_atomically(folder.path / "flow_run_id", str(flow_run.root_flow_run_id))
 
 
 def _name_file(config: Config) -> Path | None:

@@ -14,6 +14,8 @@ from engine.model.shape import read_shape
 from engine.recipe import HOME
 from engine.reward.workers import VerifierPool
 from engine.run_folder import RunFolder
+from engine.run_identity import published
+from engine.trainer.checkpoint_store import place_of
 from tasks.console import say
 
 QUICKSTART = "quickstart"
@@ -21,10 +23,14 @@ QUICKSTART = "quickstart"
 
 
 def check_run_folder(config: Config, resume: bool = False) -> None:
-    """A new run wants a new folder, a resumed one an old folder. Raises BadInput."""
+    """A new run wants a new folder, a resumed one an old folder or, when that is lost, its checkpoints in `checkpoint.path`.
+
+    Raises BadInput; CheckpointError when that place can't be read.
+    """
     folder = RunFolder(config.folder)
-    if resume and not folder.config.exists():
-        raise BadInput(f"--resume: {folder.path} is no run folder; name the run to go on with by --set run.name=NAME")
+    if resume and not folder.config.exists() and not published(config):
+        lost = f", and {place_of(config)} (checkpoint.path) holds no complete checkpoint" if config.checkpoint.path else ""
+        raise BadInput(f"--resume: {folder.path} is no run folder{lost}; name the run to go on with by --set run.name=NAME")
     if folder.config.exists() and not resume:
         raise BadInput(f"run folder {folder.path} exists already; give another --set run.name=NAME, "
                        "or go on with that run by --resume")

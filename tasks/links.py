@@ -12,6 +12,7 @@ from prefect.runtime import flow_run
 
 from engine.config import Config
 from tasks import tracking
+from tasks.patience import patiently
 from tasks.recording import recorder
 
 UI = "http://127.0.0.1:5000"
@@ -19,9 +20,9 @@ UI = "http://127.0.0.1:5000"
 
 
 @contextmanager
-def tracked_flow(config: Config) -> Iterator[str]:
+def tracked_flow(config: Config, evaluation: bool = False) -> Iterator[str]:
     """`tasks.tracking.tracked` inside a flow run: the two know each other. Yields the MLflow run's id."""
-    with tracking.tracked(config) as run_id:
+    with tracking.tracked(config, evaluation) as run_id:
         _tag(run_id)
         _link(config, run_id)
         yield run_id
@@ -31,7 +32,7 @@ def run_url(config: Config, run_id: str) -> str:
     """The run's page in the MLflow UI."""
     store = tracking.tracking_uri(config)
     server = store if store.startswith(("http://", "https://")) else UI
-    experiment = mlflow.get_experiment_by_name(config.tracking.experiment)
+    experiment = patiently("the link to MLflow", lambda: mlflow.get_experiment_by_name(config.tracking.experiment))
     assert experiment is not None, "tracked() makes it"
     return f"{server.rstrip('/')}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
 

@@ -20,10 +20,15 @@ REDONE = "metronome.redone_steps"
 class MetricLog:
     """Logs every number of each step once to an MLflow run, beside what is in it already."""
 
-    def __init__(self, run_id: str, keys: Iterable[str] = ()) -> None:
-        """`keys`: metrics to look up in a run that may have steps already; reads their whole history."""
+    def __init__(self, run_id: str, resumed: bool = False) -> None:
+        """`resumed`: the run may have steps already; reads the whole history of its metrics.
+
+        Which these are, the run says itself: steps.jsonl may have been cut to nothing.
+        """
         self._client = mlflow.MlflowClient()
         self._run_id = run_id
+        there = self._client.get_run(run_id).data.metrics if resumed else {}
+        keys = [key for key in there if not key.startswith("system/")]
         self._logged = {key: {point.step for point in self._client.get_metric_history(run_id, key)} for key in keys}
         self._redone: set[int] = set()
 

@@ -18,6 +18,7 @@ from engine.model.shape import content_hash
 from engine.run_folder import RunFolder
 from tasks.console import complain
 from tasks.metric_names import flatten, metric_name
+from tasks.patience import patiently
 from tasks.recorder import FLUSH_S, STORE_ERRORS, MachineLoad, Recorder, first_line
 
 PARAMETER_LIMIT = 6000
@@ -44,13 +45,13 @@ def recorder() -> Recorder:
 
 
 @contextmanager
-def recorded(config: Config, known: str | None) -> Iterator[mlflow.ActiveRun]:
+def recorded(config: Config, known: str | None, keeps_status: bool = False) -> Iterator[mlflow.ActiveRun]:
     """The body in an MLflow run (`known`: its id, None for a new one) with a recorder and samples of the machine's load.
 
-    What the run folder holds at the end becomes artifacts. A body that raises leaves the run as
-    FAILED, one that is cancelled or interrupted as KILLED.
+    What the run folder holds at the end becomes artifacts. A body that raises leaves the run as FAILED, one that is cancelled
+    or interrupted as KILLED; with `keeps_status` a known run ends as what it was. Raises TrackingAway.
     """
-    run = mlflow.start_run(run_id=known, run_name=None if known else config.run.name)
+    before, run = _started(config, known)
     own = Recorder(run.info.run_id)
     load = MachineLoad(own, run.info.run_id, run.info.start_time)
     _current.append((own, config))
@@ -66,7 +67,16 @@ def recorded(config: Config, known: str | None) -> Iterator[mlflow.ActiveRun]:
         load.close()
         _log_files(own, config.folder)
         _current.pop()
-        _end(status, own.close(patience))
+        _end(before if before and keeps_status else status, own.close(patience))
+
+
+def _started(config: Config, known: str | None) -> tuple[str | None, mlflow.ActiveRun]:
+    """A known run's status until now, and the run, which is active from now on."""
+    if known is None:
+        return None, mlflow.start_run(run_name=config.run.name)
+    what = f"going on with the MLflow run {known}"
+    before = patiently(what, lambda: str(mlflow.MlflowClient().get_run(known).info.status))
+    return before, patiently(what, lambda: mlflow.start_run(run_id=known))
 
 
 def log_samples(step: int) -> None:

@@ -14,17 +14,21 @@ from tasks import tracking
 from tasks.champion import crown
 from tasks.console import say
 from tasks.continuing import CHAMPION
+from tasks.patience import patiently
 
 
-@task(name="register", cache_policy=NO_CACHE)  # no retry: a second try could make a second version
+@task(name="register", cache_policy=NO_CACHE)
 def register(name: str, policy: Path) -> str:
     """Store the policy's folder with the active MLflow run and register it with its lineage; returns the version.
 
+    A second time goes on where the first was ended. Raises TrackingAway.
+
     `policy` is the `policy/` of a run folder, whose config and evaluations are read.
     """
-    version = tracking.register(name, policy)
+    what = f"registering {name}"
+    version = patiently(what, lambda: tracking.register(name, policy))
     folder = RunFolder(policy.parent)
-    verdict = crown(name, version, folder, load(folder.config))
+    verdict = patiently(what, lambda: crown(name, version, folder, load(folder.config)))
     text = f"`{name}` version {version} {'is now' if verdict.wins else 'is not'} `{CHAMPION}`: {verdict.reason}"
     say("register", text.replace("`", ""))
     create_markdown_artifact(text, key="registered-model", description="In MLflow's registry")

@@ -45,7 +45,7 @@ def accuracy(row: Mapping[str, Any]) -> str:
 def weight_version(model: Path) -> int:
     """The version of a model folder: the number of updates if it is the policy of a run, 0 for any other."""
     steps = model.parent / "steps.jsonl"
-    return sum(1 for _ in read_lines(steps)) if model.name == "policy" else 0
+    return max((row["step"] + 1 for row in read_lines(steps)), default=0) if model.name == "policy" else 0
 
 
 def _speed(steps: list[dict[str, Any]]) -> str:

@@ -18,15 +18,20 @@ import mlflow
 
 from engine.config import Config
 from engine.errors import BadInput
+from engine.model.shape import content_hash
 from engine.run_folder import RunFolder, read_lines, write_atomically
 from engine.trainer.checkpoint_files import latest, step_of
 from tasks.metric_log import MetricLog
 from tasks.metric_names import metric_name, numbers
+from tasks.patience import patiently
 from tasks.recorder import first_line
 from tasks.recording import log_samples, recorded, recorder
 
 RUN_ID = "mlflow_run_id"
 """File in the run folder with the id of its MLflow run, so that a resumed run goes on in the same one."""
+
+POLICY_HASH = "metronome.policy_hash"
+"""Tag of a registered version: content of its files."""
 
 _step_logs: dict[str, MetricLog] = {}
 """By MLflow run."""
@@ -52,22 +57,25 @@ def ui_command(config: Config) -> str:
 
 
 @contextmanager
-def tracked(config: Config) -> Iterator[str]:
+def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
     """Track the body in the run folder's MLflow run (made if there is none yet); yields its id.
 
-    Raises BadInput for a store that MLflow refuses. A body that raises leaves the run marked as failed, one that is
-    interrupted as killed. MLflow writes what is queued when the run ends.
+    Raises BadInput for a store that MLflow refuses or, for a new run, that is away; TrackingAway for one that is away for long
+    when a run goes on. A body that raises leaves the run marked as failed, one that is interrupted as killed; an `evaluation`
+    of a run leaves it as it was. MLflow writes what is queued when the run ends.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
+    id_file = config.folder / RUN_ID
+    known = id_file.read_text().strip() if id_file.exists() else None
     try:
-        _use(tracking_uri(config))
-        mlflow.set_experiment(experiment_id=_experiment(config))
+        if known is None:
+            _connect(config)
+        else:
+            patiently(f"going on with the MLflow run {known}", lambda: _connect(config))
     except mlflow.MlflowException as error:
         raise BadInput(f"tracking.uri = {tracking_uri(config)!r}, experiment {config.tracking.experiment!r}: "
                        f"MLflow can't use it: {first_line(error)}") from None
-    id_file = config.folder / RUN_ID
-    known = id_file.read_text().strip() if id_file.exists() else None
-    with recorded(config, known) as run:
+    with recorded(config, known, keeps_status=evaluation) as run:
         if known is None:
             write_atomically(id_file, run.info.run_id)
         _start_step_log(run.info.run_id, config, known is not None)
@@ -78,7 +86,7 @@ def _start_step_log(run_id: str, config: Config, resumed: bool) -> None:
     """Steps go to this run from now on; what it lacks of steps that a checkpoint covers is logged first."""
     folder = RunFolder(config.folder)
     rows = list(read_lines(folder.steps)) if resumed else []
-    _step_logs[run_id] = log = MetricLog(run_id, {name for row in rows for name in numbers(row)})
+    _step_logs[run_id] = log = patiently("reading the steps in MLflow", lambda: MetricLog(run_id, resumed))
     checkpoint = latest(folder.checkpoints)
     covered = 0 if checkpoint is None else step_of(checkpoint)
     log.fill((row["step"], numbers(row)) for row in rows if row["step"] < covered)
@@ -98,14 +106,27 @@ def log_evaluation(row: Mapping[str, Any]) -> None:
 
 
 def register(name: str, policy: Path) -> str:
-    """Store a Hugging Face folder with the active run and register it as a new version of model `name`; its version."""
+    """Store a Hugging Face folder with the active run and register it as a version of model `name`; its version.
+
+    A second time, after a kill say, it is the version that was made the first time: the run's with this content.
+    """
     run = mlflow.active_run()
     assert run is not None
+    client, digest = mlflow.MlflowClient(), content_hash(policy)
+    made = [version for version in client.search_model_versions(f"name = '{name}' and run_id = '{run.info.run_id}'")
+            if version.tags.get(POLICY_HASH) == digest]
+    if made:
+        return str(made[0].version)
     mlflow.log_artifacts(str(policy), "policy")
-    client = mlflow.MlflowClient()
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name, description="Policies post-trained by Metronome")
-    return str(client.create_model_version(name, mlflow.get_artifact_uri("policy"), run.info.run_id).version)
+    source = mlflow.get_artifact_uri("policy")
+    return str(client.create_model_version(name, source, run.info.run_id, tags={POLICY_HASH: digest}).version)
+
+
+def _connect(config: Config) -> None:
+    _use(tracking_uri(config))
+    mlflow.set_experiment(experiment_id=_experiment(config))
 
 
 def _use(uri: str) -> None:

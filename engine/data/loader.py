@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from engine.types import Prompt
 
@@ -27,6 +27,11 @@ class PromptLoader:
     def batch(self, step: int) -> list[Prompt]:
         """The `batch_size` prompts of a step (counted from 0)."""
         return [self.at(step * self._batch_size + index)[1] for index in range(self._batch_size)]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the prompts' ids in their order: with the run seed it fixes the prompts of every step."""
+        return hashlib.sha256("\0".join(prompt.id for prompt in self._prompts).encode()).hexdigest()
 
     def epoch_of(self, step: int, index: int) -> int:
         """The epoch (counted from 0) that the prompt at `index` of the step's batch belongs to."""

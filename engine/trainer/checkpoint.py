@@ -26,6 +26,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from engine.config import Config
 from engine.errors import BadInput, CheckpointError, DeadlineError
+from engine.run_folder import check_same_keys
+from engine.run_identity import identity
 from engine.trainer import checkpoint_store as store
 from engine.trainer.checkpoint_files import (
     check,
@@ -60,17 +62,20 @@ class Checkpoints:
     """The run's checkpoints, as one rank sees them. Built by every rank; `save` and `resume` are collectives of all."""
 
     def __init__(self, root: Path, policy: Policy, config: Config, reference_hash: str | None) -> None:
-        """`root`: folder of the checkpoints; `reference_hash`: content of the reference model, None without one."""
+        """`root`: folder `checkpoints` of the run folder; `reference_hash`: content of the reference model, None without one."""
         self._root = root
         self._policy = policy
         self._config = config
         self._reference = {"path": config.model.path, "hash": reference_hash} if reference_hash else None
         self._place = store.place_of(config)
+        self._run = identity(root.parent)
         self._flight: _Flight | None = None
         self._step: int | None = None
         """Of the checkpoint that was saved or loaded last."""
         self.prompt_position: int | None = None
         """Prompts used before the next step, with algorithm.dynamic_sampling; else they are a function of the step."""
+        self.prompts: str | None = None
+        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`): of the loaded checkpoint, or of the run."""
 
     def save(self, step: int, figures: Mapping[str, Any] | None = None) -> None:
         """Take the checkpoint before step `step`; returns once the copy is taken. Nothing if it was the last one already.
@@ -130,6 +135,7 @@ class Checkpoints:
         self._policy.scheduler.step(increment=0)
         self._step = int(state["step"])
         self.prompt_position = state.get("prompt_position")
+        self.prompts = state.get("prompts")
         if not same_layout:
             self._say(f"checkpoint {folder.name} was saved in the layout {state['layout']}, this run has {layout()}: "
                       "the random streams of its ranks are not restored (sampling does not depend on them)")  # fmt: skip
@@ -151,6 +157,7 @@ class Checkpoints:
             "weight_version": step,
             "updates": updates,
             "prompt_position": self.prompt_position,
+            "prompts": self.prompts,
             "layout": layout(),
             "model": _plain(asdict(self._policy.models.shape)),
             "reference": self._reference,
@@ -167,13 +174,13 @@ class Checkpoints:
             return
         taken.gather(self._config.train.timeout_s)
         write_json(partial_of(target) / STATE, state)
-        publish(partial_of(target), target, int(state["step"]), figures)
+        publish(partial_of(target), target, int(state["step"]), figures, self._run)
         keep = self._config.checkpoint
         prune(self._root, keep.keep_last, keep.keep_best)
         if self._place:
             store.upload(target, f"{self._place}/{target.name}")
             try:
-                store.prune(self._place, keep.keep_last, keep.keep_best)
+                store.prune(self._place, keep.keep_last, keep.keep_best, self._run)
             except CheckpointError as error:  # costs space, no checkpoint: the next save deletes them
                 self._say(f"warning: {error}")
 
@@ -190,7 +197,7 @@ class Checkpoints:
         return {"name": folder.name}
 
     def _fetch(self) -> Path | None:
-        found, ignored = store.survey(self._place)
+        found, ignored = store.survey(self._place, self._run)
         for message in ignored:
             self._say(message)
         if not found:
@@ -207,6 +214,7 @@ class Checkpoints:
         if differs := sorted(key for key in ours if ours[key] != state["model"].get(key)):
             raise BadInput(f"checkpoint {folder}: it is of another model than model.path = {self._config.model.path!r} "
                            f"({', '.join(differs)} differ)")
+        check_same_keys(self._config, state["config"])
 
     def _say(self, message: str) -> None:
         if self._policy.ranks.rank == 0:

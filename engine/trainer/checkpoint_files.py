@@ -112,13 +112,17 @@ def incomplete(root: Path) -> dict[Path, str]:
             for folder in sorted(broken, key=lambda folder: names[folder]) if broken[folder]}  # fmt: skip
 
 
-def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float]) -> None:
-    """Make a finished folder the checkpoint: renamed, then marked. One that stood there before without a marker goes."""
+def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float], run: str = "") -> None:
+    """Make a finished folder the checkpoint of a run (its number, `engine.run_identity`): renamed, then marked.
+
+    One that stood there before without a marker goes.
+    """
     files = sorted(path for path in partial.iterdir() if path.is_file())
     marker = {
         "step": step,
         "weight_version": step,
         "id": uuid.uuid4().hex,
+        "run": run,
         "saved_at": time.time(),
         "figures": dict(figures),
         "files": {path.name: path.stat().st_size for path in files},

@@ -31,7 +31,7 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
 
     A marker that is there already is removed first; files that it names are left as they are if it is this checkpoint's.
     The new one is written when the place lists every file in its size. Raises CheckpointError naming the place; what is there
-    then looks complete only if it is.
+    then looks complete only if it is. Another run's checkpoint is not overwritten, that is a CheckpointError too.
     """
     marker = read_marker(checkpoint)
     if marker is None:
@@ -41,6 +41,9 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
         store, root = _open(place)
         store.invalidate_cache()  # a listing from before may not have the marker that must go first
         there = _marker(store, root)
+        if there is not None and not _is_of(there, marker.get("run", "")):
+            raise CheckpointError(f"{place} (checkpoint.path and run.name) holds a checkpoint of another run, which is not "
+                                  "overwritten; delete it, or give one of the two runs another run.name or checkpoint.path")
         if there is not None:
             store.rm_file(f"{root}/{MARKER}")
         same = there["files"] if there and "id" in marker and there.get("id") == marker["id"] else {}
@@ -54,9 +57,14 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
         store.pipe_file(f"{root}/{MARKER}", json.dumps({**marker, "files": sizes}, indent=1).encode())
 
 
-def survey(place: str) -> tuple[dict[str, Marker], list[str]]:
-    """The complete checkpoints of a place by name, and a sentence about each incomplete one."""
+def survey(place: str, run: str | None = None) -> tuple[dict[str, Marker], list[str]]:
+    """The complete checkpoints of a place by name, and a sentence about each incomplete one.
+
+    `run`: only this run's (the number in the markers); None: all.
+    """
     complete, broken = _look(place)
+    if run is not None:
+        complete = {name: marker for name, marker in complete.items() if _is_of(marker, run)}
     return complete, [f"checkpoint {place}/{name} is incomplete ({wrong}), ignored" for name, wrong in broken.items()]
 
 
@@ -103,12 +111,14 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
     return target
 
 
-def prune(place: str, last: int, best: int) -> None:
-    """Delete the complete checkpoints of a place that are not kept, each marker first, and what is left of others before them.
+def prune(place: str, last: int, best: int, run: str = "") -> None:
+    """Delete a run's complete checkpoints in a place that are not kept, each marker first, and what is left of others before.
 
-    Those that a failure left without a marker, or half deleted, go with the next call. Raises CheckpointError.
+    Those that a failure left without a marker, or half deleted, go with the next call. Another run's stay and count for nothing.
+    Raises CheckpointError.
     """
-    markers, broken = _look(place)
+    found, broken = _look(place)
+    markers = {name: marker for name, marker in found.items() if _is_of(marker, run)}
     newest = max(markers, key=lambda name: markers[name]["step"], default="")
     half = {name for name in broken if name < newest}
     with _named(f"deleting old checkpoints in {place}"):
@@ -133,6 +143,10 @@ def _open(place: str) -> tuple[Any, str]:
 
 def _marker(store: Any, folder: str) -> Marker | None:  # noqa: ANN401
     return parse(store.cat_file(f"{folder}/{MARKER}")) if store.exists(f"{folder}/{MARKER}") else None
+
+
+def _is_of(marker: Marker, run: str) -> bool:
+    return bool(marker.get("run", "") == run)
 
 
 def _is_name(name: str) -> bool:

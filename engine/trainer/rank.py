@@ -110,7 +110,9 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
         checkpoints.prompt_position = reply["prompt_position"]
 
     rollouts = _rollouts(config, arguments, control, sender, ranks, policy)
-    ranks.from_first(lambda: control.ask("ready", start=start, prompt_position=checkpoints.prompt_position))
+    position, prompts = checkpoints.prompt_position, checkpoints.prompts
+    reply = ranks.from_first(lambda: control.ask("ready", start=start, prompt_position=position, prompts=prompts))
+    checkpoints.prompts = reply.get("prompts", prompts)
     try:
         Loop(config, policy, rollouts, trace, report, save).run(start)
     finally:

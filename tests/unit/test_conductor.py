@@ -8,7 +8,8 @@ import pytest
 
 from engine.conductor import Conductor
 from engine.config import Config
-from engine.errors import DeadlineError, RatioGapError
+from engine.data.loader import PromptLoader
+from engine.errors import BadInput, DeadlineError, RatioGapError
 from engine.run_folder import RunFolder
 from engine.silence import Silence
 from engine.trace import Trace
@@ -45,7 +46,7 @@ def conduct(tmp_path):
     async def begin(groups, **train):
         config = Config(parallel={"data": 2}, rollout={"timeout_s": 1.2},
                         train={"prompts_per_step": groups, "timeout_s": LIMIT_S, **train})  # fmt: skip
-        loader = SimpleNamespace(batch=lambda step: [PROMPT] * groups, epoch_of=lambda step, index: 0)
+        loader = PromptLoader([PROMPT] * groups, 0, groups)
         rollouts = Rollouts()
         conductor = Conductor(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"), loader, rollouts)
         handlers = conductor.handlers()
@@ -145,6 +146,19 @@ async def test_a_unit_that_is_done_with_its_replay_of_a_step_waits_for_the_other
     await conductor.handlers()["failed"]({"error": "RatioGapError", "message": "they disagree"})
     with pytest.raises(RatioGapError, match="they disagree"):
         await first
+
+
+async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_is_cut(conduct, tmp_path):
+    conductor, handlers, _ = await conduct(2)
+    ours = (await handlers["ready"]({"start": 0, "prompts": None}))["prompts"]
+    other = PromptLoader([PROMPT] * 3, 0, 2).fingerprint
+    (tmp_path / "steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(BadInput, match=r"not those that its checkpoint was trained on.*evaluate\.benchmark"):
+        await handlers["ready"]({"start": 1, "prompts": other})
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2
+    assert await handlers["ready"]({"start": 1, "prompts": ours}) == {"prompts": ours}
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 1
+    await conductor.close()
 
 
 async def test_a_trainer_may_take_longer_to_get_ready_than_it_may_be_silent_later(tmp_path):

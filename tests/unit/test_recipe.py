@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from engine.config import Config
@@ -17,6 +19,20 @@ def test_a_resolved_config_reads_back_equal(tmp_path):
     assert config.run.name.startswith("quickstart-")
     dump(config, tmp_path / "config.toml")
     assert load(tmp_path / "config.toml") == config
+
+
+def test_a_config_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    """As a kill or a full disk between truncation and write would."""
+    dump(load(None, ["run.seed=7"]), tmp_path / "config.toml")
+
+    def full(path, text):
+        path.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        dump(load(None, ["run.seed=8"]), tmp_path / "config.toml")
+    assert load(tmp_path / "config.toml").run.seed == 7
 
 
 @pytest.mark.parametrize("recipe", sorted(path.name for path in (HOME / "infra/recipes").glob("*.toml")))

@@ -82,3 +82,9 @@ def test_a_step_begins_at_its_position():
         found = [loader.at(4 * step + index) for index in range(4)]
         assert [prompt for _, prompt in found] == loader.batch(step)
         assert [epoch for epoch, _ in found] == [loader.epoch_of(step, index) for index in range(4)]
+
+
+def test_the_fingerprint_is_of_the_prompts_and_their_order():
+    fingerprints = {PromptLoader(chosen, 0, 2).fingerprint for chosen in (prompts(4), prompts(4)[::-1], prompts(3))}
+    assert len(fingerprints) == 3
+    assert PromptLoader(prompts(4), 7, 3).fingerprint in fingerprints

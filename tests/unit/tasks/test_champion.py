@@ -9,7 +9,7 @@ import pytest
 from engine.config import Config
 from engine.evaluation.drain import dropped
 from engine.evaluation.run import Encoded, Subject, record
-from engine.recipe import dump
+from engine.recipe import dump, load
 from engine.run_folder import RunFolder, append_line, read_lines
 from engine.types import Group, Prompt, Response, Score
 from tasks import evaluation_log, tracking
@@ -77,6 +77,12 @@ def test_the_champion_moves_only_when_the_comparison_says_so(output):
     assert {"base_model_hash", "data_version", "config_hash", "code_version", "protocol", "run_folder", "champion"} <= {
         tag.removeprefix("metronome.") for tag in version.tags
     }
+
+    with tracking.tracked(load(output / "first/config.toml")):  # killed behind the alias: done again, it says the same
+        folder = RunFolder(output / "first")
+        again = tracking.register("model", folder.policy)
+        verdict = crown("model", again, folder, load(folder.config))
+    assert (again, verdict.wins, verdict.reason) == (str(version.version), True, "there was no champion")
 
     close, version, champion = registered(*finished(output, "close", [1, 2, 2, 0, 2, 1, 1, 1, 2, 0]))
     assert not close.wins

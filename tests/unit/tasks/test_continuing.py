@@ -22,6 +22,7 @@ def config(settings):
 
 def register(config, name="metronome-nightly", alias=None):
     """What a finished run leaves in the registry: a version of the model with the policy's folder."""
+    (config.folder / tracking.RUN_ID).unlink(missing_ok=True)  # each is a night's run of its own
     with tracking.tracked(config):
         version = tracking.register(name, Path(config.model.path))
     if alias:

@@ -6,9 +6,11 @@ import pytest
 
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
+from engine.folder_lock import held
 from engine.run_folder import RunFolder, append_line
 from engine.types import StepReport
-from tasks import metric_log, tracking
+from flows.cli import _train
+from tasks import metric_log, patience, tracking
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +36,10 @@ def run(config):
     with tracking.tracked(config) as second:
         tracking.log_step(report(2))
         versions = [tracking.register("metronome-test", policy) for _ in range(2)]
+        (policy / "config.json").write_text('{"trained": "on"}')
+        versions.append(tracking.register("metronome-test", policy))
     assert first == second, "a resumed run goes on in the same MLflow run"
-    assert versions == ["1", "2"]
+    assert versions == ["1", "1", "2"], "the same policy is registered once, however often it is tried"
     return mlflow.get_run(first)
 
 
@@ -100,3 +104,67 @@ def test_a_resumed_run_has_every_step_once(config):
     points = sorted((point.step, point.value) for point in client.get_metric_history(first, "loss"))
     assert points == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 15.0)]
     assert client.get_run(first).data.tags[metric_log.REDONE] == "3, 4"
+
+
+def test_two_crashes_before_the_first_checkpoint_leave_every_step_once(config):
+    """The second attempt cuts steps.jsonl to nothing and dies: only MLflow knows what it has."""
+    other = config.model_copy(update={"run": Run(name="crashed-twice", output=config.run.output)})
+    folder = RunFolder(other.folder)
+    for attempt, steps in ((0, 3), (1, 0), (2, 3)):
+        with tracking.tracked(other) as number:
+            folder.cut(0)
+            for step in range(steps):
+                append_line(folder.steps, {"step": step, "loss": attempt + step})
+                tracking.log_step({"step": step, "loss": attempt + step})
+    history = mlflow.MlflowClient().get_metric_history(number, "loss")
+    assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+def test_an_evaluation_leaves_its_run_as_it_was(config):
+    other = config.model_copy(update={"run": Run(name="evaluated", output=config.run.output)})
+    with tracking.tracked(other) as number:
+        pass
+    for status in ("FINISHED", "KILLED", "RUNNING"):  # the last: a process that trains
+        mlflow.MlflowClient().update_run(number, status)
+        with pytest.raises(BadInput), tracking.tracked(other, evaluation=True):
+            raise BadInput("the evaluation's instance died")
+        assert mlflow.get_run(number).info.status == status
+
+
+def test_a_known_run_waits_for_a_store_that_is_away_and_a_new_one_does_not(config, monkeypatch):
+    other = config.model_copy(update={"run": Run(name="waits", output=config.run.output)})
+    monkeypatch.setattr(patience, "RETRY_S", (0.01,))
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
+    here, calls = mlflow.get_experiment_by_name, []
+
+    def away(name):
+        calls.append(name)
+        raise mlflow.MlflowException("connection refused")
+
+    def back_soon(name):
+        return away(name) if len(calls) < 3 else here(name)
+
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", away)
+    with pytest.raises(BadInput, match="connection refused"), tracking.tracked(other):
+        pass
+    assert len(calls) == 1
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", here)
+    with tracking.tracked(other) as first:
+        pass
+    calls.clear()
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", back_soon)
+    with tracking.tracked(other) as second:
+        assert first == second
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", away)
+    with pytest.raises(patience.TrackingAway, match=f"MLflow run {first}: MLflow did not answer for 0 s: connection refused"):
+        with tracking.tracked(other):
+            pass
+
+
+def test_a_training_that_is_refused_for_the_lock_does_not_touch_the_run_in_mlflow(config):
+    other = config.model_copy(update={"run": Run(name="living", output=config.run.output)})
+    folder = RunFolder(other.folder)
+    with held(folder.lock, "the living one", 0.0):
+        with pytest.raises(BadInput, match=r"run folder .*living is in use by process"):
+            _train(other, resume=True, replay=None)
+    assert not (other.folder / tracking.RUN_ID).exists()

@@ -6,6 +6,7 @@ Layouts, and a kill while one is written: tests/parallel/test_checkpoints.py. s3
 import json
 import os
 import random
+import shutil
 import threading
 from concurrent.futures import wait
 
@@ -149,11 +150,15 @@ def test_another_optimizer_or_dtype_takes_over(build, saved, loaded):
 def test_changed_settings_take_effect_and_a_misfit_is_refused(build, settings, tmp_path):
     policy, checkpoints = build()
     train(policy, 1)
+    checkpoints.prompts = "fingerprint"
     save(checkpoints, 1)
     with pytest.raises(BadInput, match="another reference model"):
         build("other")[1].resume()
+    with pytest.raises(BadInput, match=r"--resume: run.seed is 5, but the run has 0"):
+        build(run__seed=5)[1].resume()
     hotter, again = build(train__learning_rate=5e-3, train__steps=100)
     assert again.resume() == 1
+    assert again.prompts == "fingerprint"
     assert train(hotter, 2)[1] == pytest.approx(5e-3)
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -293,6 +298,25 @@ def test_a_lost_run_folder_resumes_from_where_it_was_published(build, tmp_path, 
     assert build(root=tmp_path / "third", **kept)[1].resume() == 2
     assert f"checkpoint {place}/run/step-000003 is incomplete (__0_0.distcp has 3 bytes" in capsys.readouterr().out
     assert build(root=tmp_path / "fourth")[1].resume() is None
+
+
+def test_another_run_of_the_name_neither_takes_nor_loses_checkpoints_in_the_shared_place(build, tmp_path, capsys):
+    """Two run folders with numbers of their own, one place."""
+    place, kept = tmp_path / "published", {"checkpoint__path": str(tmp_path / "published"), "checkpoint__keep_last": 1}
+    pairs = {}
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run_id").write_text(name)
+        pairs[name] = build(root=tmp_path / name / "checkpoints", **kept)
+    for name, step in (("first", 100), ("second", 5), ("second", 10)):
+        save(pairs[name][1], step)
+    assert sorted(os.listdir(place / "run")) == ["step-000010", "step-000100"]
+    assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == "second"
+    shutil.rmtree(tmp_path / "second/checkpoints")
+    assert build(root=tmp_path / "second/checkpoints", **kept)[1].resume() == 10
+    with pytest.raises(MetronomeError, match=r"step-000010 .*holds a checkpoint of another run, which is not overwritten"):
+        save(build(root=tmp_path / "first/checkpoints", **kept | {"checkpoint__keep_last": 3})[1], 10)
+    assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == "second"
 
 
 def test_a_tampered_index_is_not_read(build):

@@ -1,0 +1,26 @@
+"""Flow runs that a killed process left behind, with Prefect's client replaced by a record of what it is asked."""
+
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+
+from engine.config import Config
+from engine.run_folder import append_line, read_lines
+from tasks import companions
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_those_of_a_killed_attempt_are_cancelled_before_new_ones_start(left, tmp_path, monkeypatch):
+    config = Config(run={"name": "mine", "output": str(tmp_path)})
+    config.folder.mkdir()
+    notes, events, new = config.folder / companions.NOTES, [], uuid4()
+    before = [uuid4() for _ in range(left)]
+    for number in before:
+        append_line(notes, {"flow_run_id": str(number), "name": "instances of mine"})
+    monkeypatch.setattr(companions, "_cancel", lambda number: events.append(("cancel", number)))
+    monkeypatch.setattr(companions, "run_deployment", lambda *_, **__: events.append(("start", new)) or SimpleNamespace(id=new))
+    with companions.companions(config, pool_instances=1):
+        assert events == [*(("cancel", number) for number in before), ("start", new)]
+        assert [row["flow_run_id"] for row in read_lines(notes)] == [str(new)]
+    assert events[-1] == ("cancel", new)
