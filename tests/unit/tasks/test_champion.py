@@ -82,7 +82,7 @@ def test_the_champion_moves_only_when_the_comparison_says_so(output):
         folder = RunFolder(output / "first")
         again = tracking.register("model", folder.policy)
         verdict = crown("model", again, folder, load(folder.config))
-    assert (again, verdict.wins, verdict.reason) == (str(version.version), True, "there was no champion")
+    assert (again, verdict.wins, verdict.reason) == (str(version.version), True, first.reason)
 
     close, version, champion = registered(*finished(output, "close", [1, 2, 2, 0, 2, 1, 1, 1, 2, 0]))
     assert not close.wins
