@@ -7,6 +7,7 @@ nobody overlaps.
 
 * sync: I + T + w. periodic: max(I, T) + w.
 * one_step_off, bounded: max(I, T) + w; with staged weights max(I, T). "partial" cuts responses at a weight boundary.
+* staggered: two instances share the instance's core and swap one after the other. Same bound as staged.
 
 Last line: RESULT {json}.
 """
@@ -38,6 +39,8 @@ MODES: dict[str, dict[str, Any]] = {
     "bounded 2": {"train.mode": "bounded", "train.max_staleness": 2},
     "bounded 2 partial": {"train.mode": "bounded", "train.max_staleness": 2, "rollout.partial": "true"},
     "bounded 2 staged": {"train.mode": "bounded", "train.max_staleness": 2, "weights.staged": "true"},
+    "bounded 2 staggered": {"train.mode": "bounded", "train.max_staleness": 2, "weights.staged": "true",
+                            "rollout.instances": 2, "rollout.devices": [1, 1], "rollout.concurrency": 2},
 }
 
 
@@ -91,7 +94,8 @@ def report(found: dict[str, list[dict[str, Any]]]) -> None:
     print(f"sync: I {rollout:.2f} s, T {train:.2f} s, w {fixed:.2f} s")
     figures: dict[str, dict[str, float]] = {}
     for mode, lines in found.items():
-        bound = rollout + train + fixed if mode == "sync" else max(rollout, train) + (0 if "staged" in mode else fixed)
+        exposed = 0 if "weights.staged" in MODES[mode] else fixed
+        bound = rollout + train + fixed if mode == "sync" else max(rollout, train) + exposed
         rate = sum(line["trained_tokens"] for line in lines) / sum(line["step_s"] for line in lines) / 2
         figures[mode] = {
             "step_s": median(mode, "step_s"), "bound_s": bound, "tokens_per_s_per_device": rate,

@@ -50,7 +50,8 @@ class _Round:
     version: int
     began: float
     task: asyncio.Task[None] | None = None
-    expected: int = 0
+    expected: int | None = None
+    """Responses; not known before the benchmarks are read."""
     landed: int = 0
     generated: float | None = None
     asked: float | None = None
@@ -61,6 +62,15 @@ class _Round:
     def exposed_s(self) -> float:
         """Seconds that weights waited for it."""
         return max(0.0, (self.generated or time.monotonic()) - self.asked) if self.asked is not None else 0.0
+
+    @property
+    def how_far(self) -> str:
+        """What was there and what was not, for whoever reads why it was cut off."""
+        if self.expected is None:
+            return "its problems were not read and encoded, or its verifiers not started,"
+        if self.generated is None:
+            return f"{self.landed} of {self.expected} responses were in"
+        return "its responses were not all scored and voted on"
 
 
 class DrainEvaluation:
@@ -200,9 +210,7 @@ class DrainEvaluation:
 
     def _cut(self, one: _Round, when: str) -> None:
         if one.task is not None and not one.task.done() and not one.cut:
-            one.cut = f"{one.landed} of {one.expected} responses were in {when}"
-            if one.generated is not None:
-                one.cut = f"its responses were not all scored and voted on {when}"
+            one.cut = f"{one.how_far} {when}"
             one.task.cancel()
 
     async def _cut_all(self, when: str) -> None:

@@ -1,6 +1,7 @@
 """Evaluation inside a run, on real processes: it changes no weight, and it is of exactly the step's weights."""
 
 import json
+import re
 
 import pytest
 from conftest import launch
@@ -53,7 +54,9 @@ def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropp
     assert not (late / "evaluations.jsonl").exists()
     lost = list(read_lines(late / "evaluations/dropped.jsonl"))
     assert [row["weight_version"] for row in lost] == [0, 2]
-    assert all("of 320 responses were in" in row["reason"] and row["exposed_s"] < 1 for row in lost)
+    for row in lost:  # at the first, the benchmarks may still be being read: they are while the first step is generated
+        landed = re.match(r"(\d+) of 320 responses were in when training had waited 0 s", row["reason"])
+        assert (landed and int(landed[1]) < 320) or "not read and encoded" in row["reason"], row
     assert weights(tmp_path, "plain") == weights(tmp_path, "late")
 
 

@@ -69,4 +69,6 @@ def test_a_windows_budget_grows_with_the_pipeline_and_the_replicas_in_lockstep()
     {"train": {"mode": "bounded"}, "algorithm": {"mismatch": "mask", "old_policy": "previous"}},
 ])
 def test_a_mismatch_is_corrected_where_the_weights_that_sampled_are_known(settings):
-    Config(**settings)
+    assert Config(**settings).algorithm.mismatch == settings["algorithm"]["mismatch"]
+    with pytest.raises(ValueError, match="the same correction would count twice"):
+        Config(**settings | {"algorithm": settings["algorithm"] | {"old_policy": "rollout"}})

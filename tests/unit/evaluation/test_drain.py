@@ -108,6 +108,16 @@ async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
         assert rows(folder) == []
 
 
+async def test_one_that_is_due_before_its_problems_are_read_says_so(world):
+    async with world(max_wait_s=0) as (evaluation, folder, scripted, _):
+        evaluation.drained(0)
+        assert not evaluation.may_move()
+        await until(evaluation.may_move, "the cut")
+        (lost,) = read_lines(drain.dropped(folder))
+        assert lost["reason"].startswith("its problems were not read and encoded, or its verifiers not started, when")
+        assert scripted.seeds == []
+
+
 async def test_what_is_not_scored_when_the_run_waits_no_longer_is_dropped_and_reported(world, tmp_path, capsys):
     (tmp_path / "slow.py").write_text("import time\ndef reward(prompt, responses): time.sleep(60)\n")
     slow = {"function": f"{tmp_path / 'slow.py'}:reward", "timeout_s": 60}
