@@ -2,7 +2,7 @@
 
 A tensor that lies ready where it is sent from, contiguous and of the dtype that travels, is referred to; others are copied into a
 buffer that is used again. On the wire a bucket is described by `Bucket.wire` (docs: the update_info of /update_weights).
-Needs torch alone: it also runs in vLLM's environment.
+Needs torch and xxhash alone: it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
