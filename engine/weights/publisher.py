@@ -87,6 +87,8 @@ class Publisher:
         self._snapshots = Snapshots(folder, self._stages)
         self._transport = transport(self._snapshots)
         self._pipeline = self._make_pipeline() if ranks.writes else None
+        self._probed: list[int] = []
+        """Tokens of the probe."""
         self._snapshot: _Background | None = None
         """Completes the last version's snapshot."""
 
@@ -97,7 +99,8 @@ class Publisher:
         return Pipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
 
     def publish(self, model: Model, version: int) -> float:
-        """Return once every instance holds exactly this version. Returns the seconds it took (exposed sync).
+        """Return once every instance holds exactly this version by its checksums, and serves it; `verify` must follow. Returns
+        the seconds it took (exposed sync).
 
         A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
         """
@@ -105,12 +108,21 @@ class Publisher:
         for _ in range(ATTEMPTS):
             self._agreed(self._caught(self._settle))
             opened = self._ranks.from_first(lambda: self._open(version))
-            expected = self._attempt(model, version, opened)
-            if expected is not None:
-                self._ranks.from_first(partial(self._finish, version, expected))
+            if self._attempt(model, version, opened):
+                self._probed = opened["probe"]
+                self._ranks.from_first(partial(self._finish, version))
                 self._complete_snapshot(version)
                 return time.perf_counter() - started
         raise WeightSyncError(f"weight version {version} could not be sent: instances failed in each of {ATTEMPTS} attempts")
+
+    def verify(self, model: Model, version: int) -> None:
+        """After `publish`, while the instances generate already: compare what they make of the version with what we do. No
+        response that it sampled is given to anybody before.
+
+        A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
+        """
+        expected = self._probe(model, self._probed)
+        self._ranks.from_first(lambda: self._control.ask("sync_verify", version=version, expected=expected))
 
     def settle(self) -> None:
         """Before the parameters change: until the version that was published last is written to its snapshot.
@@ -132,22 +144,18 @@ class Publisher:
         self._snapshots.begin(version)
         return self._control.ask("sync_open", version=version)
 
-    def _finish(self, version: int, expected: list[float]) -> dict[str, Any]:
-        snapshot = str(self._snapshots.place(version))
-        return self._control.ask("sync_finish", version=version, snapshot=snapshot, expected=expected)
+    def _finish(self, version: int) -> dict[str, Any]:
+        return self._control.ask("sync_finish", version=version, snapshot=str(self._snapshots.place(version)))
 
-    def _attempt(self, model: Model, version: int, opened: dict[str, Any]) -> list[float] | None:
-        """Send all stages in turn. The log-probabilities of the probe; None to begin again."""
+    def _attempt(self, model: Model, version: int, opened: dict[str, Any]) -> bool:
+        """Send all stages in turn. False to begin again."""
         if self._transport.groups and opened["connect"] and not self._connect(version, opened):
-            return None
-        expected: list[float] = []
+            return False
         for stage in range(self._stages):
             self._gather(model, version, stage)
-            if stage == self._stages - 1:  # while the last buckets are on their way
-                expected = self._probe(model, opened["probe"])
             if not self._agreed(self._sent(version, stage)):
-                return None
-        return expected
+                return False
+        return True
 
     # groups ---------------------------------------------------------------------------------------------------------------
 
