@@ -183,7 +183,7 @@ class WeightSync:
     async def checked(self) -> dict[str, Any]:
         """After `finish` and `expect`: every member computes with the trainer's weights, or is left out and its responses are
         lost. Raises WeightSyncError when all members that live compute with something else."""
-        checks, self._checks = self._checks, {}
+        checks = self._checks
 
         async def check(instance: Instance) -> None:
             if instance.state in ("serving", "draining") and instance in checks:
@@ -194,7 +194,7 @@ class WeightSync:
 
         await self._crew.each(check)
         self._expected = await self._trainers()
-        self._unchecked = False
+        self._checks, self._unchecked = {}, False
         self._quiet.set()
         return {}
 
