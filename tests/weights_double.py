@@ -227,3 +227,15 @@ def base_folder(folder):
     return folder
 
 
+def starting(base):
+    """For a fixture: a function that starts a launcher with instances called a, b, …; `faults` by name."""
+    started = []
+
+    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, **faults):
+        clients = [Client(name, base, faults.get(name)) for name in "abc"[:count]]
+        started.append(Launcher(clients, staged, fixed, in_turn))
+        return started[-1]
+
+    yield begin
+    for launcher in started:
+        launcher.close()

@@ -5,12 +5,17 @@ import time
 
 import pytest
 import torch
-from weights_double import TIMEOUT_S, Client, Model, publisher, weights
+from weights_double import TIMEOUT_S, Client, Model, base_folder, publisher, starting, weights
 
 from engine.errors import MetronomeError, WeightSyncError
 from engine.rollout.client import InstanceFault, InstanceGone
 from engine.rollout.probe import probe
 from engine.weights.receiver import OUTPUT
+
+
+@pytest.fixture
+def start(tmp_path):
+    yield from starting(base_folder(tmp_path / "base"))
 
 
 def holds(client, seed, version):

@@ -1,12 +1,17 @@
 """New weights serve at once, but what they sampled counts only once the instance has computed what the trainer does."""
 
 import pytest
-from weights_double import Model, publisher
+from weights_double import Model, base_folder, publisher, starting
 
 from engine.errors import MetronomeError, WeightSyncError
 from engine.rollout.client import InstanceGone
 
 COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def start(tmp_path):
+    yield from starting(base_folder(tmp_path / "base"))
 
 
 def deaf(number):
