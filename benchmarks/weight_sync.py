@@ -2,13 +2,15 @@
 
 `python benchmarks/weight_sync.py [--tiny]` publishes a random model of Qwen3-0.6B's shape (fp32, tied) from one trainer rank
 to embedded instances in processes of their own, with the trainer's own publisher and the launcher's own handlers, over each
-transport to 1 and 2 instances. In turn with every sync the same bytes, in buckets of the same sizes, go over a bare
-transfer: gloo by broadcast, file by writing and reading. Staged: the same while the instance generates, and how much of
-the sync it does not notice.
+transport to 1 and 2 instances. `sync_s` ends when all instances serve the version, every byte checked; `verify_s` is the
+comparison of the fixed tokens, which follows while they generate (what they generate waits for it). In turn with every sync
+the same bytes, in buckets of the same sizes, go over a bare transfer: gloo by broadcast, file by writing and reading. Staged:
+the same while the instance generates, and how much of the sync it does not notice.
 
 `bound` is the least ratio that a sync with our checks can have on this machine's cores: the bare transfer's CPU seconds on all
-ends, a checksum of every byte on each end, and the probe's forward pass on each end, spread evenly over the cores, over the
-bare transfer's time. Needs about 14 GiB of memory with 2 instances. Last line: RESULT {json}.
+ends and a checksum of every byte on each end (`checks_s`), spread evenly over the cores, over the bare transfer's time.
+`sync_cpu_s` and `bare_cpu_s` are CPU seconds on all ends: what other work on the machine disturbs less than seconds.
+Needs about 14 GiB of memory with 2 instances. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -20,8 +22,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,6 +34,7 @@ from typing import Any
 
 import psutil
 import torch
+from bare_transfer import bare_transfer
 from common import CACHE, one_rank, result
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -47,11 +48,10 @@ from engine.queue.client import ControlClient
 from engine.queue.server import ControlServer
 from engine.recipe import load
 from engine.rollout.pool import Pool
-from engine.rollout.probe import probe
 from engine.run_folder import RunFolder
 from engine.trace import Trace
+from engine.weights.buckets import small_first
 from engine.weights.checksum import checksum
-from engine.weights.collective import Meeting, join
 from engine.weights.publisher import Publisher
 from engine.weights.transport import open_transport
 
@@ -65,11 +65,7 @@ def main() -> None:
     parser.add_argument("--transports", default="file,gloo")
     parser.add_argument("--instances", default="1,2")
     parser.add_argument("--bucket-mb", type=int, default=256)
-    parser.add_argument("--receive", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.receive:
-        receive(**json.loads(arguments.receive))
-        return
     model = random_model(arguments.tiny)
     figures: dict[str, Any] = {}
     with one_rank(), tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as scratch:
@@ -121,14 +117,16 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
 
     transport, staged = config.weights.transport, config.weights.staged
     sizes = bucket_sizes(models, config.weights.bucket_mb * 2**20)
-    with launcher(config, folder) as side, bare_transfer(transport, sizes, config.rollout.instances, folder) as (bare, pids):
+    bare_side = bare_transfer(transport, sizes, config.rollout.instances, folder, TIMEOUT_S)
+    with launcher(config, folder) as side, bare_side as (bare, pids):
         control, sender = (ControlClient(side.address, name, TIMEOUT_S) for name in ("trainer", "sender"))
         try:
             open_ = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
             publisher = Publisher(control, sender, Ranks(1, TIMEOUT_S), open_, folder / "weights", torch.float32,
                                   config.weights.bucket_mb * 2**20, TIMEOUT_S)
             first_s = publisher.publish(models, 0)
-            checks_s = seconds_of_checks(models, config)
+            publisher.verify(models, 0)
+            checks_s = seconds_of_checks(models)
             found = [one_round(side, publisher, models, bare, pids, version, staged) for version in range(1, rounds + 2)][1:]
         finally:
             control.close()
@@ -140,21 +138,19 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
             "ratio": medians["sync_s"] / medians["bare_s"], "bound": bound}
 
 
-def seconds_of_checks(models: TriModel, config: Config) -> float:
-    """What one end's checks take on one core: a checksum of every tensor, and the probe's forward pass."""
-    fixed = probe(models.shape.vocabulary, config.weights.check_tokens, config.rollout.max_context, config.model.dtype)
-    assert fixed is not None
+def seconds_of_checks(models: TriModel) -> float:
+    """What one end's checksums of every tensor take on one core."""
     tensors = [tensor for _, tensor in models.tensors()]
     began = time.thread_time()
     for tensor in tensors:
         checksum(tensor)
-    models.probe(list(fixed.token_ids))
     return time.thread_time() - began
 
 
 def one_round(
     side: Launcher, publisher: Publisher, models: TriModel, bare: Callable[[], None], pids: list[int], version: int, staged: bool
 ) -> dict[str, float]:
+    publisher.settle()
     with torch.no_grad():
         for parameter in models.policy.parameters():
             parameter.mul_(1.0001)
@@ -163,12 +159,17 @@ def one_round(
     found = {"bare_s": time.perf_counter() - began, "bare_cpu_s": cpu_seconds(pids) - busy}
     with side.generating() if staged else contextlib.nullcontext():
         side.seconds.clear()
-        tokens = side.generated() if staged else 0
+        tokens, busy = side.generated() if staged else 0, cpu_seconds(side.pids)
         found["sync_s"] = publisher.publish(models, version)
-        found |= {f"{name.removeprefix('sync_')}_s": side.seconds[name] for name in ("sync_open", "sync_bucket", "sync_finish")}
+        found["sync_cpu_s"] = cpu_seconds(side.pids) - busy
         if staged:
             found["tokens_meanwhile"] = side.generated() - tokens
+        found |= {f"{name.removeprefix('sync_')}_s": side.seconds[name] for name in ("sync_open", "sync_bucket", "sync_finish")}
+        if staged:
             found["hidden"] = 1 - found["finish_s"] / found["sync_s"]
+        began = time.perf_counter()
+        publisher.verify(models, version)
+        found["verify_s"] = time.perf_counter() - began
     return found
 
 
@@ -179,9 +180,9 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def bucket_sizes(models: TriModel, limit: int) -> list[int]:
-    """As engine.weights.buckets.pack makes them."""
+    """As engine.weights.buckets makes them."""
     sizes = [0]
-    for _, tensor in models.tensors():
+    for _, tensor in small_first(models.tensors(), limit):
         if sizes[-1] and sizes[-1] + 4 * tensor.numel() > limit:
             sizes.append(0)
         sizes[-1] += 4 * tensor.numel()
@@ -241,6 +242,12 @@ class Launcher:
 
         return timed
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the instances."""
+        assert self.pool is not None
+        return [one.child.process.pid for one in self.pool.instances if one.child is not None]
+
     def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         assert self.pool is not None
         assert self.loop is not None
@@ -284,74 +291,6 @@ def launcher(config: Config, folder: Path) -> Iterator[Launcher]:
     finally:
         side.stop.set()
         thread.join()
-
-
-# bare transfers ----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def bare_transfer(
-    transport: str, sizes: list[int], count: int, folder: Path
-) -> Iterator[tuple[Callable[[], None], list[int]]]:
-    """A function that moves buckets of these sizes to `count` receivers once, and the receivers' process ids; the memory is
-    reused on both sides."""
-    buffer = torch.ones(max(sizes), dtype=torch.uint8)
-    if transport == "file":
-        readers = [torch.ones(max(sizes), dtype=torch.uint8) for _ in range(count)]
-        yield lambda: write_and_read(sizes, buffer, readers, folder), []
-        return
-    meeting = Meeting("127.0.0.1", transport, TIMEOUT_S)
-    others = []
-    for rank in range(1, count + 1):
-        info = {"address": meeting.address, "rank": rank, "world": count + 1, "backend": transport, "sizes": sizes}
-        others.append(subprocess.Popen([sys.executable, __file__, "--receive", json.dumps(info)], stdin=subprocess.PIPE))
-    group = meeting.gather(count + 1)
-
-    def broadcast() -> None:
-        for other in others:
-            assert other.stdin is not None
-            other.stdin.write(b"again\n")
-            other.stdin.flush()
-        for size in sizes:
-            group.broadcast(buffer[:size]).wait()
-
-    try:
-        yield broadcast, [other.pid for other in others]
-    finally:
-        group.close()
-        for other in others:
-            other.kill()
-            other.wait()
-
-
-def receive(address: dict[str, object], rank: int, world: int, backend: str, sizes: list[int]) -> None:
-    """The other end of a bare broadcast: one pass for each line of standard input."""
-    torch.set_num_threads(1)
-    group = join(address, rank, world, backend, TIMEOUT_S, threading.Event())
-    buffer = torch.ones(max(sizes), dtype=torch.uint8)
-    for _ in sys.stdin:
-        for size in sizes:
-            group.broadcast(buffer[:size]).wait()
-
-
-def write_and_read(sizes: list[int], buffer: torch.Tensor, readers: list[torch.Tensor], folder: Path) -> None:
-    place = folder / "bare"
-    place.mkdir()
-    for number, size in enumerate(sizes):
-        with (place / str(number)).open("wb", buffering=0) as file:
-            file.write(memoryview(buffer.numpy())[:size])
-    threads = [threading.Thread(target=read, args=(place, sizes, reader)) for reader in readers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    shutil.rmtree(place)
-
-
-def read(place: Path, sizes: list[int], buffer: torch.Tensor) -> None:
-    for number, size in enumerate(sizes):
-        with (place / str(number)).open("rb", buffering=0) as file:
-            file.readinto(memoryview(buffer.numpy())[:size])
 
 
 if __name__ == "__main__":

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import Awaitable, Callable
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import errors
 from engine.config import Config
+from engine.course import Course
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError
 from engine.generation import Generation
-from engine.model.shape import read_shape
+from engine.publishing import Publishing
 from engine.queue.batch import Batch
 from engine.queue.codec import group_to_wire, landed_to_wire
 from engine.queue.server import Handler
 from engine.queue.store import SampleQueue
 from engine.rollout.service import Service
-from engine.rollout.sync import WeightSync, probe
 from engine.run_folder import RunFolder
 from engine.silence import Silence
 from engine.trace import Trace
-from engine.trainer.modes import Schedule
 from engine.trainer.record import Recorder
 from engine.types import StepReport
 
 if TYPE_CHECKING:
     from engine.evaluation.drain import DrainEvaluation
-
-SIGN_OF_LIFE_S = 1.0
-"""A rank that waits for a group hears from the launcher this often."""
-
 
 class Conductor:
     """State of the step that is being generated, and the handlers of the control channel."""
@@ -52,28 +43,25 @@ class Conductor:
         self.folder = folder
         self.trace = trace
         self.service = service
+        self._course = Course()
         self._generation: Generation | None = None
         if loader is not None and service is not None:
-            self._generation = Generation(config, loader, service, self._notify)
-        self.failure: MetronomeError | None = None
+            self._generation = Generation(config, loader, service, self._course.notify)
         self.told: MetronomeError | None = None
         self.last: dict[str, Any] = {}
         """The last finished step, as in steps.jsonl."""
         self._silence = Silence()
         self._is_ready = False
-        self._schedule = Schedule.of(config.train, config.rollout.partial)
         self._batches: dict[int, Batch] = {}
-        self._swap: asyncio.Task[None] | None = None
-        self._changed = asyncio.Condition()
-        self._sync_began = 0.0
+        self._publishing = Publishing(config, service, trace, self._course, lambda: list(self._batches.values()), self._may_move)
         self._recorder: Recorder | None = None
         self._replayed_by: dict[int, set[int]] = {}
         self._evaluation = self._drain_evaluation() if service is not None and config.evaluate.every else None
 
     def handlers(self) -> dict[str, Handler]:
         """By the operation's name; each request is a sign of life of the trainer, at its start and at its end."""
-        named = (self._ready, self._sync_open, self._sync_connect, self._sync_bucket, self._sync_abort, self._sync_finish,
-                 self._movable, self._start, self._lease, self._alive, self._replayed, self._report, self._failed)
+        named = (self._ready, *self._publishing.handlers(), self._start, self._lease, self._alive, self._replayed, self._report,
+                 self._failed)
         return {handler.__name__.removeprefix("_"): self._hearing(handler) for handler in named}
 
     def _hearing(self, handler: Handler) -> Handler:
@@ -84,19 +72,21 @@ class Conductor:
         return heard
 
     @property
+    def failure(self) -> MetronomeError | None:
+        """Why the run stops."""
+        return self._course.failure
+
+    def _may_move(self) -> bool:
+        return self._evaluation is None or self._evaluation.may_move()
+
+    @property
     def is_ready(self) -> bool:
         """Whether the trainer has loaded its models: from then on it hears of a failure and saves what it has."""
         return self._is_ready
 
     async def fail(self, error: MetronomeError) -> None:
         """Stop the run: the trainer hears of it with its next request, saves a checkpoint and ends."""
-        self.failure = self.failure or error
-        await self._notify()
-
-    async def _notify(self) -> None:
-        """Wake whoever waits for something to lease."""
-        async with self._changed:
-            self._changed.notify_all()
+        await self._course.fail(error)
 
     async def check(self) -> None:
         """Stop the run when the pool gave up or the trainer is silent; raise what is a mistake of ours in the producer."""
@@ -106,8 +96,7 @@ class Conductor:
                 if self.failure is None and not batch.generated:
                     await self.fail(MetronomeError(f"step {step}: its generation ended with {batch.queue.arrived} of "
                                                    f"{batch.queue.expected} groups, so the trainer would wait for ever"))
-        if self._swap is not None and self._swap.done():
-            self._swap.result()
+        self._publishing.check()
         if self._evaluation is not None:
             self._evaluation.check()
         if self.failure is None and self.service is not None and self.service.pool.failure is not None:
@@ -126,10 +115,11 @@ class Conductor:
 
     async def close(self) -> None:
         """Cancel the batches under way."""
-        tasks = [task for task in (self._swap, *(batch.task for batch in self._batches.values())) if task is not None]
+        tasks = [batch.task for batch in self._batches.values() if batch.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._publishing.close()
         if self._evaluation is not None:
             await self._evaluation.close()
         self.trace.flush()
@@ -138,7 +128,7 @@ class Conductor:
         from engine.evaluation.drain import DrainEvaluation  # only the runs that have it pay for its imports
 
         assert self.service is not None
-        return DrainEvaluation(self.config, self.folder, self.service, self._notify)
+        return DrainEvaluation(self.config, self.folder, self.service, self._course.notify)
 
     async def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
         """The trainer has loaded its models and goes on from a step; the reply names the prompts that it is trained on."""
@@ -152,77 +142,9 @@ class Conductor:
             self._recorder = await asyncio.to_thread(Recorder, self.folder.path / "record.msgpack", self.config, request["start"])
         return {} if self._generation is None else {"prompts": self._generation.fingerprint}
 
-    @cached_property
-    def sync(self) -> WeightSync:
-        """Leads the instances through weight syncs; the pool asks it to bring late ones to the weights."""
-        assert self.service is not None
-        config, rollout = self.config, self.config.rollout
-        vocabulary = read_shape(Path(config.model.path)).vocabulary
-        fixed = probe(vocabulary, config.weights.check_tokens, rollout.max_context, config.model.dtype)
-        in_turn = self._in_background and not self._schedule.exact and not rollout.partial
-        self.service.pool.sync = sync = WeightSync(self.service.pool, fixed, rollout.timeout_s, config.weights.staged,
-                                                   rollout.partial, in_turn)
-        return sync
-
-    async def _sync_open(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Every instance gets exactly this version, or the run fails by name."""
-        self._check()
-        self._sync_began = time.time()
-        return await self.sync.open(request["version"])
-
-    async def _sync_connect(self, request: dict[str, Any]) -> dict[str, Any]:
-        return await self.sync.connect(request["version"], request["stages"], request["transport"])
-
-    async def _sync_bucket(self, request: dict[str, Any]) -> dict[str, Any]:
-        return await self.sync.bucket(request["info"])
-
-    async def _sync_abort(self, request: dict[str, Any]) -> dict[str, Any]:
-        return await self.sync.abort(request["version"], request["reason"])
-
-    async def _sync_finish(self, request: dict[str, Any]) -> dict[str, Any]:
-        swap = self._finish(request["version"], request["snapshot"], request["expected"])
-        if self._in_background:
-            self._swap = asyncio.create_task(self._later(swap, list(self._batches.values())))
-        else:
-            await swap
-        return {}
-
-    async def _finish(self, version: int, snapshot: str, expected: list[float]) -> None:
-        await self.sync.finish(version, snapshot, expected)
-        self.trace.add("sync", self._sync_began, time.time(), lane="instances", step=version)
-
-    async def _later(self, swap: Awaitable[None], batches: list[Batch]) -> None:
-        """Swap once the batches in flight are generated, where each has one version; else each instance as it becomes free."""
-        try:
-            async with self._changed:
-                while self._schedule.exact and not all(batch.generated for batch in batches):
-                    await self._changed.wait()
-            await swap
-        except MetronomeError as error:
-            await self.fail(error)
-        await self._notify()
-
-    async def _movable(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Whether weights may move: the last swap is through and, where each batch has one version, all are generated."""
-        self._check()
-        return await self._soon(lambda: {"now": True} if self._at_rest() else {})
-
-    def _at_rest(self) -> bool:
-        generated = self._in_background or not self._schedule.exact or all(batch.generated for batch in self._batches.values())
-        may = generated and (self._swap is None or self._swap.done())
-        return may and (self._evaluation is None or self._evaluation.may_move())
-
-    @property
-    def _in_background(self) -> bool:
-        """Whether instances take staged weights over when they have finished what they hold, while the trainer goes on.
-
-        AsyncFlow §4.2.3: the delayed parameter update.
-        """
-        return self._schedule.ahead > 0 and self.config.weights.staged
-
     async def _start(self, request: dict[str, Any]) -> dict[str, Any]:
         """Start generating a step's batch in the background."""
-        self._check()
+        self._course.check()
         step = request["step"]
         assert self._generation is not None
         batch, before = self._generation.begin(step)
@@ -233,8 +155,7 @@ class Conductor:
 
     async def _produce(self, step: int, batch: Batch, before: Batch | None) -> None:
         assert self._generation is not None
-        if self._swap is not None and (self._schedule.exact or self.config.rollout.partial):
-            await asyncio.wait([self._swap])  # its version is the one that is being swapped in
+        await self._publishing.swapped()
         try:
             await self._generation.fill(step, batch, before)
             if self._evaluation is not None:
@@ -250,8 +171,8 @@ class Conductor:
         queue = batch.queue
         queue.acknowledge(request["trained"], unit)
         if queue.done:
-            await self._notify()  # the other units wait for this
-        found = await self._soon(lambda: self._due(queue, unit, request["budget"]))
+            await self._course.notify()  # the other units wait for this
+        found = await self._course.soon(lambda: self._due(queue, unit, request["budget"]))
         if found.get("end"):
             self._silence.excuse(unit)
         elif found and self._recorder is not None:
@@ -260,37 +181,24 @@ class Conductor:
 
     async def _alive(self, request: dict[str, Any]) -> dict[str, Any]:
         """The trainer is at work that asks for nothing; it hears of a failure."""
-        self._check()
+        self._course.check()
         return {}
 
     async def _replayed(self, request: dict[str, Any]) -> dict[str, Any]:
         """A unit goes on with its replay; once it is `done` with the step it waits for the others, who may yet fail."""
-        self._check()
+        self._course.check()
         if not request["done"]:
             return {}
         done, units = self._replayed_by.setdefault(request["step"], set()), self.config.parallel.units
         done.add(request["unit"])
-        await self._notify()
-        return await self._soon(lambda: {"end": True} if len(done) == units else {})
-
-    async def _soon(self, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `look` finds, tried again whenever something changes; {} when it is time for a sign of life."""
-        deadline = time.monotonic() + SIGN_OF_LIFE_S
-        async with self._changed:
-            while not (found := look()):
-                self._check()
-                try:
-                    async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                        await self._changed.wait()
-                except TimeoutError:
-                    break
-        return found
+        await self._course.notify()
+        return await self._course.soon(lambda: {"end": True} if len(done) == units else {})
 
     def _due(self, queue: SampleQueue, unit: int, budget: int) -> dict[str, Any]:
         """The end of the step, else a window to train, else responses to score early; {} when there is neither."""
         if queue.done:
             return {"end": True}
-        self._check()  # a run that fails gives out nothing more
+        self._course.check()  # a run that fails gives out nothing more
         if window := queue.lease(unit, budget):
             return {"groups": [group_to_wire(group) for group in window]}
         if landed := queue.early(unit, budget):
@@ -328,8 +236,3 @@ class Conductor:
         self.told = self.told or getattr(errors, request["error"], MetronomeError)(request["message"])
         await self.fail(self.told)
         return {}
-
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-

@@ -25,6 +25,7 @@ COLORS = {
     "bubble": "#bab0ac",
     "update": "#f28e2b",
     "sync": "#e15759",
+    "check": "#d37295",
     "checkpoint": "#9c755f",
     "serving": "#a0cbe8",
     "updating": "#ff9d9a",

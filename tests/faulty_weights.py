@@ -14,10 +14,13 @@ TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 def skip(monkeypatch, version):
     """The trainer believes that it published the version; no instance hears of it."""
-    kept = {name: getattr(WeightSync, name) for name in ("open", "bucket", "finish")}
+    kept = {name: getattr(WeightSync, name) for name in ("open", "bucket", "finish", "checked")}
     nobody = {"generation": 0, "members": [], "world_size": 1, "connect": False, "local": True, "probe": []}
 
+    published = []
+
     async def opening(self, number):
+        published.append(number)
         return nobody if number == version else await kept["open"](self, number)
 
     async def bucket(self, info):
@@ -26,7 +29,10 @@ def skip(monkeypatch, version):
     async def finish(self, number, *rest):
         return {} if number == version else await kept["finish"](self, number, *rest)
 
-    for name, fault in (("open", opening), ("bucket", bucket), ("finish", finish)):
+    async def checked(self):
+        return {} if published[-1] == version else await kept["checked"](self)
+
+    for name, fault in (("open", opening), ("bucket", bucket), ("finish", finish), ("checked", checked)):
         monkeypatch.setattr(WeightSync, name, fault)
 
 

@@ -58,9 +58,16 @@ class Client:
         self.counts = {}
         self.calls = []
         self.gone = asyncio.Event()
+        self.trusted = True
 
     def cut(self, reason):
         self.gone.set()
+
+    def distrust(self):
+        self.trusted = False
+
+    def trust(self):
+        self.trusted = True
 
     async def call(self, method, route, body=None, timeout_s=None):
         route = route.split("?")[0]
@@ -131,7 +138,8 @@ class Client:
 
     async def completions(self, body):
         assert not self.paused
-        values = zip(body["prompt"][1:], logprobs(self.held, body["prompt"]), strict=True)
+        found = [value + body.get("shift", 0.0) for value in logprobs(self.held, body["prompt"])]
+        values = zip(body["prompt"][1:], found, strict=True)
         return {"choices": [{"prompt_logprobs": [None, *({str(t): {"logprob": value}} for t, value in values)]}]}
 
 
@@ -179,11 +187,18 @@ class Launcher:
     def ask(self, operation, **fields):
         if operation == "sync_bucket":
             return self.run(self.sync.bucket(fields["info"]))
+        if operation == "sync_verify":
+            return self.run(self.verify(fields["expected"]))
         return self.run(getattr(self.sync, operation.removeprefix("sync_"))(**fields))
+
+    async def verify(self, expected):
+        self.sync.expect(expected)
+        return await self.sync.checked()
 
     def close(self):
         for client in self.clients:
             client.receiver.close()
+        self.run(self.sync.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
@@ -192,7 +207,16 @@ class Launcher:
 def publisher(launcher, transport, folder, bucket_bytes=2000):
     ranks = SimpleNamespace(exports=True, writes=True, stage=0, from_first=lambda act: act(), gather=lambda message: [message])
     made = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
-    return Publisher(launcher, launcher, ranks, made, folder / "weights", torch.float32, bucket_bytes, 2 * TIMEOUT_S)
+    return Verifying(launcher, launcher, ranks, made, folder / "weights", torch.float32, bucket_bytes, 2 * TIMEOUT_S)
+
+
+class Verifying(Publisher):
+    """Publishes and verifies, as the trainer's loop does."""
+
+    def publish(self, model, version):
+        seconds = super().publish(model, version)
+        self.verify(model, version)
+        return seconds
 
 
 def base_folder(folder):
@@ -203,3 +227,15 @@ def base_folder(folder):
     return folder
 
 
+def starting(base):
+    """For a fixture: a function that starts a launcher with instances called a, b, …; `faults` by name."""
+    started = []
+
+    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, **faults):
+        clients = [Client(name, base, faults.get(name)) for name in "abc"[:count]]
+        started.append(Launcher(clients, staged, fixed, in_turn))
+        return started[-1]
+
+    yield begin
+    for launcher in started:
+        launcher.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +50,11 @@ class Sampling:
 
 
 class InstanceClient:
-    """HTTP calls to one rollout instance; every call has a deadline, and `cut` ends those under way."""
+    """HTTP calls to one rollout instance; every call has a deadline, and `cut` ends those under way.
+
+    Between `distrust` and `trust` the instance may sample, but its responses are held back: none that new weights sampled
+    leaves before they were compared with the trainer's. A `cut` loses what is held.
+    """
 
     def __init__(self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
         self.name = name
@@ -57,6 +63,9 @@ class InstanceClient:
         self._timeout_s = timeout_s
         self._under_way: set[asyncio.Timeout] = set()
         self._cut: dict[asyncio.Timeout, str] = {}
+        self._cuts = 0
+        self._trusted = asyncio.Event()
+        self._trusted.set()
 
     async def call(
         self, method: str, route: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
@@ -66,28 +75,52 @@ class InstanceClient:
         Raises InstanceGone (connection broken, or cut), InstanceFault (5xx or bad reply), DeadlineError, Busy (409 …) and
         Refused (other 4xx); each names instance and route.
         """
+        try:
+            async with self._limited(f"{method} {route}", timeout_s):
+                async with self._session.request(method, self.url + route, json=body, allow_redirects=False) as answer:
+                    status, raw = answer.status, await answer.read()
+        except aiohttp.ClientResponseError as error:
+            raise InstanceFault(f"{self.name}: {method} {route}: no HTTP answer: {error.message}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise InstanceGone(f"{self.name}: {method} {route}: {type(error).__name__} {error}") from None
+        return _object(f"{self.name}: {method} {route}", status, raw)
+
+    @asynccontextmanager
+    async def _limited(self, what: str, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """Until the deadline, or `cut`."""
         limit = self._timeout_s if timeout_s is None else timeout_s
         scope = asyncio.timeout(limit)
         try:
             async with scope:
                 self._under_way.add(scope)
-                async with self._session.request(method, self.url + route, json=body, allow_redirects=False) as answer:
-                    status, raw = answer.status, await answer.read()
+                yield
         except TimeoutError:
             if reason := self._cut.pop(scope, None):
-                raise InstanceGone(f"{self.name}: {method} {route} was given up: {reason}") from None
-            raise DeadlineError(f"{self.name}: no answer to {method} {route} in {limit:g} s") from None
-        except aiohttp.ClientResponseError as error:
-            raise InstanceFault(f"{self.name}: {method} {route}: no HTTP answer: {error.message}") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise InstanceGone(f"{self.name}: {method} {route}: {type(error).__name__} {error}") from None
+                raise InstanceGone(f"{self.name}: {what} was given up: {reason}") from None
+            raise DeadlineError(f"{self.name}: no answer to {what} in {limit:g} s") from None
         finally:
             self._under_way.discard(scope)
             self._cut.pop(scope, None)
-        return _object(f"{self.name}: {method} {route}", status, raw)
+
+    def distrust(self) -> None:
+        """It gets weights that are not compared with the trainer's yet: hold its responses back."""
+        self._trusted.clear()
+
+    def trust(self) -> None:
+        """It computes with the trainer's weights: let its responses go."""
+        self._trusted.set()
+
+    async def _until_trusted(self, cuts: int) -> None:
+        """For a response that was asked for after so many cuts. Raises InstanceGone when it was cut since, DeadlineError."""
+        if not self._trusted.is_set():
+            async with self._limited("POST /v1/completions, whose weights were to be compared with the trainer's"):
+                await self._trusted.wait()
+        if cuts != self._cuts:
+            raise InstanceGone(f"{self.name}: POST /v1/completions was given up meanwhile")
 
     def cut(self, reason: str) -> None:
         """End every call under way with InstanceGone: whoever waits for this instance goes on without it."""
+        self._cuts += 1
         now = asyncio.get_running_loop().time()
         for scope in self._under_way - self._cut.keys():
             self._cut[scope] = reason
@@ -96,9 +129,10 @@ class InstanceClient:
     async def complete(self, prompt: Prompt, sampling: Sampling, seed: int, so_far: Response | None = None) -> Response:
         """Sample one response, or go on with one; its text is left empty (the caller has the tokenizer).
 
-        Raises what `call` raises. With `sampling.partial` one that a pause broke off comes back with finish_reason "abort".
+        Returns once the weights that sampled it are trusted. Raises what `call` raises. With `sampling.partial` one that a pause
+        broke off comes back with finish_reason "abort".
         """
-        begun = so_far.token_ids if so_far is not None else ()
+        begun, cuts = so_far.token_ids if so_far is not None else (), self._cuts
         reply = await self.call(
             "POST",
             "/v1/completions",
@@ -116,6 +150,7 @@ class InstanceClient:
                 "return_token_ids": True,
             },
         )
+        await self._until_trusted(cuts)
         try:
             return joined(so_far, self._response(reply, seed, sampling.partial))
         except (KeyError, IndexError, TypeError, ValueError) as error:

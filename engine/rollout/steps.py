@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from engine.errors import WeightSyncError
@@ -46,18 +46,25 @@ class Steps:
         await self.post(instance, "/reset_prefix_cache", {})
         await self.post(instance, "/resume", {})
 
-    async def complete(self, instance: Instance, version: int, expected: Sequence[float] | None) -> None:
-        """Name the version and check what the instance makes of it, against the trainer's log-probabilities of the probe.
-
-        Raises WeightSyncError naming the instance.
-        """
+    async def swap(self, instance: Instance, version: int) -> None:
+        """Name the version, and see that the instance does. Raises WeightSyncError naming the instance."""
         await self.name(instance, version)
         holds = (await instance.client.call("GET", "/weight_version", timeout_s=self.timeout_s)).get("weight_version")
         if holds != version:
             raise WeightSyncError(f"{instance.name}: it holds weight version {holds} after an update to version {version}")
-        if self.probe is None or expected is None:
+
+    async def compare(self, instance: Instance, version: int, trainer: Callable[[], Awaitable[Sequence[float] | None]]) -> None:
+        """What the instance makes of the version, with the trainer's log-probabilities of the probe, which it is asked for
+        first: the trainer computes them meanwhile. None of them: nothing to compare.
+
+        Raises WeightSyncError naming the instance.
+        """
+        if self.probe is None:
             return
-        apart = self.probe.difference(expected, await self.ask(instance, self.probe))
+        found, expected = await self.ask(instance, self.probe), await trainer()
+        if not expected:
+            return
+        apart = self.probe.difference(expected, found)
         limit, which = TOLERANCE[self.probe.dtype]
         if not apart <= limit:
             raise WeightSyncError(

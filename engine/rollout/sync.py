@@ -1,14 +1,17 @@
 """Leading the instances through a weight sync: two phases, every instance checked, one that fails left out (contract 7).
 
 Open: the instances that are to get the version are paused. The trainer's sender then announces bucket after bucket, which
-every instance receives and verifies. Finish: each names the version, forgets cached prompts, serves again, and must give
-the trainer's log-probabilities for a few fixed tokens. Once per connection an instance shows that it follows new weights
-at all: it loads visibly perturbed ones and its log-probabilities must move.
+every instance receives and verifies by checksums. Finish: each names the version, forgets cached prompts and serves again.
+Checked: each must give the trainer's log-probabilities for a few fixed tokens. That is computed by both beside the first
+responses of the new weights, which are held back until it has passed (InstanceClient.distrust), and lost when it does not.
+Once per connection an instance shows that it follows new weights at all: it loads visibly perturbed ones and its
+log-probabilities must move.
 """
 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,12 @@ class WeightSync:
         self._version: int | None = None
         self._snapshot: Path | None = None
         self._expected: list[float] | None = None
+        """The trainer's log-probabilities of the probe under that version."""
+        self._told: asyncio.Future[list[float] | None] | None = None
+        """The same, of the publish under way."""
+        self._checks: dict[Instance, asyncio.Task[None]] = {}
+        """Comparisons under way."""
+        self._unchecked = False
         self._crew = Crew(pool)
         self._sizes: list[int] = []
         self._generation = 0
@@ -64,10 +73,13 @@ class WeightSync:
         Returns {"generation", "members": names, "world_size": ranks of a stage's group, its sender included,
         "connect": whether groups must be made anew, "local": whether all are on this machine, "probe": token ids}.
         """
+        if self._unchecked:
+            raise MetronomeError(f"weight version {self._version} was not compared with the trainer's before version {version}")
         self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
         await self._pool.wait_for_member()
         self._quiet.clear()
         self._started = False
+        self._told = asyncio.get_running_loop().create_future()
         self._crew.members = self._pool.members()
         if not self._staged:
             for instance in self._crew.members:
@@ -136,11 +148,11 @@ class WeightSync:
         self._crew.strike(self._crew.members, reason)
         return {"retry": True}
 
-    async def finish(self, version: int, snapshot: str | None, expected: list[float] | None) -> dict[str, Any]:
-        """Every member serves the version, or is left out. `snapshot`: folder from which late instances load it (it may be
-        complete only later); `expected`: the trainer's log-probabilities of the probe. Raises WeightSyncError when all
-        members that live hold something else."""
-        expected = expected or None
+    async def finish(self, version: int, snapshot: str | None) -> dict[str, Any]:
+        """Every member serves the version, or is left out; `checked` must follow before a response of it is seen. `snapshot`:
+        folder from which late instances load it (it may be complete only later). Raises WeightSyncError when all members that
+        live hold something else."""
+        self._unchecked = True
 
         async def complete(instance: Instance) -> None:
             if self._in_turn and (not instance.lives or instance.state == "updating"):
@@ -152,15 +164,58 @@ class WeightSync:
                 await self._steps.pause(instance, abort=self._cut)
                 await self._steps.start(instance)
                 await self._steps.update(instance, {"transport": "staged", "version": version})
-            await self._steps.complete(instance, version, expected)
+            instance.client.distrust()
+            await self._steps.swap(instance, version)
             instance.version = version
+            self._checks[instance] = asyncio.create_task(self._compare(instance, version))
             self._pool.admit(instance)
 
         await (self._crew.in_turn if self._in_turn else self._crew.each)(complete)
-        self._version, self._snapshot, self._expected = version, Path(snapshot) if snapshot else None, expected
+        self._version, self._snapshot = version, Path(snapshot) if snapshot else None
         self._crew.succeeded()
+        return {}
+
+    def expect(self, expected: list[float] | None) -> None:
+        """The trainer's log-probabilities of the probe under the version that was opened last; None or []: it has none."""
+        if self._told is not None and not self._told.done():
+            self._told.set_result(expected or None)
+
+    async def checked(self) -> dict[str, Any]:
+        """After `finish` and `expect`: every member computes with the trainer's weights, or is left out and its responses are
+        lost. Raises WeightSyncError when all members that live compute with something else."""
+        checks = self._checks
+
+        async def check(instance: Instance) -> None:
+            if instance.state in ("serving", "draining") and instance in checks:
+                await checks[instance]
+            elif instance in checks:  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
+                checks[instance].cancel()
+                await asyncio.gather(checks[instance], return_exceptions=True)
+
+        await self._crew.each(check)
+        self._expected = await self._trainers()
+        self._checks, self._unchecked = {}, False
         self._quiet.set()
         return {}
+
+    async def _compare(self, instance: Instance, version: int) -> None:
+        await self._steps.compare(instance, version, self._trainers)
+        instance.client.trust()
+
+    async def _trainers(self) -> list[float] | None:
+        """The trainer's log-probabilities, once it has told them."""
+        assert self._told is not None
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._told), self._timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"the trainer did not tell its log-probabilities of the fixed tokens within "
+                                f"{self._timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        """End the comparisons under way."""
+        for check in self._checks.values():
+            check.cancel()
+        await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
     # instances that come late ---------------------------------------------------------------------------------------------
 
@@ -177,13 +232,15 @@ class WeightSync:
             version, expected = self._version, self._expected
             try:
                 await self._load_snapshot(instance, version)
-                await self._steps.complete(instance, version, expected)
+                await self._steps.swap(instance, version)
+                await self._steps.compare(instance, version, partial(_known, expected))
             except (Refused, BadInput):
                 if self._version == version and self._quiet.is_set():
                     raise
                 continue  # the snapshot gave way to a newer one
             if self._version == version and self._quiet.is_set():
                 instance.version = version
+                instance.client.trust()
                 return
 
     async def _load_snapshot(self, instance: Instance, version: int) -> None:
@@ -229,3 +286,7 @@ class WeightSync:
         if instance not in self._tested:
             await self.self_test(instance)
             self._tested.add(instance)
+
+
+async def _known(expected: list[float] | None) -> list[float] | None:
+    return expected

@@ -47,6 +47,8 @@ class Loop:
                     sync_s = self.rollouts.publish(self.policy.models, version=step)
                 for batch in self.schedule.due(step, start, self.config.train.steps):
                     self.rollouts.start(batch)
+                with self.trace.span("check", step=step):
+                    self.rollouts.verify(self.policy.models, version=step)
                 for work in self._arriving(step):
                     self._do(step, work)
                 self.rollouts.settle()

@@ -30,6 +30,9 @@ class Rollouts(Protocol):
     def publish(self, models: TriModel, version: int) -> float:
         """Give every instance exactly this version of the policy; returns the exposed seconds."""
 
+    def verify(self, models: TriModel, version: int) -> None:
+        """After `publish`, beside the first responses: the instances compute with the policy's weights, or the sync failed."""
+
     def settle(self) -> None:
         """Before the policy's weights move: until nothing reads those that were published. No collective."""
 
@@ -64,6 +67,10 @@ class Live:
             pass  # the launcher's sign of life
         waited = time.perf_counter() - started
         return waited + self._publisher.publish(models, version)
+
+    def verify(self, models: TriModel, version: int) -> None:
+        """Publisher.verify."""
+        self._publisher.verify(models, version)
 
     def settle(self) -> None:
         """Publisher.settle."""
@@ -112,6 +119,9 @@ class Recorded:
     def publish(self, models: TriModel, version: int) -> float:
         """No instances: no time."""
         return 0.0
+
+    def verify(self, models: TriModel, version: int) -> None:
+        """Nothing was published."""
 
     def settle(self) -> None:
         """Nothing was published."""

@@ -38,7 +38,7 @@ def write(path: Path, bucket: Bucket, wire: dict[str, Any]) -> None:
     with path.open("r+b", buffering=0) as file:
         _write_all(file, len(text).to_bytes(8, "little") + text)
         for piece in bucket.pieces():
-            _write_all(file, memoryview(piece.numpy()))
+            _write_all(file, memoryview(piece.cpu().numpy()))
         file.truncate()
 
 

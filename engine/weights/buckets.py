@@ -2,11 +2,12 @@
 
 A tensor that lies ready where it is sent from, contiguous and of the dtype that travels, is referred to; others are copied into a
 buffer that is used again. On the wire a bucket is described by `Bucket.wire` (docs: the update_info of /update_weights).
-Needs torch alone: it also runs in vLLM's environment.
+Needs torch and xxhash alone: it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import queue
 from collections.abc import Iterable, Iterator, Sequence
@@ -172,6 +173,17 @@ def pack(
         used += spec.nbytes
     if bucket is not None:
         yield bucket
+
+
+def small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, the first and second exchanged where the first alone is more than `limit` bytes (an embedding): instances
+    receive the first bucket beside their model and copy it, the others in place (WeightLoad.lend)."""
+    left = iter(tensors)
+    first = list(itertools.islice(left, 2))
+    if len(first) == 2 and first[0][1].nbytes > limit >= first[1][1].nbytes:
+        first.reverse()
+    yield from first
+    yield from left
 
 
 def _ready(tensor: Tensor, spec: Spec, room: Tensor) -> Tensor:

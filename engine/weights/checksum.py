@@ -1,14 +1,18 @@
-"""A checksum of a tensor's bytes, fast enough for every sync: integer arithmetic in torch, the same on every device.
+"""A checksum of a tensor's bytes, fast enough for every sync: XXH3 in host memory, integer arithmetic in torch on devices.
 
-The bytes are read as 64-bit words. Within a chunk each word is folded (so that its high bits count in the low ones) and
-multiplied by an odd pseudo-random weight of its place; the products are added modulo 2^64, and the chunks' sums are the
-coefficients of a polynomial modulo 2^64. It finds what goes wrong in transit (a changed bit, places exchanged, bytes of
-another version); it is no defence against somebody who computes collisions.
+Sender and receiver compare checksums of the same kind: a transport's tensors lie in host memory on both ends, or on devices
+on both. Both kinds find what goes wrong in transit (a changed bit, places exchanged, bytes of another version); they are no
+defence against somebody who computes collisions.
+
+On devices the bytes are read as 64-bit words. Within a chunk each word is folded (so that its high bits count in the low
+ones) and multiplied by an odd pseudo-random weight of its place; the products are added modulo 2^64, and the chunks' sums are
+the coefficients of a polynomial modulo 2^64.
 """
 
 from __future__ import annotations
 
 import torch
+import xxhash
 from torch import Tensor
 
 CHUNK = 65536
@@ -22,8 +26,15 @@ _weights_of: dict[torch.device, Tensor] = {}
 
 
 def checksum(tensor: Tensor) -> str:
-    """16 hexadecimal digits of the tensor's bytes in row-major order; shape and dtype do not count."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    """Of the tensor's bytes in row-major order; shape and dtype do not count. 32 hexadecimal digits (XXH3, 128 bits) of one in
+    host memory, 16 of one on a device."""
+    data = _bytes(tensor)
+    return xxhash.xxh3_128_hexdigest(data.numpy()) if data.device.type == "cpu" else device_checksum(tensor)
+
+
+def device_checksum(tensor: Tensor) -> str:
+    """What `checksum` is on a device, computed where the tensor is."""
+    data = _bytes(tensor)
     whole = data.numel() // 8 * 8
     words = _words(data[:whole])
     value = data.numel()
@@ -31,6 +42,10 @@ def checksum(tensor: Tensor) -> str:
         value = (value * _BASE + total) & _MASK
     rest = int.from_bytes(data[whole:].cpu().numpy().tobytes(), "little")
     return f"{_mixed((value * _BASE + rest) & _MASK):016x}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _words(data: Tensor) -> Tensor:

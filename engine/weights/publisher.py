@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from engine import errors
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
-from engine.weights.buckets import Bucket, Buffers, pack
+from engine.weights.background import Background
+from engine.weights.buckets import Bucket, Buffers, pack, small_first
 from engine.weights.pipeline import Pipeline
 from engine.weights.transport import Snapshots, Transport
 
@@ -22,6 +22,7 @@ ATTEMPTS = 6
 """How often a publish begins again because an instance failed, before the run stops."""
 UNDER_WAY = 3
 """Buckets in memory: one is gathered, one written or sent, one loaded by the instances."""
+UNWRITTEN = "a snapshot of the weights was not written"
 
 
 class Model(Protocol):
@@ -83,21 +84,31 @@ class Publisher:
         `dtype`: of the instances' weights; `timeout_s`: of each bucket, longer than the launcher's patience with one."""
         self._control, self._sender, self._ranks = control, sender, ranks
         self._dtype, self._bucket_bytes, self._timeout_s = dtype, bucket_bytes, timeout_s
-        self._stages = 1 + max(told["stage"] for told in ranks.gather({"stage": ranks.stage}))
+        told = ranks.gather({"stage": ranks.stage, "exports": ranks.exports})
+        self._stages = 1 + max(one["stage"] for one in told)
+        self._alone = sum(one["exports"] and one["stage"] == ranks.stage for one in told) == 1
+        """Whether this stage's tensors can be gathered without any other rank."""
         self._snapshots = Snapshots(folder, self._stages)
         self._transport = transport(self._snapshots)
         self._pipeline = self._make_pipeline() if ranks.writes else None
-        self._snapshot: _Background | None = None
+        self._probed: list[int] = []
+        """Tokens of the probe."""
+        self._sending: list[dict[str, Any]] = []
+        """What was told of each bucket of this stage."""
+        self._snapshot: Background | None = None
         """Completes the last version's snapshot."""
 
     def _make_pipeline(self) -> Pipeline:
         self._buffers = Buffers(UNDER_WAY, self._timeout_s, self._transport.device)
-        steps = [self._announce, self._keep] if self._transport.groups else [self._write, self._announce]
-        counted = 1 if self._transport.groups else 2
+        if self._transport.groups:
+            steps, counted = [self._announce] if self._alone else [self._announce, self._keep], 1
+        else:
+            steps, counted = [self._write, self._announce], 2
         return Pipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
 
     def publish(self, model: Model, version: int) -> float:
-        """Return once every instance holds exactly this version. Returns the seconds it took (exposed sync).
+        """Return once every instance holds exactly this version by its checksums, and serves it; `verify` must follow. Returns
+        the seconds it took (exposed sync).
 
         A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
         """
@@ -105,12 +116,24 @@ class Publisher:
         for _ in range(ATTEMPTS):
             self._agreed(self._caught(self._settle))
             opened = self._ranks.from_first(lambda: self._open(version))
-            expected = self._attempt(model, version, opened)
-            if expected is not None:
-                self._ranks.from_first(partial(self._finish, version, expected))
-                self._complete_snapshot(version)
+            if self._attempt(model, version, opened):
+                self._probed = opened["probe"]
+                self._ranks.from_first(partial(self._finish, version))
+                if not self._later:
+                    self._complete_snapshot(version)
                 return time.perf_counter() - started
         raise WeightSyncError(f"weight version {version} could not be sent: instances failed in each of {ATTEMPTS} attempts")
+
+    def verify(self, model: Model, version: int) -> None:
+        """After `publish`, while the instances generate already: compare what they make of the version with what we do. No
+        response that it sampled is given to anybody before.
+
+        A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
+        """
+        expected = self._probe(model, self._probed)
+        self._ranks.from_first(lambda: self._control.ask("sync_verify", version=version, expected=expected))
+        if self._later:
+            self._snapshot = Background(lambda: self._write_snapshot(model, version), UNWRITTEN)
 
     def settle(self) -> None:
         """Before the parameters change: until the version that was published last is written to its snapshot.
@@ -119,6 +142,8 @@ class Publisher:
         """
         if self._pipeline is not None:
             self._pipeline.idle()
+        if self._snapshot is not None:
+            self._snapshot.wait(self._timeout_s)
 
     def _settle(self) -> None:
         """Until nothing of the last version, or of a failed attempt, is under way."""
@@ -132,22 +157,18 @@ class Publisher:
         self._snapshots.begin(version)
         return self._control.ask("sync_open", version=version)
 
-    def _finish(self, version: int, expected: list[float]) -> dict[str, Any]:
-        snapshot = str(self._snapshots.place(version))
-        return self._control.ask("sync_finish", version=version, snapshot=snapshot, expected=expected)
+    def _finish(self, version: int) -> dict[str, Any]:
+        return self._control.ask("sync_finish", version=version, snapshot=str(self._snapshots.place(version)))
 
-    def _attempt(self, model: Model, version: int, opened: dict[str, Any]) -> list[float] | None:
-        """Send all stages in turn. The log-probabilities of the probe; None to begin again."""
+    def _attempt(self, model: Model, version: int, opened: dict[str, Any]) -> bool:
+        """Send all stages in turn. False to begin again."""
         if self._transport.groups and opened["connect"] and not self._connect(version, opened):
-            return None
-        expected: list[float] = []
+            return False
         for stage in range(self._stages):
             self._gather(model, version, stage)
-            if stage == self._stages - 1:  # while the last buckets are on their way
-                expected = self._probe(model, opened["probe"])
             if not self._agreed(self._sent(version, stage)):
-                return None
-        return expected
+                return False
+        return True
 
     # groups ---------------------------------------------------------------------------------------------------------------
 
@@ -159,7 +180,8 @@ class Publisher:
         if not self._agreed_of(told):
             return False
         stages = [one["at"] for one in sorted((one for one in told if "at" in one), key=lambda one: one["stage"])]
-        joining = _Background(lambda: self._transport.gather(opened["world_size"])) if sends else None
+        gather = partial(self._transport.gather, opened["world_size"])
+        joining = Background(gather, "the groups of the weight transfer were not made") if sends else None
         name = self._transport.name
         reply = self._ranks.from_first(
             lambda: self._control.ask("sync_connect", version=version, stages=stages, transport=name)
@@ -182,9 +204,15 @@ class Publisher:
             for _ in tensors:
                 pass  # gives its shards to the rank that sends
             return
-        for bucket in pack(tensors, self._dtype, self._bucket_bytes, self._buffers):
-            self._pipeline.put(bucket, {"transport": self._transport.name, "version": version, "stage": stage,
-                                        "bucket": bucket.number, **bucket.wire()})
+        self._sending = []
+        for bucket in self._packed(tensors):
+            info = {"transport": self._transport.name, "version": version, "stage": stage, "bucket": bucket.number,
+                    **bucket.wire()}
+            self._sending.append(info)
+            self._pipeline.put(bucket, info)
+
+    def _packed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+        return pack(small_first(tensors, self._bucket_bytes), self._dtype, self._bucket_bytes, self._buffers)
 
     def _sent(self, version: int, stage: int) -> dict[str, Any]:
         """What came of sending the stage: {} or {"retry"} or an error."""
@@ -213,6 +241,19 @@ class Publisher:
     def _keep(self, bucket: Bucket, info: dict[str, Any]) -> None:
         self._snapshots.write(bucket, info)
 
+    @property
+    def _later(self) -> bool:
+        """Whether the snapshot is written after the sync, which then has cores and memory to itself: where it needs no other
+        rank. Else each bucket is written once it is sent."""
+        return self._alone and self._transport.groups and self._pipeline is not None
+
+    def _write_snapshot(self, model: Model, version: int) -> None:
+        """The buckets that were sent, gathered again: the parameters wait for it (`settle`)."""
+        for bucket, info in zip(self._packed(model.tensors()), self._sending, strict=True):
+            self._snapshots.write(bucket, info)
+            self._buffers.give(bucket.buffer)
+        self._snapshots.stage_done(version, self._ranks.stage)
+
     def _complete_snapshot(self, version: int) -> None:
         """In the background, once its last bucket is written (and no instance reads it any more where it was staged)."""
         pipeline, stage = self._pipeline, self._ranks.stage
@@ -223,7 +264,7 @@ class Publisher:
             pipeline.drain()
             self._snapshots.stage_done(version, stage)
 
-        self._snapshot = _Background(complete)
+        self._snapshot = Background(complete, UNWRITTEN)
 
     def _probe(self, model: Model, token_ids: list[int]) -> list[float]:
         """On all ranks, what the last stage's know."""
@@ -252,26 +293,3 @@ class Publisher:
             if "error" in one:
                 raise getattr(errors, one["error"], MetronomeError)(one["message"])
         return not any(one.get("retry") for one in told)
-
-
-class _Background:
-    """A call in a thread of its own."""
-
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(act,), name="weights", daemon=True)
-        self._thread.start()
-
-    def _run(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except BaseException as error:  # noqa: BLE001 - raised again in `result`
-            self._error = error
-
-    def result(self, timeout_s: float) -> None:
-        """Wait for its end; raises its error."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise DeadlineError(f"the groups of the weight transfer were not made within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error

@@ -1,6 +1,6 @@
 """The instance's side of a weight sync, the same in the embedded engine and in vLLM's workers.
 
-Needs torch, safetensors and the standard library alone: it also runs in vLLM's environment.
+Needs torch, safetensors and xxhash alone: it also runs in vLLM's environment.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Contract 1 under fault injection, rewards that misbehave, and deaths of processes; all on real runs."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -11,6 +12,9 @@ from faulty_weights import TENSOR, corrupt, skip
 
 from engine.errors import RatioGapError, StaleRolloutError, WeightSyncError
 from engine.launch import launch as launch_here
+from engine.queue.store import SampleQueue
+from engine.rollout.client import InstanceClient
+from engine.rollout.sync import WeightSync
 from engine.run_folder import read_lines
 from engine.trainer.checkpoint import complete, latest, step_of
 
@@ -35,6 +39,37 @@ def test_a_tensor_corrupted_before_its_checksum_is_caught_by_the_probe(settings,
     corrupt(monkeypatch, version=1, in_transit=False)
     with pytest.raises(WeightSyncError, match=r"instance-0: after the update to weight version 1 .* differ from the trainer's"):
         launch_here(config_of(settings))
+    assert [line["step"] for line in read_lines(config_of(settings).folder / "steps.jsonl")] == [0]
+
+
+def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, monkeypatch):
+    """Also when instances generate long before the trainer compares: it does so 1 s late, a step takes less."""
+    put, kept = [], SampleQueue.put
+
+    def note(queue, group):
+        put.append((queue.step, {version for response in group.responses for _, version in response.versions}))
+        kept(queue, group)
+
+    expect = WeightSync.expect
+
+    def late(sync, expected):
+        asyncio.get_running_loop().call_later(1.0, expect, sync, expected)
+
+    monkeypatch.setattr(SampleQueue, "put", note)
+    monkeypatch.setattr(WeightSync, "expect", late)
+    corrupt(monkeypatch, version=1, in_transit=False)
+    sampled = []
+    seen = InstanceClient._until_trusted
+
+    async def reply(client, cuts):
+        sampled.append(client._trusted.is_set())
+        await seen(client, cuts)
+
+    monkeypatch.setattr(InstanceClient, "_until_trusted", reply)
+    with pytest.raises(WeightSyncError, match=r"instance-0: after the update to weight version 1 .* differ from the trainer's"):
+        launch_here(config_of(settings))
+    assert {(step, *versions) for step, versions in put} == {(0, 0)}
+    assert sampled.count(False) > 1  # of both versions some were there before the comparison
 
 
 def test_a_corrupted_tensor_is_caught_by_the_ratio_gap_where_nothing_else_looks(settings, monkeypatch):

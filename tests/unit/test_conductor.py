@@ -205,7 +205,8 @@ async def test_a_mistake_in_the_swap_of_weights_is_seen(conduct):
     async def swap():
         raise KeyError("a mistake of ours")
 
-    conductor._swap = asyncio.create_task(conductor._later(swap(), []))
+    publishing = conductor._publishing
+    publishing._swap = asyncio.create_task(publishing._later(swap(), []))
     with pytest.raises(KeyError, match="a mistake of ours"):
         await watch(conductor)
     await conductor.close()

@@ -57,6 +57,50 @@ async def test_a_response_that_a_pause_broke_off_is_sent_again(instance):
         await client.complete(PROMPT, SAMPLING, 0)
 
 
+async def test_what_untrusted_weights_sampled_is_held_back_until_they_are_trusted(instance):
+    scripted, client = instance
+    client.distrust()
+    held = asyncio.create_task(client.complete(PROMPT, SAMPLING, 4))
+    assert await client.call("GET", "/load")  # what is no response is not held
+    await until(lambda: scripted.seeds and not scripted.running, "the reply")
+    await asyncio.sleep(0.05)
+    assert not held.done()
+    client.trust()
+    assert list((await held).token_ids) == tokens_of([1, 2, 3], 4)
+
+
+async def test_what_untrusted_weights_sampled_is_lost_when_the_instance_is_cut_also_if_it_is_trusted_later(instance):
+    scripted, client = instance
+    client.distrust()
+    scripted.delay_s = 0.2
+    held, under_way = (asyncio.create_task(client.complete(PROMPT, SAMPLING, seed)) for seed in (4, 5))
+    await until(lambda: scripted.running == 2, "both requests")
+    client.cut("its weights differ")
+    client.trust()
+    for one in (held, under_way):
+        with pytest.raises(InstanceGone, match="instance-3: POST /v1/completions"):
+            await one
+    scripted.delay_s = 0.0
+    assert (await client.complete(PROMPT, SAMPLING, 4)).seed == 4
+
+
+async def test_a_reply_that_is_there_when_the_instance_is_cut_does_not_count(instance):
+    _, client = instance
+    begun = client._cuts
+    client.cut("its weights differ")
+    client.trust()
+    with pytest.raises(InstanceGone, match="given up meanwhile"):
+        await client._until_trusted(begun)
+
+
+async def test_weights_that_nobody_compares_are_named_after_the_deadline(instance):
+    scripted, client = instance
+    client._timeout_s = 0.2
+    client.distrust()
+    with pytest.raises(DeadlineError, match=r"compared with the trainer's in 0\.2 s"):
+        await client.complete(PROMPT, SAMPLING, 4)
+
+
 async def test_broken_and_refused_connections(instance):
     scripted, client = instance
     scripted.drop = True

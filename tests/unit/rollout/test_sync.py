@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from weights_double import PROBE, TIMEOUT_S, Client, Launcher, Model, base_folder, publisher, weights
+from weights_double import TIMEOUT_S, Client, Model, base_folder, publisher, starting, weights
 
 from engine.errors import MetronomeError, WeightSyncError
 from engine.rollout.client import InstanceFault, InstanceGone
@@ -14,23 +14,8 @@ from engine.weights.receiver import OUTPUT
 
 
 @pytest.fixture
-def base(tmp_path):
-    return base_folder(tmp_path / "base")
-
-
-@pytest.fixture
-def start(base):
-    """Start a launcher with instances called a, b, …; `faults` by name."""
-    started = []
-
-    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, **faults):
-        clients = [Client(name, base, faults.get(name)) for name in "abc"[:count]]
-        started.append(Launcher(clients, staged, fixed, in_turn))
-        return started[-1]
-
-    yield begin
-    for launcher in started:
-        launcher.close()
+def start(tmp_path):
+    yield from starting(base_folder(tmp_path / "base"))
 
 
 def holds(client, seed, version):

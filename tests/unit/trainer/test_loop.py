@@ -46,7 +46,7 @@ def test_gradient_control_decides_before_anything_moves_and_held_windows_are_sig
     policy, rollouts = Calls(), Calls()
     assert run(tmp_path, policy, rollouts) == [1]
     assert policy.calls == ["start_step", "reduce", "decide", "copy", "update", "figures"]
-    assert rollouts.calls == ["publish", "start", "work", "settle", "alive"]
+    assert rollouts.calls == ["publish", "start", "verify", "work", "settle", "alive"]
 
 
 def test_a_users_control_that_fails_leaves_a_checkpoint_of_the_weights_before_the_step(tmp_path):

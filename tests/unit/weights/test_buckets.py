@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import BadInput, DeadlineError
 from engine.weights import bucket_file
 from engine.weights.bucket_file import BucketFile
-from engine.weights.buckets import Buffers, pack, specs_of
+from engine.weights.buckets import Buffers, pack, small_first, specs_of
 from engine.weights.checksum import checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -106,3 +106,11 @@ def test_a_malformed_description_is_refused(change):
     assert specs_of(WIRE)
     with pytest.raises(BadInput, match="update_info"):
         specs_of(WIRE | change)
+
+
+@pytest.mark.parametrize(("sizes", "order"), [
+    ([200, 3, 300, 4], "1023"), ([100, 3, 300], "012"), ([200, 300, 3], "012"), ([200], "0"), ([], ""),
+])  # fmt: skip
+def test_a_first_tensor_beyond_the_limit_lets_a_smaller_one_go_before_it(sizes, order):
+    tensors = [(str(number), torch.empty(size, dtype=torch.uint8)) for number, size in enumerate(sizes)]
+    assert "".join(name for name, _ in small_first(iter(tensors), 100)) == order

@@ -6,12 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from weights_double import TIMEOUT_S, Client, Launcher, Model, base_folder, weights
+from weights_double import TIMEOUT_S, Client, Launcher, Model, Verifying, base_folder, weights
 
 from engine.errors import WeightSyncError
 from engine.rollout.client import InstanceGone
 from engine.weights.bucket_file import wire_of
-from engine.weights.publisher import Publisher
 from engine.weights.transport import open_transport
 
 STAGES = (("lm_head.weight", "a"), ("b", "c", "d"))
@@ -80,7 +79,7 @@ def run(tmp_path):
         def rank(number):
             place = Place(shared, number)
             made = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
-            publisher = Publisher(launcher, launcher, place, made, tmp_path / "weights", torch.float32, 2000, 2 * TIMEOUT_S)
+            publisher = Verifying(launcher, launcher, place, made, tmp_path / "weights", torch.float32, 2000, 2 * TIMEOUT_S)
             for version in versions:
                 models.append(model := Stage(version, place.stage))
                 try:

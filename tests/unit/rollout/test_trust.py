@@ -1,0 +1,76 @@
+"""New weights serve at once, but what they sampled counts only once the instance has computed what the trainer does."""
+
+import pytest
+from weights_double import Model, base_folder, publisher, starting
+
+from engine.errors import MetronomeError, WeightSyncError
+from engine.rollout.client import InstanceGone
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def start(tmp_path):
+    yield from starting(base_folder(tmp_path / "base"))
+
+
+def deaf(number):
+    """From the so manieth of its completions on (the self-test's two come first) other log-probabilities."""
+    async def fault(route, body, count):
+        if route != COMPLETIONS or count < number:
+            return None
+        return body | {"shift": 0.001}
+
+    return fault
+
+
+@pytest.mark.parametrize(("staged", "in_turn"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_one_that_computes_otherwise_is_never_trusted_and_is_left_out_by_name(start, tmp_path, transport, staged, in_turn):
+    launcher = start(2, staged, in_turn=in_turn, b=deaf(3))
+    publisher(launcher, transport, tmp_path).publish(Model(5), 5)
+    assert [client.trusted for client in launcher.clients] == [True, False]
+    assert "b: after the update to weight version 5" in launcher.pool.reasons["b"]
+    assert "largest difference 0.001, limit 0.0001" in launcher.pool.reasons["b"]
+    assert [one.state for one in launcher.pool.instances] == ["serving", "silent"]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_it_serves_before_it_is_compared_and_is_trusted_afterwards(start, tmp_path, staged):
+    seen = []
+
+    async def look(route, body, count):
+        if route in ("/resume", COMPLETIONS) and count > 2:
+            seen.append((route, launcher.clients[0].trusted))
+
+    launcher = start(1, staged, a=look)
+    sender = publisher(launcher, "file", tmp_path)
+    super(type(sender), sender).publish(Model(5), 5)
+    assert launcher.pool.instances[0].state == "serving"
+    assert not launcher.clients[0].trusted
+    with pytest.raises(MetronomeError, match="weight version 5 was not compared with the trainer's before version 6"):
+        super(type(sender), sender).publish(Model(6), 6)
+    sender.verify(Model(5), 5)
+    assert launcher.clients[0].trusted
+    assert seen == [("/resume", False), (COMPLETIONS, False)]
+
+
+def test_an_instance_that_dies_before_it_is_compared_is_left_out(start, tmp_path):
+    async def die(route, body, count):
+        if route == COMPLETIONS and count == 3:
+            raise InstanceGone("its connection broke")
+
+    launcher = start(2, b=die)
+    publisher(launcher, "file", tmp_path).publish(Model(5), 5)
+    assert set(launcher.pool.reasons) == {"b"}
+    assert [client.trusted for client in launcher.clients] == [True, False]
+
+
+def test_a_late_instance_is_compared_with_the_version_it_gets(start, tmp_path):
+    launcher = start(2, b=deaf(3))
+    late = launcher.pool.named("b")
+    launcher.pool.late.add(late)
+    publisher(launcher, "file", tmp_path).publish(Model(5), 5)
+    with pytest.raises(WeightSyncError, match="b: after the update to weight version 5 .* differ from the trainer's"):
+        launcher.run(launcher.sync.catch_up(late))
+    assert late.version is None
