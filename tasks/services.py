@@ -115,10 +115,11 @@ class Watchdog(Service):
 class Worker(Service):
     """A Prefect process worker that serves a work pool; it serves once the server knows it as online."""
 
-    def __init__(self, pool: str, name: str, log: Path, env: Mapping[str, str]) -> None:
-        """`env` must name the server (PREFECT_API_URL)."""
+    def __init__(self, pool: str, name: str, log: Path, env: Mapping[str, str], limit: int = 0) -> None:
+        """`env` must name the server (PREFECT_API_URL). `limit`: flow runs at a time, 0 for any number."""
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", name, "--type", "process",
                    "--install-policy", "never", "--no-create-pool-if-not-found"]  # fmt: skip
+        command += ["--limit", str(limit)] if limit else []
         super().__init__(f"worker {name} of pool {pool}", 0, command, log, env)
         self._workers = f"{env['PREFECT_API_URL']}/work_pools/{pool}/workers/filter"
         self._worker_name = name
@@ -163,10 +164,10 @@ class Services:
     def __getitem__(self, name: str) -> Service:
         return self.services[name]
 
-    def worker(self, pool: str, name: str = "", env: Mapping[str, str] | None = None) -> Worker:
+    def worker(self, pool: str, name: str = "", env: Mapping[str, str] | None = None, limit: int = 0) -> Worker:
         """Start a process worker for a pool that exists, and wait until it is online. `env` goes to its flow runs too."""
         name = name or f"{pool}-{len(self.services)}"
-        worker = Worker(pool, name, self.folder / f"{name}.log", {**self.environment, **(env or {})})
+        worker = Worker(pool, name, self.folder / f"{name}.log", {**self.environment, **(env or {})}, limit)
         self.services[name] = worker
         worker.start()
         worker.wait()

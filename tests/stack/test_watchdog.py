@@ -17,7 +17,6 @@ from tasks.services import post
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 SILENCE_S = 20
-QUICKLY = {"PREFECT_WORKER_QUERY_SECONDS": "2"}
 FLOW = """
 import os, time
 from pathlib import Path
@@ -91,7 +90,7 @@ def history(api, run):
 def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, environment, tmp_path):
     """One crash is reported and the event lost. Then worker and flow of the other run are killed: nobody is left to report it."""
     folders = {name: tmp_path / name for name in ("lonely", "unheard")}
-    worker = services.worker("cpu", "lost", QUICKLY)
+    worker = services.worker("cpu", "lost")
     for folder in folders.values():
         folder.mkdir()
     runs = {name: start(api, name, {"folder": str(folder)}) for name, folder in folders.items()}
@@ -105,7 +104,7 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, envir
 
     for folder in folders.values():
         (folder / "go").touch()
-    services.worker("cpu", "found", QUICKLY)
+    services.worker("cpu", "found")
     dog = subprocess.Popen([sys.executable, "-m", "tasks.watchdog", "--every", "1", "--after", "1"], env=environment, cwd=ROOT)
     try:
         for run in runs.values():
