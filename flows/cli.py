@@ -129,10 +129,10 @@ def _evaluate(config: Config) -> None:
     folder, model = RunFolder(config.folder), Path(config.model.path)
     if not folder.config.exists():
         folder.create(config, resume=False)
-    with tracking.tracked(config, evaluation=True), console.stage("evaluate") as say:
-        rows = evaluation.evaluate(config, model, summary.weight_version(model), folder)
-        evaluation_log.log_new(folder)
-        say(evaluation_log.report(rows))
+    tracking.check_store(config)
+    with console.stage("evaluate") as say:
+        say(evaluation_log.report(evaluation.evaluate(config, model, summary.weight_version(model), folder)))
+    evaluation_log.log_or_say(config)
 
 
 @app.command()

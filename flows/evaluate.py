@@ -13,10 +13,12 @@ from tasks import summary
 from tasks.console import stage
 from tasks.continuing import model_folder
 from tasks.devices import held, npus
-from tasks.entry import settled
-from tasks.evaluate import evaluate as evaluate_task
+from tasks.entry import crashed_without_tracking, settled
+from tasks.evaluate import evaluate_once
+from tasks.evaluation_log import log_finished
 from tasks.inputs import check_inputs, with_model_folder
 from tasks.links import tracked_flow
+from tasks.tracking import check_store
 
 
 @flow(name="evaluate")
@@ -37,13 +39,16 @@ def evaluate(
         run: Name of the run that the figures belong to (its folder under run.output). Empty takes run.name.
     """
     given = [f"run.name={run}"] if run else []
-    config = model_folder(settled(configured(recipe, settings, [*overrides, *given])), recipe, model)
-    check_inputs(config, training=False)
-    config = with_model_folder(config)
-    folder, chosen = RunFolder(config.folder), Path(config.model.path)
-    if not folder.config.exists():
-        folder.create(config, resume=False)
-    with held(npus(config, training=False)), tracked_flow(config, evaluation=True), stage("evaluate") as say:
-        found = summary.accuracy(evaluate_task(config, chosen, summary.weight_version(chosen)))
-        say("accuracy " + found)
+    with crashed_without_tracking():
+        config = model_folder(settled(configured(recipe, settings, [*overrides, *given])), recipe, model)
+        check_inputs(config, training=False)
+        config = with_model_folder(config)
+        folder, chosen = RunFolder(config.folder), Path(config.model.path)
+        if not folder.config.exists():
+            folder.create(config, resume=False)
+        check_store(config)
+        with held(npus(config, training=False)), stage("evaluate") as say:
+            found = summary.accuracy(evaluate_once(config, chosen, summary.weight_version(chosen)))
+            say("accuracy " + found)
+        log_finished(config, tracked_flow)
     return found

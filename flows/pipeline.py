@@ -9,25 +9,23 @@ from prefect import flow
 
 from engine.config import Config
 from engine.model.shape import content_hash
-from engine.recipe import load
 from engine.run_folder import RunFolder
 from flows import QUICKSTART
+from flows.opening import opened
 from flows.settings import AS_RECIPE, ContinueFrom, Overrides, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.caching import code_hash
 from tasks.companions import companions
 from tasks.console import stage
-from tasks.continuing import registered_name, started_from
+from tasks.continuing import registered_name
 from tasks.convert import convert
 from tasks.convert import describe as describe_conversion
 from tasks.datasets_log import log_datasets
-from tasks.devices import held, npus
-from tasks.entry import Entry, entered, settled
+from tasks.entry import Entry
 from tasks.evaluate import evaluate
+from tasks.evaluation_log import log_new
 from tasks.events import training_finished
-from tasks.inputs import check_inputs
-from tasks.links import tracked_flow
 from tasks.prepare import describe, describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
 from tasks.recording import log_model_input
@@ -55,12 +53,9 @@ def pipeline(
             the registered one with that alias.
         resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed without it.
     """
-    overrides = [*settings.overrides(), *overrides]
-    config = started_from(settled(load(recipe, overrides)), recipe, continue_from)
-    check_inputs(config)
-    folder = RunFolder(config.folder)
-    with entered(config, resume) as entry, held(npus(config)), tracked_flow(config):
-        config = _before_training(config, entry)
+    with opened(recipe, overrides, settings, continue_from, resume) as run:
+        entry, folder = run.entry, run.folder
+        config = _before_training(run.config, entry)
         with companions(config), stage("train") as say:
             say(f"{entry.once('train', lambda: train(config, entry.resumed))} steps")
         with stage("publish") as say:
@@ -69,7 +64,7 @@ def pipeline(
         with stage("register") as say:
             name = registered_name(recipe)
             say(registered := f"{name} version {entry.once('register', lambda: register(name, folder.policy))}")
-        entry.once("announce", lambda: training_finished(recipe, config.run.name, folder.policy, overrides))
+        entry.once("announce", lambda: training_finished(recipe, config.run.name, folder.policy, run.overrides))
     rows = summary.outcome(config, published, registered)
     console.table(f"Run {config.run.name}", rows)
     return rows
@@ -102,3 +97,4 @@ def _evaluate(config: Config, model: Path, weight_version: int, entry: Entry) ->
     with stage("evaluate") as say:
         row = entry.once(f"evaluate version {weight_version}", lambda: evaluate(config, model, weight_version))
         say("accuracy " + summary.accuracy(row))
+    log_new(RunFolder(config.folder))

@@ -6,20 +6,14 @@ from pathlib import Path
 
 from prefect import flow
 
-from engine.recipe import load
-from engine.run_folder import RunFolder
 from flows import QUICKSTART
+from flows.opening import opened
 from flows.settings import AS_RECIPE, ContinueFrom, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.companions import companions
 from tasks.console import stage
-from tasks.continuing import started_from
-from tasks.devices import held, npus
-from tasks.entry import entered, settled
 from tasks.events import training_finished
-from tasks.inputs import check_inputs
-from tasks.links import tracked_flow
 from tasks.publish import publish
 from tasks.recording import log_model_input
 from tasks.train import train as train_task
@@ -45,20 +39,17 @@ def train(
         on_rollout_pool: Rollout instances started on the rollout pool for the time of the training, beside rollout.instances.
         resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed without it.
     """
-    overrides = [*settings.overrides(), *overrides]
-    config = started_from(settled(load(recipe, overrides)), recipe, continue_from)
-    check_inputs(config)
-    folder = RunFolder(config.folder)
-    with entered(config, resume) as entry, held(npus(config, on_rollout_pool)), tracked_flow(config):
+    with opened(recipe, overrides, settings, continue_from, resume, on_rollout_pool) as run:
+        entry = run.entry
         with stage("base model") as say:
-            config = base_model(config)
+            config = base_model(run.config)
             log_model_input(Path(config.model.path))
             say(config.model.path)
         with companions(config, on_rollout_pool), stage("train") as say:
             say(f"{entry.once('train', lambda: train_task(config, entry.resumed))} steps")
         with stage("publish") as say:
             say(entry.once("publish", lambda: publish(config)))
-        entry.once("announce", lambda: training_finished(recipe, config.run.name, folder.policy, overrides))
+        entry.once("announce", lambda: training_finished(recipe, config.run.name, run.folder.policy, run.overrides))
     rows = summary.training(config)
     console.table(f"Run {config.run.name}", rows)
     return rows

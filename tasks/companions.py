@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ RANKS = "join-training/join-training"
 POLL_S = 1.0
 NOTES = "companions.jsonl"
 """File in the run folder: the flow runs that were started for it, so that a process that is killed leaves none unknown."""
+NODE_END_S = 60.0
+"""What a node may take to end when the run has trained, before it is cancelled: its ranks end with the launcher's."""
 STOP_S = 8.0
 """What the ranks of a node may take to end before they are killed."""
 
@@ -44,20 +47,34 @@ def companions(config: Config, pool_instances: int = 0) -> Iterator[None]:
     instances = {"join": str(folder), "recipe": str(folder / "config.toml"), "instances": pool_instances}
     with ExitStack() as stack:
         if pool_instances:
-            stack.enter_context(_companion(INSTANCES, instances, f"instances of {config.run.name}", notes))
+            stack.enter_context(_companion(INSTANCES, instances, f"instances of {config.run.name}", notes, 0.0))
         for node in range(1, config.parallel.nodes):
-            stack.enter_context(_companion(RANKS, {"folder": str(folder)}, f"node {node} of {config.run.name}", notes))
+            name = f"node {node} of {config.run.name}"
+            stack.enter_context(_companion(RANKS, {"folder": str(folder)}, name, notes, NODE_END_S))
         yield
 
 
 @contextmanager
-def _companion(deployment: str, parameters: Mapping[str, Any], name: str, notes: Path) -> Iterator[None]:
+def _companion(deployment: str, parameters: Mapping[str, Any], name: str, notes: Path, end_s: float) -> Iterator[None]:
+    """A flow run of a deployment during the body. Once that is done it has `end_s` seconds to end by itself."""
     flow_run = run_deployment(deployment, parameters=dict(parameters), timeout=0, flow_run_name=name)
     try:
         append_line(notes, {"flow_run_id": str(flow_run.id), "name": name})
         yield
+        if end_s:
+            _wait_for_end(flow_run.id, end_s)
     finally:
         _cancel(flow_run.id)
+
+
+def _wait_for_end(flow_run: UUID, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    with get_client(sync_client=True) as client:
+        while time.monotonic() < deadline:
+            state = client.read_flow_run(flow_run).state
+            if state is not None and state.is_final():
+                return
+            time.sleep(POLL_S)
 
 
 def _cancel(flow_run: UUID) -> None:

@@ -54,8 +54,8 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
     """Hold the run folder during the body.
 
     A flow run may enter its own folder again; another one needs `resume`. Raises BadInput (the folder is another run's, or in
-    use), MetronomeError when the run does not get any further (`tasks.stages.count_attempt`). A flow run of a deployment that
-    MLflow is away from ends as crashed, not as failed: that is what the automations resume (tasks.watchdog).
+    use), MetronomeError when the run does not get any further (`tasks.stages.count_attempt`). Without MLflow: see
+    `crashed_without_tracking`.
     """
     folder = RunFolder(config.folder)
     again = begun_by_this_flow(folder)
@@ -74,14 +74,24 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
         entry = Entry(folder, again or resume)
         if entry.done.get("train", config.train.steps) != config.train.steps:  # a person wants more steps of it
             entry.forget("train", "publish", "register", "announce")
-        try:
-            yield entry
-        except TrackingAway as error:
-            folder.fail(error)
-            if not deployment.id:
+        with crashed_without_tracking():
+            try:
+                yield entry
+            except TrackingAway as error:
+                folder.fail(error)
                 raise
-            complain(f"error: {error}")
-            raise SystemExit(str(error)) from error
+
+
+@contextmanager
+def crashed_without_tracking() -> Iterator[None]:
+    """A flow run of a deployment that MLflow is away from ends as crashed: that is what is resumed (tasks.watchdog)."""
+    try:
+        yield
+    except TrackingAway as error:
+        if not deployment.id:
+            raise
+        complain(f"error: {error}")
+        raise SystemExit(str(error)) from error
 
 
 def begun_by_this_flow(folder: RunFolder) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 from prefect import task
 from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
 
 from engine import evaluation
 from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
-from engine.run_folder import RunFolder
+from engine.run_folder import RunFolder, write_atomically
 from tasks import evaluation_log
 from tasks.console import say
 
@@ -25,15 +27,29 @@ def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
 
 @task(name="evaluate", cache_policy=NO_CACHE, retries=1, retry_condition_fn=_worth_retrying)
 def evaluate(config: Config, model: Path, weight_version: int) -> dict[str, Any]:
-    """The new row of evaluations.jsonl; of several benchmarks the first one's, the others are printed here."""
+    """The new row of evaluations.jsonl; of several benchmarks the first one's, the others are printed here.
+
+    It needs no MLflow: `tasks.evaluation_log` logs what is in evaluations.jsonl.
+    """
     folder = RunFolder(config.folder)
     rows = evaluation.evaluate(config, model, weight_version, folder)
-    evaluation_log.log_new(folder)
     for row in rows[1:]:
         say("evaluate", evaluation_log.describe(row))
     for row in rows:
         create_table_artifact(_cells(row), key="evaluation", description=f"{row['benchmark']}, weight version {weight_version}")
     return rows[0]
+
+
+def evaluate_once(config: Config, model: Path, weight_version: int) -> dict[str, Any]:
+    """The same for a flow run that may be started again, when MLflow was away, say: what it has evaluated is not done again."""
+    file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
+    if file.exists():
+        say("evaluate", "done by an attempt before")
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+    row = evaluate(config, model, weight_version)
+    write_atomically(file, json.dumps(row))
+    return row
 
 
 def _cells(row: Mapping[str, Any]) -> list[dict[str, str]]:

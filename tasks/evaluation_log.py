@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from engine.config import Config
 from engine.evaluation.drain import dropped
 from engine.run_folder import RunFolder, append_line, read_lines
 from tasks import tracking
-from tasks.console import say
+from tasks.console import complain, say
+from tasks.patience import TrackingAway
 from tasks.recording import recorder
 
 ARTIFACTS = "evaluations"
@@ -25,14 +28,42 @@ def log_new(folder: RunFolder) -> list[dict[str, Any]]:
 
     What has been written is noted in the run folder, so that a step that is redone after a crash is not logged twice.
     """
-    notes = folder.path / "evaluations" / "logged.jsonl"
-    known = {note["table"] for note in read_lines(notes)}
-    rows = [row for row in read_lines(folder.evaluations) if "table" in row]
-    new = [row for row in rows if row["table"] not in known and str(folder.path / row["table"]) not in _queued]
+    new = [row for row in missing(folder) if str(folder.path / row["table"]) not in _queued]
     for row in new:
         _queued.add(str(folder.path / row["table"]))
-        _log(row, folder, notes)
+        _log(row, folder, _notes(folder))
     return new
+
+
+def missing(folder: RunFolder) -> list[dict[str, Any]]:
+    """The rows of evaluations.jsonl that MLflow has not got, as far as the run folder knows."""
+    known = {note["table"] for note in read_lines(_notes(folder))}
+    return [row for row in read_lines(folder.evaluations) if row.get("table", None) not in {None, *known}]
+
+
+def log_finished(config: Config, tracked: Callable[..., AbstractContextManager[str]] = tracking.tracked) -> None:
+    """Log what a finished evaluation has written, in the run folder's MLflow run.
+
+    Raises TrackingAway when MLflow is away for long: nothing is lost, the next one to log in this run folder writes it.
+    """
+    folder = RunFolder(config.folder)
+    with tracked(config, evaluation=True):
+        log_new(folder)
+    if missing(folder):
+        raise TrackingAway(f"MLflow has not got all evaluations of run {config.run.name}")
+
+
+def log_or_say(config: Config) -> None:
+    """The same for a command, whose work is done: an MLflow that is away is a warning."""
+    try:
+        log_finished(config)
+    except TrackingAway as error:
+        complain(f"warning: {error}. The figures are in {RunFolder(config.folder).evaluations}, the next evaluation or resume of "
+                 "this run logs them")
+
+
+def _notes(folder: RunFolder) -> Path:
+    return folder.path / "evaluations" / "logged.jsonl"
 
 
 def _log(row: Mapping[str, Any], folder: RunFolder, notes: Path) -> None:

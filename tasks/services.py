@@ -1,4 +1,5 @@
-"""Prefect server, MLflow server and an S3 endpoint on loopback, for development and tests: `python -m tasks.services`.
+"""Prefect server with its watchdog, MLflow server and an S3 endpoint on loopback, for development and tests:
+`python -m tasks.services`.
 
     with Services(Path("runs/services")) as services:
         subprocess.run(command, env={**os.environ, **services.environment})
@@ -27,7 +28,7 @@ from typing import Any
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.guard import guarded
-from engine.process import Child, drop_lifeline, stop_all, watch_lifeline
+from engine.process import Child, drop_lifeline, python, stop_all, watch_lifeline
 
 HOST = "127.0.0.1"
 BUCKET = "metronome"
@@ -41,6 +42,9 @@ STOP_S = 8.0
 PORT_S = 10.0
 """What a killed server's port may take to become free: the system ends the process, and closes its socket, when it can."""
 POLL_S = 0.2
+HEARTBEAT_S = 30
+"""PREFECT_FLOWS_HEARTBEAT_FREQUENCY of flow runs, by which their silence is noticed (tasks.watchdog). Prefect's shortest; its
+default is 180. Also in infra/pools and infra/compose."""
 
 
 class Service:
@@ -95,13 +99,27 @@ class Service:
         self.stop(0.0)
 
 
+class Watchdog(Service):
+    """`python -m tasks.watchdog` beside the Prefect server; it serves as soon as it runs."""
+
+    def __init__(self, log: Path, env: Mapping[str, str]) -> None:
+        """`env` must name the server (PREFECT_API_URL)."""
+        super().__init__("watchdog", 0, python("tasks.watchdog"), log, env)
+
+    def ready(self) -> bool:
+        """True. Raises ProcessDied when it has ended."""
+        self.check()
+        return True
+
+
 class Worker(Service):
     """A Prefect process worker that serves a work pool; it serves once the server knows it as online."""
 
-    def __init__(self, pool: str, name: str, log: Path, env: Mapping[str, str]) -> None:
-        """`env` must name the server (PREFECT_API_URL)."""
+    def __init__(self, pool: str, name: str, log: Path, env: Mapping[str, str], limit: int = 0) -> None:
+        """`env` must name the server (PREFECT_API_URL). `limit`: flow runs at a time, 0 for any number."""
         command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", name, "--type", "process",
                    "--install-policy", "never", "--no-create-pool-if-not-found"]  # fmt: skip
+        command += ["--limit", str(limit)] if limit else []
         super().__init__(f"worker {name} of pool {pool}", 0, command, log, env)
         self._workers = f"{env['PREFECT_API_URL']}/work_pools/{pool}/workers/filter"
         self._worker_name = name
@@ -134,6 +152,7 @@ class Services:
             for service in list(self.services.values()):
                 service.wait()
             self.make_bucket()
+            self._watch()
         except BaseException:
             self.stop()
             raise
@@ -145,10 +164,10 @@ class Services:
     def __getitem__(self, name: str) -> Service:
         return self.services[name]
 
-    def worker(self, pool: str, name: str = "", env: Mapping[str, str] | None = None) -> Worker:
+    def worker(self, pool: str, name: str = "", env: Mapping[str, str] | None = None, limit: int = 0) -> Worker:
         """Start a process worker for a pool that exists, and wait until it is online. `env` goes to its flow runs too."""
         name = name or f"{pool}-{len(self.services)}"
-        worker = Worker(pool, name, self.folder / f"{name}.log", {**self.environment, **(env or {})})
+        worker = Worker(pool, name, self.folder / f"{name}.log", {**self.environment, **(env or {})}, limit)
         self.services[name] = worker
         worker.start()
         worker.wait()
@@ -165,10 +184,17 @@ class Services:
             request = urllib.request.Request(f"{self.services['s3'].url}/{BUCKET}", method="PUT")
             urllib.request.urlopen(request, timeout=30).close()
 
+    def _watch(self) -> None:
+        """The watchdog, once there is a Prefect server to watch."""
+        if "prefect" in self.services:
+            self.services["watchdog"] = Watchdog(self.folder / "watchdog.log", self.environment)
+            self.services["watchdog"].start()
+
     def _environment(self) -> dict[str, str]:
         given = {"PREFECT_HOME": str(self.folder / "prefect")}
         if "prefect" in self.ports:
             given["PREFECT_API_URL"] = f"http://{HOST}:{self.ports['prefect']}/api"
+            given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = str(HEARTBEAT_S)
         if "mlflow" in self.ports:
             given["MLFLOW_TRACKING_URI"] = f"http://{HOST}:{self.ports['mlflow']}"
         if "s3" in self.ports:
@@ -251,7 +277,7 @@ def _serve(services: Services, asked: threading.Event) -> None:
         check_port(port, name)
     print("starting ...", flush=True)
     with services:
-        print("\n".join(f"{service.name:<15} {service.url}" for service in services.services.values()))
+        print("\n".join(f"{one.name:<15} {one.url if one.port else 'runs'}" for one in services.services.values()))
         print("\nCtrl-C ends them. For other shells:\n")
         print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in services.environment.items()), flush=True)
         while not asked.wait(1.0):

@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.config import Config
 from engine.run_folder import RunFolder, read_lines
+from engine.trainer.checkpoint_files import latest, step_of
 from tasks import evaluation_log
 from tasks.tracking import ui_command
 
@@ -29,12 +30,19 @@ def training(config: Config) -> dict[str, str]:
     folder = RunFolder(config.folder)
     steps = list(read_lines(folder.steps))
     return {
-        "reward": " to ".join(f"{row['reward_mean']:.3f} (step {row['step']})" for row in (steps[0], steps[-1])),
-        "speed": _speed(steps),
+        **_figures(steps),
         "run folder": str(folder.path),
         "timeline": str(folder.path / "timeline.html"),
         "trained policy": str(folder.policy),
     }
+
+
+def _figures(steps: list[dict[str, Any]]) -> dict[str, str]:
+    """A run whose folder was lost after its last checkpoint has no steps any more."""
+    if not steps:
+        return {"reward": "not known: the steps were lost with the run folder"}
+    reward = " to ".join(f"{row['reward_mean']:.3f} (step {row['step']})" for row in (steps[0], steps[-1]))
+    return {"reward": reward, "speed": _speed(steps)}
 
 
 def accuracy(row: Mapping[str, Any]) -> str:
@@ -44,8 +52,11 @@ def accuracy(row: Mapping[str, Any]) -> str:
 
 def weight_version(model: Path) -> int:
     """The version of a model folder: the number of updates if it is the policy of a run, 0 for any other."""
-    steps = model.parent / "steps.jsonl"
-    return max((row["step"] + 1 for row in read_lines(steps)), default=0) if model.name == "policy" else 0
+    if model.name != "policy":
+        return 0
+    folder = RunFolder(model.parent)
+    checkpoint = latest(folder.checkpoints)  # that of a run whose folder was lost, and its steps with it
+    return max([step_of(checkpoint) if checkpoint is not None else 0, *(row["step"] + 1 for row in read_lines(folder.steps))])
 
 
 def _speed(steps: list[dict[str, Any]]) -> str:

@@ -21,10 +21,11 @@ from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run_folder import RunFolder, read_lines, write_atomically
 from engine.trainer.checkpoint_files import latest, step_of
+from tasks.console import complain
 from tasks.metric_log import MetricLog
 from tasks.metric_names import metric_name, numbers
 from tasks.patience import patiently
-from tasks.recorder import first_line
+from tasks.recorder import first_line, refused
 from tasks.recording import log_samples, recorded, recorder
 
 RUN_ID = "mlflow_run_id"
@@ -61,25 +62,40 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
     """Track the body in the run folder's MLflow run (made if there is none yet); yields its id.
 
     Raises BadInput for a store that MLflow refuses or, for a new run, that is away; TrackingAway for one that is away for long
-    when a run goes on. A body that raises leaves the run marked as failed, one that is interrupted as killed; an `evaluation`
-    of a run leaves it as it was. MLflow writes what is queued when the run ends.
+    when a run goes on or is evaluated. A body that raises leaves the run marked as failed, one that is interrupted as killed; an
+    `evaluation` of a run leaves it as it was. MLflow writes what is queued when the run ends.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
     id_file = config.folder / RUN_ID
     known = id_file.read_text().strip() if id_file.exists() else None
     try:
-        if known is None:
+        if known is None and not evaluation:
             _connect(config)
         else:
-            patiently(f"going on with the MLflow run {known}", lambda: _connect(config))
+            patiently(f"going on with the MLflow run {known}" if known else "logging the evaluation", lambda: _connect(config))
     except mlflow.MlflowException as error:
-        raise BadInput(f"tracking.uri = {tracking_uri(config)!r}, experiment {config.tracking.experiment!r}: "
-                       f"MLflow can't use it: {first_line(error)}") from None
+        raise _unusable(config, error) from None
     with recorded(config, known, keeps_status=evaluation) as run:
         if known is None:
             write_atomically(id_file, run.info.run_id)
         _start_step_log(run.info.run_id, config, known is not None)
         yield run.info.run_id
+
+
+def check_store(config: Config) -> None:
+    """Before an evaluation, which needs no store: raises BadInput for one that MLflow refuses, and says when one is away."""
+    try:
+        _connect(config)
+    except mlflow.MlflowException as error:
+        if refused(error):
+            raise _unusable(config, error) from None
+        complain(f"warning: MLflow ({tracking_uri(config)}) does not answer: {first_line(error)}. The evaluation goes on, it is "
+                 "logged afterwards")
+
+
+def _unusable(config: Config, error: mlflow.MlflowException) -> BadInput:
+    return BadInput(f"tracking.uri = {tracking_uri(config)!r}, experiment {config.tracking.experiment!r}: "
+                    f"MLflow can't use it: {first_line(error)}")
 
 
 def _start_step_log(run_id: str, config: Config, resumed: bool) -> None:

@@ -5,29 +5,38 @@ run is scheduled again as the same flow run, which goes on where its run folder 
 with the tag `resumable` only: deployments carry it.
 
 Automations hear events, and a server that is killed or whose database is locked may lose one. `python -m tasks.watchdog` beside
-the server looks every minute for crashed runs that no automation has brought back.
+the server looks every minute for crashed runs that no automation has brought back; `make services` and infra/compose run it.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from datetime import UTC, datetime, timedelta
 
 import httpx
 from prefect.automations import Automation
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType, FlowRunFilterTags
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterEndTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, StateType
 
 TAG = "resumable"
 """Tag of deployments whose crashed runs are to be scheduled again."""
-HEARTBEAT_S = 30
-"""PREFECT_FLOWS_HEARTBEAT_FREQUENCY for workers: Prefect's shortest; its default is 180."""
 SILENCE_S = 300.0
 """Silence after which a flow run is taken for dead: longer than a Prefect server takes to be back."""
+PENDING_S = 2400.0
+"""After which a run that was handed to a worker and did not begin is taken for dead: its worker's node was lost in that moment.
+Longer than a pod may wait for its image and its NPUs (pod_watch_timeout_seconds in infra/pools)."""
 DELAY_S = 30.0
 """How long a crashed run rests before it is scheduled again. A worker reports a death twice, up to 15 s apart; the second report
 would crash a run that is scheduled again between them, and a second process be started for it."""
@@ -42,7 +51,8 @@ FORGOTTEN_S = 3600.0
 
 _RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
-_ENDS = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
+_ENDS = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelling", "Cancelled", "Crashed")}
+"""What a run that ended, or that somebody ends, says: one that is being cancelled must not come back as crashed."""
 _LEFT = {f"prefect.flow-run.{state}" for state in (
     "Scheduled", "AwaitingRetry", "Pending", "Submitting", "Running", "Cancelling", "Cancelled", "Completed", "Failed")}
 """A run that is no longer crashed: somebody has scheduled it, say."""
@@ -63,7 +73,7 @@ def install(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int
 
 def automations(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[Automation]:
     """What `install` creates. `silence_s` must be longer than two heartbeats; `crashes`: bound on starts in half an hour."""
-    return [_resume(delay_s), _silent(silence_s), _loop(crashes)]
+    return [_resume(delay_s), _silent(silence_s), _not_begun(), _loop(crashes)]
 
 
 def _resume(delay_s: float) -> Automation:
@@ -92,6 +102,20 @@ def _silent(silence_s: float) -> Automation:
     )  # fmt: skip
 
 
+def _not_begun() -> Automation:
+    """A run sends its first heartbeat when it begins: until then its silence says nothing."""
+    return Automation(
+        name="metronome: a run does not begin",
+        description=f"A run that a worker took and that did not begin within {PENDING_S / 60:.0f} minutes is taken for crashed.",
+        trigger=EventTrigger(
+            after={"prefect.flow-run.Pending"}, expect={"prefect.flow-run.Running", *_ENDS},
+            match=_RUNS, match_related=_OURS, for_each={"prefect.resource.id"},
+            posture=Posture.Proactive, threshold=1, within=timedelta(seconds=PENDING_S),
+        ),
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=f"Did not begin within {PENDING_S / 60:.0f} minutes")],
+    )  # fmt: skip
+
+
 def _loop(crashes: int) -> Automation:
     """A run that gets as far as its run folder ends itself before this one acts."""
     message = f"Crashed {crashes - 1} times in {CRASHES_WITHIN_S / 60:.0f} minutes: not resumed any more; see the worker's log"
@@ -108,28 +132,39 @@ def _loop(crashes: int) -> Automation:
 
 def sweep(older_than_s: float = 2 * DELAY_S) -> list[str]:
     """Schedule crashed runs again that have been crashed for longer than the automation takes; their names."""
-    crashed = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED])),
-                            tags=FlowRunFilterTags(all_=[TAG]))  # fmt: skip
+    now = datetime.now(UTC)
+    window = FlowRunFilterEndTime(after_=now - timedelta(seconds=FORGOTTEN_S), before_=now - timedelta(seconds=older_than_s))
+    crashed = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED]))
+    wanted = FlowRunFilter(state=crashed, tags=FlowRunFilterTags(all_=[TAG]), end_time=window)
     resumed = []
     with get_client(sync_client=True) as client:
-        for run in client.read_flow_runs(flow_run_filter=crashed):
-            assert run.state is not None
-            age = (datetime.now(UTC) - run.state.timestamp).total_seconds()
-            if run.deployment_id and older_than_s < age < FORGOTTEN_S:
+        for run in client.read_flow_runs(flow_run_filter=wanted):
+            if run.deployment_id:
                 client.set_flow_run_state(run.id, AwaitingRetry(message="Resumed after a crash, by the watchdog"))
                 resumed.append(run.name)
     return resumed
 
 
+def _ask() -> None:
+    """Raises httpx.HTTPError while the server is away: Prefect's client says so by a bare RuntimeError the first time."""
+    httpx.get(f"{get_current_settings().api.url}/health", timeout=30).raise_for_status()
+
+
 def main() -> None:
     """Sweep for ever; a server that is away is looked for again."""
+    parser = argparse.ArgumentParser(description="schedules crashed runs again that no automation has brought back")
+    parser.add_argument("--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between looks (default: %(default)s)")
+    parser.add_argument("--after", type=float, default=2 * DELAY_S, metavar="SECONDS",
+                        help="that a run has been crashed (default: %(default)s, longer than the automation takes)")  # fmt: skip
+    arguments = parser.parse_args()
     while True:
         try:
-            for name in sweep():
+            _ask()
+            for name in sweep(arguments.after):
                 print(f"resumed {name}", flush=True)
-        except httpx.HTTPError as error:
-            print(f"the Prefect server does not answer: {type(error).__name__}: {error}", flush=True)
-        time.sleep(SWEEP_S)
+        except (httpx.HTTPError, ObjectNotFound) as error:  # away, or the run was deleted meanwhile
+            print(f"the Prefect server does not answer as it should: {type(error).__name__}: {error}", flush=True)
+        time.sleep(arguments.every)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def services(tmp_path_factory):
     from tasks.services import Services
 
     with Services(tmp_path_factory.mktemp("services")) as running:
+        running.environment["PREFECT_WORKER_QUERY_SECONDS"] = "2"  # a worker asks for runs every 10 s without it
         yield running
 
 

@@ -5,10 +5,13 @@ import time
 
 import mlflow
 import pytest
+from conftest import config_of
 
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
-from tasks import recording, tracking
+from engine.run_folder import read_lines
+from flows.cli import _evaluate
+from tasks import evaluation_log, patience, recording, tracking
 from tasks.services import Services, free_port
 
 pytestmark = pytest.mark.stack
@@ -84,6 +87,28 @@ def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_na
     server.start()
     server.wait()
     assert history(run_id) == [(0, 0.0)]
+
+
+def test_an_evaluation_needs_no_server_and_is_logged_when_there_is_one(services, settings, capsys, monkeypatch):
+    """The command itself, with a real model and instance."""
+    monkeypatch.setattr(patience, "PATIENCE_S", 2.0)
+    server, before = services["mlflow"], mlflow.get_tracking_uri()
+    config = config_of(settings | {"tracking.uri": server.url, "evaluate.problems": 2, "evaluate.max_new_tokens": 4})
+    server.stop()
+    _evaluate(config)
+    told = capsys.readouterr()
+    assert "accuracy" in told.out or "avg@1" in told.out
+    assert "MLflow did not answer for 2 s" in told.err
+    assert str(config.folder / "evaluations.jsonl") in told.err
+    [row] = read_lines(config.folder / "evaluations.jsonl")
+    server.start()
+    server.wait()
+    evaluation_log.log_finished(config)
+    run = mlflow.get_run((config.folder / "mlflow_run_id").read_text())
+    [logged] = [value for name, value in run.data.metrics.items() if name.endswith("/avg_at_k")]
+    assert logged == row["avg_at_k"]
+    assert run.info.status == "FINISHED"
+    mlflow.set_tracking_uri(before)
 
 
 def test_a_server_that_does_not_answer_at_the_start_is_bad_input(config):

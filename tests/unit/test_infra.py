@@ -6,6 +6,9 @@ from pathlib import Path
 import yaml
 from conftest import ROOT
 
+from tasks.services import HEARTBEAT_S
+from tasks.watchdog import SILENCE_S
+
 COMPOSE = ROOT / "infra/compose/compose.yaml"
 CONTAINERS = sorted((ROOT / "infra/containers").glob("*.Containerfile"))
 
@@ -44,6 +47,17 @@ def test_compose_volumes_and_mounts_are_there():
 def test_compose_runs_the_prefect_of_the_constraints():
     pinned = re.search(r"^prefect==(.+)$", (ROOT / "constraints.txt").read_text(), re.M).group(1)
     assert f"prefecthq/prefect:{pinned}-" in COMPOSE.read_text()
+
+
+def test_compose_watches_over_runs():
+    """The watchdog runs beside the server, and the worker's flows send the heartbeats by which their silence is noticed."""
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    watchdog, worker = services["watchdog"], services["worker"]
+    assert watchdog["command"] == "python -m tasks.watchdog"
+    assert watchdog["restart"] == "unless-stopped"
+    assert watchdog["environment"]["PREFECT_API_URL"] == worker["environment"]["PREFECT_API_URL"]
+    assert worker["environment"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_S)
+    assert 2 * HEARTBEAT_S < SILENCE_S  # one lost heartbeat is not silence
 
 
 def test_containers_use_files_and_extras_that_exist():

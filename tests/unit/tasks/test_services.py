@@ -12,7 +12,7 @@ from conftest import ROOT, wait_for
 
 from engine.errors import BadInput, ProcessDied
 from engine.guard import guarded
-from tasks.services import Service, Services, check_port, free_port
+from tasks.services import Service, Services, Watchdog, check_port, free_port
 
 SERVE = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1"]
 
@@ -32,7 +32,7 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
 
 def test_the_environment_names_only_what_is_asked_for(tmp_path):
     found = Services(tmp_path, mlflow=None, s3=None).environment
-    assert set(found) == {"PREFECT_HOME", "PREFECT_API_URL"}
+    assert set(found) == {"PREFECT_HOME", "PREFECT_API_URL", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"}
 
 
 def test_a_killed_service_comes_back_on_its_port(tmp_path):
@@ -48,6 +48,18 @@ def test_a_killed_service_comes_back_on_its_port(tmp_path):
     finally:
         service.stop()
     check_port(port, "next one", within_s=5)
+
+
+def test_a_watchdog_waits_for_a_server_that_is_not_there_yet(tmp_path):
+    dog = Watchdog(tmp_path / "log", {"PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"})
+    try:
+        dog.start()
+        wait_for(lambda: "does not answer" in (tmp_path / "log").read_text(), "the watchdog's first look")
+        assert dog.ready()
+    finally:
+        dog.stop()
+    with pytest.raises(ProcessDied, match="watchdog"):
+        dog.check()
 
 
 def test_a_guarded_program_ends_with_its_parent(tmp_path):

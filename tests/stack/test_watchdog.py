@@ -1,0 +1,120 @@
+"""Flow runs whose end nobody hears of, on a real Prefect server and workers: an automation finds them, the watchdog resumes them.
+
+What the other automations do is in test_crashes.
+"""
+
+import json
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+from conftest import ROOT, wait_for
+from flow_runs import kill, patiently, processes, start, state
+
+from tasks.services import post
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
+
+SILENCE_S = 20
+FLOW = """
+import os, time
+from pathlib import Path
+from prefect import flow
+
+@flow(name="{name}")
+def {name}(folder: str) -> None:
+    with open(f"{{folder}}/starts", "a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+    while not os.path.exists(f"{{folder}}/go"):
+        time.sleep(0.1)
+"""
+DEPLOY = """
+import sys
+from prefect import flow
+from prefect.automations import Automation
+from tasks import deploy, watchdog
+
+deploy._make_pools({{"cpu": deploy.template("cpu")}})
+watchdog.install(silence_s={silence})
+Automation.read(name="metronome: resume a crashed run").delete()
+for name in ("lonely", "unheard"):
+    found = flow.from_source(source={folder!r}, entrypoint=f"{{name}}.py:{{name}}")
+    found.deploy(name, work_pool_name="cpu", tags=[watchdog.TAG], build=False, push=False, print_next_steps=False)
+"""
+INSTALL = "from tasks import watchdog; watchdog.install()"
+
+
+@pytest.fixture(scope="module")
+def call(environment):
+    """Runs Python code as a client of the server."""
+
+    def called(code):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return called
+
+
+@pytest.fixture(scope="module")
+def api(call, environment, tmp_path_factory):
+    """The API's URL once two flows are deployed that wait for a file. Silence is short, and no automation hears of crashes."""
+    folder = tmp_path_factory.mktemp("flows")
+    for name in ("lonely", "unheard"):
+        (folder / f"{name}.py").write_text(FLOW.format(name=name))
+    call(DEPLOY.format(silence=SILENCE_S, folder=str(folder)))
+    yield environment["PREFECT_API_URL"]
+    call(INSTALL)
+
+
+def begun(folder):
+    return (folder / "starts").read_text().split() if (folder / "starts").exists() else []
+
+
+def heard(api, run):
+    """Whether the server has a heartbeat of the run."""
+    asked = {"filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{run}"]}}}
+    return patiently(post, f"{api}/events/filter", asked)["total"] > 0
+
+
+def history(api, run):
+    """(name, message) of all states of a run."""
+    def read():
+        with urllib.request.urlopen(f"{api}/flow_run_states/?flow_run_id={run}", timeout=30) as reply:
+            return [(one["name"], one["message"]) for one in json.load(reply)]
+
+    return patiently(read)
+
+
+def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, environment, tmp_path):
+    """One crash is reported and the event lost. Then worker and flow of the other run are killed: nobody is left to report it."""
+    folders = {name: tmp_path / name for name in ("lonely", "unheard")}
+    worker = services.worker("cpu", "lost")
+    for folder in folders.values():
+        folder.mkdir()
+    runs = {name: start(api, name, {"folder": str(folder)}) for name, folder in folders.items()}
+    wait_for(lambda: all(map(begun, folders.values())) and heard(api, runs["lonely"]), "both runs and a heartbeat", 120)
+    kill(runs["unheard"], "prefect")
+    wait_for(lambda: state(api, runs["unheard"])["type"] == "CRASHED", "the worker's report", 120)
+    worker.kill()
+    kill(runs["lonely"], "prefect")
+    wait_for(lambda: not processes(runs["lonely"]), "the end of the flow")
+    assert state(api, runs["lonely"])["type"] == "RUNNING"
+
+    for folder in folders.values():
+        (folder / "go").touch()
+    services.worker("cpu", "found")
+    dog = subprocess.Popen([sys.executable, "-m", "tasks.watchdog", "--every", "1", "--after", "1"], env=environment, cwd=ROOT)
+    try:
+        for run in runs.values():
+            wait_for(lambda run=run: state(api, run)["type"] == "COMPLETED", "the end of the second attempt", 180)
+    finally:
+        dog.kill()
+        dog.wait()
+    resumed = ("AwaitingRetry", "Resumed after a crash, by the watchdog")
+    told = {name: history(api, run) for name, run in runs.items()}
+    silent = told["lonely"].index(("Crashed", f"No heartbeat for {SILENCE_S} s"))
+    assert told["lonely"][silent + 1] == resumed
+    assert resumed in told["unheard"]
+    assert [len(begun(folder)) for folder in folders.values()] == [2, 2]
