@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from engine.run_folder import read_lines
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]  # every wait has a deadline of its own; the first test runs two jobs
 
 STEPS = 10
 SAME = ("step", "weight_version", "versions_seen", "reward_mean", "response_length_mean", "trained_tokens", "loss", "grad_norm")
