@@ -164,18 +164,22 @@ class Child:
             raise ProcessDied(f"{self.name} {self.how_it_ended()}")
 
     def how_it_ended(self) -> str:
-        """For messages: exit status or signal, and the last lines of the log."""
+        """For messages: exit status or signal (or that it is running), and the last lines of the log."""
         code = self.process.poll()
         if code is None:
-            return "is running"
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        tail = self._tail()
-        return how + (f"; its log {self.log} ends:\n{tail}" if tail else "")
+            how = "is running"
+        else:
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        if self.log is None:
+            return how
+        tail = self._tail(self.log)
+        return f"{how}; its log {self.log} " + (f"ends:\n{tail}" if tail else "is empty")
 
-    def _tail(self, lines: int = 8) -> str:
-        if self.log is None or not self.log.exists():
+    @staticmethod
+    def _tail(log: Path, lines: int = 8) -> str:
+        if not log.exists():
             return ""
-        return "\n".join("    " + line for line in self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, grace_s: float = 3.0) -> None:
         """SIGTERM to its group, SIGKILL to what is left after `grace_s` seconds."""

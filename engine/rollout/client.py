@@ -123,8 +123,9 @@ class InstanceClient:
         self._cuts += 1
         now = asyncio.get_running_loop().time()
         for scope in self._under_way - self._cut.keys():
-            self._cut[scope] = reason
-            scope.reschedule(now)
+            if not scope.expired():  # else its own deadline has just ended it
+                self._cut[scope] = reason
+                scope.reschedule(now)
 
     async def complete(self, prompt: Prompt, sampling: Sampling, seed: int, so_far: Response | None = None) -> Response:
         """Sample one response, or go on with one; its text is left empty (the caller has the tokenizer).

@@ -45,7 +45,8 @@ class Declared:
         while (url := self.url()) is None:
             self.child.check()
             if time.monotonic() > deadline:
-                raise DeadlineError(f"{self.name} does not serve after {timeout_s:g} s; its log: {self.child.log}")
+                raise DeadlineError(f"{self.name} does not serve after {timeout_s:g} s (rollout.timeout_s; a slow or busy "
+                                    f"machine needs more) and {self.child.how_it_ended()}")
             await asyncio.sleep(LOOK_S)
         return url
 

@@ -1,13 +1,11 @@
-"""The rollout instances of a run: who takes prompts, who gets the next group, who comes, goes and comes back."""
+"""The rollout instances of a run: who takes prompts, who comes, goes and comes back."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,17 +17,9 @@ from engine.rollout.client import InstanceClient
 from engine.rollout.fleet import Declared, Fleet
 from engine.rollout.instance import Instance
 from engine.rollout.keeper import Keeper
+from engine.rollout.places import Place, Places
 from engine.rollout.token import access_token, authorization
 from engine.trace import Trace
-
-
-@dataclass(frozen=True)
-class Place:
-    """Room for one group on an instance."""
-
-    instance: Instance
-    trial: bool
-    """Whether only one request may be sent: its breaker was open."""
 
 
 class Sync(Protocol):
@@ -58,9 +48,8 @@ class Pool:
         self.instances: list[Instance] = []
         """All that are not gone."""
         self._trace = trace
-        self._waiting: deque[tuple[asyncio.Future[Place], Collection[Instance], int | None]] = deque()
+        self._places = Places(self.instances, config.rollout.concurrency, self._give_back)
         self._changed = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
         self._session: aiohttp.ClientSession | None = None
         self._keeper = Keeper(self)
         self._ends: dict[str, str] = {}
@@ -155,7 +144,7 @@ class Pool:
         if (instance.state == "draining" and not instance.groups) or instance.state in ("starting", "silent"):
             self.gone(instance, "left")
 
-    # who gets the next group ----------------------------------------------------------------------------------------------
+    # the next group -------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def borrow(
@@ -168,25 +157,13 @@ class Pool:
 
         Raises ProcessDied when no instance lived for rollout.wait_s.
         """
-        place = await self._place(avoid, first, least)
+        if self.failure is not None:
+            raise self.failure
+        place = await self._places.ask(avoid, first, least)
         try:
             yield place
         finally:
             self._give_back(place)
-
-    async def _place(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
-        """Wait, in order of asking, for a place; the limits are those of the requests under way and rollout.wait_s."""
-        if self.failure is not None:
-            raise self.failure
-        future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        (self._waiting.appendleft if first else self._waiting.append)((future, avoid, least))
-        self.changed()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self._give_back(future.result())
-            raise
 
     def _give_back(self, place: Place) -> None:
         instance = place.instance
@@ -200,34 +177,7 @@ class Pool:
     def changed(self) -> None:
         """Something may be possible now that was not: give out places, wake who waits for a member."""
         self._changed.set()
-        while self._waiting:  # in order of asking
-            future, avoid, least = self._waiting[0]
-            if not future.done():
-                if (best := self._pick(avoid, least)) is None:
-                    break
-                best.groups += 1
-                future.set_result(Place(best, best.breaker.begin()))
-            self._waiting.popleft()
-        self._wake_later()
-
-    def _pick(self, avoid: Collection[Instance], least: int | None) -> Instance | None:
-        serving = [instance for instance in self.instances if instance.state == "serving" and instance.breaker.passes]
-        if least is not None:
-            serving = [instance for instance in serving if instance.version is not None and instance.version >= least]
-        others = [instance for instance in serving if instance not in avoid] or serving
-        free = [instance for instance in others if instance.groups < self.config.rollout.concurrency]
-        known = [instance.group_s for instance in serving if instance.group_s is not None]
-        untried = min(known, default=1.0)  # a new one is taken for as fast as the fastest
-        return min(free, key=lambda one: (one.groups + 1) * (one.group_s or untried), default=None)
-
-    def _wake_later(self) -> None:
-        """Look again when the first open breaker lets its trial pass."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        waits = [one.breaker.wait_s for one in self.instances if one.state == "serving" and one.breaker.wait_s > 0]
-        if self._waiting and waits:
-            self._timer = asyncio.get_running_loop().call_later(min(waits), self.changed)
+        self._places.hand_out()
 
     def fault(self, instance: Instance) -> None:
         """A request to it failed; enough of them in a row and it is left alone for a while (Breaker)."""
@@ -264,10 +214,7 @@ class Pool:
     def fail(self, error: MetronomeError) -> None:
         """Give up: everybody who waits for an instance hears why."""
         self.failure = self.failure or error
-        while self._waiting:
-            future, _, _ = self._waiting.popleft()
-            if not future.done():
-                future.set_exception(self.failure)
+        self._places.fail(self.failure)
         self.changed()
 
     def all_gone(self) -> ProcessDied:

@@ -11,7 +11,7 @@ from fuzz_routes import Server, fuzz_all, fuzz_update
 from tiny_models import VOCABULARY, reference, reference_logprobs, save
 from vllm_instance import CONTEXT, PROMPT, TOKEN, Sender, file_infos, gap, packed, self_test, serving
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

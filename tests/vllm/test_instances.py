@@ -18,7 +18,7 @@ from engine.errors import WeightSyncError
 from engine.rollout.vllm.command import command
 from engine.rollout.vllm.session import KEEP_STALE_HEAD
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PARENT = """
 import sys, time

@@ -31,8 +31,9 @@ if __name__ == "__mp_main__":
 NAME = "metronome"
 """The model's name in vLLM; requests need not say it."""
 POLL_S = 0.1
-WARM_UP_S = 120.0
-"""Deadline of the first completion: vLLM takes 2 to 15 s for what it leaves to the first batch with log-probabilities."""
+WARM_UP_S = 600.0
+"""Deadline of the first completion: vLLM takes 2 to 15 s for what it leaves to the first batch with log-probabilities, on a busy
+machine minutes. Whoever started it has a deadline of its own (rollout.timeout_s)."""
 
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # without it the weight routes' engine calls do not exist

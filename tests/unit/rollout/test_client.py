@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import aiohttp
 import pytest
@@ -142,6 +143,21 @@ async def test_cutting_ends_what_is_under_way_and_nothing_else(instance):
     await until(lambda: scripted.running == 0, "the instance to see it")
     scripted.delay_s = 0
     await client.complete(PROMPT, SAMPLING, 9)
+
+
+async def test_a_call_whose_deadline_has_just_passed_may_be_cut(instance):
+    """The pool learns of a death in the moment in which a heartbeat's deadline has fired and its task does not know yet."""
+    scripted, client = instance
+    scripted.silent = True
+    loop, failed = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: failed.append(context))
+    calling = asyncio.create_task(client.call("GET", "/load", timeout_s=0.05))
+    await asyncio.sleep(0.01)
+    loop.call_later(0.1, client.cut, "its process ended")
+    time.sleep(0.3)  # both are due when the loop looks next: first the deadline
+    with pytest.raises(DeadlineError, match="no answer to GET /load"):
+        await calling
+    assert not failed
 
 
 async def test_an_empty_answer_is_an_empty_object(instance):
