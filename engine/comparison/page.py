@@ -166,7 +166,7 @@ def _forest(runs: Sequence[Run], found: Sequence[Verdict]) -> list[dict[str, Any
 
 def _sampled(row: Row) -> str:
     given = f"{row['problems']:.0f} problems" if "problems" in row else "problems not known"
-    return f"{given} x {row.get('samples', 1):.0f} samples, after {row['step']} updates"
+    return f"{given} with {row.get('samples', 1):.0f} responses each, after {row['step']} updates"
 
 
 def _against(name: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:

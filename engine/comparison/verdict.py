@@ -89,12 +89,13 @@ def _who(run: Run) -> str:
 
 def _answer(who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference], reward: Interval) -> str:
     """Both questions in one sentence; the training reward speaks for quality where no benchmark does."""
-    measured = [(f"on {one.benchmark}", _side(one.interval, one.agreed)) for one in accuracy]
+    unlike = " (not evaluated alike)"
+    measured = [(f"on {one.benchmark}{unlike if one.notes else ''}", _side(one.interval, one.agreed)) for one in accuracy]
     measured = measured or [("by its reward in training", _side(reward))]
     sides = [side for _, side in measured]
     against = speed.known and ((speed.low > 1 and "worse" in sides) or (speed.high < 1 and "better" in sides))
     quality = ", ".join(f"{GRADES[side]} {what}" for what, side in measured)
-    return f"{who[0]} was {_pace(speed)} {'but' if against else 'and'} {quality}, compared with {who[1]}."
+    return f"{who[0]} was {_pace(speed)}, {'but' if against else 'and'} {quality}, compared with {who[1]}."
 
 
 def _pace(speed: Interval) -> str:
@@ -132,7 +133,7 @@ def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> st
 
 def _as_accurate(who: tuple[str, str], found: Difference, level: str) -> str:
     kind = f"paired over {found.problems} problems" if found.paired else f"unpaired, {found.problems} problems"
-    kind += f", p = {found.p_value:.2g}" if found.p_value is not None and not found.agreed else ""
+    kind += f", p = {found.p_value:.2g}" if found.p_value is not None and not found.agreed and found.better + found.worse else ""
     notes = f" Careful: {'; '.join(found.notes)}." if found.notes else ""
     return f"Accuracy on {found.benchmark}: {_sided(who, found.interval, level, kind, found.agreed)}{notes}"
 

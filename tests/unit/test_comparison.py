@@ -116,6 +116,7 @@ def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
     late = {**evaluation(0.5, 0.4, 0.6), "step": 30, "weight_version": 30}
     found = verdicts([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
     assert "Careful: after 40 and 30 updates" in found.sentences[1]
+    assert "on b (not evaluated alike), compared" in found.answer
 
 
 def test_several_runs_widen_the_intervals():
@@ -132,13 +133,13 @@ def test_other_settings_are_named_and_places_are_not():
 
 
 @pytest.mark.parametrize(("seconds", "right", "answer"), [
-    (8.0, 90, "faster (1.25 times the tokens/s/device) and better on b"),
-    (8.0, 60, "faster (1.25 times the tokens/s/device) but worse on b"),
-    (12.5, 90, "slower (0.80 times the tokens/s/device) but better on b"),
-    (8.0, 75, "faster (1.25 times the tokens/s/device) and equal on b"),
-    (8.0, 76, "faster (1.25 times the tokens/s/device) and not shown to be better or worse on b"),
-    (8.0, 80, "faster (1.25 times the tokens/s/device) and not shown to be better or worse on b"),  # 5 of 5 coins: p = 1/16
-    (8.0, 81, "faster (1.25 times the tokens/s/device) and better on b"),  # p = 1/32
+    (8.0, 90, "faster (1.25 times the tokens/s/device), and better on b"),
+    (8.0, 60, "faster (1.25 times the tokens/s/device), but worse on b"),
+    (12.5, 90, "slower (0.80 times the tokens/s/device), but better on b"),
+    (8.0, 75, "faster (1.25 times the tokens/s/device), and equal on b"),
+    (8.0, 76, "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b"),
+    (8.0, 80, "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b"),  # 5 of 5 coins: p = 1/16
+    (8.0, 81, "faster (1.25 times the tokens/s/device), and better on b"),  # p = 1/32
 ])  # fmt: skip
 def test_both_questions_are_answered_in_one_sentence(seconds, right, answer):
     """Of 100 problems sync is right on the first 75."""
@@ -150,7 +151,7 @@ def test_both_questions_are_answered_in_one_sentence(seconds, right, answer):
 
 def test_without_enough_steps_and_benchmarks_the_answer_claims_nothing():
     found = verdicts([run("sync", steps=4), run("periodic", 8.0, steps=4)])[0]
-    assert "was of unknown speed (too few steps in common) and of unknown quality by its reward in training" in found.answer
+    assert "was of unknown speed (too few steps in common), and of unknown quality by its reward in training" in found.answer
 
 
 def test_runs_that_did_not_end_well_are_marked(tmp_path):
