@@ -1,8 +1,9 @@
 """Takes the pictures in docs/images/ with headless Chromium: `python docs/screenshots.py [--folder DIR] [--model DIR]`.
 
-Starts a Prefect server, an MLflow server and a worker, deploys the quickstart, has it trained once in mode sync and once in
-periodic (about five minutes each on two idle cores; runs that the folder holds already are kept), and photographs what a person
-sees then. Needs `chromium` on the PATH (Debian: apt-get install chromium) and Pillow.
+Starts a Prefect server, an MLflow server and a worker, deploys the quickstart, has the deployment run it for a few steps, and
+trains it once in mode sync and once in periodic. These two take turns, a few steps each (sync, periodic, periodic, sync …), so
+that whatever else the machine does meets both. What the folder holds already is kept. Then it photographs what a person sees.
+Needs `chromium` on the PATH (Debian: apt-get install chromium) and `pip install playwright pillow`.
 """
 
 from __future__ import annotations
@@ -13,23 +14,32 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from PIL import Image
-
+from engine.run_folder import read_lines
 from tasks.services import Services, post
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 HERE = Path(__file__).resolve().parent
 IMAGES = HERE / "images"
 MODES = ("sync", "periodic")
+TURNS, TURN_STEPS = 3, 5
+"""Turns of each mode, and steps of a turn."""
 LIMIT = 300_000
 """Bytes of a picture."""
 RUN_S = 1500.0
-"""What a run may take."""
-SETTINGS = {
-    "train.steps": 10, "train.prompts_per_step": 16, "evaluate.problems": 64, "evaluate.samples": 2, "checkpoint.every": 5,
-}  # fmt: skip
+"""What a run, a turn or an evaluation may take."""
+READY_MS = 120_000
+"""What a page may take to show what is waited for."""
+DEPLOYED = {"train.steps": 6, "train.prompts_per_step": 16, "evaluate.problems": 64, "checkpoint.every": 3}
+"""Settings of the deployment."""
+EVALUATED = {"evaluate.problems": 128, "evaluate.samples": 2}
+"""Settings of the two runs that are compared."""
 METRONOME = [sys.executable, "-m", "flows.cli"]
 
 
@@ -39,44 +49,150 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/screenshots"), help="keeps servers' data and runs")
     parser.add_argument("--model", default="quickstart", help="base model")
     arguments = parser.parse_args()
+    chromium = _chromium()
     folder = arguments.folder.resolve()
     with Services(folder / "services", s3=None) as services:
         environment = {**os.environ, **services.environment, "PREFECT_LOGGING_LEVEL": "INFO"}
-        _deploy(environment)
-        missing = [mode for mode in MODES if not _done(folder, mode)]
-        if missing:
+        _metronome(environment, "deploy", *_sets(DEPLOYED))
+        if not (folder / "runs/deployed/policy/config.json").exists():
             services.worker("cpu", "docs")
-        for mode in missing:
-            _run({"name": mode, "mode": mode, "output": str(folder / "runs"), "model": arguments.model}, environment)
-        _photograph(folder, environment, services["prefect"].url, services["mlflow"].url)
+            _run_deployment({"name": "deployed", "output": str(folder / "runs"), "model": arguments.model}, environment)
+        _take_turns(folder, arguments.model, environment)
+        _photograph(folder, environment, services["prefect"].url, services["mlflow"].url, chromium)
 
 
-def _done(folder: Path, mode: str) -> bool:
-    return (folder / "runs" / mode / "policy" / "config.json").exists()
+def _chromium() -> str:
+    """Path of the browser. Ends the script with what is missing."""
+    missing = [name for name, module in (("playwright", "playwright"), ("pillow", "PIL")) if find_spec(module) is None]
+    if missing:
+        raise SystemExit(f"error: {' and '.join(missing)} not installed: pip install {' '.join(missing)}")
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        raise SystemExit("error: chromium is not on the PATH (Debian: apt-get install chromium)")
+    return found
 
 
-def _deploy(environment: dict[str, str]) -> None:
-    sets = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
-    subprocess.run([*METRONOME, "deploy", *sets], env=environment, check=True, timeout=300)
+def _sets(settings: dict[str, Any]) -> list[str]:
+    return [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
 
 
-def _run(settings: dict[str, str], environment: dict[str, str]) -> None:
+def _metronome(environment: dict[str, str], *arguments: str) -> None:
+    subprocess.run([*METRONOME, *arguments], env=environment, check=True, timeout=RUN_S)
+
+
+def _run_deployment(settings: dict[str, str], environment: dict[str, str]) -> None:
     """The pipeline, as the form in the UI would start it."""
     command = ["deployment", "run", "metronome/pipeline", "--param", f"settings={json.dumps(settings)}", "--watch"]
     subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", *command], env=environment, check=True, timeout=RUN_S)
 
 
-def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow: str) -> None:
+def _take_turns(folder: Path, model: str, environment: dict[str, str]) -> None:
+    """Train both modes in turns, the first of a round last in the next one; then evaluate both."""
+    common = {"model.path": model, "run.output": folder / "runs", **EVALUATED}
+    sets = {mode: _sets({**common, "run.name": mode, "train.mode": mode}) for mode in MODES}
+    for turn in range(TURNS):
+        for mode in MODES[:: -1 if turn % 2 else 1]:
+            steps = (turn + 1) * TURN_STEPS
+            if len(list(read_lines(folder / "runs" / mode / "steps.jsonl"))) < steps:
+                resume = ["--resume"] if turn else []
+                _metronome(environment, "train", *sets[mode], "--set", f"train.steps={steps}", *resume)
+    for mode in MODES:
+        run = folder / "runs" / mode
+        if not list(read_lines(run / "evaluations.jsonl")):
+            _metronome(environment, "evaluate", *sets[mode], "--model", str(run / "policy"))
+
+
+def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow: str, chromium: str) -> None:
+    from playwright.sync_api import sync_playwright
+
     api = environment["PREFECT_API_URL"]
     [deployment] = [one["id"] for one in post(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
-    last = post(f"{api}/flow_runs/filter", {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_DESC", "limit": 1})
-    page = folder / "compare.html"
-    subprocess.run([*METRONOME, "compare", *(str(folder / "runs" / mode) for mode in MODES), "--out", str(page)], check=True)
-    runs = [(folder / "runs" / mode / "mlflow_run_id").read_text().strip() for mode in MODES]
-    picture(f"{prefect}/runs/flow-run/{last[0]['id']}", "prefect-run", 1400, 590, 40)
-    picture(f"{prefect}/deployments/deployment/{deployment}/run", "prefect-form", 1400, 1700)
-    picture(_plot(mlflow, runs, "reward_mean"), "mlflow-compare", 1500, 690, 30)
-    picture(page.as_uri(), "compare", 1280, 1720)
+    asked = {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_DESC", "limit": 1}
+    [last] = post(f"{api}/flow_runs/filter", asked)
+    html = folder / "compare.html"
+    folders = [folder / "runs" / mode for mode in MODES]
+    _metronome(environment, "compare", *map(str, folders), "--out", str(html))
+    runs = [(one / "mlflow_run_id").read_text().strip() for one in folders]
+    IMAGES.mkdir(exist_ok=True)
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        try:
+            _prefect_run(browser, f"{prefect}/runs/flow-run/{last['id']}")
+            _prefect_form(browser, f"{prefect}/deployments/deployment/{deployment}/run")
+            _mlflow(browser, _plot(mlflow, runs, "tokens_per_s_per_device"))
+            _compare(browser, html.as_uri())
+        finally:
+            browser.close()
+
+
+def _prefect_run(browser: Browser, url: str) -> None:
+    """Without the arrows, which Prefect draws through labels; moved a little, so that the first label of the axis is whole."""
+    page = _open(browser, url, 1400, 590)
+    page.locator("canvas").first.wait_for(timeout=READY_MS)
+    options = page.get_by_label("Run Graph Options")
+    options.click()
+    page.get_by_text("Hide dependency arrows").click()
+    options.click()
+    _settle(page, 5)
+    page.mouse.move(900, 420)
+    page.mouse.down()
+    page.mouse.move(900 + 60, 420, steps=5)
+    page.mouse.up()
+    _settle(page, 3)
+    _save(page, "prefect-run")
+
+
+def _prefect_form(browser: Browser, url: str) -> None:
+    """The whole form: Prefect scrolls it inside the window, so the window is made as high as it is."""
+    page = _open(browser, url, 1200, 1000)
+    page.get_by_text("continue_from").first.wait_for(timeout=READY_MS)
+    _settle(page, 2)
+    height = page.evaluate("Math.max(...[...document.querySelectorAll('*')].map(one => one.scrollHeight))")
+    page.set_viewport_size({"width": 1200, "height": height})
+    _settle(page, 2)
+    _save(page, "prefect-form")
+
+
+def _mlflow(browser: Browser, url: str) -> None:
+    """Without the assistant, and without the plot's tool bar, which lies on the curves."""
+    page = _open(browser, url, 1200, 690)
+    page.locator(".main-svg .trace").first.wait_for(timeout=READY_MS)
+    page.get_by_label("Close").click()
+    page.add_style_tag(content=".modebar { display: none !important; }")
+    _settle(page, 5)
+    _save(page, "mlflow-compare")
+
+
+def _compare(browser: Browser, url: str) -> None:
+    page = _open(browser, url, 1280, 900)
+    _save(page, "compare", full_page=True)
+
+
+def _open(browser: Browser, url: str, width: int, height: int) -> Page:
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto(url, timeout=READY_MS)
+    return page
+
+
+def _settle(page: Page, seconds: float) -> None:
+    """Animations have no end that one could wait for."""
+    page.mouse.move(0, 0)
+    page.wait_for_timeout(1000 * seconds)
+
+
+def _save(page: Page, name: str, full_page: bool = False) -> None:
+    """`docs/images/NAME.png` of the page, with at most 256 colours. Raises RuntimeError for one that is too large."""
+    from PIL import Image
+
+    target = IMAGES / f"{name}.png"
+    page.screenshot(path=target, full_page=full_page)
+    page.close()
+    with Image.open(target) as image:
+        image.convert("RGB").quantize(256).save(target, optimize=True)
+    size = target.stat().st_size
+    print(f"{target.name}: {size / 1000:.0f} kB", flush=True)
+    if size > LIMIT:
+        raise RuntimeError(f"{target} has {size} bytes, more than {LIMIT}")
 
 
 def _plot(mlflow: str, runs: list[str], metric: str) -> str:
@@ -89,25 +205,6 @@ def _plot(mlflow: str, runs: list[str], metric: str) -> str:
               "deselected_curves": [], "last_linear_y_axis_range": []}  # fmt: skip
     parts = [f"{name}={quote(json.dumps(value))}" for name, value in values.items()]
     return f"{mlflow}/#/metric?{'&'.join(parts)}&x_axis=step&y_axis_scale=linear"
-
-
-def picture(url: str, name: str, width: int, height: int, patience_s: int = 15) -> None:
-    """`docs/images/NAME.png` of a page, with at most 256 colours. Raises RuntimeError for one that is too large."""
-    target = IMAGES / f"{name}.png"
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        raise SystemExit("error: chromium is not on the PATH (Debian: apt-get install chromium)")
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-color-profile=srgb",
-             f"--window-size={width},{height}", f"--virtual-time-budget={patience_s * 1000}",
-             f"--screenshot={target}"]  # fmt: skip
-    IMAGES.mkdir(exist_ok=True)
-    subprocess.run([chromium, *flags, url], check=True, timeout=180, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with Image.open(target) as image:
-        image.convert("RGB").quantize(256).save(target, optimize=True)
-    size = target.stat().st_size
-    print(f"{target.name}: {size / 1000:.0f} kB", flush=True)
-    if size > LIMIT:
-        raise RuntimeError(f"{target} has {size} bytes, more than {LIMIT}")
 
 
 if __name__ == "__main__":

@@ -17,15 +17,19 @@ from mlflow.artifacts import download_artifacts
 
 from engine.comparison import page
 from engine.comparison.figures import Run, once
+from engine.comparison.verdict import Verdict
 from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.run_folder import RunFolder, read_lines
 from tasks.metric_names import flatten
 from tasks.recorder import STORE_ERRORS, first_line
+from tasks.stages import last_end
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 ROWS, EVALUATIONS = "evaluations.jsonl", "evaluations"
 """File and folder of tables, in a run folder and among a run's artifacts."""
+ENDS = {"FAILED": "MLflow has it as FAILED", "KILLED": "MLflow has it as KILLED"}
+"""What is said of a run by its status in MLflow."""
 
 
 def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
@@ -39,8 +43,12 @@ def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
     runs = _named_apart([_read(one, uri) for one in given])
     verdicts = page.write(runs, target)
     columns, rows = page.summary(runs)
-    sentences = [f"- {sentence}" for verdict in verdicts for sentence in verdict.sentences]
-    return "\n".join([aligned([columns, *rows]), "", *sentences, "", f"page: {target}"])
+    told = [line for verdict in verdicts for line in ("", *_told(verdict))]
+    return "\n".join([aligned([columns, *rows]), *told, "", f"page: {target}"])
+
+
+def _told(verdict: Verdict) -> list[str]:
+    return [verdict.answer, *(f"- {one}" for one in verdict.sentences), *(f"- Careful: {one}" for one in verdict.cautions)]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -75,7 +83,14 @@ def from_folder(path: Path) -> Run:
         raise BadInput(f"{path}: steps.jsonl or config.toml can't be read: {error}") from None
     if not steps:
         raise BadInput(f"{path}: no run with steps; a run folder has a steps.jsonl with at least one line")
-    return Run(path.resolve().name, str(path.resolve()), _text(flatten(config)), steps, *_with_tables(path))
+    rows, means = _with_tables(path)
+    failure = _line(last_end(folder)) if folder.failure.exists() else ""
+    return Run(path.resolve().name, str(path.resolve()), _text(flatten(config)), steps, rows, means, failure)
+
+
+def _line(text: str) -> str:
+    """A message as one line of at most 300 characters."""
+    return " ".join(text.split())[:300]
 
 
 def from_mlflow(run_id: str, uri: str = "") -> Run:
@@ -92,7 +107,8 @@ def from_mlflow(run_id: str, uri: str = "") -> Run:
         raise BadInput(f"MLflow run {run_id} in {store} has no steps")
     changed = {name.removeprefix("changed."): value for name, value in found.data.tags.items() if name.startswith("changed.")}
     source = found.data.tags.get("metronome.run_folder", "") or f"{run_id} in {store}"
-    return Run(found.info.run_name or run_id[:8], source, _text({**found.data.params, **changed}), steps, evaluations, means)
+    config = _text({**found.data.params, **changed})
+    return Run(found.info.run_name or run_id[:8], source, config, steps, evaluations, means, ENDS.get(found.info.status, ""))
 
 
 def _store(uri: str) -> str:

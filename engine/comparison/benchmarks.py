@@ -26,6 +26,14 @@ class Difference:
     worse: int = 0
     notes: tuple[str, ...] = ()
     """What makes the two hard to compare: other weight versions, another protocol."""
+    level: float = 0.95
+    """Of the interval."""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the test, where there is one, finds a difference at the interval's level. With few unequal problems the t
+        interval is too narrow: five right ones more and none less is p = 0.06."""
+        return self.p_value is None or self.p_value <= 1 - self.level
 
 
 def last(run: Run, benchmark: str) -> Row | None:
@@ -49,9 +57,10 @@ def difference(one: Run, other: Run, benchmark: str, confidence: float) -> Diffe
     if ours and their and ours.keys() == their.keys() and mine.get("samples") == theirs.get("samples"):
         found = paired.compare(ours, their, int(mine.get("samples", 1)), confidence)
         interval = Interval(found.difference, found.ci_low, found.ci_high)
-        return Difference(benchmark, interval, True, found.problems, found.p_value, found.better, found.worse, notes)
+        return Difference(benchmark, interval, True, found.problems, found.p_value, found.better, found.worse, notes,
+                          confidence)  # fmt: skip
     problems = int(min(mine.get("problems", 0), theirs.get("problems", 0)))
-    return Difference(benchmark, unpaired(mine, theirs, confidence), False, problems, notes=notes)
+    return Difference(benchmark, unpaired(mine, theirs, confidence), False, problems, notes=notes, level=confidence)
 
 
 def unpaired(mine: Row, theirs: Row, confidence: float) -> Interval:

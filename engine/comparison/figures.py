@@ -35,11 +35,28 @@ class Run:
     """Lines of evaluations.jsonl, in their order."""
     tables: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """An evaluation's `table` → prompt id → mean score."""
+    failure: str = ""
+    """What ended the run, if it failed: one line."""
 
     @property
     def mode(self) -> str:
         """train.mode, or "?"."""
         return self.config.get("train.mode", "?")
+
+    @property
+    def planned(self) -> int:
+        """train.steps; 0 if it is not known."""
+        return int(self.config.get("train.steps", "0"))
+
+    @property
+    def trained(self) -> int:
+        """Steps up to the last one that it has."""
+        return int(self.steps[-1]["step"]) + 1 if self.steps else 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether it did not fail and has the last of its steps."""
+        return not self.failure and self.trained >= self.planned
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,31 @@ from typing import Any
 
 from engine.comparison import benchmarks, figures
 from engine.comparison.benchmarks import Difference
-from engine.comparison.figures import Run
-from engine.comparison.verdict import Verdict, differences, verdicts
+from engine.comparison.figures import Row, Run
+from engine.comparison.verdict import Verdict, confidence, differences, percent, verdicts
 from engine.run_folder import write_atomically
 from engine.timeline import COLORS
 
 PALETTE = ("#2f6fb0", "#e07b1a", "#3a8f4d", "#a8498f", "#c93c3c", "#5c5c5c", "#8a6d1f", "#1f8f8f")
-"""Of the runs, in order; lines are dashed in turn as well."""
+"""Of the runs, in order."""
+DASHES = ("", "7 4", "2 3", "9 3 2 3")
+"""Of their lines, for who can't tell the colours apart and where curves lie on each other (SVG's stroke-dasharray)."""
 POINTS = 400
 """Of one curve; a longer one is drawn by means of neighbouring steps."""
-PARTS = {"sync_s": "sync", "wait_s": "wait", "train_s": "train", "update_s": "update", "other_s": "other"}
+PARTS = {
+    "sync_s": ("weight sync", "sync"), "wait_s": ("wait for responses", "wait"), "train_s": ("train", "train"),
+    "update_s": ("update", "update"), "other_s": ("other", "silent"),
+}  # fmt: skip
+"""Of a step's time: name on the page (a run may be called "sync"), and the timeline's name for the colour."""
+ROLLOUT = ("rollout, beside it", "rollout")
 NOTES = (
     "Tokens/s/device: prompt and response tokens of the trained responses, by step time and by all devices, training and "
     "rollouts together. The first step of a run does not count for speed.",
     "Wall time is the sum of the steps' times. Start-up, evaluations outside steps, pauses and redone steps are not in it.",
     "Where a step's time goes: the upper bar is the trainer (it sends weights, waits for responses, trains, updates); the thin "
     "one is the rollout beside it. In sync they follow each other, in periodic they overlap.",
+    "Reward at the end: the mean of a run's last fifth of steps. Curves of more than 30 steps have a faint line for the steps, a "
+    "bold one for the moving average. Entropy and KL are means over the tokens of the responses, in nats.",
     "Intervals of speed and reward come from blocks of neighbouring steps (batch means, Student's t). Accuracy is paired by "
     "problem where both runs have a table of the benchmark (t interval; sign-flip test), else it is the difference of two "
     "Wilson intervals (Newcombe). Against several runs the intervals are widened so that they hold together (Bonferroni).",
@@ -56,10 +65,16 @@ def _row(run: Run, names: Sequence[str]) -> list[str]:
     rewards = [value for _, value in figures.series(run, "reward_mean")]
     end = rewards[-max(1, math.ceil(len(rewards) / 5)):]
     return [
-        run.name, run.mode, str(len(run.steps)), f"{seconds:,.0f} s", _text(figures.breakdown(run)["step_s"], ".2f"),
+        run.name, run.mode, _steps(run), f"{seconds:,.0f} s", _text(figures.breakdown(run)["step_s"], ".2f"),
         _text(figures.speed(figures.counted(run)), ",.0f"), _text(sum(end) / len(end) if end else math.nan, ".3f"),
         *(_accuracy(run, name) for name in names),
     ]  # fmt: skip
+
+
+def _steps(run: Run) -> str:
+    if run.complete:
+        return str(len(run.steps))
+    return f"{run.trained} of {run.planned}, {'failed' if run.failure else 'unfinished'}"
 
 
 def _accuracy(run: Run, name: str) -> str:
@@ -78,12 +93,13 @@ def _content(runs: Sequence[Run], found: Sequence[Verdict]) -> dict[str, Any]:
     """What the page's script reads."""
     columns, rows = summary(runs)
     return {
-        "title": " against ".join(run.name for run in runs),
-        "runs": [{"label": run.name, "color": PALETTE[number % len(PALETTE)]} for number, run in enumerate(runs)],
-        "verdicts": [verdict.sentences for verdict in found],
+        "title": f"{', '.join(run.name for run in runs[1:])} against {runs[0].name}",
+        "runs": [{"label": run.name, "color": PALETTE[number % len(PALETTE)], "dash": DASHES[number % len(DASHES)]}
+                 for number, run in enumerate(runs)],
+        "verdicts": [{"answer": one.answer, "sentences": one.sentences, "cautions": one.cautions} for one in found],
         "table": {"columns": columns, "rows": rows},
         "charts": _charts(runs),
-        "parts": [{"name": name, "color": COLORS.get(name, "#79706e")} for name in (*PARTS.values(), "rollout")],
+        "parts": [{"name": name, "color": COLORS[color]} for name, color in (*PARTS.values(), ROLLOUT)],
         "bars": _bars(runs),
         "forest": _forest(runs, found),
         "differences": [[key, *values] for key, values in differences(runs).items()],
@@ -93,12 +109,12 @@ def _content(runs: Sequence[Run], found: Sequence[Verdict]) -> dict[str, Any]:
 
 def _charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     drawn = [
-        _chart(runs, "reward_mean", "Reward over step", "step"),
-        _chart(runs, "reward_mean", "Reward over wall time", "minutes", timed=True),
+        _chart(runs, "reward_mean", "Mean reward over steps", "step"),
+        _chart(runs, "reward_mean", "Mean reward over wall time", "minutes", timed=True),
         _chart(runs, "tokens_per_s_per_device", "Trained tokens/s/device", "step", zero=True),
-        _chart(runs, "kl", "KL from the reference", "step"),
-        _chart(runs, "response_length_mean", "Response length (tokens)", "step"),
-        _chart(runs, "entropy", "Entropy", "step"),
+        _chart(runs, "kl", "KL from the reference (nats per token)", "step"),
+        _chart(runs, "response_length_mean", "Mean response length (tokens)", "step"),
+        _chart(runs, "entropy", "Entropy (nats per token)", "step"),
     ]
     return [chart for chart in drawn if chart["lines"]]
 
@@ -126,7 +142,7 @@ def _bars(runs: Sequence[Run]) -> list[dict[str, Any]]:
     bars = []
     for number, run in enumerate(runs):
         means = figures.breakdown(run)
-        parts = [(name, means[key]) for key, name in PARTS.items() if not math.isnan(means[key])]
+        parts = [(name, means[key]) for key, (name, _) in PARTS.items() if not math.isnan(means[key])]
         if not math.isnan(means["step_s"]):
             rollout = 0.0 if math.isnan(means["rollout_s"]) else means["rollout_s"]
             bars.append({"run": number, "step": means["step_s"], "rollout": rollout, "parts": parts})
@@ -139,8 +155,8 @@ def _forest(runs: Sequence[Run], found: Sequence[Verdict]) -> list[dict[str, Any
     for name in benchmarks.names(list(runs)):
         rows = [(number, run, benchmarks.last(run, name)) for number, run in enumerate(runs)]
         drawn = [
-            {"run": number, "label": f"{run.name}, {row['step']} updates: {_accuracy(run, name)}",
-             "value": row["avg_at_k"], "low": row["ci_low"], "high": row["ci_high"]}
+            {"run": number, "label": f"{run.name}: {_accuracy(run, name)}", "hint": _sampled(row), "value": row["avg_at_k"],
+             "low": row["ci_low"], "high": row["ci_high"]}
             for number, run, row in rows if row is not None and "ci_low" in row and "ci_high" in row
         ]  # fmt: skip
         groups += [{"title": f"{name}: avg@k with its 95 % interval", "x": "avg@k", "rows": drawn}] if drawn else []
@@ -148,22 +164,31 @@ def _forest(runs: Sequence[Run], found: Sequence[Verdict]) -> list[dict[str, Any
     return groups
 
 
+def _sampled(row: Row) -> str:
+    given = f"{row['problems']:.0f} problems" if "problems" in row else "problems not known"
+    return f"{given} with {row.get('samples', 1):.0f} responses each, after {row['step']} updates"
+
+
 def _against(name: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
     rows = [
-        {"run": number, "label": _difference(verdict, one), "value": one.interval.value,
+        {"run": number, "label": _told(verdict, one), "hint": _how(one), "value": one.interval.value,
          "low": one.interval.low, "high": one.interval.high}
         for number, verdict in enumerate(found, start=1)
         for one in verdict.accuracy if one.benchmark == name and one.interval.known
     ]  # fmt: skip
     if not rows:
         return []
-    return [{"title": f"{name}: difference from {found[0].base.name}", "x": "difference of avg@k", "rows": rows, "zero": 0}]
+    title = f"{name}: difference from {found[0].base.name}, with {percent(confidence(len(found)))} intervals"
+    return [{"title": title, "x": "difference of avg@k", "rows": rows, "zero": 0}]
 
 
-def _difference(verdict: Verdict, one: Difference) -> str:
+def _told(verdict: Verdict, one: Difference) -> str:
+    return f"{verdict.run.name}: {one.interval.value:+.3f} [{one.interval.low:+.3f}, {one.interval.high:+.3f}]"
+
+
+def _how(one: Difference) -> str:
     kind = f"paired, {one.problems} problems" if one.paired else "not paired"
-    test = f", p = {one.p_value:.2g}, better on {one.better}, worse on {one.worse}" if one.p_value is not None else ""
-    return f"{verdict.run.name} - {verdict.base.name} ({kind}{test})"
+    return kind + (f", p = {one.p_value:.2g}, better on {one.better}, worse on {one.worse}" if one.p_value is not None else "")
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401

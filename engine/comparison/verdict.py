@@ -12,6 +12,13 @@ from engine.comparison.figures import Interval, Row, Run
 
 CONFIDENCE = 0.95
 """Of all intervals against the first run together: with k other runs each has 1 - 0.05 / k (Bonferroni)."""
+UNKNOWN = Interval(math.nan, -math.inf, math.inf)
+"""Nothing can be said."""
+GRADES = {
+    "better": "better", "worse": "worse", "equal": "equal", "open": "not shown to be better or worse",
+    "unknown": "of unknown quality",
+}  # fmt: skip
+"""What an interval of a difference says, in words."""
 PLACES = ("run.name", "run.output", "tracking.uri", "tracking.experiment", "checkpoint.path", "checkpoint.keep_last")
 """Keys that change where things lie, not what a run does."""
 
@@ -27,13 +34,27 @@ class Verdict:
     reward: Interval
     """Difference of reward over the last third of the common steps."""
     accuracy: tuple[Difference, ...]
+    answer: str
+    """Faster, and as good? In one sentence."""
     sentences: tuple[str, ...]
+    """The figures behind it: speed, each benchmark, reward, wall time."""
+    cautions: tuple[str, ...]
+    """What else the difference may come from."""
 
 
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:
     """Each run but the first against the first."""
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(runs) - 1)
-    return [_verdict(run, runs[0], confidence) for run in runs[1:]]
+    return [_verdict(run, runs[0], confidence(len(runs) - 1)) for run in runs[1:]]
+
+
+def confidence(others: int) -> float:
+    """Of each interval, with so many runs against the first."""
+    return 1 - (1 - CONFIDENCE) / max(1, others)
+
+
+def percent(level: float) -> str:
+    """0.975 → "97.5%"."""
+    return f"{level:.1%}".replace(".0%", "%")
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
@@ -43,25 +64,57 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
-def _verdict(run: Run, base: Run, confidence: float) -> Verdict:
-    speed = figures.speed_ratio(run, base, confidence)
-    reward = figures.reward_difference(run, base, confidence)
+def _verdict(run: Run, base: Run, sure: float) -> Verdict:
+    speed = figures.speed_ratio(run, base, sure)
+    reward = figures.reward_difference(run, base, sure)
     pairs = figures.common(run, base, "step_s")
-    found = [benchmarks.difference(run, base, name, confidence) for name in benchmarks.names([run, base])]
+    found = [benchmarks.difference(run, base, name, sure) for name in benchmarks.names([run, base])]
     accuracy = tuple(one for one in found if one is not None)
     who = _who(run), _who(base)
-    level = f"{confidence:.1%}".replace(".0%", "%")
+    level = percent(sure)
+    steps = len(figures.common(run, base, "tokens_per_s_per_device", figures.WARM_UP))
     sentences = [
-        _faster(who, speed, level, len(figures.common(run, base, "tokens_per_s_per_device", figures.WARM_UP))),
+        _faster(who, speed, level, steps),
         *(_as_accurate(who, one, level) for one in accuracy),
         _as_rewarded(who, reward, level, bool(accuracy)),
-        *_limits(run, base, pairs),
+        *_wall_time(run, base, pairs),
     ]
-    return Verdict(run, base, speed, reward, accuracy, tuple(sentences))
+    answer = _answer(who, speed if steps >= figures.MIN_STEPS else UNKNOWN, accuracy, reward)
+    return Verdict(run, base, speed, reward, accuracy, answer, tuple(sentences), tuple(_cautions(run, base)))
 
 
 def _who(run: Run) -> str:
     return run.name if run.name == run.mode else f"{run.name} ({run.mode})"
+
+
+def _answer(who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference], reward: Interval) -> str:
+    """Both questions in one sentence; the training reward speaks for quality where no benchmark does."""
+    unlike = " (not evaluated alike)"
+    measured = [(f"on {one.benchmark}{unlike if one.notes else ''}", _side(one.interval, one.agreed)) for one in accuracy]
+    measured = measured or [("by its reward in training", _side(reward))]
+    sides = [side for _, side in measured]
+    against = speed.known and ((speed.low > 1 and "worse" in sides) or (speed.high < 1 and "better" in sides))
+    quality = ", ".join(f"{GRADES[side]} {what}" for what, side in measured)
+    return f"{who[0]} was {_pace(speed)}, {'but' if against else 'and'} {quality}, compared with {who[1]}."
+
+
+def _pace(speed: Interval) -> str:
+    if not speed.known:
+        return "of unknown speed (too few steps in common)"
+    if speed.low <= 1 <= speed.high:
+        return "not shown to be faster or slower"
+    return f"{'faster' if speed.low > 1 else 'slower'} ({speed.value:.2f} times the tokens/s/device)"
+
+
+def _side(found: Interval, agreed: bool = True) -> str:
+    """A key of `GRADES`; `agreed`: a test, where there is one, finds a difference, too."""
+    if not found.known:
+        return "unknown"
+    if found.low == found.high == 0:
+        return "equal"
+    if not agreed or found.low <= 0 <= found.high:
+        return "open"
+    return "better" if found.low > 0 else "worse"
 
 
 def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> str:
@@ -80,8 +133,9 @@ def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> st
 
 def _as_accurate(who: tuple[str, str], found: Difference, level: str) -> str:
     kind = f"paired over {found.problems} problems" if found.paired else f"unpaired, {found.problems} problems"
+    kind += f", p = {found.p_value:.2g}" if found.p_value is not None and not found.agreed and found.better + found.worse else ""
     notes = f" Careful: {'; '.join(found.notes)}." if found.notes else ""
-    return f"Accuracy on {found.benchmark}: {_sided(who, found.interval, level, kind)}{notes}"
+    return f"Accuracy on {found.benchmark}: {_sided(who, found.interval, level, kind, found.agreed)}{notes}"
 
 
 def _as_rewarded(who: tuple[str, str], found: Interval, level: str, evaluated: bool) -> str:
@@ -91,25 +145,28 @@ def _as_rewarded(who: tuple[str, str], found: Interval, level: str, evaluated: b
     return f"Reward in training (last third of the common steps): {_sided(who, found, level, 'by blocks of steps')}{hint}"
 
 
-def _sided(who: tuple[str, str], found: Interval, level: str, kind: str) -> str:
-    if not found.known:
+def _sided(who: tuple[str, str], found: Interval, level: str, kind: str, agreed: bool = True) -> str:
+    side = _side(found, agreed)
+    if side == "unknown":
         return f"{who[0]} {found.value:+.3f} against {who[1]}; too little data for an interval."
     sure = f"{found.value:+.3f}, {level} interval {found.low:+.3f} to {found.high:+.3f}, {kind}"
-    if found.low > 0:
-        return f"{who[0]} was better ({sure})."
-    if found.high < 0:
-        return f"{who[0]} was worse ({sure})."
-    if found.low == found.high == 0:
+    if side in ("better", "worse"):
+        return f"{who[0]} was {side} ({sure})."
+    if side == "equal":
         return f"equal throughout ({kind})."
     most = max(abs(found.low), abs(found.high))
     return f"no difference shown ({sure}); one of more than {most:.3f} is unlikely."
 
 
-def _limits(run: Run, base: Run, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
-    told = []
-    if pairs:
-        mine, theirs = (sum(pair[side]["step_s"] for pair in pairs) for side in (0, 1))
-        told.append(f"Wall time of the {len(pairs)} common steps: {mine:,.0f} s against {theirs:,.0f} s.")
+def _wall_time(run: Run, base: Run, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
+    if not pairs:
+        return []
+    mine, theirs = (sum(pair[side]["step_s"] for pair in pairs) for side in (0, 1))
+    return [f"Wall time of the {len(pairs)} common steps: {run.name} {mine:,.0f} s, {base.name} {theirs:,.0f} s."]
+
+
+def _cautions(run: Run, base: Run) -> list[str]:
+    told = [_ended(one) for one in (base, run) if not one.complete]
     others = [key for key in differences([base, run]) if key != "train.mode"]
     if others:
         shown = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")
@@ -117,3 +174,10 @@ def _limits(run: Run, base: Run, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
     if run.steps and base.steps and len(run.steps) != len(base.steps):
         told.append(f"{run.name} has {len(run.steps)} steps, {base.name} {len(base.steps)}; only common steps are compared.")
     return told
+
+
+def _ended(run: Run) -> str:
+    done = f"{run.trained} of {run.planned} steps"
+    if run.failure:
+        return f"{run.name} failed after {done}: {run.failure}"
+    return f"{run.name} has only {done}: it goes on or was ended."

@@ -116,6 +116,7 @@ def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
     late = {**evaluation(0.5, 0.4, 0.6), "step": 30, "weight_version": 30}
     found = verdicts([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
     assert "Careful: after 40 and 30 updates" in found.sentences[1]
+    assert "on b (not evaluated alike), compared" in found.answer
 
 
 def test_several_runs_widen_the_intervals():
@@ -128,7 +129,61 @@ def test_other_settings_are_named_and_places_are_not():
     one = Run("a", "a", {"train.mode": "sync", "run.seed": "0", "run.output": "x"}, [step(0)])
     other = Run("b", "b", {"train.mode": "periodic", "run.seed": "1", "run.output": "y"}, [step(0)])
     assert differences([one, other]) == {"train.mode": ["sync", "periodic"], "run.seed": ["0", "1"]}
-    assert "also differ in run.seed" in " ".join(verdicts([one, other])[0].sentences)
+    assert "also differ in run.seed" in " ".join(verdicts([one, other])[0].cautions)
+
+
+@pytest.mark.parametrize(("seconds", "right", "answer"), [
+    (8.0, 90, "faster (1.25 times the tokens/s/device), and better on b"),
+    (8.0, 60, "faster (1.25 times the tokens/s/device), but worse on b"),
+    (12.5, 90, "slower (0.80 times the tokens/s/device), but better on b"),
+    (8.0, 75, "faster (1.25 times the tokens/s/device), and equal on b"),
+    (8.0, 76, "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b"),
+    (8.0, 80, "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b"),  # 5 of 5 coins: p = 1/16
+    (8.0, 81, "faster (1.25 times the tokens/s/device), and better on b"),  # p = 1/32
+])  # fmt: skip
+def test_both_questions_are_answered_in_one_sentence(seconds, right, answer):
+    """Of 100 problems sync is right on the first 75."""
+    runs = [run(name, length, evaluations=[evaluation(solved / 100, 0.0, 1.0, table="t")],
+                tables={"t": {str(n): float(n < solved) for n in range(100)}})
+            for name, length, solved in (("sync", 10.0, 75), ("periodic", seconds, right))]  # fmt: skip
+    assert verdicts(runs)[0].answer == f"periodic was {answer}, compared with sync."
+
+
+def test_without_enough_steps_and_benchmarks_the_answer_claims_nothing():
+    found = verdicts([run("sync", steps=4), run("periodic", 8.0, steps=4)])[0]
+    assert "was of unknown speed (too few steps in common), and of unknown quality by its reward in training" in found.answer
+
+
+def test_runs_that_did_not_end_well_are_marked(tmp_path):
+    planned = {"train.steps": "12"}
+    whole = Run("whole", "whole", planned, [step(n) for n in range(12)])
+    dead = Run("dead", "dead", planned, [step(n) for n in range(7)], failure="the trainer died")
+    cut = Run("cut", "cut", planned, [step(n) for n in range(3)])
+    found = page.write([whole, dead, cut], tmp_path / "page.html")
+    assert "dead failed after 7 of 12 steps: the trainer died" in found[0].cautions
+    assert "cut has only 3 of 12 steps: it goes on or was ended." in found[1].cautions
+    assert not any("whole failed" in caution or "whole has only" in caution for one in found for caution in one.cautions)
+    assert [row[2] for row in page.summary([whole, dead, cut])[1]] == ["12", "7 of 12, failed", "3 of 12, unfinished"]
+
+
+def _fail_in_mlflow(config, ids):
+    with tracking.tracked(config) as run_id:
+        ids.append(run_id)
+        tracking.log_step(step(0))
+        raise BadInput("by the test")
+
+
+def test_a_failed_run_is_read_as_one_from_its_folder_and_from_mlflow(stored, tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.fail(BadInput("the reward raised:\n  line 3"))
+    folder.steps.write_text(json.dumps(step(0)) + "\n")
+    assert from_folder(tmp_path).failure == "the reward raised: line 3"
+    config = Config(run=RunTable(name="run", output=str(tmp_path)), tracking=Tracking(uri=stored[2]))
+    ids = []
+    with pytest.raises(BadInput, match="by the test"):
+        _fail_in_mlflow(config, ids)
+    assert from_mlflow(ids[0], stored[2]).failure == "MLflow has it as FAILED"
+    assert from_mlflow(stored[1], stored[2]).failure == ""
 
 
 def test_the_page_is_one_file_and_holds_the_figures(tmp_path):

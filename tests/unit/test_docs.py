@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+FOLDERS = ("engine", "tasks", "flows", "infra", "docs", "tests", "benchmarks", "data")
 KEYS = {f"{table}.{key}" for table, field in Config.model_fields.items() for key in field.annotation.model_fields}
 
 
@@ -80,7 +81,33 @@ def test_toml_examples_have_known_keys(page):
             assert found <= KEYS, f"{page.name}: {found - KEYS}"
 
 
+def names(page):
+    """(what, name) of every key, path and make target that the page's inline code names."""
+    for code in re.findall(r"`([^`\n]+)`", ours(page)):
+        for name in re.findall(r"(?<![\w./<])([a-z]+\.[a-z_0-9]+)\b(?![./(])", code):
+            if name.partition(".")[0] in Config.model_fields and not name.endswith((".json", ".md")):
+                yield "key", name
+        yield from (("path", name) for name in re.findall(rf"(?<![\w/<.])(?:{'|'.join(FOLDERS)})/[\w./-]+", code))
+        yield from (("target", name) for name in re.findall(r"^make ([a-z-]+)", code))
+
+
+def ours(page):
+    """The page's prose without the columns of coming_from.md that have other projects' names."""
+    if page.name != "coming_from.md":
+        return prose(page)
+    return "\n".join(line.split(" | ")[-1] for line in prose(page).splitlines() if line.startswith("|"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_keys_paths_and_make_targets_in_the_text_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    there = {"key": KEYS.__contains__, "path": lambda name: (ROOT / name).exists(), "target": targets.__contains__}
+    assert not [name for what, name in names(page) if not there[what](name)]
+
+
 def test_the_checks_above_look_at_something():
+    assert len({name for page in PAGES for what, name in names(page) if what == "key"}) > 100
+    assert len({name for page in PAGES for what, name in names(page) if what != "key"}) > 25
     assert sum(len(LINK.findall(prose(page))) for page in PAGES) > 60
     assert sum(1 for page in PAGES for _, text in fences(page) for _ in command_lines(text)) > 20
 
