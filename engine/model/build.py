@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from engine.model import linear
 from engine.model.attention import LayoutParams, SegmentAttention, params
 from engine.model.families import settings
 from engine.model.layout import Layout
@@ -111,6 +112,8 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
         model.output_layer.sequence_parallel = False  # `_keep_scored` gathers before it selects
         model.output_layer.allreduce_dgrad = tensor > 1
     _mark_cuts(model)
+    if computation.device.type == "cpu":
+        linear.put_in(model)
     return model.to(computation.device)
 
 
