@@ -43,15 +43,15 @@ def linear(
     """
     if input.dtype is not torch.float32 or input.device.type != "cpu":
         product = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
-        out: Tensor = product(input, weight, bias, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel,
-                              tp_group=tp_group, **unused)
-        return out
+        theirs: Tensor = product(input, weight, bias, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel,
+                                 tp_group=tp_group, **unused)
+        return theirs
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
     elif allreduce_dgrad:
         input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-    out = _Linear.apply(input, weight, bias)
-    return out
+    ours: Tensor = _Linear.apply(input, weight, bias)
+    return ours
 
 
 class _Linear(torch.autograd.Function):
@@ -83,18 +83,23 @@ def times(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _to_weight(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
-    """gradᵀ · x of grad [T, n] and x [T, k], added to `total` [n, k] if there is one."""
-    if not _large(grad.t(), x):
-        return grad.t().mm(x) if total is None else _none(total.addmm_(grad.t(), x))
+    """gradᵀ · x of grad [T, n] and x [T, k]; added to `total` [n, k] if there is one, and then None."""
+    if total is None:
+        return _transposed_times(grad, x)
+    if _large(grad.t(), x):
+        total.add_(_transposed_times(grad, x))
+    else:
+        total.addmm_(grad.t(), x)
+    return None
+
+
+def _transposed_times(grad: Tensor, x: Tensor) -> Tensor:
+    """gradᵀ · x. oneDNN copies its first factor: the smaller one, unless transposing the result costs more."""
     tokens, (outputs, inputs) = len(x), (grad.shape[1], x.shape[1])
-    # oneDNN copies its first factor if it is transposed: the smaller one, unless the sum has to be transposed for it
-    product = times(x.t(), grad).t() if (tokens + 2 * outputs) * inputs < tokens * outputs else times(grad.t(), x)
-    return product if total is None else _none(total.add_(product))
+    if _large(grad.t(), x) and (tokens + 2 * outputs) * inputs < tokens * outputs:
+        return times(x.t(), grad).t()
+    return times(grad.t(), x)
 
 
 def _large(a: Tensor, b: Tensor) -> bool:
     return a.shape[0] * a.shape[1] * b.shape[1] >= LARGE
-
-
-def _none(done: Tensor) -> None:
-    return None

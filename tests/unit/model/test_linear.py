@@ -6,7 +6,8 @@ import torch
 from engine.model import linear as products
 from engine.model.linear import linear
 
-SIZES = [(37, 16, 48), (300, 128, 768), (300, 384, 128)]  # tokens, inputs, outputs: the last two each way of the weights' gradient
+SIZES = [(37, 16, 48), (300, 384, 128), (900, 128, 768)]
+"""Tokens, inputs, outputs; the last two take a weight's gradient each way."""
 
 
 def computed(x, weight, bias, upstream):
