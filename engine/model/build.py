@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from engine.model import linear, rotary
 from engine.model.attention import LayoutParams, SegmentAttention, params
 from engine.model.families import settings
 from engine.model.layout import Layout
@@ -52,7 +53,12 @@ class Computation:
 
 
 def transformer_config(shape: ModelShape, computation: Computation) -> TransformerConfig:
-    """Megatron's configuration of the shape in the present parallel layout; its Transformer-Engine fusions stay off."""
+    """Megatron's configuration of the shape in the present parallel layout; its Transformer-Engine fusions stay off.
+
+    On a CPU its fused rotation is ours.
+    """
+    if computation.device.type == "cpu":
+        rotary.put_in()
     return TransformerConfig(
         **settings(shape),
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -75,7 +81,7 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=computation.device.type == "cpu",
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         use_cpu_initialization=True,
@@ -105,12 +111,14 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
     )
-    model.rotary_pos_emb = RotaryAtPositions(shape)
+    model.rotary_pos_emb = RotaryAtPositions(shape, tables=config.apply_rope_fusion)
     if model.post_process:
         model.decoder.register_forward_hook(_keep_scored, with_kwargs=True)
         model.output_layer.sequence_parallel = False  # `_keep_scored` gathers before it selects
         model.output_layer.allreduce_dgrad = tensor > 1
     _mark_cuts(model)
+    if computation.device.type == "cpu":
+        linear.put_in(model)
     return model.to(computation.device)
 
 

@@ -6,7 +6,9 @@ import math
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from engine.model.shape import Llama3Scaling, ModelShape
 
@@ -18,9 +20,11 @@ class RotaryAtPositions(torch.nn.Module):
     model to bf16 would round, and follow the positions' device by themselves.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, tables: bool = False) -> None:
+        """With `tables` the layers get what `rotate` wants instead of the angles: computed once for all of them."""
         super().__init__()
         self.frequencies = frequencies(shape)
+        self.tables = tables
 
     def get_rotary_seq_len(self, context: Any, transformer: Any, hidden: Any, config: Any, carried: Any) -> Tensor:  # noqa: ANN401
         """Called by GPTModel for the "length"; we hand it the positions [S] of the layout in packed_seq_params."""
@@ -28,10 +32,49 @@ class RotaryAtPositions(torch.nn.Module):
         return positions
 
     def forward(self, positions: Tensor, **unused: Any) -> Tensor:  # noqa: ANN401
-        """[S] positions → [S, 1, 1, d] fp32 angles in Megatron's (non-interleaved) order."""
+        """[S] positions → [S, 1, 1, d] fp32 angles in Megatron's (non-interleaved) order, or [3, S, 1, 1, d] tables."""
         self.frequencies = self.frequencies.to(positions.device)
-        angles = torch.outer(positions.float(), self.frequencies)
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+        angles = torch.outer(positions.float(), self.frequencies)[:, None, None, :]
+        if not self.tables:
+            return torch.cat([angles, angles], dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack([torch.cat(pair, dim=-1) for pair in ((cos, cos), (-sin, sin), (sin, -sin))])
+
+
+def put_in() -> None:
+    """Give Megatron `rotate` as its fused rotation, which it expects of Transformer Engine (`apply_rope_fusion`)."""
+    vars(rope_utils)["fused_apply_rotary_pos_emb"] = rotate
+
+
+def rotate(t: Tensor, tables: Tensor, interleaved: bool = False) -> Tensor:
+    """Queries or keys [S, b, heads, d] turned by the angles of the tables [3, S, 1, 1, d], in the dtype of `t`.
+
+    With halves t = (t₁, t₂): (t₁·cos − t₂·sin, t₂·cos + t₁·sin). Half the time of Megatron's plain operations.
+    """
+    if interleaved:
+        raise ValueError("rotate takes halves, not interleaved pairs")
+    out: Tensor = _Rotate.apply(t, tables.to(t.dtype))
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient is the upstream one turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, tables: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(tables)
+        return _turned(t, tables[0], tables[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        (tables,) = ctx.saved_tensors
+        return _turned(grad, tables[0], tables[2]), None
+
+
+def _turned(t: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    first, second = t.chunk(2, -1)
+    return torch.cat([second, first], dim=-1).mul_(signed_sin).addcmul_(t, cos)
 
 
 def frequencies(shape: ModelShape) -> Tensor:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from engine.model.rotary import RotaryAtPositions, frequencies
+from engine.model.rotary import RotaryAtPositions, frequencies, rotate
 from engine.model.shape import Llama3Scaling, ModelShape
 
 PLAIN = ModelShape("LlamaForCausalLM", 2, 64, 4, 2, 16, 80, 61, 128, 10000.0, 1e-6, False)
@@ -59,3 +59,22 @@ def test_positions_come_from_the_layout_and_stay_fp32():
     assert angles.dtype == torch.float32
     assert torch.equal(angles[2], angles[3])
     torch.testing.assert_close(angles[4, 0, 0, :8], 3 * frequencies(PLAIN), rtol=0, atol=0)
+
+
+def test_turned_queries_and_their_gradient_are_those_of_transformers():
+    torch.manual_seed(0)
+    shape, positions = shape_of(16, 10000.0, STRETCHED[1]), torch.tensor([0, 1, 2, 2, 90])
+    queries, upstream = torch.randn(5, 1, 4, 16, requires_grad=True), torch.randn(5, 1, 4, 16)
+    ours = rotate(queries, RotaryAtPositions(shape, tables=True)(positions))
+    cos, sin = theirs(shape)(torch.empty(0), positions[None])
+    wanted = apply_rotary_pos_emb(queries.permute(1, 2, 0, 3), queries.permute(1, 2, 0, 3), cos, sin)[0].permute(2, 0, 1, 3)
+    torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
+    gradients = [torch.autograd.grad((out * upstream).sum(), queries)[0] for out in (ours, wanted)]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+def test_turning_keeps_the_dtype_and_refuses_interleaved_pairs():
+    tables = RotaryAtPositions(PLAIN, tables=True)(torch.tensor([3, 4]))
+    assert rotate(torch.randn(2, 1, 4, 16, dtype=torch.bfloat16), tables).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="interleaved"):
+        rotate(torch.randn(2, 1, 4, 16), tables, interleaved=True)

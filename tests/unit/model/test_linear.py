@@ -1,0 +1,75 @@
+"""Linear layers' products against double precision, by both libraries; gradients into main_grad; equal bits."""
+
+import pytest
+import torch
+
+from engine.model import linear as products
+from engine.model.linear import linear
+
+SIZES = [(37, 16, 48), (300, 384, 128), (900, 128, 768)]
+"""Tokens, inputs, outputs; the last two take a weight's gradient each way."""
+
+
+def computed(x, weight, bias, upstream):
+    out = linear(x, weight, bias, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+    return out, *torch.autograd.grad((out * upstream).sum(), [part for part in (x, weight, bias) if part is not None])
+
+
+def made(tokens, inputs, outputs, bias=True):
+    torch.manual_seed(0)
+    shapes = [(tokens, 1, inputs), (outputs, inputs), *([(outputs,)] if bias else [])]
+    parts = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    return parts if bias else [*parts, None]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("large", [1, 1 << 60])
+def test_values_and_gradients_by_both_libraries(monkeypatch, size, bias, large):
+    monkeypatch.setattr(products, "LARGE", large)
+    parts = made(*size, bias)
+    upstream = torch.randn(size[0], 1, size[2])
+    double = [None if part is None else part.detach().double().requires_grad_() for part in parts]
+    exact = double[0] @ double[1].t() + (double[2] if bias else 0)
+    wanted = exact, *torch.autograd.grad((exact * upstream).sum(), [part for part in double if part is not None])
+    for ours, theirs in zip(computed(*parts, upstream), wanted, strict=True):
+        assert ours.shape == theirs.shape
+        assert torch.norm(ours - theirs) / torch.norm(theirs) < 1e-6
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("large", [1, 1 << 60])
+def test_a_weights_gradient_is_added_to_its_main_grad(monkeypatch, size, large):
+    monkeypatch.setattr(products, "LARGE", large)
+    x, weight, _ = made(*size, bias=False)
+    upstream = torch.randn(size[0], 1, size[2])
+    _, _, wanted = computed(x, weight, None, upstream)
+    weight.main_grad = before = torch.randn_like(weight)
+    total = before.clone() + 2 * wanted
+    for _ in range(2):
+        out = linear(x, weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+        (out * upstream).sum().backward()
+    assert weight.grad is None
+    assert weight.main_grad is before
+    torch.testing.assert_close(before, total, rtol=1e-5, atol=1e-4)
+
+
+def test_large_products_have_equal_bits_wherever_they_lie_in_memory():
+    torch.manual_seed(0)
+    a, b = torch.randn(300, 128), torch.randn(128, 256)
+    assert a.shape[0] * b.numel() >= products.LARGE
+    first = products.times(a, b)
+    for offset in range(1, 5):
+        moved = torch.empty(a.numel() + offset)[offset:].view_as(a).copy_(a)
+        assert torch.equal(products.times(moved, b), first)
+    assert torch.equal(products.times(a, b.t().contiguous().t()), first)
+
+
+def test_a_frozen_weight_and_no_rows():
+    x, weight, _ = made(300, 128, 256, bias=False)
+    weight.requires_grad_(False)
+    out = linear(x, weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(gradient, weight.sum(0).expand_as(x), rtol=1e-4, atol=1e-4)
+    none = linear(x[:0], weight, None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
+    assert none.shape == (0, 1, 256)
