@@ -119,7 +119,7 @@ def _side(found: Interval, agreed: bool = True) -> str:
 
 def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> str:
     if math.isnan(ratio.value):
-        return f"Speed: {who[0]} and {who[1]} have no steps in common to compare."
+        return f"Speed: {who[0]} and {who[1]} have no steps in common after the warm-up, the first step."
     told = f"{ratio.value:.2f} times the tokens/s/device of {who[1]}"
     if not ratio.known or steps < figures.MIN_STEPS:
         return f"Speed: {who[0]} had {told}, but {steps} common steps after the warm-up are too few to say how sure that is."
@@ -162,7 +162,8 @@ def _wall_time(run: Run, base: Run, pairs: Sequence[tuple[Row, Row]]) -> list[st
     if not pairs:
         return []
     mine, theirs = (sum(pair[side]["step_s"] for pair in pairs) for side in (0, 1))
-    return [f"Wall time of the {len(pairs)} common steps: {run.name} {mine:,.0f} s, {base.name} {theirs:,.0f} s."]
+    which = "one common step" if len(pairs) == 1 else f"{len(pairs)} common steps"
+    return [f"Wall time of the {which}: {run.name} {mine:,.0f} s, {base.name} {theirs:,.0f} s."]
 
 
 def _cautions(run: Run, base: Run) -> list[str]:
