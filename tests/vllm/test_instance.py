@@ -273,8 +273,13 @@ def test_a_disconnect_cancels_the_request(client):
         requests.post(client.url + "/v1/completions", timeout=1, **ask)
     until(client, running=0, waiting=0)
     client.post("/resume")
-    with pytest.raises(requests.exceptions.ReadTimeout):
-        requests.post(client.url + "/v1/completions", timeout=0.02, **ask)
+    for _ in range(20):  # on a busy machine a reply may be there before the client looks at its clock
+        try:
+            requests.post(client.url + "/v1/completions", timeout=0.02, **ask)
+        except requests.exceptions.ReadTimeout:
+            break
+    else:
+        pytest.fail("every reply came within 20 ms")
     until(client, running=0, waiting=0)
 
 
