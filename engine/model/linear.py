@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 LARGE = 1 << 22
 """Multiplications from which oneDNN is worth its setting up, about 0.6 ms at the first product of some sizes (measured)."""
-BLOCK = 256
+BLOCK = 128
 """oneDNN gets a multiple of so many tokens, torch the rest: each of its sizes keeps about 0.7 MiB for ever (measured), and
 there are as many lengths as micro-batches."""
 
