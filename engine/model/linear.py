@@ -22,6 +22,9 @@ from torch.autograd.function import once_differentiable
 
 LARGE = 1 << 22
 """Multiplications from which oneDNN is worth its setting up, about 0.6 ms at the first product of some sizes (measured)."""
+BLOCK = 128
+"""oneDNN gets a multiple of so many tokens, torch the rest: each of its sizes keeps about 0.7 MiB for ever (measured), and
+there are as many lengths as micro-batches."""
 
 
 def put_in(model: torch.nn.Module) -> None:
@@ -75,31 +78,42 @@ class _Linear(torch.autograd.Function):
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, k] · b [k, n] → [m, n], fp32 and dense, without gradients."""
-    if _large(a, b):
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-        return out
-    return a.mm(b)
+    """Tokens a [T, k] · b [k, n] → [T, n], fp32 and dense, without gradients."""
+    whole = _whole(len(a), b.numel())
+    if not whole:
+        return a.mm(b)
+    first = _by_onednn(a[:whole], b)
+    return first if whole == len(a) else torch.cat([first, a[whole:].mm(b)])
 
 
 def _to_weight(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
     """gradᵀ · x of grad [T, n] and x [T, k]; added to `total` [n, k] if there is one, and then None."""
+    whole = _whole(len(x), grad.shape[1] * x.shape[1])
+    if whole:
+        product = _transposed_times(grad[:whole], x[:whole])
+        total, found = (product, product) if total is None else (total.add_(product), None)
+        total.addmm_(grad[whole:].t(), x[whole:])
+        return found
     if total is None:
-        return _transposed_times(grad, x)
-    if _large(grad.t(), x):
-        total.add_(_transposed_times(grad, x))
-    else:
-        total.addmm_(grad.t(), x)
+        return grad.t().mm(x)
+    total.addmm_(grad.t(), x)
     return None
 
 
 def _transposed_times(grad: Tensor, x: Tensor) -> Tensor:
     """gradᵀ · x. oneDNN copies its first factor: the smaller one, unless transposing the result costs more."""
     tokens, (outputs, inputs) = len(x), (grad.shape[1], x.shape[1])
-    if _large(grad.t(), x) and (tokens + 2 * outputs) * inputs < tokens * outputs:
-        return times(x.t(), grad).t()
-    return times(grad.t(), x)
+    if (tokens + 2 * outputs) * inputs < tokens * outputs:
+        return _by_onednn(x.t(), grad).t()
+    return _by_onednn(grad.t(), x)
 
 
-def _large(a: Tensor, b: Tensor) -> bool:
-    return a.shape[0] * a.shape[1] * b.shape[1] >= LARGE
+def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return out
+
+
+def _whole(tokens: int, each: int) -> int:
+    """How many of the tokens go to oneDNN, with so many multiplications for each."""
+    whole = tokens - tokens % BLOCK
+    return whole if whole * each >= LARGE else 0
