@@ -65,21 +65,23 @@ def head_norms(shape: ModelShape) -> bool:
     return shape.architecture.startswith("Qwen3")
 
 
-def layer_elements(shape: ModelShape, parallel: Parallel) -> int:
+def layer_elements(shape: ModelShape, parallel: Parallel, tables: bool = False) -> int:
     """Elements that one layer keeps per token of a rank's row, without recomputation.
 
     Counted from what our layers save, as Korthikanti et al. (arXiv:2205.05198 §4.1) count theirs: both norms keep their input,
     the two linear layers behind them the norms' outputs (4·h; shared among tensor ranks under sequence parallelism); attention
     the joint projection, rotated queries and keys and its output, with head norms and several key-value heads a rank also a
     copy of the queries; the MLP its gate and up projection and their product (3·f); the rotation four vectors of a head's
-    size. Small per-token statistics count as two elements a norm or head.
+    size, or none of its own where all layers share `tables` (engine.model.rotary, on a CPU). Small per-token statistics count
+    as two elements a norm or head.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     stream = 4 * shape.hidden // (parallel.tensor if parallel.sequence else 1)
     copied = queries if head_norms(shape) and shape.kv_heads > parallel.tensor else 0
     attention = (queries + 2 * keys) + queries + keys + queries + copied
     statistics = 2 + 2 * (shape.heads + shape.kv_heads) // parallel.tensor
-    return stream + attention // parallel.tensor + statistics + 4 * shape.head_dim + _mlp(shape, parallel)
+    rotation = 0 if tables else 4 * shape.head_dim
+    return stream + attention // parallel.tensor + statistics + rotation + _mlp(shape, parallel)
 
 
 def _mlp(shape: ModelShape, parallel: Parallel) -> int:
