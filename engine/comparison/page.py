@@ -35,7 +35,7 @@ NOTES = (
     "one is the rollout beside it. In sync they follow each other, in periodic they overlap.",
     "Reward at the end: the mean of a run's last fifth of steps. Curves of more than 30 steps have a faint line for the steps, a "
     "bold one for the moving average. Entropy and KL are means over the tokens of the responses, in nats.",
-    "Intervals of speed and reward come from blocks of neighbouring steps (batch means, Student's t). Accuracy is paired by "
+    "Intervals of speed and reward come from six blocks of neighbouring steps (batch means, Student's t). Accuracy is paired by "
     "problem where both runs have a table of the benchmark (t interval; sign-flip test), else it is the difference of two "
     "Wilson intervals (Newcombe). Against several runs the intervals are widened so that they hold together (Bonferroni).",
     "These intervals hold for these runs. How much another seed, another machine or other load would change is not in them: "

@@ -66,6 +66,33 @@ def test_the_speed_interval_covers_the_true_ratio_as_often_as_it_says():
     assert 180 <= hits <= 199, hits
 
 
+def test_the_speed_interval_holds_where_the_machines_load_changes_slowly():
+    """200 pairs of runs as above, but with AR(1) noise, correlation 0.8 of neighbours; blocks of n^(1/3) steps gave 158."""
+    hits = 0
+    for seed in range(200):
+        found = figures.speed_ratio(slow_noise(8.0, seed), slow_noise(10.0, 1000 + seed), 0.95)
+        hits += found.low <= 1.25 <= found.high
+    assert 172 <= hits <= 199, hits
+
+
+def slow_noise(seconds, seed, alike=0.8, noise=0.2):
+    """120 steps whose log times are a stationary AR(1) process."""
+    chance = random.Random(seed)
+    rows, now = [], chance.gauss(0, noise)
+    for number in range(120):
+        rows.append(step(number, seconds * math.exp(now)))
+        now = alike * now + math.sqrt(1 - alike**2) * chance.gauss(0, noise)
+    return Run("slow", "slow", {}, rows)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 6, 7, 11, 39, 200])
+def test_blocks_are_few_and_take_each_step_once(steps):
+    found = figures.blocks(range(steps))
+    assert [step for block in found for step in block] == list(range(steps))
+    assert len(found) == min(steps, 6)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
 @pytest.mark.parametrize(("seconds", "word"), [(8.0, "was faster"), (12.5, "was slower"), (10.0, "no difference shown")])
 def test_the_verdict_on_speed(seconds, word):
     found = verdicts([run("sync", noise=0.1), run("periodic", seconds, noise=0.1, seed=9)])[0]
