@@ -78,13 +78,14 @@ def _wait_for_end(flow_run: UUID, within_s: float) -> None:
 
 
 def _cancel(flow_run: UUID) -> None:
+    """End a flow run that is under way, or that would come back: a crashed one may be resumed (tasks.watchdog)."""
     with get_client(sync_client=True) as client:
         try:
             state = client.read_flow_run(flow_run).state
         except ObjectNotFound:  # noted on another server, or deleted there
             return
-        if state is not None and not state.is_final():
-            client.set_flow_run_state(flow_run, Cancelled() if state.is_scheduled() else Cancelling())
+        if state is not None and (not state.is_final() or state.is_crashed()):
+            client.set_flow_run_state(flow_run, Cancelled() if state.is_scheduled() or state.is_crashed() else Cancelling())
 
 
 def run_node(folder: Path, wait_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 from engine.config import Config
 from engine.evaluation.drain import dropped
 from engine.run_folder import RunFolder, append_line, read_lines
-from tasks import tracking
+from tasks import patience, tracking
 from tasks.console import complain, say
 from tasks.patience import TrackingAway
 from tasks.recording import recorder
 
 ARTIFACTS = "evaluations"
 """Folder of the MLflow run's artifacts with a table per evaluation."""
-
+POLL_S = 0.5
+"""Between looks whether MLflow has got everything."""
 
 _queued: set[str] = set()
 """Tables that this process has handed to the recorder."""
@@ -44,13 +46,18 @@ def missing(folder: RunFolder) -> list[dict[str, Any]]:
 def log_finished(config: Config, tracked: Callable[..., AbstractContextManager[str]] = tracking.tracked) -> None:
     """Log what a finished evaluation has written, in the run folder's MLflow run.
 
-    Raises TrackingAway when MLflow is away for long: nothing is lost, the next one to log in this run folder writes it.
+    Waits for MLflow's store of artifacts as long as for MLflow itself (tasks.patience): an attempt that gave up sooner would be
+    resumed so often that it is ended (tasks.watchdog). Raises TrackingAway when either is away for longer: nothing is lost, the
+    next one to log in this run folder writes it.
     """
     folder = RunFolder(config.folder)
     with tracked(config, evaluation=True):
         log_new(folder)
+        deadline = time.monotonic() + patience.PATIENCE_S
+        while missing(folder) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
     if missing(folder):
-        raise TrackingAway(f"MLflow has not got all evaluations of run {config.run.name}")
+        raise TrackingAway(f"MLflow did not take all evaluations of run {config.run.name} within {patience.PATIENCE_S:.0f} s")
 
 
 def log_or_say(config: Config) -> None:
@@ -67,9 +74,12 @@ def _notes(folder: RunFolder) -> Path:
 
 
 def _log(row: Mapping[str, Any], folder: RunFolder, notes: Path) -> None:
-    """Figures, table and, once both are written, the note of it: the recorder keeps their order."""
-    tracking.log_evaluation({key: value for key, value in row.items() if key not in ("protocol", "skipped")})
+    """Table, figures and, once both are written, the note of it: the recorder keeps their order.
+
+    The figures come second: a table may be written again, figures would stand there twice.
+    """
     recorder().artifact(folder.path / row["table"], ARTIFACTS)
+    tracking.log_evaluation({key: value for key, value in row.items() if key not in ("protocol", "skipped")})
     recorder().do(f"note of {row['table']}", lambda: append_line(notes, {"table": row["table"]}))
 
 

@@ -53,6 +53,9 @@ _RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
 _ENDS = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelling", "Cancelled", "Crashed")}
 """What a run that ended, or that somebody ends, says: one that is being cancelled must not come back as crashed."""
+_BEGUN = {f"prefect.flow-run.{sign}" for sign in (
+    "Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot")}
+"""Any of them says that a run that was handed to a worker began, or was taken back: one event may be lost."""
 _LEFT = {f"prefect.flow-run.{state}" for state in (
     "Scheduled", "AwaitingRetry", "Pending", "Submitting", "Running", "Cancelling", "Cancelled", "Completed", "Failed")}
 """A run that is no longer crashed: somebody has scheduled it, say."""
@@ -108,7 +111,7 @@ def _not_begun() -> Automation:
         name="metronome: a run does not begin",
         description=f"A run that a worker took and that did not begin within {PENDING_S / 60:.0f} minutes is taken for crashed.",
         trigger=EventTrigger(
-            after={"prefect.flow-run.Pending"}, expect={"prefect.flow-run.Running", *_ENDS},
+            after={"prefect.flow-run.Pending"}, expect=_BEGUN | _ENDS,
             match=_RUNS, match_related=_OURS, for_each={"prefect.resource.id"},
             posture=Posture.Proactive, threshold=1, within=timedelta(seconds=PENDING_S),
         ),

@@ -16,6 +16,8 @@ WARM_UP = 1
 """First steps that don't count for speed: caches and allocators settle."""
 MIN_STEPS = 5
 """Fewer common steps give no interval."""
+BLOCKS = 6
+"""Of neighbouring steps. Few and long ones: a machine's load changes slowly, and short blocks would be as alike as the steps."""
 PARTS = ("sync_s", "wait_s", "train_s", "update_s")
 """What the trainer does one after the other in a step; scoring is part of train_s, rollouts go on beside it."""
 
@@ -125,8 +127,8 @@ def common(one: Run, other: Run, key: str, skip: int = 0) -> list[tuple[Row, Row
 def speed_ratio(one: Run, other: Run, confidence: float) -> Interval:
     """Tokens/s/device of `one` over `other`'s, on their common steps.
 
-    Steps that follow each other are alike, so the units are blocks of about n^(1/3) steps (method of batch means): Student's t
-    interval of the mean log ratio of the blocks.
+    Steps that follow each other are alike, so the units are `BLOCKS` blocks of them (method of batch means): Student's t interval
+    of the mean log ratio of the blocks. Load that stays for about as long as a block makes it too narrow.
     """
     pairs = [pair for pair in common(one, other, "tokens_per_s_per_device", WARM_UP) if all(row.get("step_s") for row in pair)]
     if not pairs:
@@ -147,10 +149,9 @@ def reward_difference(one: Run, other: Run, confidence: float) -> Interval:
 
 
 def blocks(rows: Sequence[Any]) -> list[Sequence[Any]]:
-    """About n^(2/3) blocks of neighbours, equally long but for the last, which takes the rest."""
-    length = max(1, round(len(rows) ** (1 / 3)))
-    count = max(1, len(rows) // length)
-    return [rows[number * length:(number + 1) * length if number < count - 1 else None] for number in range(count)]
+    """At most `BLOCKS` blocks of neighbours, as equally long as can be."""
+    count = min(BLOCKS, len(rows))
+    return [rows[number * len(rows) // count:(number + 1) * len(rows) // count] for number in range(count)]
 
 
 def _interval(values: Sequence[float], steps: int, confidence: float) -> Interval:

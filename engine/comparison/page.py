@@ -11,7 +11,7 @@ from typing import Any
 from engine.comparison import benchmarks, figures
 from engine.comparison.benchmarks import Difference
 from engine.comparison.figures import Row, Run
-from engine.comparison.verdict import Verdict, confidence, differences, percent, verdicts
+from engine.comparison.verdict import Verdict, differences, percent, verdicts
 from engine.run_folder import write_atomically
 from engine.timeline import COLORS
 
@@ -35,9 +35,10 @@ NOTES = (
     "one is the rollout beside it. In sync they follow each other, in periodic they overlap.",
     "Reward at the end: the mean of a run's last fifth of steps. Curves of more than 30 steps have a faint line for the steps, a "
     "bold one for the moving average. Entropy and KL are means over the tokens of the responses, in nats.",
-    "Intervals of speed and reward come from blocks of neighbouring steps (batch means, Student's t). Accuracy is paired by "
+    "Intervals of speed and reward come from six blocks of neighbouring steps (batch means, Student's t). Accuracy is paired by "
     "problem where both runs have a table of the benchmark (t interval; sign-flip test), else it is the difference of two "
-    "Wilson intervals (Newcombe). Against several runs the intervals are widened so that they hold together (Bonferroni).",
+    "Wilson intervals (Newcombe). Against several runs the intervals of speed and of reward are "
+    "widened so that those of one kind hold together, those of accuracy for all runs and benchmarks (Bonferroni).",
     "These intervals hold for these runs. How much another seed, another machine or other load would change is not in them: "
     "repeat runs to know.",
 )
@@ -178,7 +179,8 @@ def _against(name: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
     ]  # fmt: skip
     if not rows:
         return []
-    title = f"{name}: difference from {found[0].base.name}, with {percent(confidence(len(found)))} intervals"
+    level = next(one.level for verdict in found for one in verdict.accuracy)  # of all the same
+    title = f"{name}: difference from {found[0].base.name}, with {percent(level)} intervals"
     return [{"title": title, "x": "difference of avg@k", "rows": rows, "zero": 0}]
 
 

@@ -11,11 +11,12 @@ from engine.comparison.benchmarks import Difference
 from engine.comparison.figures import Interval, Row, Run
 
 CONFIDENCE = 0.95
-"""Of all intervals against the first run together: with k other runs each has 1 - 0.05 / k (Bonferroni)."""
+"""Of all intervals of a kind (speed, reward, accuracy) together: of k each has 1 - 0.05 / k (Bonferroni). There is one for each
+other run, of accuracy one for each other run and benchmark."""
 UNKNOWN = Interval(math.nan, -math.inf, math.inf)
 """Nothing can be said."""
 GRADES = {
-    "better": "better", "worse": "worse", "equal": "equal", "open": "not shown to be better or worse",
+    "better": "better", "worse": "worse", "none": "without any difference seen", "open": "not shown to be better or worse",
     "unknown": "of unknown quality",
 }  # fmt: skip
 """What an interval of a difference says, in words."""
@@ -44,12 +45,14 @@ class Verdict:
 
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:
     """Each run but the first against the first."""
-    return [_verdict(run, runs[0], confidence(len(runs) - 1)) for run in runs[1:]]
+    others = len(runs) - 1
+    sure, sure_of_accuracy = confidence(others), confidence(others * len(benchmarks.names(list(runs))))
+    return [_verdict(run, runs[0], sure, sure_of_accuracy) for run in runs[1:]]
 
 
-def confidence(others: int) -> float:
-    """Of each interval, with so many runs against the first."""
-    return 1 - (1 - CONFIDENCE) / max(1, others)
+def confidence(intervals: int) -> float:
+    """Of each of so many intervals (at least one) that are to hold together."""
+    return 1 - (1 - CONFIDENCE) / max(1, intervals)
 
 
 def percent(level: float) -> str:
@@ -64,18 +67,18 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
-def _verdict(run: Run, base: Run, sure: float) -> Verdict:
+def _verdict(run: Run, base: Run, sure: float, sure_of_accuracy: float) -> Verdict:
     speed = figures.speed_ratio(run, base, sure)
     reward = figures.reward_difference(run, base, sure)
     pairs = figures.common(run, base, "step_s")
-    found = [benchmarks.difference(run, base, name, sure) for name in benchmarks.names([run, base])]
+    found = [benchmarks.difference(run, base, name, sure_of_accuracy) for name in benchmarks.names([run, base])]
     accuracy = tuple(one for one in found if one is not None)
     who = _who(run), _who(base)
     level = percent(sure)
     steps = len(figures.common(run, base, "tokens_per_s_per_device", figures.WARM_UP))
     sentences = [
         _faster(who, speed, level, steps),
-        *(_as_accurate(who, one, level) for one in accuracy),
+        *(_as_accurate(who, one) for one in accuracy),
         _as_rewarded(who, reward, level, bool(accuracy)),
         *_wall_time(run, base, pairs),
     ]
@@ -111,7 +114,7 @@ def _side(found: Interval, agreed: bool = True) -> str:
     if not found.known:
         return "unknown"
     if found.low == found.high == 0:
-        return "equal"
+        return "none"
     if not agreed or found.low <= 0 <= found.high:
         return "open"
     return "better" if found.low > 0 else "worse"
@@ -131,11 +134,11 @@ def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> st
     return f"Speed in these runs: no difference shown; {who[0]} had {told} ({sure})."
 
 
-def _as_accurate(who: tuple[str, str], found: Difference, level: str) -> str:
+def _as_accurate(who: tuple[str, str], found: Difference) -> str:
     kind = f"paired over {found.problems} problems" if found.paired else f"unpaired, {found.problems} problems"
     kind += f", p = {found.p_value:.2g}" if found.p_value is not None and not found.agreed and found.better + found.worse else ""
     notes = f" Careful: {'; '.join(found.notes)}." if found.notes else ""
-    return f"Accuracy on {found.benchmark}: {_sided(who, found.interval, level, kind, found.agreed)}{notes}"
+    return f"Accuracy on {found.benchmark}: {_sided(who, found.interval, percent(found.level), kind, found.agreed)}{notes}"
 
 
 def _as_rewarded(who: tuple[str, str], found: Interval, level: str, evaluated: bool) -> str:
@@ -152,8 +155,8 @@ def _sided(who: tuple[str, str], found: Interval, level: str, kind: str, agreed:
     sure = f"{found.value:+.3f}, {level} interval {found.low:+.3f} to {found.high:+.3f}, {kind}"
     if side in ("better", "worse"):
         return f"{who[0]} was {side} ({sure})."
-    if side == "equal":
-        return f"equal throughout ({kind})."
+    if side == "none":
+        return f"{GRADES[side]} ({kind})."
     most = max(abs(found.low), abs(found.high))
     return f"no difference shown ({sure}); one of more than {most:.3f} is unlikely."
 

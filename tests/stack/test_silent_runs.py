@@ -12,11 +12,12 @@ import pytest
 from conftest import ROOT, wait_for
 from flow_runs import kill, patiently, processes, start, state
 
-from tasks.services import post
+from tasks.services import HEARTBEAT_S, post
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
-SILENCE_S = 20
+SILENCE_S = 2 * HEARTBEAT_S + 10
+"""Longer than two heartbeats: shorter, a run that lives is taken for dead between two of them."""
 FLOW = """
 import os, time
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, envir
     dog = subprocess.Popen([sys.executable, "-m", "tasks.watchdog", "--every", "1", "--after", "1"], env=environment, cwd=ROOT)
     try:
         for run in runs.values():
-            wait_for(lambda run=run: state(api, run)["type"] == "COMPLETED", "the end of the second attempt", 180)
+            wait_for(lambda run=run: state(api, run)["type"] == "COMPLETED", "the end of the second attempt", SILENCE_S + 160)
     finally:
         dog.kill()
         dog.wait()

@@ -1,9 +1,11 @@
 """Flow runs that a killed process left behind, with Prefect's client replaced by a record of what it is asked."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
+from prefect import states
 
 from engine.config import Config
 from engine.run_folder import append_line, read_lines
@@ -24,3 +26,17 @@ def test_those_of_a_killed_attempt_are_cancelled_before_new_ones_start(left, tmp
         assert events == [*(("cancel", number) for number in before), ("start", new)]
         assert [row["flow_run_id"] for row in read_lines(notes)] == [str(new)]
     assert events[-1] == ("cancel", new)
+
+
+@pytest.mark.parametrize(("state", "asked"), [
+    (states.Scheduled(), ["CANCELLED"]), (states.AwaitingRetry(), ["CANCELLED"]), (states.Running(), ["CANCELLING"]),
+    (states.Crashed(), ["CANCELLED"]),  # a node that crashed would be resumed when its run is over
+    (states.Completed(), []), (states.Failed(), []), (states.Cancelled(), []),
+])  # fmt: skip
+def test_what_is_under_way_or_may_come_back_is_cancelled(state, asked, monkeypatch):
+    sent = []
+    client = SimpleNamespace(read_flow_run=lambda _: SimpleNamespace(state=state),
+                             set_flow_run_state=lambda _, wanted: sent.append(wanted.type.value))  # fmt: skip
+    monkeypatch.setattr(companions, "get_client", lambda sync_client: nullcontext(client))
+    companions._cancel(uuid4())
+    assert sent == asked

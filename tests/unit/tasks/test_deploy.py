@@ -10,6 +10,7 @@ from prefect.workers.process import ProcessJobConfiguration
 from engine.errors import BadInput
 from tasks.deploy import POOLS, Choices, deployments, template
 from tasks.services import HEARTBEAT_S
+from tasks.watchdog import TAG
 
 RECIPE = "infra/recipes/quickstart.toml"
 ASCEND = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_CONNECT_TIMEOUT"}
@@ -29,6 +30,15 @@ def test_choices_reach_the_deployments():
     assert (nightly["cron"], nightly["timezone"]) == ("30 1 * * *", "Asia/Shanghai")
     assert found["nightly-evaluation"]["schedules"] == []
     assert found["nightly"]["parameters"]["continue_from"] == "latest"
+
+
+def test_crashed_runs_and_lost_nodes_are_resumed_and_nodes_wait_in_a_queue_of_their_own():
+    """A limit on the queue `default` must not hold back the nodes of a run that has begun."""
+    found = {one["name"]: one for one in deployments(RECIPE, [], Choices(pool="ascend-train"))["deployments"]}
+    resumed = {name for name, one in found.items() if TAG in one["tags"]}
+    assert resumed == {"pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training"}
+    queues = {name: one["work_pool"].get("work_queue_name", "default") for name, one in found.items()}
+    assert queues == dict.fromkeys(found, "default") | {"join-training": "nodes"}
 
 
 def test_every_entrypoint_is_a_flow_with_these_parameters():

@@ -1,3 +1,4 @@
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from engine.folder_lock import held
 from engine.run_folder import RunFolder, append_line
 from engine.types import StepReport
 from flows.cli import _train
-from tasks import metric_log, patience, tracking
+from tasks import evaluation_log, metric_log, patience, recorder, recording, tracking
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +169,56 @@ def test_a_training_that_is_refused_for_the_lock_does_not_touch_the_run_in_mlflo
         with pytest.raises(BadInput, match=r"run folder .*living is in use by process"):
             _train(other, resume=True, replay=None)
     assert not (other.folder / tracking.RUN_ID).exists()
+
+
+@pytest.fixture
+def evaluated(config, monkeypatch, request):
+    """A config whose run folder has one evaluation; the recorder waits for MLflow 0.1 s at the end of a run."""
+    monkeypatch.setattr(recorder, "RETRY_S", (0.02,))
+    monkeypatch.setattr(recording, "FLUSH_S", 0.1)
+    other = config.model_copy(update={"run": Run(name=request.node.name, output=config.run.output)})
+    row = {"step": 3, "weight_version": 3, "benchmark": "b", "avg_at_k": 0.5, "table": "evaluations/b.jsonl"}
+    (other.folder / "evaluations").mkdir(parents=True)
+    append_line(other.folder / row["table"], {"prompt_id": "x", "mean": 0.5})
+    append_line(RunFolder(other.folder).evaluations, row)
+    return other
+
+
+def accuracies(config):
+    run_id = (config.folder / tracking.RUN_ID).read_text()
+    return [point.value for point in mlflow.MlflowClient().get_metric_history(run_id, "b/avg_at_k")]
+
+
+def test_an_artifact_store_that_is_away_leaves_no_figure_to_be_logged_twice(evaluated, monkeypatch):
+    def away(*_):
+        raise ConnectionError("no bucket")
+
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
+    for attempt in range(2):
+        monkeypatch.setattr(evaluation_log, "_queued", set())  # a new process
+        with monkeypatch.context() as patched:
+            patched.setattr(mlflow.MlflowClient, "log_artifact", away)
+            with pytest.raises(patience.TrackingAway, match="all evaluations of run"):
+                evaluation_log.log_finished(evaluated)
+        assert accuracies(evaluated) == [], attempt
+    monkeypatch.setattr(evaluation_log, "_queued", set())
+    monkeypatch.setattr(patience, "PATIENCE_S", 30.0)
+    evaluation_log.log_finished(evaluated)
+    evaluation_log.log_finished(evaluated)
+    assert accuracies(evaluated) == [0.5]
+
+
+def test_an_artifact_store_that_comes_back_is_waited_for_longer_than_a_run_waits_at_its_end(evaluated, monkeypatch):
+    here, asked = mlflow.MlflowClient.log_artifact, []
+
+    def back_later(*arguments):
+        asked.append(time.monotonic())
+        if asked[-1] < asked[0] + 1.0:  # ten times FLUSH_S
+            raise ConnectionError("no bucket")
+        here(*arguments)
+
+    monkeypatch.setattr(patience, "PATIENCE_S", 30.0)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_artifact", back_later)
+    evaluation_log.log_finished(evaluated)
+    assert accuracies(evaluated) == [0.5]
+    assert evaluation_log.missing(RunFolder(evaluated.folder)) == []

@@ -46,3 +46,11 @@ def test_silence_is_longer_than_two_heartbeats_and_each_begins_it_anew():
     assert watched.starts_after("prefect.flow-run.heartbeat")
     assert watched.expects("prefect.flow-run.heartbeat")
     assert watched.within.total_seconds() > 2 * HEARTBEAT_S
+
+
+@pytest.mark.parametrize("sign", ["Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot"])
+def test_a_run_has_begun_or_was_taken_back_by_any_sign_of_it(sign):
+    """The event Running alone may be lost: a healthy run would be set to Crashed."""
+    watched = trigger(NOT_BEGUN)
+    assert watched.expects(f"prefect.flow-run.{sign}")
+    assert not watched.starts_after(f"prefect.flow-run.{sign}")
