@@ -16,7 +16,7 @@ WARM_UP = 1
 """First steps that don't count for speed: caches and allocators settle."""
 MIN_STEPS = 5
 """Fewer common steps give no interval."""
-PARTS = ("sync_s", "wait_s", "train_s", "update_s")
+PARTS = ("sync_s", "check_s", "wait_s", "train_s", "update_s")
 """What the trainer does one after the other in a step; scoring is part of train_s, rollouts go on beside it."""
 
 
