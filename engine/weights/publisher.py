@@ -211,6 +211,7 @@ class Publisher:
         for bucket in self._packed(tensors):
             info = {"transport": self._transport.name, "version": version, "stage": stage, "bucket": bucket.number,
                     **bucket.wire()}
+            info |= self._transport.write(bucket, info) if self._transport.groups else {}  # the others' write is a step
             self._sending.append(info)
             self._pipeline.put(bucket, info)
 

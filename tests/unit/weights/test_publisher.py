@@ -11,7 +11,7 @@ from weights_double import TIMEOUT_S, Client, Launcher, Model, Verifying, base_f
 from engine.errors import WeightSyncError
 from engine.rollout.client import InstanceGone
 from engine.weights.bucket_file import wire_of
-from engine.weights.transport import open_transport
+from engine.weights.transport import GroupTransport, open_transport
 
 STAGES = (("lm_head.weight", "a"), ("b", "c", "d"))
 
@@ -109,6 +109,24 @@ def test_all_stages_arrive_and_one_snapshot_holds_them(run, tmp_path, transport)
     names = [name for path in sorted(folder.glob("*.safetensors")) for name in wire_of(path)["names"]]
     assert names == [name for stage in STAGES for name in stage]
     assert all(model.seen == len(STAGES[model.stage]) for model in models)
+
+
+@pytest.mark.parametrize("more", [{}, {"packed": True, "packed_buffer_size_bytes": 2**28}])
+def test_instances_are_told_what_a_transport_with_groups_says_of_each_bucket(tmp_path, monkeypatch, more):
+    told, asked = [], []
+
+    async def hear(route, body, count):
+        if route == "/update_weights" and body["update_info"]["transport"] == "gloo":
+            told.append(body["update_info"])
+
+    monkeypatch.setattr(GroupTransport, "write", lambda self, bucket, info: asked.append((bucket.number, dict(info))) or more)
+    launcher = Launcher([Client("a", base_folder(tmp_path / "base"), hear)])
+    try:
+        publisher(launcher, "gloo", tmp_path).publish(Model(1), 1)
+    finally:
+        launcher.close()
+    assert [number for number, _ in asked] == [0, 1, 2]
+    assert told == [info | more | {"staged": False} for _, info in asked]
 
 
 class Slow(Model):
