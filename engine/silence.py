@@ -18,7 +18,8 @@ class Silence:
 
     @contextmanager
     def answering(self, unit: int | None) -> Iterator[None]:
-        """A request is a sign of life of the trainer, and of the unit that it comes from."""
+        """A request is a sign of life of the trainer, and of the unit that it comes from; one of no unit is asked by the first
+        rank for all, who wait for its answer."""
         self._answering += 1
         self._hear(unit, math.inf)
         try:
@@ -29,7 +30,9 @@ class Silence:
             self._hear(unit, self._trainer)
 
     def _hear(self, unit: int | None, when: float) -> None:
-        if unit in self._units:
+        if unit is None:
+            self._units = dict.fromkeys(self._units, when)
+        elif unit in self._units:
             self._units[unit] = when
 
     def expect(self, units: int) -> None:

@@ -118,6 +118,8 @@ class StepReport:
     wait_first_s: float
     wait_s: float
     sync_s: float
+    check_s: float
+    """The comparison of the instances' log-probabilities with the trainer's, beside the first responses."""
     tokens_per_s_per_device: float
     loss: float
     kl: float

@@ -34,8 +34,8 @@ def kill(run, name):
 
 
 def kill_in_update(run, name):
-    """One of its own instances, while it is given weights. rollout.heartbeat_s must be long enough for it not to be taken for
-    silent before that."""
+    """One of its own instances, while it is given weights. rollout.heartbeat_s must be long enough for the step to end and the
+    update to begin before it is taken for silent."""
     with run.held():
         run.wait_for_samples()
         processes = run.processes(name)

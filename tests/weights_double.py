@@ -58,7 +58,7 @@ class Client:
         self.counts = {}
         self.calls = []
         self.gone = asyncio.Event()
-        self.trusted = True
+        self.trusted, self.anew = True, False
 
     def cut(self, reason):
         self.gone.set()
@@ -66,8 +66,8 @@ class Client:
     def distrust(self):
         self.trusted = False
 
-    def trust(self):
-        self.trusted = True
+    def trust(self, anew=False):
+        self.trusted, self.anew = True, anew
 
     async def call(self, method, route, body=None, timeout_s=None):
         route = route.split("?")[0]

@@ -18,7 +18,7 @@ MIN_STEPS = 5
 """Fewer common steps give no interval."""
 BLOCKS = 6
 """Of neighbouring steps. Few and long ones: a machine's load changes slowly, and short blocks would be as alike as the steps."""
-PARTS = ("sync_s", "wait_s", "train_s", "update_s")
+PARTS = ("sync_s", "check_s", "wait_s", "train_s", "update_s")
 """What the trainer does one after the other in a step; scoring is part of train_s, rollouts go on beside it."""
 
 

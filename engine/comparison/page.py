@@ -22,8 +22,8 @@ DASHES = ("", "7 4", "2 3", "9 3 2 3")
 POINTS = 400
 """Of one curve; a longer one is drawn by means of neighbouring steps."""
 PARTS = {
-    "sync_s": ("weight sync", "sync"), "wait_s": ("wait for responses", "wait"), "train_s": ("train", "train"),
-    "update_s": ("update", "update"), "other_s": ("other", "silent"),
+    "sync_s": ("weight sync", "sync"), "check_s": ("compare weights", "check"), "wait_s": ("wait for responses", "wait"),
+    "train_s": ("train", "train"), "update_s": ("update", "update"), "other_s": ("other", "silent"),
 }  # fmt: skip
 """Of a step's time: name on the page (a run may be called "sync"), and the timeline's name for the colour."""
 ROLLOUT = ("rollout, beside it", "rollout")
@@ -31,8 +31,8 @@ NOTES = (
     "Tokens/s/device: prompt and response tokens of the trained responses, by step time and by all devices, training and "
     "rollouts together. The first step of a run does not count for speed.",
     "Wall time is the sum of the steps' times. Start-up, evaluations outside steps, pauses and redone steps are not in it.",
-    "Where a step's time goes: the upper bar is the trainer (it sends weights, waits for responses, trains, updates); the thin "
-    "one is the rollout beside it. In sync they follow each other, in periodic they overlap.",
+    "Where a step's time goes: the upper bar is the trainer (it sends weights, has them compared, waits for responses, trains, "
+    "updates); the thin one is the rollout beside it. In sync they follow each other, in periodic they overlap.",
     "Reward at the end: the mean of a run's last fifth of steps. Curves of more than 30 steps have a faint line for the steps, a "
     "bold one for the moving average. Entropy and KL are means over the tokens of the responses, in nats.",
     "Intervals of speed and reward come from six blocks of neighbouring steps (batch means, Student's t). Accuracy is paired by "

@@ -106,13 +106,15 @@ class InstanceClient:
         """It gets weights that are not compared with the trainer's yet: hold its responses back."""
         self._trusted.clear()
 
-    def trust(self) -> None:
-        """It computes with the trainer's weights: let its responses go."""
+    def trust(self, anew: bool = False) -> None:
+        """It computes with the trainer's weights: let its responses go. `anew`: it was left out before, so what was asked of it
+        since is lost, as by a `cut`: other weights may have sampled that."""
+        self._cuts += anew
         self._trusted.set()
 
     async def _until_trusted(self, cuts: int) -> None:
         """For a response that was asked for after so many cuts. Raises InstanceGone when it was cut since, DeadlineError."""
-        if not self._trusted.is_set():
+        if cuts == self._cuts and not self._trusted.is_set():
             async with self._limited("POST /v1/completions, whose weights were to be compared with the trainer's"):
                 await self._trusted.wait()
         if cuts != self._cuts:

@@ -200,7 +200,8 @@ class WeightSync:
 
     async def _compare(self, instance: Instance, version: int) -> None:
         await self._steps.compare(instance, version, self._trainers)
-        instance.client.trust()
+        if instance.state in ("serving", "draining"):  # else it was left out meanwhile: it catches up before it counts again
+            instance.client.trust()
 
     async def _trainers(self) -> list[float] | None:
         """The trainer's log-probabilities, once it has told them."""
@@ -224,6 +225,7 @@ class WeightSync:
 
         Waits for a publish under way, and begins again when another was finished meanwhile. Raises MetronomeError.
         """
+        instance.client.distrust()
         await self._test_once(instance)
         while True:
             await self._until_quiet(instance)
@@ -240,7 +242,7 @@ class WeightSync:
                 continue  # the snapshot gave way to a newer one
             if self._version == version and self._quiet.is_set():
                 instance.version = version
-                instance.client.trust()
+                instance.client.trust(anew=True)
                 return
 
     async def _load_snapshot(self, instance: Instance, version: int) -> None:

@@ -47,8 +47,7 @@ class Loop:
                     sync_s = self.rollouts.publish(self.policy.models, version=step)
                 for batch in self.schedule.due(step, start, self.config.train.steps):
                     self.rollouts.start(batch)
-                with self.trace.span("check", step=step):
-                    self.rollouts.verify(self.policy.models, version=step)
+                check_s = self._verify(step)
                 for work in self._arriving(step):
                     self._do(step, work)
                 self.rollouts.settle()
@@ -63,12 +62,19 @@ class Loop:
                 self.policy.models.copy_policy_to_old()
                 norm, rate = self.policy.update()
             ended = time.perf_counter()
-            figures = {"sync_s": sync_s, "update_s": ended - updated, "step_s": ended - began,
+            figures = {"sync_s": sync_s, "check_s": check_s, "update_s": ended - updated, "step_s": ended - began,
                        "grad_norm": norm, "learning_rate": rate, **self.policy.figures()}
             self.report(step, figures)
             self.trace.flush()
             if self._due(step + 1):
                 self.checkpoint(step + 1, figures)
+
+    def _verify(self, step: int) -> float:
+        """Seconds blocked until the instances were seen to compute with the policy's weights; they sample beside it."""
+        began = time.perf_counter()
+        with self.trace.span("check", step=step):
+            self.rollouts.verify(self.policy.models, version=step)
+        return time.perf_counter() - began
 
     def _arriving(self, step: int) -> Iterator[Work]:
         """The unit's work of the step, with the time blocked on each piece counted as waiting."""

@@ -1,8 +1,9 @@
 """A checksum of a tensor's bytes, fast enough for every sync: XXH3 in host memory, integer arithmetic in torch on devices.
 
-Sender and receiver compare checksums of the same kind: a transport's tensors lie in host memory on both ends, or on devices
-on both. Both kinds find what goes wrong in transit (a changed bit, places exchanged, bytes of another version); they are no
-defence against somebody who computes collisions.
+The receiver computes the kind that the sender announced: a transport's tensors lie in host memory on both ends, or on devices on
+both, but a late instance reads into host memory, from a snapshot, also what was sent between devices. Both kinds find what goes
+wrong in transit (a changed bit, places exchanged, bytes of another version); they are no defence against somebody who computes
+collisions.
 
 On devices the bytes are read as 64-bit words. Within a chunk each word is folded (so that its high bits count in the low
 ones) and multiplied by an odd pseudo-random weight of its place; the products are added modulo 2^64, and the chunks' sums are
@@ -18,6 +19,9 @@ from torch import Tensor
 CHUNK = 65536
 """Words of 8 bytes that are summed together: half a megabyte, which stays in a core's cache."""
 
+DEVICE_DIGITS = 16
+"""Of a device's checksum; XXH3's has twice as many."""
+
 _MASK = 2**64 - 1
 _BASE = 0x9E3779B97F4A7C15  # odd; the golden ratio's digits
 _FOLD = 31
@@ -32,6 +36,12 @@ def checksum(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(data.numpy()) if data.device.type == "cpu" else device_checksum(tensor)
 
 
+def checksum_as(announced: object, tensor: Tensor) -> str:
+    """The tensor's checksum, of the kind that was announced: a device's for one of 16 digits, else `checksum`."""
+    device = isinstance(announced, str) and len(announced) == DEVICE_DIGITS
+    return device_checksum(tensor) if device else checksum(tensor)
+
+
 def device_checksum(tensor: Tensor) -> str:
     """What `checksum` is on a device, computed where the tensor is."""
     data = _bytes(tensor)
@@ -41,7 +51,7 @@ def device_checksum(tensor: Tensor) -> str:
     for total in _sums(words) if len(words) else []:
         value = (value * _BASE + total) & _MASK
     rest = int.from_bytes(data[whole:].cpu().numpy().tobytes(), "little")
-    return f"{_mixed((value * _BASE + rest) & _MASK):016x}"
+    return f"{_mixed((value * _BASE + rest) & _MASK):0{DEVICE_DIGITS}x}"
 
 
 def _bytes(tensor: Tensor) -> Tensor:

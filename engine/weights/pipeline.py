@@ -11,7 +11,7 @@ from engine.errors import DeadlineError, MetronomeError
 from engine.weights.buckets import Bucket
 
 Work = tuple[Bucket, dict[str, Any]]
-Step = Callable[[Bucket, dict[str, Any]], None]
+Step = Callable[[Bucket, dict[str, Any]], object]
 
 
 class Pipeline:

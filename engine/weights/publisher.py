@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -97,11 +98,13 @@ class Publisher:
         """What was told of each bucket of this stage."""
         self._snapshot: Background | None = None
         """Completes the last version's snapshot."""
+        self._outlived = threading.Event()
+        """Set when the parameters change before `_write_snapshot` is through."""
 
     def _make_pipeline(self) -> Pipeline:
         self._buffers = Buffers(UNDER_WAY, self._timeout_s, self._transport.device)
         if self._transport.groups:
-            steps, counted = [self._announce] if self._alone else [self._announce, self._keep], 1
+            steps, counted = [self._announce] if self._alone else [self._announce, self._snapshots.write], 1
         else:
             steps, counted = [self._write, self._announce], 2
         return Pipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
@@ -133,17 +136,18 @@ class Publisher:
         expected = self._probe(model, self._probed)
         self._ranks.from_first(lambda: self._control.ask("sync_verify", version=version, expected=expected))
         if self._later:
+            self._outlived.clear()
             self._snapshot = Background(lambda: self._write_snapshot(model, version), UNWRITTEN)
 
     def settle(self) -> None:
-        """Before the parameters change: until the version that was published last is written to its snapshot.
+        """Before the parameters change: until the version that was published last is in its snapshot, or that is dropped.
 
         Raises nothing: what went wrong is told to all ranks by the next publish.
         """
         if self._pipeline is not None:
             self._pipeline.idle()
-        if self._snapshot is not None:
-            self._snapshot.wait(self._timeout_s)
+        if self._snapshot is not None and not self._snapshot.wait(self._timeout_s):
+            self._outlived.set()
 
     def _settle(self) -> None:
         """Until nothing of the last version, or of a failed attempt, is under way."""
@@ -196,8 +200,7 @@ class Publisher:
 
     def _gather(self, model: Model, version: int, stage: int) -> None:
         """Hand the stage's buckets to the pipeline as they fill. All of its ranks go through all of its tensors."""
-        ranks = self._ranks
-        if ranks.stage != stage or not ranks.exports:
+        if self._ranks.stage != stage or not self._ranks.exports:
             return
         tensors = model.tensors()
         if self._pipeline is None:
@@ -208,6 +211,7 @@ class Publisher:
         for bucket in self._packed(tensors):
             info = {"transport": self._transport.name, "version": version, "stage": stage, "bucket": bucket.number,
                     **bucket.wire()}
+            info |= self._transport.write(bucket, info) if self._transport.groups else {}  # the others' write is a step
             self._sending.append(info)
             self._pipeline.put(bucket, info)
 
@@ -238,9 +242,6 @@ class Publisher:
             self._sender.ask("sync_abort", version=info["version"], reason=str(error))
             raise Retry(str(error)) from None
 
-    def _keep(self, bucket: Bucket, info: dict[str, Any]) -> None:
-        self._snapshots.write(bucket, info)
-
     @property
     def _later(self) -> bool:
         """Whether the snapshot is written after the sync, which then has cores and memory to itself: where it needs no other
@@ -252,6 +253,9 @@ class Publisher:
         for bucket, info in zip(self._packed(model.tensors()), self._sending, strict=True):
             self._snapshots.write(bucket, info)
             self._buffers.give(bucket.buffer)
+            if self._outlived.is_set():
+                print(f"the snapshot of weight version {version} is dropped: it took more than {self._timeout_s:g} s", flush=True)
+                return
         self._snapshots.stage_done(version, self._ranks.stage)
 
     def _complete_snapshot(self, version: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.errors import BadInput, MetronomeError
 from engine.weights.bucket_file import BucketFile
 from engine.weights.buckets import DTYPES, Spec, cuts, span, specs_of, view
-from engine.weights.checksum import checksum
+from engine.weights.checksum import checksum_as
 from engine.weights.collective import BACKENDS, Group, join
 from engine.weights.hf_folder import open_folder
 from engine.weights.staged import NOTHING, Named, Staged
@@ -263,7 +263,7 @@ def _paths(path: str) -> list[Path]:
 
 def _verified(specs: Sequence[Spec], tensors: Sequence[Tensor], checksums: Sequence[str]) -> list[Named]:
     for spec, tensor, expected in zip(specs, tensors, checksums, strict=True):
-        if (found := checksum(tensor)) != expected:
+        if (found := checksum_as(expected, tensor)) != expected:
             raise BadInput(f"{spec.name} was corrupted on its way: its checksum is {found}, announced was {repr_short(expected)}")
     return [(spec.name, tensor) for spec, tensor in zip(specs, tensors, strict=True)]
 

@@ -102,7 +102,7 @@ def test_killed_in_the_middle_of_a_step(two, job, undisturbed):
 
 @pytest.mark.parametrize("transport", ["file", "gloo"])
 def test_killed_during_a_weight_update(two, job, undisturbed, transport):
-    run = job(two | {"weights.transport": transport, "rollout.heartbeat_s": 9})  # not taken for silent before it is killed
+    run = job(two | {"weights.transport": transport, "rollout.heartbeat_s": 15})  # not taken for silent before it is killed
     run.wait(lambda: run.steps() >= 2, "two steps")
     kill_in_update(run, "instance-1")
     with run.held():

@@ -23,7 +23,7 @@ from tasks.evaluation_log import log_new
 
 def step(number, seconds=10.0, tokens=1000.0, reward=0.5, **more):
     return {"step": number, "step_s": seconds, "tokens_per_s_per_device": tokens / seconds, "reward_mean": reward,
-            "sync_s": 1.0, "wait_s": 4.0, "train_s": 4.0, "update_s": 0.5, "rollout_s": 5.0, **more}  # fmt: skip
+            "sync_s": 1.0, "check_s": 0.3, "wait_s": 3.7, "train_s": 4.0, "update_s": 0.5, "rollout_s": 5.0, **more}  # fmt: skip
 
 
 def run(name="one", seconds=10.0, reward=0.5, noise=0.0, steps=40, seed=0, **more):
@@ -144,6 +144,13 @@ def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
     found = verdicts([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
     assert "Careful: after 40 and 30 updates" in found.sentences[1]
     assert "on b (not evaluated alike), compared" in found.answer
+
+
+def test_a_run_from_before_a_part_was_measured_has_it_in_other():
+    old = run()
+    old = Run(old.name, old.source, old.config, [{key: row[key] for key in row if key != "check_s"} for row in old.steps])
+    assert figures.breakdown(old)["other_s"] == pytest.approx(0.8)
+    assert [dict(bar["parts"]).get("compare weights") for bar in page._bars([run(), old])] == [pytest.approx(0.3), None]
 
 
 def test_several_runs_widen_the_intervals():

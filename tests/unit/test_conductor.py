@@ -186,6 +186,37 @@ def test_a_request_that_is_being_answered_is_no_silence():
     assert silence.longer_than(0.05) == "the trainer"
 
 
+async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_for_it(conduct):
+    """They have something to do from the start of the batch on; the first rank asks for the comparison for all of them."""
+    conductor, handlers, come = await conduct(2)
+
+    class Slow:
+        def expect(self, expected):
+            pass
+
+        async def checked(self):
+            await asyncio.sleep(3 * LIMIT_S)
+            return {}
+
+        async def close(self):
+            pass
+
+    conductor._publishing.sync = Slow()
+    watching = asyncio.create_task(watch(conductor))
+    async with asyncio.timeout(5):
+        assert await handlers["sync_verify"]({"version": 0, "expected": []}) == {}
+    await conductor.check()
+    assert not watching.done()
+    come.put_nowait(0)
+    assert await work(handlers, 1, hang=bool) == [0]
+    other = asyncio.create_task(work(handlers, 0))
+    async with asyncio.timeout(LIMIT_S + 3):
+        assert "no sign of life of unit 1 of the trainer" in str(await watching)  # afterwards each has its own clock again
+    with pytest.raises(DeadlineError, match="unit 1"):
+        await other
+    await conductor.close()
+
+
 async def test_a_generation_that_ends_without_all_groups_fails_the_run(conduct):
     conductor, handlers, come = await conduct(2)
     other = asyncio.create_task(work(handlers, 0))

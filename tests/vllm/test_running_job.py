@@ -25,8 +25,9 @@ PATIENCE_S = 600.0
 def run(settings, tmp_path):
     """It starts one instance itself, and again when that died; weights go over the network."""
     chosen = recipe(settings, tmp_path, STEPS) | {
-        "rollout.engine": "vllm", "rollout.instances": 1, "rollout.heartbeat_s": 8, "rollout.timeout_s": PATIENCE_S,
+        "rollout.engine": "vllm", "rollout.instances": 1, "rollout.timeout_s": PATIENCE_S,
         "rollout.wait_s": PATIENCE_S, "weights.transport": "gloo",
+        "rollout.heartbeat_s": 15,  # a step ends sooner: kill_in_update
     }  # fmt: skip
     with Job(chosen, tmp_path, PATIENCE_S) as job:
         yield job

@@ -94,6 +94,29 @@ async def test_a_reply_that_is_there_when_the_instance_is_cut_does_not_count(ins
         await client._until_trusted(begun)
 
 
+async def test_a_reply_that_is_there_when_the_instance_is_cut_is_lost_at_once_and_holds_up_nobody(instance):
+    _, client = instance
+    begun = client._cuts
+    client.distrust()
+    client.cut("its weights differ")
+    with pytest.raises(InstanceGone, match="given up meanwhile"):
+        await asyncio.wait_for(client._until_trusted(begun), 1.0)
+
+
+async def test_what_was_asked_after_the_cut_is_lost_when_the_instance_is_trusted_anew(instance):
+    scripted, client = instance
+    client.distrust()
+    client.cut("its weights differ")
+    held = asyncio.create_task(client.complete(PROMPT, SAMPLING, 4))  # it was given its place before the cut
+    await until(lambda: scripted.seeds and not scripted.running, "the reply")
+    await asyncio.sleep(0.05)
+    assert not held.done()
+    client.trust(anew=True)
+    with pytest.raises(InstanceGone, match="given up meanwhile"):
+        await held
+    assert (await client.complete(PROMPT, SAMPLING, 4)).seed == 4
+
+
 async def test_weights_that_nobody_compares_are_named_after_the_deadline(instance):
     scripted, client = instance
     client._timeout_s = 0.2

@@ -1,7 +1,10 @@
 """New weights serve at once, but what they sampled counts only once the instance has computed what the trainer does."""
 
+import asyncio
+import time
+
 import pytest
-from weights_double import Model, base_folder, publisher, starting
+from weights_double import PROBE, Model, base_folder, publisher, starting
 
 from engine.errors import MetronomeError, WeightSyncError
 from engine.rollout.client import InstanceGone
@@ -64,6 +67,44 @@ def test_an_instance_that_dies_before_it_is_compared_is_left_out(start, tmp_path
     publisher(launcher, "file", tmp_path).publish(Model(5), 5)
     assert set(launcher.pool.reasons) == {"b"}
     assert [client.trusted for client in launcher.clients] == [True, False]
+
+
+def test_one_that_is_left_out_while_it_is_compared_is_not_trusted_although_it_computes_as_the_trainer(start, tmp_path):
+    launcher = start(2)
+    sender = publisher(launcher, "file", tmp_path)
+    super(type(sender), sender).publish(Model(5), 5)
+    left_out = launcher.pool.named("b")
+    asked_s = time.monotonic() + 5
+    while launcher.clients[1].counts[COMPLETIONS] < 3 and time.monotonic() < asked_s:
+        time.sleep(0.01)
+
+    async def tell():
+        launcher.pool.exclude(left_out, "silent")
+        launcher.sync.expect(Model(5).probe(list(PROBE.token_ids)))
+        await asyncio.wait(launcher.sync._checks.values())
+
+    launcher.run(tell())
+    assert [client.trusted for client in launcher.clients] == [True, False]
+    launcher.run(launcher.sync.checked())
+    launcher.clients[1].gone.clear()
+    launcher.run(launcher.sync.catch_up(left_out))
+    assert [(client.trusted, client.anew) for client in launcher.clients] == [(True, False), (True, True)]
+
+
+def test_a_late_instance_is_not_trusted_before_it_is_compared(start, tmp_path):
+    seen = []
+
+    async def look(route, body, count):
+        if route == COMPLETIONS:
+            seen.append(launcher.clients[1].trusted)
+
+    launcher = start(2, b=look)
+    late = launcher.pool.named("b")
+    launcher.pool.late.add(late)
+    publisher(launcher, "file", tmp_path).publish(Model(5), 5)
+    launcher.run(launcher.sync.catch_up(late))
+    assert seen == [False] * 3  # in the self-test too
+    assert launcher.clients[1].trusted
 
 
 def test_a_late_instance_is_compared_with_the_version_it_gets(start, tmp_path):

@@ -1,5 +1,6 @@
 """The loop around a policy and rollouts reduced to the order of their calls."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,15 @@ def test_gradient_control_decides_before_anything_moves_and_held_windows_are_sig
     assert run(tmp_path, policy, rollouts) == [1]
     assert policy.calls == ["start_step", "reduce", "decide", "copy", "update", "figures"]
     assert rollouts.calls == ["publish", "start", "verify", "work", "settle", "alive"]
+
+
+def test_the_time_blocked_in_the_comparison_of_weights_is_a_part_of_the_step_of_its_own(tmp_path):
+    policy, rollouts, told = Calls(), Calls(), []
+    rollouts.verify = lambda models, version: time.sleep(0.05)
+    Loop(Config(train={"steps": 1}), policy, rollouts, Trace(tmp_path, "trainer"), lambda step, figures: told.append(figures),
+         lambda step, figures: None).run(0)  # fmt: skip
+    (figures,) = told
+    assert 0.05 <= figures["check_s"] <= figures["step_s"] - figures["update_s"]
 
 
 def test_a_users_control_that_fails_leaves_a_checkpoint_of_the_weights_before_the_step(tmp_path):

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from weights_double import TIMEOUT_S, Client, Launcher, Model, Verifying, base_folder, weights
+from weights_double import TIMEOUT_S, Client, Launcher, Model, Verifying, base_folder, publisher, weights
 
 from engine.errors import WeightSyncError
 from engine.rollout.client import InstanceGone
 from engine.weights.bucket_file import wire_of
-from engine.weights.transport import open_transport
+from engine.weights.transport import GroupTransport, open_transport
 
 STAGES = (("lm_head.weight", "a"), ("b", "c", "d"))
 
@@ -109,6 +109,64 @@ def test_all_stages_arrive_and_one_snapshot_holds_them(run, tmp_path, transport)
     names = [name for path in sorted(folder.glob("*.safetensors")) for name in wire_of(path)["names"]]
     assert names == [name for stage in STAGES for name in stage]
     assert all(model.seen == len(STAGES[model.stage]) for model in models)
+
+
+@pytest.mark.parametrize("more", [{}, {"packed": True, "packed_buffer_size_bytes": 2**28}])
+def test_instances_are_told_what_a_transport_with_groups_says_of_each_bucket(tmp_path, monkeypatch, more):
+    told, asked = [], []
+
+    async def hear(route, body, count):
+        if route == "/update_weights" and body["update_info"]["transport"] == "gloo":
+            told.append(body["update_info"])
+
+    monkeypatch.setattr(GroupTransport, "write", lambda self, bucket, info: asked.append((bucket.number, dict(info))) or more)
+    launcher = Launcher([Client("a", base_folder(tmp_path / "base"), hear)])
+    try:
+        publisher(launcher, "gloo", tmp_path).publish(Model(1), 1)
+    finally:
+        launcher.close()
+    assert [number for number, _ in asked] == [0, 1, 2]
+    assert told == [info | more | {"staged": False} for _, info in asked]
+
+
+class Slow(Model):
+    """Its second gathering, the snapshot's, comes to a stop before its last tensor until it may go on."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.gathered, self.may_go_on = 0, threading.Event()
+
+    def tensors(self):
+        self.gathered += 1
+        for name, tensor in self.held.items():
+            if self.gathered == 2 and name == list(self.held)[-1]:
+                assert self.may_go_on.wait(20)
+            yield name, tensor
+
+
+def visible(tmp_path):
+    return [folder.name for folder in (tmp_path / "weights").glob("version-????????")]
+
+
+def test_a_snapshot_that_outlives_its_parameters_is_never_shown_as_whole(tmp_path, capfd):
+    launcher = Launcher([Client("a", base_folder(tmp_path / "base"))])
+    try:
+        sender = publisher(launcher, "gloo", tmp_path)
+        sender.publish(Model(1), 1)
+        sender.settle()
+        sender.publish(model := Slow(2), 2)
+        sender._timeout_s = 0.1
+        sender.settle()
+        sender._timeout_s = 2 * TIMEOUT_S
+        model.held[list(model.held)[-1]].zero_()  # the update
+        model.may_go_on.set()
+        sender.publish(Model(3), 3)
+        shown = visible(tmp_path)
+        sender.settle()
+        assert (shown, visible(tmp_path)) == (["version-00000001"], ["version-00000003"])
+    finally:
+        launcher.close()
+    assert "the snapshot of weight version 2 is dropped" in capfd.readouterr().out
 
 
 def test_an_instance_that_dies_in_the_second_stage_makes_all_ranks_begin_again(run):

@@ -15,6 +15,7 @@ from tiny_models import save
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.weights import bucket_file
 from engine.weights.buckets import Buffers, pack
+from engine.weights.checksum import device_checksum
 from engine.weights.collective import Meeting, join
 from engine.weights.receiver import EMBEDDING, OUTPUT, PERTURBED, Receiver
 
@@ -47,6 +48,15 @@ def test_a_file_is_received_and_staged(tmp_path):
         assert same(list(receiver.receive({"transport": "staged", "version": 1})))
     with pytest.raises(BadInput, match="nothing of weight version 2 was staged"):
         list(receiver.receive({"transport": "staged", "version": 2}))
+
+
+def test_a_file_with_checksums_that_a_device_computed_is_received_and_verified(tmp_path):
+    """A snapshot of weights that went from device to device; here they are read into host memory."""
+    info = filed(tmp_path, checksums=[device_checksum(TENSORS[name]) for name in TENSORS])
+    assert same(list(Receiver().receive(info)))
+    changed = info | {"checksums": [*info["checksums"][:2], device_checksum(torch.zeros(3))]}
+    with pytest.raises(BadInput, match=r"c was corrupted on its way: its checksum is [0-9a-f]{16}, announced was '[0-9a-f]{16}'"):
+        list(Receiver().receive(changed))
 
 
 def test_plain_files_are_taken_as_they_are(tmp_path):
