@@ -326,4 +326,4 @@ def test_a_store_that_is_not_there_is_not_made(stored, tmp_path):
 def _store():
     before = mlflow.get_tracking_uri()
     yield
-    mlflow.set_tracking_uri(before)
+    tracking._use(before)  # MLflow's own function would set the environment for the tests that follow, too
