@@ -59,6 +59,9 @@ class InProcess:
         self._engine.resume()
         return 0.0
 
+    def verify(self, models: TriModel, version: int) -> None:
+        """Nothing to compare: the engine got the policy's own tensors, in this process."""
+
     def settle(self) -> None:
         """Nothing was published in the background."""
 

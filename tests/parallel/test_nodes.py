@@ -6,6 +6,7 @@ import sys
 import pytest
 import zmq
 from conftest import ROOT, config_of, launch, write_config
+from ports import two_neighbours
 
 from engine.errors import DeadlineError
 from engine.queue.client import ControlClient
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.parallel
 def test_two_nodes_train_what_one_does(settings, tmp_path):
     common = settings | {"train.steps": 2, "parallel.data": 2, "train.consume": "prompt_order", "rollout.deterministic": True,
                          "rollout.max_new_tokens": 8, "rollout.timeout_s": 150, "train.timeout_s": 150}  # fmt: skip
-    two = common | {"run.name": "two", "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{free_port()}"}
+    two = common | {"run.name": "two", "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
     launcher = subprocess.Popen([sys.executable, "-m", "engine.launch", "--config", str(write_config(two, tmp_path))], cwd=ROOT)
     node = subprocess.Popen([sys.executable, "-m", "engine.trainer.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT)
     try:

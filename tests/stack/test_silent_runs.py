@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
 SILENCE_S = 2 * HEARTBEAT_S + 10
 """Longer than two heartbeats: shorter, a run that lives is taken for dead between two of them."""
+POOL = "lonely"
+"""Of its own: a worker that another test left on a shared pool would report the end that nobody is to hear of."""
 FLOW = """
 import os, time
 from pathlib import Path
@@ -36,12 +38,12 @@ from prefect import flow
 from prefect.automations import Automation
 from tasks import deploy, watchdog
 
-deploy._make_pools({{"cpu": deploy.template("cpu")}})
+deploy._make_pools({{{pool!r}: deploy.template("cpu")}})
 watchdog.install(silence_s={silence})
 Automation.read(name="metronome: resume a crashed run").delete()
 for name in ("lonely", "unheard"):
     found = flow.from_source(source={folder!r}, entrypoint=f"{{name}}.py:{{name}}")
-    found.deploy(name, work_pool_name="cpu", tags=[watchdog.TAG], build=False, push=False, print_next_steps=False)
+    found.deploy(name, work_pool_name={pool!r}, tags=[watchdog.TAG], build=False, push=False, print_next_steps=False)
 """
 INSTALL = "from tasks import watchdog; watchdog.install()"
 
@@ -64,7 +66,7 @@ def api(call, environment, tmp_path_factory):
     folder = tmp_path_factory.mktemp("flows")
     for name in ("lonely", "unheard"):
         (folder / f"{name}.py").write_text(FLOW.format(name=name))
-    call(DEPLOY.format(silence=SILENCE_S, folder=str(folder)))
+    call(DEPLOY.format(silence=SILENCE_S, folder=str(folder), pool=POOL))
     yield environment["PREFECT_API_URL"]
     call(INSTALL)
 
@@ -91,7 +93,7 @@ def history(api, run):
 def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, environment, tmp_path):
     """One crash is reported and the event lost. Then worker and flow of the other run are killed: nobody is left to report it."""
     folders = {name: tmp_path / name for name in ("lonely", "unheard")}
-    worker = services.worker("cpu", "lost")
+    worker = services.worker(POOL, "lost")
     for folder in folders.values():
         folder.mkdir()
     runs = {name: start(api, name, {"folder": str(folder)}) for name, folder in folders.items()}
@@ -105,7 +107,7 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, envir
 
     for folder in folders.values():
         (folder / "go").touch()
-    services.worker("cpu", "found")
+    services.worker(POOL, "found")
     dog = subprocess.Popen([sys.executable, "-m", "tasks.watchdog", "--every", "1", "--after", "1"], env=environment, cwd=ROOT)
     try:
         for run in runs.values():
@@ -115,7 +117,9 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, envir
         dog.wait()
     resumed = ("AwaitingRetry", "Resumed after a crash, by the watchdog")
     told = {name: history(api, run) for name, run in runs.items()}
-    silent = told["lonely"].index(("Crashed", f"No heartbeat for {SILENCE_S} s"))
+    crashed = ("Crashed", f"No heartbeat for {SILENCE_S} s")
+    assert crashed in told["lonely"], told
+    silent = told["lonely"].index(crashed)
     assert told["lonely"][silent + 1] == resumed
     assert resumed in told["unheard"]
     assert [len(begun(folder)) for folder in folders.values()] == [2, 2]

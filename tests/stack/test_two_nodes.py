@@ -6,10 +6,11 @@ import sys
 import pytest
 from conftest import ROOT, overrides, wait_for
 from flow_runs import patiently, processes, start, state
+from ports import two_neighbours
 
 from engine.run_folder import read_lines
 from tasks.companions import NOTES
-from tasks.services import free_port, post
+from tasks.services import post
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
@@ -68,7 +69,7 @@ def test_a_run_on_two_nodes_and_one_that_waits(api, settings, tmp_path):
     common = settings | {"train.steps": 2, "parallel.data": 2, "train.consume": "prompt_order", "rollout.deterministic": True,
                          "rollout.max_new_tokens": 8, "rollout.timeout_s": 200, "train.timeout_s": 200,
                          "platform.device": "auto"}  # fmt: skip
-    two = common | {"run.name": "two", "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{free_port()}"}
+    two = common | {"run.name": "two", "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
     run, taken, folder = start(api, "counted", {"overrides": overrides(two)}), {slots(api)}, tmp_path / "two"
     second, meanwhile = start(api, "counted", {"overrides": overrides(common | {"run.name": "one"})}), set()
 
