@@ -27,6 +27,7 @@ from engine.types import StepReport
 if TYPE_CHECKING:
     from engine.evaluation.drain import DrainEvaluation
 
+
 class Conductor:
     """State of the step that is being generated, and the handlers of the control channel."""
 
