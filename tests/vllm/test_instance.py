@@ -4,6 +4,7 @@ import concurrent.futures
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 import torch
@@ -45,6 +46,19 @@ def test_read_only_routes(client):
     assert load | {"generated_tokens": 0} == {"running": 0, "waiting": 0, "generated_tokens": 0, "weight_version": 0}
     metrics = requests.get(client.url + "/metrics", headers=client.session.headers, timeout=10)
     assert "vllm:generation_tokens_total" in metrics.text
+
+
+def test_its_processes_leave_the_cores_to_others_while_they_wait(client):
+    """vLLM's own way is to spin for a second after each message."""
+    processes = psutil.Process(client.address["pid"]).children(recursive=True)
+    client.complete()
+    started, before = time.monotonic(), cpu_seconds(processes)
+    time.sleep(0.6)
+    assert cpu_seconds(processes) - before < 0.4 * (time.monotonic() - started)  # spinning: 1.0
+
+
+def cpu_seconds(processes):
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
