@@ -11,9 +11,10 @@ the first steps of a run are dropped. Required: 2.0 times TRL's with "behavior" 
 copy) and 1.7 with "previous" (one model's forward more than TRL).
 
 What was tuned. Ours: one computing thread per process, and how processes share the cores (`--layout`): "one each" is a trainer
-on one core and an instance on the other; "two each" a trainer replica and an instance on both, so that no core waits for the
-other; rollout.concurrency and train.micro_batch_tokens, see LAYOUTS. TRL: two threads; fp32 (bf16, its default, is slower on
-this CPU); no gradient checkpointing (it is on by default); micro-batch, cache and generation, see TRL; no vLLM.
+on one core and an instance on the other; "two each" (default) a trainer replica and an instance on both, so that no core waits
+for the other, and half of the step's groups in flight on each instance, since large batches decode faster;
+train.micro_batch_tokens, see LAYOUTS. TRL: two threads; fp32 (bf16, its default, is slower on this CPU); no gradient
+checkpointing (it is on by default); micro-batch, cache and generation, see TRL; no vLLM.
 
 Printed besides: where the time goes, and the ceiling: the step if both cores were always busy with nothing but generation,
 forward and backward, each at its speed in a sync run of "one each" (where it has the machine to itself).
@@ -58,8 +59,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "train.devices": [0], "rollout.devices": [1], "rollout.concurrency": 2, "train.micro_batch_tokens": 4800,
     },
     "two each": {
-        "parallel.data": 2, "train.devices": [0, 1], "rollout.instances": 2, "rollout.devices": [0, 1], "rollout.concurrency": 2,
-        "train.micro_batch_tokens": 2400,
+        "parallel.data": 2, "train.devices": [0, 1], "rollout.instances": 2, "rollout.devices": [0, 1], "rollout.concurrency": 8,
+        "train.micro_batch_tokens": 1200,
     },
 }  # fmt: skip
 """A group is 1134 tokens with its prompt once."""
@@ -78,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=2, help="rounds of TRL and ours")
     parser.add_argument("--steps", type=int, default=4, help="measured steps per run")
-    parser.add_argument("--layout", default="one each", choices=list(LAYOUTS), help="of our processes on the two cores")
+    parser.add_argument("--layout", default="two each", choices=list(LAYOUTS), help="of our processes on the two cores")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting of our runs")
     arguments = parser.parse_args()
     python = environment()

@@ -27,10 +27,9 @@ def metronome(command, **settings):
     return done.stdout
 
 
-def accuracy_of(model, name):
-    """The evaluation line of a model on the held-out problems, sampled by the embedded engine."""
-    metronome("evaluate", **{"run.name": name, "model.path": model})
-    (row,) = read_lines(ROOT / "runs" / name / "evaluations.jsonl")
+def last_evaluation(folder):
+    """Of a run: on the held-out problems, sampled by the embedded engine."""
+    *_, row = read_lines(folder / "evaluations.jsonl")
     return row
 
 
@@ -45,16 +44,20 @@ def check_on_policy(lines, steps, sizes=(2,)):
 
 def test_the_quickstart_learns_as_much_as_on_the_embedded_engine():
     """Compared with the run in METRONOME_RUN (what `make run` left, in .ci/run), else with one of its own."""
-    name = f"vllm-{time.time_ns()}"
-    metronome("train", **VLLM, **{"run.name": name})
-    lines = list(read_lines(ROOT / "runs" / name / "steps.jsonl"))
+    folder = ROOT / "runs" / f"vllm-{time.time_ns()}"
+    metronome("train", **VLLM, **{"run.name": folder.name})
+    lines = list(read_lines(folder / "steps.jsonl"))
     check_on_policy(lines, 50)
-    embedded = os.environ.get("METRONOME_RUN")
-    if embedded is None:
-        embedded = f"runs/embedded-{name}"
-        metronome("train", **{"run.name": f"embedded-{name}"})
-    ours, theirs = (accuracy_of(folder / "policy", f"{name}-{number}")
-                    for number, folder in enumerate((ROOT / "runs" / name, ROOT / embedded)))
+    evaluated = folder.with_name(f"{folder.name}-evaluated")
+    metronome("evaluate", **{"run.name": evaluated.name, "model.path": folder / "policy"})
+    if given := os.environ.get("METRONOME_RUN"):
+        embedded = ROOT / given
+    else:
+        embedded = folder.with_name(f"{folder.name}-embedded")
+        metronome("run", **{"run.name": embedded.name})
+    ours, theirs = last_evaluation(evaluated), last_evaluation(embedded)
+    assert ours["step"] == theirs["step"] == 50
+    assert ours["protocol"] == theirs["protocol"]
     assert ours["problems"] == theirs["problems"] == 256
     assert ours["avg_at_k"] >= 0.85
     assert ours["ci_low"] <= theirs["ci_high"]
