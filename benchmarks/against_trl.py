@@ -17,7 +17,7 @@ train.micro_batch_tokens, see LAYOUTS. TRL: two threads; fp32 (bf16, its default
 checkpointing (it is on by default); micro-batch, cache and generation, see TRL; no vLLM.
 
 Printed besides: where the time goes, and the ceiling: the step if both cores were always busy with nothing but generation,
-forward and backward, each at its speed in a sync run of "one each" (where it has the machine to itself).
+forward and backward, each at its speed in a sync run of the same layout (where generation and training take turns).
 Last line: RESULT {json}.
 """
 
@@ -87,7 +87,7 @@ def main() -> None:
         folder = Path(scratch)
         model, problems = make_model(folder / "model"), make_problems(folder / "problems.jsonl", arguments.steps + WARM_UP)
         found = measure(python, model, problems, arguments, folder)
-    result = figures(found)
+    result = figures(found, LAYOUTS[arguments.layout].get("parallel.data", 1))
     show(found, result)
     print("RESULT " + json.dumps(result))
 
@@ -109,7 +109,7 @@ def measure(python: Path, model: Path, problems: Path, arguments: argparse.Names
             found[side].append(steps)
             print(f"{side} {pair}: {statistics.mean(step.step_s for step in steps):.2f} s a step, "
                   f"{tokens_per_s(steps):.0f} tokens/s", flush=True)
-    return found | {f"{old} sync": [ours(old, "sync", 0, LAYOUTS["one each"])] for old in REQUIRED}
+    return found | {f"{old} sync": [ours(old, "sync", 0, tuned)] for old in REQUIRED}
 
 
 # what both sides get -----------------------------------------------------------------------------------------------------
@@ -234,11 +234,11 @@ def tokens_per_s(steps: list[Step]) -> float:
     return PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS) * len(steps) / sum(step.step_s for step in steps)
 
 
-def figures(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
-    """Rates, ratios, ceilings."""
+def figures(found: dict[str, list[list[Step]]], cores: int) -> dict[str, Any]:
+    """Rates, ratios, ceilings. `cores`: on how many each kind of work is spread."""
     result: dict[str, Any] = {"trl_tokens_per_s": tokens_per_s(sum(found["trl"], []))}
     for old, required in REQUIRED.items():
-        rate, ceiling = tokens_per_s(sum(found[old], [])), core_seconds(found[f"{old} sync"][0], old)
+        rate, ceiling = tokens_per_s(sum(found[old], [])), core_seconds(found[f"{old} sync"][0], old, cores)
         pairs = [tokens_per_s(ours) / tokens_per_s(theirs) for ours, theirs in zip(found[old], found["trl"], strict=True)]
         result[old] = {
             "tokens_per_s": rate,
@@ -251,10 +251,10 @@ def figures(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
     return result
 
 
-def core_seconds(sync: list[Step], old: str) -> dict[str, float]:
-    """What a step's work takes on one core; the policy's forward is taken to cost what a frozen model's does."""
+def core_seconds(sync: list[Step], old: str, cores: int) -> dict[str, float]:
+    """What a step's work takes of all cores together; the policy's forward is taken to cost what a frozen model's does."""
     frozen = 2 if old == "previous" else 1
-    mean = {key: statistics.mean(step.parts[key] for step in sync) for key in sync[0].parts}
+    mean = {key: cores * statistics.mean(step.parts[key] for step in sync) for key in sync[0].parts}
     forward = mean["score_s"] / frozen
     return {"generation": mean["rollout_s"], "forward of frozen models": mean["score_s"], "forward of the policy": forward,
             "backward": mean["train_s"] - mean["score_s"] - forward, "sync and update": mean["sync_s"] + mean["update_s"]}
