@@ -37,21 +37,29 @@ STOP_S = 8.0
 def companions(config: Config, pool_instances: int = 0) -> Iterator[None]:
     """For the time of the body: instances on the rollout pool, and a node of ranks for each of parallel.nodes but this one.
 
-    They find the run by its folder, which all nodes must share. Those of an attempt that was killed are cancelled first.
+    They find the run by its folder, which all nodes must share. Those of an attempt that was killed are cancelled first. The
+    instances come in a flow run for each node that they fill (`shares`).
     """
     folder = config.folder.resolve()
     notes = folder / NOTES
     for note in read_lines(notes):
         _cancel(UUID(note["flow_run_id"]))
     notes.unlink(missing_ok=True)
-    instances = {"join": str(folder), "recipe": str(folder / "config.toml"), "instances": pool_instances}
+    common = {"join": str(folder), "recipe": str(folder / "config.toml")}
     with ExitStack() as stack:
-        if pool_instances:
-            stack.enter_context(_companion(INSTANCES, instances, f"instances of {config.run.name}", notes, 0.0))
+        for share in shares(config, pool_instances):
+            parameters = common | {"instances": share}
+            stack.enter_context(_companion(INSTANCES, parameters, f"instances of {config.run.name}", notes, 0.0))
         for node in range(1, config.parallel.nodes):
             name = f"node {node} of {config.run.name}"
             stack.enter_context(_companion(RANKS, {"folder": str(folder)}, name, notes, NODE_END_S))
         yield
+
+
+def shares(config: Config, instances: int) -> list[int]:
+    """How many of so many instances each node of the rollout pool gets: as many as its devices hold, the last one the rest."""
+    most = max(1, config.platform.devices_per_node // config.rollout.tensor)
+    return [min(most, instances - begun) for begun in range(0, instances, most)]
 
 
 @contextmanager

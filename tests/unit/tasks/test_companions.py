@@ -28,6 +28,23 @@ def test_those_of_a_killed_attempt_are_cancelled_before_new_ones_start(left, tmp
     assert events[-1] == ("cancel", new)
 
 
+@pytest.mark.parametrize(("tensor", "node", "instances", "wanted"), [
+    (2, 8, 4, [4]), (2, 8, 8, [4, 4]), (2, 8, 16, [4, 4, 4, 4]), (4, 8, 3, [2, 1]), (3, 8, 4, [2, 2]), (1, 16, 5, [5]),
+    (16, 8, 2, [1, 1]),  # more than a node has: refused there by name
+    (2, 8, 0, []),
+])  # fmt: skip
+def test_instances_are_shared_among_nodes_by_what_a_node_holds(tensor, node, instances, wanted, tmp_path, monkeypatch):
+    config = Config(run={"name": "mine", "output": str(tmp_path)}, rollout={"engine": "vllm", "tensor": tensor},
+                    platform={"devices_per_node": node})  # fmt: skip
+    config.folder.mkdir()
+    asked = []
+    monkeypatch.setattr(companions, "_cancel", lambda number: None)
+    monkeypatch.setattr(companions, "run_deployment", lambda deployment, parameters, **_: asked.append(
+        (deployment, parameters["instances"])) or SimpleNamespace(id=uuid4()))
+    with companions.companions(config, pool_instances=instances):
+        assert asked == [(companions.INSTANCES, share) for share in wanted]
+
+
 @pytest.mark.parametrize(("state", "asked"), [
     (states.Scheduled(), ["CANCELLED"]), (states.AwaitingRetry(), ["CANCELLED"]), (states.Running(), ["CANCELLING"]),
     (states.Crashed(), ["CANCELLED"]),  # a node that crashed would be resumed when its run is over
