@@ -48,8 +48,9 @@ def overlaps(config: Config) -> Iterator[str]:
 def _remedy(config: Config, first: int, needed: int) -> str:
     if first + needed <= config.platform.devices_per_node:
         return f"set rollout.devices = {list(range(first, first + needed))}"
-    return (f"they need a node of their own; set rollout.instances = 0 and rollout.joining = {config.rollout.instances}, and "
-            "start them there (on_rollout_pool, or metronome serve --join)")
+    joining = config.rollout.joining + config.rollout.instances
+    return (f"they need a node of their own; set rollout.instances = 0 and rollout.joining = {joining}, and start them there "
+            "(on_rollout_pool, or metronome serve --join)")
 
 
 def _on_devices(config: Config) -> bool:
