@@ -166,6 +166,7 @@ def deploy(
     training: Annotated[str, typer.Option(help="cron line of the nightly training; empty: no schedule")] = "0 22 * * *",
     evaluation: Annotated[str, typer.Option(help="cron line of the nightly evaluation; empty: no schedule")] = "0 6 * * *",
     npus: Annotated[int, typer.Option(help="NPUs of the cluster: slots of the limit ascend-npus; 0 leaves it as it is")] = 0,
+    on_rollout_pool: Annotated[int, typer.Option(help="instances that runs take from the rollout pool by default")] = 0,
 ) -> None:
     """Work pools, deployments, schedules, automations on the server of PREFECT_API_URL; again brings them up to date."""
     with _exit_codes():
@@ -173,7 +174,7 @@ def deploy(
         from tasks.deploy import Choices
         from tasks.deploy import deploy as make
 
-        rows = make(recipe, overrides, Choices(pool, rollout_pool, timezone, training, evaluation, npus))
+        rows = make(recipe, overrides, Choices(pool, rollout_pool, timezone, training, evaluation, npus, on_rollout_pool))
         console.table("Deployed", rows)
 
 

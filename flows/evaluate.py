@@ -8,7 +8,7 @@ from prefect import flow
 
 from engine.run_folder import RunFolder
 from flows import QUICKSTART
-from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
+from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured
 from tasks import summary
 from tasks.console import stage
 from tasks.continuing import model_folder
@@ -28,6 +28,7 @@ def evaluate(
     settings: Settings = AS_RECIPE,
     model: str = "",
     run: str = "",
+    on_rollout_pool: PoolInstances = 0,
 ) -> str:
     """Accuracy of a model with its interval; a line in the evaluations.jsonl of a run folder and in its MLflow run.
 
@@ -37,6 +38,7 @@ def evaluate(
         settings: The keys that differ from run to run; what is left out is as the recipe says.
         model: A Hugging Face folder, or latest or champion for a registered policy of this recipe. Empty takes model.path.
         run: Name of the run that the figures belong to (its folder under run.output). Empty takes run.name.
+        on_rollout_pool: Rollout instances started on the rollout pool for the time of the evaluation, beside rollout.instances.
     """
     given = [f"run.name={run}"] if run else []
     with crashed_without_tracking():
@@ -47,8 +49,8 @@ def evaluate(
         if not folder.config.exists():
             folder.create(config, resume=False)
         check_store(config)
-        with held(npus(config, training=False)), stage("evaluate") as say:
-            found = summary.accuracy(evaluate_once(config, chosen, summary.weight_version(chosen)))
+        with held(npus(config, on_rollout_pool, training=False)), stage("evaluate") as say:
+            found = summary.accuracy(evaluate_once(config, chosen, summary.weight_version(chosen), on_rollout_pool))
             say("accuracy " + found)
         log_finished(config, tracked_flow)
     return found

@@ -12,7 +12,7 @@ from engine.model.shape import content_hash
 from engine.run_folder import RunFolder
 from flows import QUICKSTART
 from flows.opening import opened
-from flows.settings import AS_RECIPE, ContinueFrom, Overrides, Recipe, Settings
+from flows.settings import AS_RECIPE, ContinueFrom, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.caching import code_hash
@@ -39,6 +39,7 @@ def pipeline(
     overrides: Overrides = (),
     settings: Settings = AS_RECIPE,
     continue_from: ContinueFrom = "base",
+    on_rollout_pool: PoolInstances = 0,
     resume: bool = False,
 ) -> dict[str, str]:
     """Run every stage; returns the closing table. Raises BadInput before anything slow, MetronomeError later.
@@ -51,26 +52,28 @@ def pipeline(
         settings: The keys that differ from run to run; what is left out is as the recipe says.
         continue_from: base is model.path; latest the newest registered policy of this recipe (base if there is none); champion
             the registered one with that alias.
+        on_rollout_pool: Rollout instances started on the rollout pool for the time of the training and of each evaluation, beside
+            rollout.instances.
         resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed without it.
     """
-    with opened(recipe, overrides, settings, continue_from, resume) as run:
+    with opened(recipe, overrides, settings, continue_from, resume, on_rollout_pool) as run:
         entry, folder = run.entry, run.folder
-        config = _before_training(run.config, entry)
-        with companions(config), stage("train") as say:
+        config = _before_training(run.config, entry, on_rollout_pool)
+        with companions(config, on_rollout_pool), stage("train") as say:
             say(f"{entry.once('train', lambda: train(config, entry.resumed))} steps")
         with stage("publish") as say:
             say(published := entry.once("publish", lambda: publish(config)))
-        _evaluate(config, folder.policy, config.train.steps, entry)
+        _evaluate(config, folder.policy, config.train.steps, entry, on_rollout_pool)
         with stage("register") as say:
             name = registered_name(recipe)
             say(registered := f"{name} version {entry.once('register', lambda: register(name, folder.policy))}")
-        entry.once("announce", lambda: training_finished(recipe, config.run.name, folder.policy, run.overrides))
+        entry.once("announce", lambda: training_finished(recipe, config.run.name, folder.policy, run.overrides, on_rollout_pool))
     rows = summary.outcome(config, published, registered)
     console.table(f"Run {config.run.name}", rows)
     return rows
 
 
-def _before_training(config: Config, entry: Entry) -> Config:
+def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Config:
     """Everything up to the accuracy of the untrained model."""
     with stage("prepare data") as say:
         say(describe(entry.once("prepare data", lambda: _prepared(config))))
@@ -84,7 +87,7 @@ def _before_training(config: Config, entry: Entry) -> Config:
     with stage("convert") as say:
         log, code = RunFolder(config.folder).logs / "convert.log", code_hash("model", "platform")
         say(describe_conversion(entry.once("convert", lambda: convert(str(model), content_hash(model), code, log))))
-    _evaluate(config, model, 0, entry)
+    _evaluate(config, model, 0, entry, on_rollout_pool)
     return config
 
 
@@ -93,8 +96,8 @@ def _prepared(config: Config) -> dict[str, Any]:
     return found
 
 
-def _evaluate(config: Config, model: Path, weight_version: int, entry: Entry) -> None:
+def _evaluate(config: Config, model: Path, version: int, entry: Entry, on_rollout_pool: int) -> None:
     with stage("evaluate") as say:
-        row = entry.once(f"evaluate version {weight_version}", lambda: evaluate(config, model, weight_version))
+        row = entry.once(f"evaluate version {version}", lambda: evaluate(config, model, version, on_rollout_pool))
         say("accuracy " + summary.accuracy(row))
     log_new(RunFolder(config.folder))

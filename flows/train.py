@@ -40,7 +40,7 @@ def train(
         resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed without it.
     """
     with opened(recipe, overrides, settings, continue_from, resume, on_rollout_pool) as run:
-        entry = run.entry
+        entry, policy = run.entry, run.folder.policy
         with stage("base model") as say:
             config = base_model(run.config)
             log_model_input(Path(config.model.path))
@@ -49,7 +49,7 @@ def train(
             say(f"{entry.once('train', lambda: train_task(config, entry.resumed))} steps")
         with stage("publish") as say:
             say(entry.once("publish", lambda: publish(config)))
-        entry.once("announce", lambda: training_finished(recipe, config.run.name, run.folder.policy, run.overrides))
+        entry.once("announce", lambda: training_finished(recipe, config.run.name, policy, run.overrides, on_rollout_pool))
     rows = summary.training(config)
     console.table(f"Run {config.run.name}", rows)
     return rows

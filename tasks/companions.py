@@ -17,8 +17,12 @@ from prefect.states import Cancelled, Cancelling
 
 from engine.config import Config
 from engine.errors import ProcessDied
+from engine.evaluation.run import with_context
 from engine.process import Child, python
+from engine.recipe import dump
+from engine.rollout.registry import ADDRESS_FILE
 from engine.run_folder import append_line, read_lines
+from tasks.console import complain
 
 INSTANCES = "serve-rollouts/serve-rollouts"
 """What a run starts on the rollout pool (infra/prefect.yaml)."""
@@ -26,7 +30,8 @@ RANKS = "join-training/join-training"
 """What a run starts on the training pool, once for each further node."""
 POLL_S = 1.0
 NOTES = "companions.jsonl"
-"""File in the run folder: the flow runs that were started for it, so that a process that is killed leaves none unknown."""
+"""File in the run folder, or in an evaluation's meeting place: the flow runs that were started for it, so that a process that is
+killed leaves none unknown."""
 NODE_END_S = 60.0
 """What a node may take to end when the run has trained, before it is cancelled: its ranks end with the launcher's."""
 STOP_S = 8.0
@@ -37,21 +42,59 @@ STOP_S = 8.0
 def companions(config: Config, pool_instances: int = 0) -> Iterator[None]:
     """For the time of the body: instances on the rollout pool, and a node of ranks for each of parallel.nodes but this one.
 
-    They find the run by its folder, which all nodes must share. Those of an attempt that was killed are cancelled first.
+    They find the run by its folder, which all nodes must share. Those of an attempt that was killed are cancelled first. The
+    instances come in a flow run for each node that they fill (`shares`).
     """
     folder = config.folder.resolve()
-    notes = folder / NOTES
-    for note in read_lines(notes):
-        _cancel(UUID(note["flow_run_id"]))
-    notes.unlink(missing_ok=True)
-    instances = {"join": str(folder), "recipe": str(folder / "config.toml"), "instances": pool_instances}
+    notes = _no_others(folder)
     with ExitStack() as stack:
-        if pool_instances:
-            stack.enter_context(_companion(INSTANCES, instances, f"instances of {config.run.name}", notes, 0.0))
+        _instances(stack, config, pool_instances, folder, folder, notes)
         for node in range(1, config.parallel.nodes):
             name = f"node {node} of {config.run.name}"
             stack.enter_context(_companion(RANKS, {"folder": str(folder)}, name, notes, NODE_END_S))
         yield
+
+
+@contextmanager
+def evaluators(config: Config, model: Path, pool_instances: int, meeting: Path) -> Iterator[Path | None]:
+    """For the time of the body, which is an evaluation: instances on the rollout pool that load a model folder.
+
+    `meeting`: a folder of this evaluation alone, which all nodes must share; made, and yielded, if there are to be any. Instances
+    that are left of the training, or of another model's evaluation, do not know it: they hold other weights.
+    """
+    if not pool_instances:
+        yield None
+        return
+    meeting = meeting.resolve()
+    meeting.mkdir(parents=True, exist_ok=True)
+    notes = _no_others(meeting)
+    given = config.model.model_copy(update={"path": str(model.resolve())})
+    dump(with_context(config).model_copy(update={"model": given}), meeting / "config.toml")
+    with ExitStack() as stack:
+        _instances(stack, config, pool_instances, meeting, meeting / ADDRESS_FILE, notes)
+        yield meeting
+
+
+def _no_others(place: Path) -> Path:
+    """Cancel the flow runs that an attempt before has left in a place; the file for the new ones."""
+    notes = place / NOTES
+    for note in read_lines(notes):
+        _cancel(UUID(note["flow_run_id"]))
+    notes.unlink(missing_ok=True)
+    return notes
+
+
+def _instances(stack: ExitStack, config: Config, count: int, place: Path, join: Path, notes: Path) -> None:
+    """Flow runs with the instances of the config in a place. The deployment's own overrides are the recipe's, not this run's."""
+    common = {"join": str(join), "recipe": str(place / "config.toml"), "overrides": [], "settings": {}}
+    for share in shares(config, count):
+        stack.enter_context(_companion(INSTANCES, common | {"instances": share}, f"instances of {config.run.name}", notes, 0.0))
+
+
+def shares(config: Config, instances: int) -> list[int]:
+    """How many of so many instances each node of the rollout pool gets: as many as its devices hold, the last one the rest."""
+    most = max(1, config.platform.devices_per_node // config.rollout.tensor)
+    return [min(most, instances - begun) for begun in range(0, instances, most)]
 
 
 @contextmanager
@@ -78,12 +121,16 @@ def _wait_for_end(flow_run: UUID, within_s: float) -> None:
 
 
 def _cancel(flow_run: UUID) -> None:
-    """End a flow run that is under way, or that would come back: a crashed one may be resumed (tasks.watchdog)."""
+    """End a flow run that is under way, or that would come back: a crashed one may be resumed (tasks.watchdog). Say it if it has
+    failed: that is why the run, which waits for it, will."""
     with get_client(sync_client=True) as client:
         try:
-            state = client.read_flow_run(flow_run).state
+            found = client.read_flow_run(flow_run)
         except ObjectNotFound:  # noted on another server, or deleted there
             return
+        state = found.state
+        if state is not None and state.is_failed():
+            complain(f"warning: the flow run {found.name} has failed: {state.message}")
         if state is not None and (not state.is_final() or state.is_crashed()):
             client.set_flow_run_state(flow_run, Cancelled() if state.is_scheduled() or state.is_crashed() else Cancelling())
 

@@ -32,6 +32,8 @@ POOLS = HOME / "infra/pools"
 """A base job template per work pool."""
 TRAINING = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training")
 """Deployments that go to the training pool: their runs start rollout instances and, but for evaluations, trainer ranks."""
+WITH_ROLLOUTS = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation")
+"""Those of them that can take instances from the rollout pool."""
 ROLLOUTS = "serve-rollouts"
 DEPLOY_S = 300.0
 """What `prefect deploy` may take: 2 s on an idle machine."""
@@ -53,6 +55,8 @@ class Choices:
     """Cron line of the nightly evaluation; empty: no schedule."""
     npus: int = 0
     """Slots of the limit ascend-npus; 0 leaves the limit as it is."""
+    on_rollout_pool: int = 0
+    """Instances that a training or an evaluation takes from the rollout pool when nobody says otherwise, the scheduled too."""
 
 
 def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
@@ -85,6 +89,8 @@ def deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> dict
         name = one["name"]
         if "recipe" in one.get("parameters", ()):
             one["parameters"] |= {"recipe": recipe, **({"overrides": list(overrides)} if overrides else {})}
+        if name in WITH_ROLLOUTS and choices.on_rollout_pool:
+            one["parameters"]["on_rollout_pool"] = choices.on_rollout_pool
         if name in TRAINING:
             one["work_pool"]["name"] = choices.pool
         if name == ROLLOUTS:
@@ -109,8 +115,9 @@ def _check(choices: Choices) -> None:
         ZoneInfo(choices.timezone)
     except (ZoneInfoNotFoundError, ValueError):
         raise BadInput(f"--timezone {choices.timezone}: no such time zone; expected a name such as Asia/Shanghai") from None
-    if choices.npus < 0:
-        raise BadInput(f"--npus {choices.npus}: expected 0 or more")
+    for option, count in (("--npus", choices.npus), ("--on-rollout-pool", choices.on_rollout_pool)):
+        if count < 0:
+            raise BadInput(f"{option} {count}: expected 0 or more")
 
 
 def _server() -> str:

@@ -23,12 +23,18 @@ NPU_MANAGER = Path("/dev/davinci_manager")
 
 
 def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
-    """NPUs of a run in all: trainer ranks and rollout instances, those on the rollout pool too; 0 on other devices."""
+    """NPUs that a run holds: those of its trainer ranks and rollout instances, or of its evaluations if they are more; 0 on other
+    devices.
+
+    `pool_instances`: those on the rollout pool. Without `training` the run only evaluates. An evaluation for which no instance is
+    asked starts one (engine.rollout.service).
+    """
     device = config.platform.device
     if device not in ("npu", "auto") or (device == "auto" and not NPU_MANAGER.exists()):
         return 0
-    instances = (config.rollout.instances + pool_instances) * config.rollout.tensor
-    return instances + (config.parallel.ranks if training else 0)
+    instances, tensor = config.rollout.instances + pool_instances, config.rollout.tensor
+    evaluating = max(1, instances) * tensor
+    return max(evaluating, config.parallel.ranks + instances * tensor) if training else evaluating
 
 
 @contextmanager

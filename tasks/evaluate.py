@@ -17,6 +17,7 @@ from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
 from engine.run_folder import RunFolder, write_atomically
 from tasks import evaluation_log
+from tasks.companions import evaluators
 from tasks.console import say
 
 
@@ -26,13 +27,16 @@ def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
 
 
 @task(name="evaluate", cache_policy=NO_CACHE, retries=1, retry_condition_fn=_worth_retrying)
-def evaluate(config: Config, model: Path, weight_version: int) -> dict[str, Any]:
+def evaluate(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> dict[str, Any]:
     """The new row of evaluations.jsonl; of several benchmarks the first one's, the others are printed here.
 
-    It needs no MLflow: `tasks.evaluation_log` logs what is in evaluations.jsonl.
+    `pool_instances`: on the rollout pool, beside rollout.instances. It needs no MLflow: `tasks.evaluation_log` logs what is in
+    evaluations.jsonl.
     """
     folder = RunFolder(config.folder)
-    rows = evaluation.evaluate(config, model, weight_version, folder)
+    meeting = folder.path / "evaluations" / f"instances-{flow_run.id}-{weight_version}"
+    with evaluators(config, model, pool_instances, meeting) as place:
+        rows = evaluation.evaluate(config, model, weight_version, folder, place)
     for row in rows[1:]:
         say("evaluate", evaluation_log.describe(row))
     for row in rows:
@@ -40,14 +44,14 @@ def evaluate(config: Config, model: Path, weight_version: int) -> dict[str, Any]
     return rows[0]
 
 
-def evaluate_once(config: Config, model: Path, weight_version: int) -> dict[str, Any]:
+def evaluate_once(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> dict[str, Any]:
     """The same for a flow run that may be started again, when MLflow was away, say: what it has evaluated is not done again."""
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
         say("evaluate", "done by an attempt before")
         found: dict[str, Any] = json.loads(file.read_text())
         return found
-    row = evaluate(config, model, weight_version)
+    row = evaluate(config, model, weight_version, pool_instances)
     write_atomically(file, json.dumps(row))
     return row
 

@@ -11,10 +11,11 @@ TRAINED = "metronome.training.finished"
 """A policy is trained and published."""
 
 
-def training_finished(recipe: str, run: str, policy: Path, overrides: Sequence[str]) -> None:
+def training_finished(recipe: str, run: str, policy: Path, overrides: Sequence[str], pool_instances: int) -> None:
     """Tell the server: the deployment `evaluate` is triggered by it and reads its parameters from the payload."""
     emit_event(
         TRAINED,
         resource={"prefect.resource.id": f"metronome.run.{run}", "prefect.resource.name": run},
-        payload={"recipe": recipe, "run": run, "policy": str(policy.resolve()), "overrides": list(overrides)},
+        payload={"recipe": recipe, "run": run, "policy": str(policy.resolve()), "overrides": list(overrides),
+                 "on_rollout_pool": pool_instances},
     )

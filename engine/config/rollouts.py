@@ -16,10 +16,13 @@ class Rollout(Table):
     """The embedded engine is a process in this environment, for CPU and small devices; vLLM runs in its own (`make vllm`)."""
     instances: int = Field(default=1, ge=0)
     """Rollout instances that the run starts itself; others may join (`metronome serve --join`). 0: all join."""
+    joining: int = Field(default=0, ge=0)
+    """Instances that others start for the run on other nodes (docs/operations.md): `run.dry` counts them, nothing else does."""
     tensor: PositiveInt = 1
     """Devices that share one vLLM instance's model (its tensor parallelism)."""
     devices: list[int] = []
-    """CPU: cores of each instance in turn, `len / instances` each; empty leaves placing to the system."""
+    """Cores (CPU) or devices (vLLM on CUDA, NPU) of the instances that the run starts, `len / instances` each, in turn. Empty:
+    the system places them; on devices all take those from 0 on, as the trainer does, which `run.dry` refuses."""
     concurrency: PositiveInt = 4
     """Groups in flight per instance: fewer start training earlier, more decode faster."""
     group_size: PositiveInt = 8

@@ -31,7 +31,10 @@ def _groups(config: Config) -> None:
 
 
 def _cores(config: Config) -> None:
-    for key, cores in (("train.devices", config.train.devices), ("rollout.devices", config.rollout.devices)):
+    accelerators = config.rollout.engine == "vllm" and config.platform.device in ("cuda", "npu")
+    checked = [("train.devices", config.train.devices)]
+    checked += [] if accelerators else [("rollout.devices", config.rollout.devices)]
+    for key, cores in checked:
         if missing := sorted(set(cores) - usable_cores()):
             raise ValueError(f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}")
     for key, cores, sharers, count in (
@@ -39,7 +42,7 @@ def _cores(config: Config) -> None:
         ("train.devices", config.train.devices, "trainer ranks", config.parallel.ranks),
     ):
         if cores and (not count or len(cores) % count):
-            raise ValueError(f"{key} names {len(cores)} cores, which {count} {sharers} can't share evenly")
+            raise ValueError(f"{key} names {len(cores)} cores or devices, which {count} {sharers} can't share evenly")
 
 
 def _precision(config: Config) -> None:

@@ -204,7 +204,7 @@ class Platform(Table):
     devices: int = Field(default=0, ge=0)
     """Accelerators that the whole run may use, training and rollouts together; `run.dry` refuses more. 0 leaves it open."""
     devices_per_node: PositiveInt = 8
-    """Accelerators of a node, for `run.dry`: 8 is usual."""
+    """Accelerators of a node, for `run.dry` and to share instances among the rollout pool's nodes: 8 is usual."""
     memory_gib: PositiveFloat = 64.0
     """GiB of memory of one accelerator, for `run.dry`: 64 is an Ascend 910B's (Periodic Asynchrony §6)."""
 

@@ -10,6 +10,7 @@ from engine.checks import EMBEDDED
 from engine.config import Config
 from engine.dry.memory import Need, Room, host_bytes, instance_need, readable, trainer_need
 from engine.dry.models import shape_of
+from engine.dry.placing import joining_nodes, overlaps, places
 from engine.dry.sizes import total_parameters
 from engine.errors import BadInput
 from engine.model.rules import check_layout
@@ -29,9 +30,14 @@ class Plan:
     cache: Room
 
     @property
+    def instances(self) -> int:
+        """Those that the run starts and those that are to join it."""
+        return self.config.rollout.instances + self.config.rollout.joining
+
+    @property
     def devices(self) -> int:
-        """Of training and rollouts together; instances that join later are not counted."""
-        return self.config.parallel.ranks + self.config.rollout.instances * self.config.rollout.tensor
+        """Of training and rollouts together."""
+        return self.config.parallel.ranks + self.instances * self.config.rollout.tensor
 
 
 def plan(config: Config) -> Plan:
@@ -70,7 +76,7 @@ def _batch(made: Plan) -> Iterator[str]:
 def _devices(made: Plan) -> Iterator[str]:
     config, given = made.config, made.config.platform.devices
     if given and made.devices > given:
-        yield f"{_device_sum(config)} = {made.devices} devices, and platform.devices gives {given}"
+        yield f"{_device_sum(made)} = {made.devices} devices, and platform.devices gives {given}"
     parallel, node = config.parallel, config.platform.devices_per_node
     if parallel.ranks_per_node > node:
         yield (f"parallel.nodes = {parallel.nodes} puts {parallel.ranks_per_node} trainer ranks on each node, which has {node} "
@@ -78,6 +84,7 @@ def _devices(made: Plan) -> Iterator[str]:
     if config.rollout.tensor > node:
         yield (f"rollout.tensor = {config.rollout.tensor} is more than a node has (platform.devices_per_node = {node}): an "
                "instance runs on one node")
+    yield from overlaps(config)
     if config.rollout.engine == "vllm" and made.shape.heads % config.rollout.tensor:
         yield f"rollout.tensor = {config.rollout.tensor} does not divide the model's {made.shape.heads} attention heads"
     if config.rollout.engine == "embedded" and made.shape.architecture not in EMBEDDED:
@@ -90,17 +97,17 @@ def _memory(made: Plan) -> Iterator[str]:
             yield f"too little memory on a {need.who}: {need.summed()}"
 
 
-def _device_sum(config: Config) -> str:
-    parallel, rollout = config.parallel, config.rollout
+def _device_sum(made: Plan) -> str:
+    parallel, rollout = made.config.parallel, made.config.rollout
     ranks = " × ".join(str(size) for size in (parallel.tensor, parallel.pipeline, parallel.context, parallel.data))
-    return f"training {ranks} (tensor × pipeline × context × data) + rollouts {rollout.instances} × {rollout.tensor}"
+    return f"training {ranks} (tensor × pipeline × context × data) + rollouts {made.instances} × {rollout.tensor}"
 
 
 def sections(made: Plan) -> dict[str, dict[str, str]]:
     """The plan as titled two-column tables."""
     return {
         "Model": _model(made),
-        "Devices": {"in all": f"{_device_sum(made.config)} = {made.devices}", **dict(_spare(made))},
+        "Devices": {"in all": f"{_device_sum(made)} = {made.devices}", **dict(_spare(made))},
         f"Memory of a {made.trainer.who}": _terms(made.trainer) | _host(made),
         f"Memory of a {made.instance.who}": _terms(made.instance) | _cache(made.cache),
         "A step": _step(made),
@@ -120,12 +127,13 @@ def _spare(made: Plan) -> Iterator[tuple[str, str]]:
     given = made.config.platform.devices
     if given:
         yield "given", f"{given} (platform.devices)" + (f", {given - made.devices} stay idle" if given > made.devices else "")
-    instances, node = made.config.rollout.instances, made.config.platform.devices_per_node
-    apart = math.ceil(instances / max(1, node // made.config.rollout.tensor))
     training = f"{made.config.parallel.nodes} for training ({made.config.parallel.ranks_per_node} ranks each)"
-    yield "nodes", f"of {node} devices: {training}, {apart} for rollouts if they have their own"
-    if not instances:
-        yield "note", "rollout.instances = 0: all instances join, their devices are not counted"
+    apart = f"{joining_nodes(made.config)} for rollouts that join"
+    yield "nodes", f"of {made.config.platform.devices_per_node} devices: {training}, {apart}"
+    if placed := list(places(made.config)):
+        yield "places", "; ".join(placed)
+    if not made.instances:
+        yield "note", "rollout.instances and rollout.joining are 0: all instances join, their devices are not counted"
 
 
 def _terms(need: Need) -> dict[str, str]:
@@ -149,7 +157,7 @@ def _step(made: Plan) -> dict[str, str]:
     train, rollout = config.train, config.rollout
     responses = train.prompts_per_step * rollout.group_size
     whole = max(1, train.micro_batch_tokens // rollout.max_context)
-    slots = rollout.instances * rollout.concurrency
+    slots = made.instances * rollout.concurrency
     rows = {
         "batch": f"{train.prompts_per_step} prompts × {rollout.group_size} responses = {responses:,} responses, "
                  f"at most {responses * rollout.max_context:,} tokens",
@@ -161,6 +169,6 @@ def _step(made: Plan) -> dict[str, str]:
     }  # fmt: skip
     if slots:
         waves = train.prompts_per_step / slots
-        rows["rollouts"] = (f"{slots} groups in flight ({rollout.instances} instances × {rollout.concurrency}), {waves:.1f} waves"
+        rows["rollouts"] = (f"{slots} groups in flight ({made.instances} instances × {rollout.concurrency}), {waves:.1f} waves"
                             + (": slots stay empty" if waves < 1 and train.mode in ("sync", "periodic") else ""))
     return rows

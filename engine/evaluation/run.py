@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from engine.evaluation.benchmarks import Benchmark, read_benchmarks
 from engine.evaluation.figures import accuracy, pass_curve
 from engine.evaluation.votes import Verifier, majorities
 from engine.rollout.producer import Producer
+from engine.rollout.registry import registry
 from engine.rollout.service import rollout_service
 from engine.rollout.tokens import Tokens
 from engine.run_folder import RunFolder, append_line
@@ -44,22 +46,31 @@ class Subject:
     version: int
 
 
-def evaluate(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[dict[str, Any]]:
+def evaluate(
+    config: Config, model: Path, weight_version: int, folder: RunFolder, meeting: Path | None = None
+) -> list[dict[str, Any]]:
     """Sample `evaluate.samples` responses to each problem of the benchmarks with the model in a Hugging Face folder.
 
     Appends a row per benchmark to evaluations.jsonl and returns them (docs/evaluation.md says what is in a row), and
-    writes a table with every response each. Over-long prompts are counted skips.
+    writes a table with every response each. Over-long prompts are counted skips. `meeting`: a folder where instances that others
+    start, with this very model, find the evaluation as they find a run in its folder; then none need be declared. Raises
+    ProcessDied when no instance is there for rollout.wait_s.
     """
     benchmarks = read_benchmarks(config)
-    return asyncio.run(_evaluate(config, model, weight_version, folder, benchmarks))
+    return asyncio.run(_evaluate(config, model, weight_version, folder, benchmarks, meeting))
 
 
 async def _evaluate(
-    config: Config, model: Path, version: int, folder: RunFolder, benchmarks: Sequence[Benchmark]
+    config: Config, model: Path, version: int, folder: RunFolder, benchmarks: Sequence[Benchmark], meeting: Path | None
 ) -> list[dict[str, Any]]:
-    settings, trace = config.evaluate, Trace(folder.trace, "evaluation")
+    settings, trace, joined = config.evaluate, Trace(folder.trace, "evaluation"), meeting is not None
     config = with_context(config)
-    async with rollout_service(config, model, folder.path, settings, settings.samples, trace) as service:
+    async with (
+        rollout_service(config, model, folder.path, settings, settings.samples, trace, joined=joined) as service,
+        AsyncExitStack() as stack,
+    ):
+        if meeting is not None:
+            await stack.enter_async_context(registry(service.pool, config, meeting))
         encoded = encode_all(config, benchmarks, service.tokens)
         await service.pool.connect()
         started = time.perf_counter()

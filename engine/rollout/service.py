@@ -29,20 +29,21 @@ class Service:
 
 @asynccontextmanager
 async def rollout_service(
-    config: Config, model: Path, folder: Path, settings: Rollout | Evaluate, group_size: int, trace: Trace, synced: bool = False
-) -> AsyncIterator[Service]:
+    config: Config, model: Path, folder: Path, settings: Rollout | Evaluate, group_size: int, trace: Trace, synced: bool = False,
+    joined: bool = False,
+) -> AsyncIterator[Service]:  # fmt: skip
     """Start instances and verifiers, load the tokenizer meanwhile; end all when the body is left, however.
 
-    `settings` say how responses are sampled. With `synced` (training) instances serve once they were given weights, and the
-    recipe may declare none because others join; else (evaluation) they serve what is on disk, at least one. They may still be
-    loading when the body is entered: `pool.connect()` waits for them.
+    `settings` say how responses are sampled. With `synced` (training) instances serve once they were given weights, else
+    (evaluation) what is on disk. The recipe may declare none where others join, in training or with `joined`; else at least one
+    is started. They may still be loading when the body is entered: `pool.connect()` waits for them.
     """
     pool = Pool(config, model, folder, trace, synced)
     reward = config.reward
     log = folder / "logs" / "verifier.log"
     verifier = VerifierPool(reward.function, reward.workers, reward.timeout_s, reward.on_error, log=log)
     try:
-        pool.spawn(config.rollout.instances if synced else max(1, config.rollout.instances))
+        pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
         tokens, _ = await asyncio.gather(asyncio.to_thread(Tokens, model), verifier.start())
         stop = tokens.stop_ids(config.rollout.stop)
         partial = synced and config.rollout.partial

@@ -10,8 +10,9 @@ from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
-from conftest import ROOT, overrides
+from conftest import ROOT, overrides, wait_for
 
+from engine.run_folder import read_lines
 from tasks.services import BUCKET, post
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
@@ -120,20 +121,36 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment):
 
 
 @pytest.mark.slow
-def test_instances_of_the_rollout_pool_train_a_run(deployed, environment, services):
-    """The run starts no instance itself: without those that the pool's worker joins to it there is not one response."""
+def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, environment):
+    """The pipeline starts no instance itself: without those that the pool's worker joins to it there is not one response."""
     api, _, folder = deployed
-    parameters = {"settings": {"name": "pooled"}, "on_rollout_pool": 1, "continue_from": "latest"}
+    parameters = {"settings": {"name": "pooled", "learning_rate": 0.01}, "on_rollout_pool": 1, "continue_from": "latest"}
     given = [part for name, value in parameters.items() for part in ("--param", f"{name}={json.dumps(value)}")]
-    [train] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "train"]
-    sets = [*train["parameters"]["overrides"], "rollout.instances=0", "rollout.wait_s=150"]
-    call([*PREFECT, "deployment", "run", "train/train", *given, "--param", f"overrides={json.dumps(sets)}", "--watch"],
-         environment, 400)  # fmt: skip
-    wait_for_runs(api, "train", "COMPLETED")
-    [instances] = flow_runs(api, "serve-rollouts").values()
-    assert instances["state_type"] in ("CANCELLING", "CANCELLED")  # with the training's end
-    assert len((folder / "pooled/steps.jsonl").read_text().splitlines()) == 2
-    assert "metronome-quickstart-1" in (folder / "pooled/config.toml").read_text()  # the policy that the other run registered
+    [pipeline] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
+    sets = [*pipeline["parameters"]["overrides"], "rollout.instances=0", "rollout.wait_s=150", "rollout.deterministic=true"]
+    call([*PREFECT, "deployment", "run", "metronome/pipeline", *given, "--param", f"overrides={json.dumps(sets)}", "--watch"],
+         environment, 600)  # fmt: skip
+    pooled = folder / "pooled"
+    assert len((pooled / "steps.jsonl").read_text().splitlines()) == 2
+    assert "metronome-quickstart-1" in (pooled / "config.toml").read_text()  # the policy that the other run registered
+    wait_for(lambda: len(list(read_lines(pooled / "evaluations.jsonl"))) == 3, "the evaluation that the automation starts", 300)
+    evaluations = list(read_lines(pooled / "evaluations.jsonl"))
+    assert [row["weight_version"] for row in evaluations] == [0, 2, 2]
+    assert evaluations[1]["avg_at_k"] == evaluations[2]["avg_at_k"]
+    before, after = ([one["text"] for problem in read_lines(pooled / row["table"]) for one in problem["responses"]]
+                     for row in evaluations[:2])  # fmt: skip
+    assert len(before) == len(after) > 0
+    assert before != after  # with the same seeds: the instances held the trained policy
+    assert not list((pooled / "logs").glob("instance-*"))  # none was started beside the trainer
+    _instances_have_ended(api, 4)  # for three evaluations and the training
+
+
+def _instances_have_ended(api, count):
+    def states():
+        return [row["state_type"] for row in flow_runs(api, "serve-rollouts").values()]
+
+    wait_for(lambda: set(states()) <= {"CANCELLING", "CANCELLED"}, "the end of the instances", 60)
+    assert len(states()) == count
 
 
 def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):

@@ -58,6 +58,7 @@ def test_recipes_that_ship_load_from_anywhere(recipe, tmp_path, monkeypatch):
         ("train.betas=[0.9, 1.5]", "train.betas"),
         ("train.learning_rate=inf", "train.learning_rate"),
         ("train.devices=[4096]", "train.devices names cores [4096]"),
+        ("rollout.devices=[4096]", "rollout.devices names cores [4096]"),
         ("run.name=..", "run.name"),
     ],
 )

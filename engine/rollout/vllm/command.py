@@ -19,6 +19,8 @@ MARKER = "metronome-vllm"
 """File in the environment, written last by infra/vllm/install.sh; its first line is the device it was built for."""
 
 GIB = 2**30
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""Environment variable that says which devices a process sees."""
 CPU_CACHE_GIB = 16
 """At most so much memory for the key-value cache on a CPU; more responses than fit take turns."""
 
@@ -52,7 +54,7 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
             pairs["--cores"] = ",".join(map(str, mine))
         environment |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, model)))}
     elif mine:
-        environment[{"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}[device]] = ",".join(map(str, mine))
+        environment[VISIBLE[device]] = ",".join(map(str, mine))
     return [python, "-m", "engine.rollout.vllm", *(part for pair in pairs.items() for part in pair)], environment
 
 

@@ -67,7 +67,7 @@ def test_paper_recipes_can_run(name):
     made = plan(recipe(name))
     training, rollouts = DEVICES[name]
     assert made.config.parallel.ranks == training
-    assert made.config.rollout.instances * made.config.rollout.tensor == rollouts
+    assert made.instances * made.config.rollout.tensor == rollouts
     assert made.devices == made.config.platform.devices
     assert made.trainer.fits
     assert made.instance.fits
@@ -96,7 +96,7 @@ def test_ranks_hold_the_model_together(name, tensor, pipeline):
     assert held == total_parameters(shape) + (tensor - 1) * norms + copy
 
 
-BASE, LARGE = "periodic-qwen3-8b-16npu", "periodic-r1-distill-32b-48npu"
+BASE, LARGE, NODE = "periodic-qwen3-8b-16npu", "periodic-r1-distill-32b-48npu", "gac-qwen3-8b"
 SHORT = "too little memory on a trainer rank"
 
 
@@ -109,15 +109,21 @@ SHORT = "too little memory on a trainer rank"
         (BASE, ["parallel.tensor=3"], ["parallel.tensor = 3 does not divide its 32 attention heads"]),
         (BASE, ["parallel.pipeline=5"], ["parallel.pipeline = 5 does not divide its 36 layers"]),
         (BASE, ["parallel.data=2"], ["= 24 devices, and platform.devices gives 16"]),
-        (BASE, ["rollout.instances=5"], ["rollouts 5 × 2 = 18 devices", "gives 16"]),
+        (BASE, ["rollout.joining=5"], ["rollouts 5 × 2 = 18 devices", "gives 16"]),
         (BASE, ["train.micro_batch_tokens=8192"], ["train.micro_batch_tokens = 8,192 is below the longest sequence", "16,384"]),
         (BASE, ["rollout.max_context=65536", "train.micro_batch_tokens=65536"], ["65,536 is more than the 40,960 positions"]),
-        (BASE, ["rollout.tensor=16", "rollout.instances=1", "platform.devices=0"], ["rollout.tensor = 16 is more than a node"]),
+        (BASE, ["rollout.tensor=16", "rollout.joining=1", "platform.devices=0"], ["rollout.tensor = 16 is more than a node"]),
         (LARGE, ["parallel.nodes=2"], ["parallel.nodes = 2 puts 16 trainer ranks on each node, which has 8 devices"]),
         (BASE, ["evaluate.max_context=50000"], ["evaluate.max_context = 50,000 is more than the 40,960 positions"]),
-        (BASE, ["rollout.tensor=3", "rollout.instances=2"], ["rollout.tensor = 3 does not divide the model's 32"]),
+        (BASE, ["rollout.tensor=3", "rollout.joining=2"], ["rollout.tensor = 3 does not divide the model's 32"]),
         (BASE, ["parallel.data=4", "train.prompts_per_step=2", "platform.devices=0"], ["4 replicas", "some would never train"]),
         (BASE, ["model.path=Qwen/Qwen9-900B"], ["no sizes of Qwen9-900B", "Qwen3-8B"]),
+        (BASE, ["rollout.instances=4", "rollout.joining=0"], ["takes devices from 0 on", "rollout.instances = 0", "joining = 4"]),
+        (NODE, ["rollout.devices=[]"], ["rollout.devices is empty", "4 instances", "set rollout.devices = [4, 5, 6, 7]"]),
+        (NODE, ["rollout.devices=[3,4,5,6]"], ["rollout.devices names [3], which trainer ranks have (0 to 3)"]),
+        (NODE, ["rollout.devices=[4,5,6,6]"], ["rollout.devices names [6] more than once"]),
+        (NODE, ["rollout.devices=[5,6,7,8]"], ["rollout.devices names [8], and a node has 0 to 7"]),
+        (NODE, ["rollout.tensor=2", "rollout.instances=2", "rollout.devices=[4,5]"], ["names 2 devices, 2 instances", "take 4"]),
         (LARGE, ["rollout.tensor=1"], ["too little memory on a rollout device", "weights 61.0 GiB"]),
         (LARGE, ["train.recompute=false", "platform.memory_gib=48"], ["too little memory", "activations"]),
         ("one-step-off-qwen2.5-math-7b", ["model.path=Qwen/Qwen2.5-Math-7B"], ["more than the 4,096 positions"]),
@@ -188,6 +194,13 @@ def test_nodes_are_counted(name, training, rollouts):
     nodes = sections(plan(recipe(name)))["Devices"]["nodes"]
     assert f"{training} for training" in nodes
     assert f"{rollouts} for rollouts" in nodes
+
+
+def test_places_are_said():
+    assert sections(plan(recipe(BASE)))["Devices"]["places"] == (
+        "trainer ranks on devices 0 to 7 of their nodes; 4 instances that join on other nodes")
+    assert "own instances on [4, 5, 6, 7] of the first one" in sections(plan(recipe(NODE)))["Devices"]["places"]
+    assert "places" not in sections(plan(load("infra/recipes/quickstart.toml")))["Devices"]
 
 
 def test_nothing_that_trains_takes_a_dry_run():

@@ -41,6 +41,17 @@ def test_crashed_runs_and_lost_nodes_are_resumed_and_nodes_wait_in_a_queue_of_th
     assert queues == dict.fromkeys(found, "default") | {"join-training": "nodes"}
 
 
+def test_scheduled_runs_take_their_instances_from_the_rollout_pool():
+    """Nobody fills in a form for them; the evaluation that follows a training takes as many as that one did."""
+    found = {one["name"]: one for one in deployments(RECIPE, [], Choices(on_rollout_pool=4))["deployments"]}
+    given = {name: one["parameters"]["on_rollout_pool"] for name, one in found.items() if "on_rollout_pool" in
+             one.get("parameters", ())}  # fmt: skip
+    assert given == dict.fromkeys(("pipeline", "nightly", "train", "evaluate", "nightly-evaluation"), 4)
+    [trigger] = found["evaluate"]["triggers"]
+    assert "event.payload.on_rollout_pool" in json.dumps(trigger["parameters"]["on_rollout_pool"])
+    assert not any("on_rollout_pool" in one.get("parameters", ()) for one in deployments(RECIPE, [], Choices())["deployments"])
+
+
 def test_every_entrypoint_is_a_flow_with_these_parameters():
     from prefect.flows import load_flow_from_entrypoint
 
@@ -54,7 +65,8 @@ def test_every_entrypoint_is_a_flow_with_these_parameters():
 
 @pytest.mark.parametrize(
     ("choices", "said"),
-    [(Choices(timezone="Mars/Olympus"), "Mars/Olympus"), (Choices(npus=-1), "--npus -1")],
+    [(Choices(timezone="Mars/Olympus"), "Mars/Olympus"), (Choices(npus=-1), "--npus -1"),
+     (Choices(on_rollout_pool=-2), "--on-rollout-pool -2")],
 )
 def test_bad_choices_are_refused(choices, said):
     with pytest.raises(BadInput, match=said):

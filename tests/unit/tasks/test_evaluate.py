@@ -12,7 +12,7 @@ def test_a_flow_run_that_is_started_again_does_not_evaluate_again(tmp_path, monk
     config = Config(run={"name": "night", "output": str(tmp_path)})
     (config.folder / "evaluations").mkdir(parents=True)
     done = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda config, model, version: done.append(model) or {"avg_at_k": 0.5})
+    monkeypatch.setattr(evaluate, "evaluate", lambda config, model, version, pool: done.append(model) or {"avg_at_k": 0.5})
     for number, expected in (("first", ["m"]), ("first", ["m"]), ("second", ["m", "m"])):
         monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ROOT_FLOW_RUN_ID", number)
         assert evaluate.evaluate_once(config, "m", 3) == {"avg_at_k": 0.5}

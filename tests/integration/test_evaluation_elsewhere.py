@@ -1,0 +1,41 @@
+"""An evaluation whose instances are started elsewhere, as a node of the rollout pool does: real instances, no Prefect."""
+
+import threading
+from contextlib import nullcontext
+
+from conftest import config_of, wait_for
+
+from engine.evaluation import evaluate
+from engine.recipe import load
+from engine.rollout.registry import ADDRESS_FILE
+from engine.run_folder import RunFolder
+from tasks import companions, rollouts
+
+
+def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_path, tiny_model, monkeypatch):
+    """The run's own model is not there: an instance that loaded it could not serve."""
+    config = config_of(settings | {"model.path": str(tmp_path / "gone"), "rollout.instances": 0, "rollout.wait_s": 90,
+                                   "evaluate.problems": 4, "evaluate.max_new_tokens": 8, "evaluate.max_context": 48})  # fmt: skip
+    folder, meeting, asked, failed = RunFolder(config.folder), tmp_path / "meeting", [], []
+    folder.create(config, resume=False)
+    monkeypatch.setattr(companions, "_companion", lambda deployment, given, *_: asked.append(given) or nullcontext())
+    with companions.evaluators(config, tiny_model, 2, meeting) as place:
+        [given] = asked
+
+        def node():
+            """What the deployment's flow does with these parameters."""
+            try:
+                wait_for((meeting / ADDRESS_FILE).exists, "the evaluation")
+                recipe = load(given["recipe"], [*given["overrides"], "rollout.wait_s=8"])
+                rollouts.serve_until_the_run_ends(recipe, given["join"], given["instances"], "127.0.0.1")
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        pool = threading.Thread(target=node)
+        pool.start()
+        [row] = evaluate(config, tiny_model, 5, folder, place)
+    pool.join(60)
+    assert not pool.is_alive()
+    assert not failed
+    assert (row["weight_version"], row["model"], row["problems"]) == (5, str(tiny_model.resolve()), 4)
