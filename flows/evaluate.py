@@ -35,7 +35,8 @@ def evaluate(
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example evaluate.samples=8.
         settings: The keys that differ from run to run; what is left out is as the recipe says.
-        model: A Hugging Face folder, or latest or champion for a registered policy of this recipe. Empty takes model.path.
+        model: A Hugging Face folder, or nightly, latest or champion for a registered policy of this recipe. Empty takes
+            model.path.
         run: Name of the run that the figures belong to (its folder under run.output). Empty takes run.name.
     """
     given = [f"run.name={run}"] if run else []

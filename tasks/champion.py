@@ -57,6 +57,7 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     data = json.loads(report.read_text())["train"]["version"] if report.exists() else "unknown"
     found = {
         "base_model": str(base),
+        "start": config.model.start,
         "base_model_hash": content_hash(base),
         "data": config.data.train,
         "data_version": data,
@@ -66,6 +67,8 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
         "mode": config.train.mode,
         "run_folder": str(folder.path.resolve()),
     }
+    if config.model.continued_from:
+        found["continued_from"] = config.model.continued_from
     if row is not None:
         found |= {"benchmark": row["benchmark"], "avg_at_k": f"{row['avg_at_k']:.6f}",
                   "interval": f"{row['ci_low']:.6f} to {row['ci_high']:.6f}", "protocol": json.dumps(row["protocol"])}

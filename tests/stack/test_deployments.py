@@ -82,7 +82,7 @@ def test_the_form_of_a_deployment(deployed):
     api, *_ = deployed
     [pipeline] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
     schema = pipeline["parameter_openapi_schema"]
-    assert schema["properties"]["continue_from"]["enum"] == ["base", "latest", "champion"]
+    assert schema["properties"]["continue_from"]["enum"] == ["base", "nightly", "latest", "champion"]
     assert all(field.get("description") for field in schema["properties"].values()), schema["properties"]
     settings = schema["definitions"]["Settings"]["properties"]
     assert all(field["description"] and field["title"] for field in settings.values())
