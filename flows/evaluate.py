@@ -12,7 +12,6 @@ from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
 from tasks import summary
 from tasks.console import stage
 from tasks.continuing import model_folder
-from tasks.devices import held, npus
 from tasks.entry import crashed_without_tracking, settled
 from tasks.evaluate import evaluate_once
 from tasks.evaluation_log import log_finished
@@ -31,6 +30,8 @@ def evaluate(
 ) -> str:
     """Accuracy of a model with its interval; a line in the evaluations.jsonl of a run folder and in its MLflow run.
 
+    What a run has already said of its own policy, by the same protocol and seed, is not sampled again.
+
     Args:
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example evaluate.samples=8.
@@ -48,7 +49,7 @@ def evaluate(
         if not folder.config.exists():
             folder.create(config, resume=False)
         check_store(config)
-        with held(npus(config, training=False)), stage("evaluate") as say:
+        with stage("evaluate") as say:
             found = summary.accuracy(evaluate_once(config, chosen, summary.weight_version(chosen)))
             say("accuracy " + found)
         log_finished(config, tracked_flow)

@@ -32,11 +32,14 @@ def flow_runs(api, deployment):
     return {row["id"]: row for row in rows}
 
 
-def wait_for_runs(api, deployment, state, timeout_s=240.0):
-    """The first flow run of a deployment in a state; a run that ends otherwise fails the test with Prefect's reason."""
+def wait_for_runs(api, deployment, state, timeout_s=240.0, of=None):
+    """The first flow run of a deployment in a state; a run that ends otherwise fails the test with Prefect's reason.
+
+    `of`: only those with this name as their parameter `run`.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        rows = list(flow_runs(api, deployment).values())
+        rows = [row for row in flow_runs(api, deployment).values() if of is None or row["parameters"].get("run") == of]
         for row in rows:
             if row["state_type"] == state:
                 return row
@@ -109,12 +112,12 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment):
     command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
     call(command, environment, 400)
     wait_for_runs(api, "pipeline", "COMPLETED")
-    wait_for_runs(api, "evaluate", "COMPLETED")  # nobody asked for it: the automation did
+    wait_for_runs(api, "evaluate", "COMPLETED", of="day")  # nobody asked for it: the automation did
     steps = [json.loads(line) for line in (folder / "day/steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps] == [0, 1]
     assert steps[0]["learning_rate"] == 0.001
     evaluations = [json.loads(line) for line in (folder / "day/evaluations.jsonl").read_text().splitlines()]
-    assert [row["weight_version"] for row in evaluations] == [0, 2, 2]
+    assert [row["weight_version"] for row in evaluations] == [0, 2]  # the pipeline's own: the same is not sampled again
     _check_mlflow(environment["MLFLOW_TRACKING_URI"])
     _check_s3(environment, folder)
 
@@ -134,6 +137,11 @@ def test_instances_of_the_rollout_pool_train_a_run(deployed, environment, servic
     assert instances["state_type"] in ("CANCELLING", "CANCELLED")  # with the training's end
     assert len((folder / "pooled/steps.jsonl").read_text().splitlines()) == 2
     assert "metronome-quickstart-1" in (folder / "pooled/config.toml").read_text()  # the policy that the other run registered
+    wait_for_runs(api, "evaluate", "COMPLETED", of="pooled")  # a training is finished: its evaluation starts by itself
+    [evaluation] = [json.loads(line) for line in (folder / "pooled/evaluations.jsonl").read_text().splitlines()]
+    assert evaluation["weight_version"] == 2
+    assert evaluation["model"] == str((folder / "pooled/policy").resolve())
+    assert evaluation["protocol"]["seed"] == 1  # the run's: 0, plus the number of the version that it went on from
 
 
 def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):
