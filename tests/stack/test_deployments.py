@@ -111,14 +111,16 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment):
     settings = json.dumps({"name": "day", "learning_rate": 0.001})
     command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
     call(command, environment, 400)
-    wait_for_runs(api, "pipeline", "COMPLETED")
+    flow_run = wait_for_runs(api, "pipeline", "COMPLETED")["id"]
     wait_for_runs(api, "evaluate", "COMPLETED", of="day")  # nobody asked for it: the automation did
     steps = [json.loads(line) for line in (folder / "day/steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps] == [0, 1]
     assert steps[0]["learning_rate"] == 0.001
     evaluations = [json.loads(line) for line in (folder / "day/evaluations.jsonl").read_text().splitlines()]
     assert [row["weight_version"] for row in evaluations] == [0, 2]  # the pipeline's own: the same is not sampled again
-    _check_mlflow(environment["MLFLOW_TRACKING_URI"])
+    run = _check_mlflow(environment["MLFLOW_TRACKING_URI"])
+    assert run.data.tags["prefect.flow_run_id"] == flow_run  # the training's, also after the evaluation
+    _check_artifacts(api, flow_run, run)
     _check_s3(environment, folder)
 
 
@@ -173,6 +175,19 @@ def _check_mlflow(uri):
     [version] = client.search_model_versions("name = 'metronome-quickstart'")
     assert version.run_id == run.info.run_id
     assert any(name.endswith("avg_at_k") for name in run.data.metrics), run.data.metrics  # the evaluation's, in the same run
+    return run
+
+
+def _check_artifacts(api, flow_run, run):
+    """What the flow run's page shows in the Prefect UI."""
+    query = {"artifacts": {"flow_run_id": {"any_": [flow_run]}}, "sort": "CREATED_DESC"}
+    found = post(f"{api}/artifacts/filter", query)
+    newest = {one["key"]: one for one in reversed(found)}
+    assert {"mlflow", "training", "training-status", "evaluation", "base-model", "registered-model"} <= set(newest)
+    assert f"/runs/{run.info.run_id}" in newest["mlflow"]["data"]
+    assert newest["training"]["type"] == "progress"
+    assert float(newest["training"]["data"]) == 100
+    assert "2 of 2 (100.0 %)" in newest["training-status"]["data"]
 
 
 def _check_s3(environment, folder):
