@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import version as installed
 from pathlib import Path
 
 import mlflow
@@ -16,7 +15,7 @@ from engine.evaluation import tables
 from engine.evaluation.champion import Results, Verdict, challenge, first
 from engine.model.shape import content_hash
 from engine.run_folder import RunFolder, read_lines
-from tasks.caching import code_hash
+from tasks.caching import code_version
 from tasks.continuing import CHAMPION
 from tasks.prepare import REPORT
 from tasks.recorder import first_line
@@ -62,7 +61,7 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
         "data": config.data.train,
         "data_version": data,
         "config_hash": hashlib.sha256(folder.config.read_bytes()).hexdigest(),
-        "code_version": f"{installed('metronome')} {code_hash('')}",
+        "code_version": code_version(),
         "steps": str(config.train.steps),
         "mode": config.train.mode,
         "run_folder": str(folder.path.resolve()),

@@ -6,12 +6,15 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
 from conftest import ROOT, overrides
 
+from engine.model.shape import content_hash
+from engine.run_folder import read_lines
 from tasks.services import BUCKET, post
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
@@ -106,7 +109,7 @@ def test_the_scheduler_shows_tomorrows_nightly_run(deployed):
     assert times[1] - times[0] == timedelta(days=1)
 
 
-def test_a_run_from_the_form_to_its_evaluation(deployed, environment):
+def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model):
     api, _, folder = deployed
     settings = json.dumps({"name": "day", "learning_rate": 0.001})
     command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
@@ -118,7 +121,7 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment):
     assert steps[0]["learning_rate"] == 0.001
     evaluations = [json.loads(line) for line in (folder / "day/evaluations.jsonl").read_text().splitlines()]
     assert [row["weight_version"] for row in evaluations] == [0, 2]  # the pipeline's own: the same is not sampled again
-    run = _check_mlflow(environment["MLFLOW_TRACKING_URI"])
+    run = _check_mlflow(environment["MLFLOW_TRACKING_URI"], folder, tiny_model)
     assert run.data.tags["prefect.flow_run_id"] == flow_run  # the training's, also after the evaluation
     _check_artifacts(api, flow_run, run)
     _check_s3(environment, folder)
@@ -164,7 +167,7 @@ with held(12):
     assert said == ["6 slots of the limit ascend-npus were not free within 3 s", "the rest"]
 
 
-def _check_mlflow(uri):
+def _check_mlflow(uri, folder, base):
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
@@ -174,6 +177,14 @@ def _check_mlflow(uri):
     assert [(point.step) for point in history] == [0, 1]
     [version] = client.search_model_versions("name = 'metronome-quickstart'")
     assert version.run_id == run.info.run_id
+    tags = {name.removeprefix("metronome."): value for name, value in version.tags.items()}
+    data, final = json.loads((folder / "day/data.json").read_text()), list(read_lines(folder / "day/evaluations.jsonl"))[-1]
+    assert tags["data_version"] == data["train"]["version"]
+    assert (tags["steps"], tags["mode"], tags["start"]) == ("2", "periodic", "base")
+    assert (Path(tags["base_model"]).resolve(), tags["base_model_hash"]) == (base.resolve(), content_hash(base))
+    assert (tags["benchmark"], tags["avg_at_k"]) == (final["benchmark"], f"{final['avg_at_k']:.6f}")
+    assert tags["config_hash"] == sha256((folder / "day/config.toml").read_bytes()).hexdigest()
+    assert "continued_from" not in tags
     assert any(name.endswith("avg_at_k") for name in run.data.metrics), run.data.metrics  # the evaluation's, in the same run
     return run
 
