@@ -64,6 +64,7 @@ def train(
     replay: Annotated[Path | None, typer.Option("--replay", help="train on a record (train.record) again")] = None,
 ) -> None:
     """Train only, without Prefect; tracked in MLflow all the same."""
+    from tasks.continuing import as_begun
     from tasks.inputs import check_inputs, check_run_folder, with_model_folder
 
     with _exit_codes():
@@ -74,6 +75,7 @@ def train(
         check_run_folder(config, resume)
         if replay is not None and not replay.is_file():
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
+        config = as_begun(config)
         check_inputs(config)
         config = with_model_folder(config)
         _train(config, resume, replay)

@@ -12,7 +12,6 @@ from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
 from tasks import summary
 from tasks.console import stage
 from tasks.continuing import model_folder
-from tasks.devices import held, npus
 from tasks.entry import crashed_without_tracking, settled
 from tasks.evaluate import evaluate_once
 from tasks.evaluation_log import log_finished
@@ -32,11 +31,14 @@ def evaluate(
 ) -> str:
     """Accuracy of a model with its interval; a line in the evaluations.jsonl of a run folder and in its MLflow run.
 
+    What a run has already said of its own policy, by the same protocol and seed, is not sampled again.
+
     Args:
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example evaluate.samples=8.
         settings: The keys that differ from run to run; what is left out is as the recipe says.
-        model: A Hugging Face folder, or latest or champion for a registered policy of this recipe. Empty takes model.path.
+        model: A Hugging Face folder, or nightly, latest or champion for a registered policy of this recipe. Empty takes
+            model.path.
         run: Name of the run that the figures belong to (its folder under run.output). Empty takes run.name.
         on_rollout_pool: Rollout instances started on the rollout pool for the time of the evaluation, beside rollout.instances.
     """
@@ -49,7 +51,7 @@ def evaluate(
         if not folder.config.exists():
             folder.create(config, resume=False)
         check_store(config)
-        with held(npus(config, on_rollout_pool, training=False)), stage("evaluate") as say:
+        with stage("evaluate") as say:
             found = summary.accuracy(evaluate_once(config, chosen, summary.weight_version(chosen), on_rollout_pool))
             say("accuracy " + found)
         log_finished(config, tracked_flow)

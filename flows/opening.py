@@ -24,7 +24,7 @@ class Opened:
     folder: RunFolder
     entry: Entry
     overrides: list[str]
-    """Of its settings and overrides, as `--set` takes them."""
+    """Its settings, its overrides and its seed, as `--set` takes them."""
 
 
 @contextmanager
@@ -36,4 +36,4 @@ def opened(
         config = started_from(settled(configured(recipe, settings, overrides)), recipe, continue_from)
     check_inputs(config)
     with entered(config, resume) as entry, held(npus(config, pool_instances)), tracked_flow(config):
-        yield Opened(config, RunFolder(config.folder), entry, [*settings.overrides(), *overrides])
+        yield Opened(config, RunFolder(config.folder), entry, [*settings.overrides(), *overrides, f"run.seed={config.run.seed}"])

@@ -50,8 +50,8 @@ def pipeline(
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example rollout.temperature=0.9.
         settings: The keys that differ from run to run; what is left out is as the recipe says.
-        continue_from: base is model.path; latest the newest registered policy of this recipe (base if there is none); champion
-            the registered one with that alias.
+        continue_from: base is model.path; latest the newest registered policy of this recipe (base if there is none); nightly
+            the newest that a run with nightly has registered (likewise); champion the registered one with that alias.
         on_rollout_pool: Rollout instances started on the rollout pool for the time of the training and of each evaluation, beside
             rollout.instances.
         resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed without it.

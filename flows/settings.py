@@ -12,7 +12,7 @@ from engine.recipe import load
 
 Recipe = str
 Overrides = Sequence[str]
-ContinueFrom = Literal["base", "latest", "champion"]
+ContinueFrom = Literal["base", "nightly", "latest", "champion"]
 PoolInstances = NonNegativeInt
 # What they mean is in the flows' docstrings: that is where Prefect takes the form's texts from.
 

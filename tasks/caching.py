@@ -1,10 +1,17 @@
-"""What a cached result depends on beside a task's inputs: the engine's own code."""
+"""Which code a result comes from: what a cached one depends on beside a task's inputs, and what a policy's lineage names."""
 
 from __future__ import annotations
 
 import hashlib
+import shutil
+import subprocess
+from importlib.metadata import version as installed
+from pathlib import Path
 
 from engine.recipe import HOME
+
+OURS = ("engine", "tasks", "flows", "infra")
+"""Folders of the code that runs in production, recipes and pool templates among it."""
 
 
 def code_hash(*packages: str) -> str:
@@ -14,3 +21,28 @@ def code_hash(*packages: str) -> str:
         for path in sorted((HOME / "engine" / package).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def code_version() -> str:
+    """The installed version, the git commit where there is one ("-dirty" if files differ from it), and the code's hash."""
+    commit = _commit(HOME)
+    return " ".join([installed("metronome"), *([f"commit {commit}"] if commit else []), f"code {tree_hash(HOME)}"])
+
+
+def tree_hash(home: Path) -> str:
+    """Hash (hex) of names and contents of all files in `OURS` under a folder, but of those that Python compiled."""
+    digest = hashlib.sha256()
+    for folder in OURS:
+        files = (path for path in (home / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+        for path in sorted(files):
+            digest.update(f"{path.relative_to(home)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def _commit(home: Path) -> str:
+    """Of a folder that is itself a git checkout; "" for an installed package or without git."""
+    if not (home / ".git").exists() or shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""

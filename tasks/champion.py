@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import version as installed
 from pathlib import Path
 
 import mlflow
@@ -16,7 +15,7 @@ from engine.evaluation import tables
 from engine.evaluation.champion import Results, Verdict, challenge, first
 from engine.model.shape import content_hash
 from engine.run_folder import RunFolder, read_lines
-from tasks.caching import code_hash
+from tasks.caching import code_version
 from tasks.continuing import CHAMPION
 from tasks.prepare import REPORT
 from tasks.recorder import first_line
@@ -57,15 +56,18 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     data = json.loads(report.read_text())["train"]["version"] if report.exists() else "unknown"
     found = {
         "base_model": str(base),
+        "start": config.model.start,
         "base_model_hash": content_hash(base),
         "data": config.data.train,
         "data_version": data,
         "config_hash": hashlib.sha256(folder.config.read_bytes()).hexdigest(),
-        "code_version": f"{installed('metronome')} {code_hash('')}",
+        "code_version": code_version(),
         "steps": str(config.train.steps),
         "mode": config.train.mode,
         "run_folder": str(folder.path.resolve()),
     }
+    if config.model.continued_from:
+        found["continued_from"] = config.model.continued_from
     if row is not None:
         found |= {"benchmark": row["benchmark"], "avg_at_k": f"{row['avg_at_k']:.6f}",
                   "interval": f"{row['ci_low']:.6f} to {row['ci_high']:.6f}", "protocol": json.dumps(row["protocol"])}

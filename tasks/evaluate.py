@@ -15,10 +15,12 @@ from prefect.runtime import flow_run
 from engine import evaluation
 from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
+from engine.evaluation.known import done_before
 from engine.run_folder import RunFolder, write_atomically
 from tasks import evaluation_log
 from tasks.companions import evaluators
 from tasks.console import say
+from tasks.devices import held, npus
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
@@ -45,13 +47,23 @@ def evaluate(config: Config, model: Path, weight_version: int, pool_instances: i
 
 
 def evaluate_once(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> dict[str, Any]:
-    """The same for a flow run that may be started again, when MLflow was away, say: what it has evaluated is not done again."""
+    """The same for a flow run that may be started again, when MLflow was away, say: what it has evaluated is not done again.
+
+    Nor what the run itself has evaluated: its pipeline does so and then tells the automation, which starts this. Takes the
+    devices that it needs for its time.
+    """
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
         say("evaluate", "done by an attempt before")
         found: dict[str, Any] = json.loads(file.read_text())
         return found
-    row = evaluate(config, model, weight_version, pool_instances)
+    known = done_before(config, model, weight_version, RunFolder(config.folder))
+    if known is not None:
+        say("evaluate", f"run {config.run.name} has this evaluation of its version {weight_version} already, nothing is sampled; "
+                        "another run.seed or protocol would be")
+        return known[0]
+    with held(npus(config, pool_instances, training=False)):
+        row = evaluate(config, model, weight_version, pool_instances)
     write_atomically(file, json.dumps(row))
     return row
 

@@ -21,9 +21,12 @@ UI = "http://127.0.0.1:5000"
 
 @contextmanager
 def tracked_flow(config: Config, evaluation: bool = False) -> Iterator[str]:
-    """`tasks.tracking.tracked` inside a flow run: the two know each other. Yields the MLflow run's id."""
+    """`tasks.tracking.tracked` inside a flow run: the two know each other. Yields the MLflow run's id.
+
+    An evaluation has tags of its own: those of the flow run that trained stay.
+    """
     with tracking.tracked(config, evaluation) as run_id:
-        _tag(run_id)
+        _tag(run_id, "prefect.evaluation_flow_run" if evaluation else "prefect.flow_run")
         _link(config, run_id)
         yield run_id
 
@@ -37,9 +40,9 @@ def run_url(config: Config, run_id: str) -> str:
     return f"{server.rstrip('/')}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
 
 
-def _tag(run_id: str) -> None:
+def _tag(run_id: str, prefix: str) -> None:
     client = mlflow.MlflowClient()
-    for name, value in (("prefect.flow_run_id", flow_run.id), ("prefect.flow_run_url", flow_run.ui_url)):
+    for name, value in ((f"{prefix}_id", flow_run.id), (f"{prefix}_url", flow_run.ui_url)):
         if value:
             recorder().do(f"the tag {name}", partial(client.set_tag, run_id, name, str(value)))
 

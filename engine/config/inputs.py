@@ -32,6 +32,10 @@ class Model(Table):
     """A Hugging Face folder, or "quickstart": the tiny Qwen3 that Metronome warms up itself (cached under `run.output`)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the rollout instances; bfloat16 needs rollout.engine = "vllm". On CPU fp32: bf16 moves log-probabilities by 0.15."""
+    start: Literal["base", "nightly", "latest", "champion"] = "base"
+    """How the run began. Written into its config by the parameter `continue_from` of the deployments, not by people."""
+    continued_from: str = ""
+    """The registered policy that `path` is, as models:/NAME/VERSION. Written along with `start`."""
 
 
 class Data(Table):

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
 from conftest import ROOT, overrides, wait_for
 
+from engine.model.shape import content_hash
 from engine.run_folder import read_lines
 from tasks.services import BUCKET, post
 
@@ -33,11 +35,14 @@ def flow_runs(api, deployment):
     return {row["id"]: row for row in rows}
 
 
-def wait_for_runs(api, deployment, state, timeout_s=240.0):
-    """The first flow run of a deployment in a state; a run that ends otherwise fails the test with Prefect's reason."""
+def wait_for_runs(api, deployment, state, timeout_s=240.0, of=None):
+    """The first flow run of a deployment in a state; a run that ends otherwise fails the test with Prefect's reason.
+
+    `of`: only those with this name as their parameter `run`.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
-        rows = list(flow_runs(api, deployment).values())
+        rows = [row for row in flow_runs(api, deployment).values() if of is None or row["parameters"].get("run") == of]
         for row in rows:
             if row["state_type"] == state:
                 return row
@@ -83,7 +88,7 @@ def test_the_form_of_a_deployment(deployed):
     api, *_ = deployed
     [pipeline] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
     schema = pipeline["parameter_openapi_schema"]
-    assert schema["properties"]["continue_from"]["enum"] == ["base", "latest", "champion"]
+    assert schema["properties"]["continue_from"]["enum"] == ["base", "nightly", "latest", "champion"]
     assert all(field.get("description") for field in schema["properties"].values()), schema["properties"]
     settings = schema["definitions"]["Settings"]["properties"]
     assert all(field["description"] and field["title"] for field in settings.values())
@@ -104,19 +109,21 @@ def test_the_scheduler_shows_tomorrows_nightly_run(deployed):
     assert times[1] - times[0] == timedelta(days=1)
 
 
-def test_a_run_from_the_form_to_its_evaluation(deployed, environment):
+def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model):
     api, _, folder = deployed
     settings = json.dumps({"name": "day", "learning_rate": 0.001})
     command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
     call(command, environment, 400)
-    wait_for_runs(api, "pipeline", "COMPLETED")
-    wait_for_runs(api, "evaluate", "COMPLETED")  # nobody asked for it: the automation did
+    flow_run = wait_for_runs(api, "pipeline", "COMPLETED")["id"]
+    wait_for_runs(api, "evaluate", "COMPLETED", of="day")  # nobody asked for it: the automation did
     steps = [json.loads(line) for line in (folder / "day/steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps] == [0, 1]
     assert steps[0]["learning_rate"] == 0.001
     evaluations = [json.loads(line) for line in (folder / "day/evaluations.jsonl").read_text().splitlines()]
-    assert [row["weight_version"] for row in evaluations] == [0, 2, 2]
-    _check_mlflow(environment["MLFLOW_TRACKING_URI"])
+    assert [row["weight_version"] for row in evaluations] == [0, 2]  # the pipeline's own: the same is not sampled again
+    run = _check_mlflow(environment["MLFLOW_TRACKING_URI"], folder, tiny_model)
+    assert run.data.tags["prefect.flow_run_id"] == flow_run  # the training's, also after the evaluation
+    _check_artifacts(api, flow_run, run)
     _check_s3(environment, folder)
 
 
@@ -133,16 +140,28 @@ def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, enviro
     pooled = folder / "pooled"
     assert len((pooled / "steps.jsonl").read_text().splitlines()) == 2
     assert "metronome-quickstart-1" in (pooled / "config.toml").read_text()  # the policy that the other run registered
-    wait_for(lambda: len(list(read_lines(pooled / "evaluations.jsonl"))) == 3, "the evaluation that the automation starts", 300)
     evaluations = list(read_lines(pooled / "evaluations.jsonl"))
-    assert [row["weight_version"] for row in evaluations] == [0, 2, 2]
-    assert evaluations[1]["avg_at_k"] == evaluations[2]["avg_at_k"]
+    assert [row["weight_version"] for row in evaluations] == [0, 2]
+    assert evaluations[1]["protocol"]["seed"] == 1  # the run's: 0, plus the number of the version that it went on from
     before, after = ([one["text"] for problem in read_lines(pooled / row["table"]) for one in problem["responses"]]
-                     for row in evaluations[:2])  # fmt: skip
+                     for row in evaluations)  # fmt: skip
     assert len(before) == len(after) > 0
     assert before != after  # with the same seeds: the instances held the trained policy
     assert not list((pooled / "logs").glob("instance-*"))  # none was started beside the trainer
-    _instances_have_ended(api, 4)  # for three evaluations and the training
+    _instances_have_ended(api, 3)  # for two evaluations and the training
+
+
+@pytest.mark.slow
+def test_a_training_is_evaluated_by_itself(deployed, environment):
+    """Of the flow `train`, which does not evaluate."""
+    api, _, folder = deployed
+    command = [*PREFECT, "deployment", "run", "train/train", "--param", f"settings={json.dumps({'name': 'trained'})}", "--watch"]
+    call(command, environment, 400)
+    wait_for_runs(api, "train", "COMPLETED")
+    wait_for_runs(api, "evaluate", "COMPLETED", of="trained")
+    [evaluation] = read_lines(folder / "trained/evaluations.jsonl")
+    assert evaluation["weight_version"] == 2
+    assert evaluation["model"] == str((folder / "trained/policy").resolve())
 
 
 def _instances_have_ended(api, count):
@@ -171,7 +190,7 @@ with held(12):
     assert said == ["6 slots of the limit ascend-npus were not free within 3 s", "the rest"]
 
 
-def _check_mlflow(uri):
+def _check_mlflow(uri, folder, base):
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
@@ -181,7 +200,28 @@ def _check_mlflow(uri):
     assert [(point.step) for point in history] == [0, 1]
     [version] = client.search_model_versions("name = 'metronome-quickstart'")
     assert version.run_id == run.info.run_id
+    tags = {name.removeprefix("metronome."): value for name, value in version.tags.items()}
+    data, final = json.loads((folder / "day/data.json").read_text()), list(read_lines(folder / "day/evaluations.jsonl"))[-1]
+    assert tags["data_version"] == data["train"]["version"]
+    assert (tags["steps"], tags["mode"], tags["start"]) == ("2", "periodic", "base")
+    assert (Path(tags["base_model"]).resolve(), tags["base_model_hash"]) == (base.resolve(), content_hash(base))
+    assert (tags["benchmark"], tags["avg_at_k"]) == (final["benchmark"], f"{final['avg_at_k']:.6f}")
+    assert tags["config_hash"] == sha256((folder / "day/config.toml").read_bytes()).hexdigest()
+    assert "continued_from" not in tags
     assert any(name.endswith("avg_at_k") for name in run.data.metrics), run.data.metrics  # the evaluation's, in the same run
+    return run
+
+
+def _check_artifacts(api, flow_run, run):
+    """What the flow run's page shows in the Prefect UI."""
+    query = {"artifacts": {"flow_run_id": {"any_": [flow_run]}}, "sort": "CREATED_DESC"}
+    found = post(f"{api}/artifacts/filter", query)
+    newest = {one["key"]: one for one in reversed(found)}
+    assert {"mlflow", "training", "training-status", "evaluation", "base-model", "registered-model"} <= set(newest)
+    assert f"/runs/{run.info.run_id}" in newest["mlflow"]["data"]
+    assert newest["training"]["type"] == "progress"
+    assert float(newest["training"]["data"]) == 100
+    assert "2 of 2 (100.0 %)" in newest["training-status"]["data"]
 
 
 def _check_s3(environment, folder):

@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import shutil
+import subprocess
+from hashlib import sha256
+from importlib import metadata
 
 import mlflow
 import pytest
@@ -12,8 +16,10 @@ from engine.evaluation.run import Encoded, Subject, record
 from engine.recipe import dump, load
 from engine.run_folder import RunFolder, append_line, read_lines
 from engine.types import Group, Prompt, Response, Score
-from tasks import evaluation_log, tracking
+from tasks import caching, evaluation_log, tracking
+from tasks.caching import OURS, tree_hash
 from tasks.champion import crown
+from tasks.prepare import REPORT
 
 SAMPLES = 4
 
@@ -77,6 +83,8 @@ def test_the_champion_moves_only_when_the_comparison_says_so(output):
     assert {"base_model_hash", "data_version", "config_hash", "code_version", "protocol", "run_folder", "champion"} <= {
         tag.removeprefix("metronome.") for tag in version.tags
     }
+    assert version.tags["metronome.start"] == "base"
+    assert "metronome.continued_from" not in version.tags
 
     with tracking.tracked(load(output / "first/config.toml")):  # killed behind the alias: done again, it says the same
         folder = RunFolder(output / "first")
@@ -188,3 +196,62 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
     assert said.count("version 2 dropped: too late; training waited 3.0 s") == 1
     closing = evaluation_log.closing(folder)
     assert closing["evaluated in the run"] == "1 times, 1 dropped (too late); training waited 3.5 s for it"
+
+
+def test_the_lineage_of_a_policy_names_what_it_was_made_of(output):
+    config, folder = finished(output, "night", [1, 2, 1])
+    start = {"start": "nightly", "continued_from": "models:/nights/6"}
+    config = config.model_copy(update={"model": config.model.model_copy(update=start)})
+    dump(config, folder.config)
+    report = {"train": {"version": "5e884898da28", "rows": 3}, "heldout": {"version": "other"}}
+    (folder.path / REPORT).write_text(json.dumps(report))
+    _, version, _ = registered(load(folder.config), folder, "nights")
+    tags = {key.removeprefix("metronome."): value for key, value in version.tags.items()}
+    assert tags["base_model"] == str(output / "base")
+    assert tags["base_model_hash"] == sha256(b"config.json" + sha256(b"{}").digest()).hexdigest()
+    assert (tags["start"], tags["continued_from"]) == ("nightly", "models:/nights/6")
+    assert tags["data_version"] == "5e884898da28"
+    assert tags["config_hash"] == sha256(folder.config.read_bytes()).hexdigest()
+    assert (tags["steps"], tags["mode"]) == ("2", "periodic")
+    assert tags["run_folder"] == str(output / "night")
+    assert (tags["benchmark"], tags["avg_at_k"]) == ("sums", f"{4 / 12:.6f}")
+    assert json.loads(tags["protocol"])["samples"] == SAMPLES
+
+
+def test_the_code_version_is_that_of_all_our_code(tmp_path):
+    for folder in OURS:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "one.py").write_text("one")
+    seen = {tree_hash(tmp_path)}
+    for folder, name in (("engine", "one.py"), ("tasks", "one.py"), ("flows", "two.py"), ("infra", "recipe.toml")):
+        (tmp_path / folder / name).write_text("other")
+        seen.add(tree_hash(tmp_path))
+    (tmp_path / "infra/recipe.toml").rename(tmp_path / "infra/renamed.toml")
+    seen.add(tree_hash(tmp_path))
+    assert len(seen) == 6
+    (tmp_path / "tasks/__pycache__").mkdir()
+    (tmp_path / "tasks/__pycache__/one.pyc").write_text("compiled")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/tour.md").write_text("not code")
+    assert tree_hash(tmp_path) in seen
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_the_code_version_names_the_commit_and_that_files_differ_from_it(tmp_path, monkeypatch):
+    def git(*arguments):
+        command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(caching, "HOME", tmp_path)
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/one.py").write_text("one")
+    assert "commit" not in caching.code_version()
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    clean = caching.code_version().split()
+    assert clean[:4] == [metadata.version("metronome"), "commit", git("rev-parse", "HEAD"), "code"]
+    (tmp_path / "engine/one.py").write_text("two")
+    changed = caching.code_version().split()
+    assert changed[2] == clean[2] + "-dirty"
+    assert changed[4] != clean[4]

@@ -29,7 +29,7 @@ def test_choices_reach_the_deployments():
     [nightly] = found["nightly"]["schedules"]
     assert (nightly["cron"], nightly["timezone"]) == ("30 1 * * *", "Asia/Shanghai")
     assert found["nightly-evaluation"]["schedules"] == []
-    assert found["nightly"]["parameters"]["continue_from"] == "latest"
+    assert found["nightly"]["parameters"]["continue_from"] == "nightly"
 
 
 def test_crashed_runs_and_lost_nodes_are_resumed_and_nodes_wait_in_a_queue_of_their_own():

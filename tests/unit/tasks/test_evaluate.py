@@ -1,8 +1,21 @@
 """Evaluations and an MLflow that is away. The evaluation itself runs in tests/stack/test_tracking_outage.py."""
 
-import pytest
+import asyncio
+import json
+import shutil
+from pathlib import Path
 
+import pytest
+from conftest import config_of
+
+from engine import evaluation
 from engine.config import Config
+from engine.evaluation.benchmarks import read_benchmarks
+from engine.evaluation.known import done_before
+from engine.evaluation.run import Subject, encode_all, record, with_context
+from engine.rollout.tokens import Tokens
+from engine.run_folder import RunFolder, read_lines
+from engine.types import Group, Response, Score
 from tasks import evaluate
 from tasks.entry import crashed_without_tracking
 from tasks.patience import TrackingAway
@@ -12,10 +25,10 @@ def test_a_flow_run_that_is_started_again_does_not_evaluate_again(tmp_path, monk
     config = Config(run={"name": "night", "output": str(tmp_path)})
     (config.folder / "evaluations").mkdir(parents=True)
     done = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda config, model, version, pool: done.append(model) or {"avg_at_k": 0.5})
+    monkeypatch.setattr(evaluate, "evaluate", lambda config, model, version, pool: done.append(model.name) or {"avg_at_k": 0.5})
     for number, expected in (("first", ["m"]), ("first", ["m"]), ("second", ["m", "m"])):
         monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ROOT_FLOW_RUN_ID", number)
-        assert evaluate.evaluate_once(config, "m", 3) == {"avg_at_k": 0.5}
+        assert evaluate.evaluate_once(config, Path("m"), 3) == {"avg_at_k": 0.5}
         assert done == expected
 
 
@@ -25,3 +38,38 @@ def test_a_deployed_flow_run_ends_as_crashed_without_mlflow(monkeypatch):
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "nightly-evaluation")
     with pytest.raises(SystemExit, match="MLflow did not answer"), crashed_without_tracking():
         raise TrackingAway("MLflow did not answer")
+
+
+def evaluated(config, model, version):
+    """As an evaluation leaves it in the run folder, with one wrong response to each problem."""
+    folder, config = RunFolder(config.folder), with_context(config)
+    [benchmark] = encode_all(config, read_benchmarks(config), Tokens(model))
+    response = Response((1, 2), (0.0, 0.0), ((0, version),), (True, True), "stop", "?", 0, "i")
+    groups = [Group(0, index, prompt, (response,), (Score(0.0),)) for index, prompt in enumerate(benchmark.prompts)]
+    return asyncio.run(record(config, folder, Subject(str(model.resolve()), version), benchmark, groups, None, {"seconds": 1.0}))
+
+
+def test_what_a_run_has_evaluated_is_not_sampled_again(settings, tiny_model, monkeypatch, capsys):
+    config = config_of(settings | {"evaluate.problems": 4, "evaluate.max_context": 80})
+    folder = RunFolder(config.folder)
+    folder.create(config, resume=False)
+    shutil.copytree(tiny_model, folder.policy)
+    assert done_before(config, folder.policy, 3, folder) is None
+    row = evaluated(config, folder.policy, 3)
+    evaluated(config, tiny_model, 0)
+
+    def changed(**values):
+        return config_of(settings | {"evaluate.problems": 4, "evaluate.max_context": 80}
+                         | {key.replace("_", ".", 1): value for key, value in values.items()})  # fmt: skip
+
+    [found] = done_before(config, folder.policy, 3, folder)
+    assert found == next(read_lines(folder.evaluations)) == json.loads(json.dumps(row))
+    assert done_before(config, folder.policy, 2, folder) is None  # a run that went on, or was cut back
+    assert done_before(config, tiny_model, 0, folder) is None  # any folder: it may hold other weights by now
+    for values in ({"run_seed": 1}, {"evaluate_samples": 2}, {"evaluate_problems": 5}, {"evaluate_max_context": 81}):
+        assert done_before(changed(**values), folder.policy, 3, folder) is None, values
+    assert done_before(changed(train_learning_rate=0.5), folder.policy, 3, folder) == [found]
+
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("sampled"))
+    assert evaluate.evaluate_once(config, folder.policy, 3) == found
+    assert "has this evaluation of its version 3 already" in capsys.readouterr().out

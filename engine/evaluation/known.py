@@ -1,0 +1,33 @@
+"""Which evaluations of a run's own policy are done: not the same one twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.evaluation import tables
+from engine.evaluation.benchmarks import read_benchmarks
+from engine.evaluation.run import encode_all, with_context
+from engine.rollout.tokens import Tokens
+from engine.run_folder import RunFolder, read_lines
+
+
+def done_before(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[dict[str, Any]] | None:
+    """The newest row per benchmark that `evaluate` would only repeat: same policy, version, problems, sampling and seed.
+
+    None if one of the benchmarks has none, and for any model but the run's own policy: that one is fixed by run and version,
+    while another folder may have got other weights meanwhile.
+    """
+    if model.resolve() != folder.policy.resolve():
+        return None
+    mine = [row for row in read_lines(folder.evaluations)
+            if (row.get("model"), row["weight_version"]) == (str(model.resolve()), weight_version)]  # fmt: skip
+    if not mine:
+        return None
+    config = with_context(config)
+    benchmarks = encode_all(config, read_benchmarks(config), Tokens(model))
+    wanted = [tables.protocol(config, each.name, each.prompts) for each in benchmarks]
+    found = [next((row for row in reversed(mine) if row.get("protocol") == how), None) for how in wanted]
+    rows = [row for row in found if row is not None]
+    return rows if len(rows) == len(found) else None

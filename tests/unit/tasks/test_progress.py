@@ -1,0 +1,111 @@
+"""What the Prefect UI shows of a training, without a server: the page's figures, and how seldom it is told."""
+
+import threading
+import time
+
+import httpx
+import pytest
+
+from engine.config import Config
+from engine.trainer.checkpoint_files import MARKER
+from tasks import progress
+from tasks.progress import Progress, page
+
+
+def row(step, **more):
+    return {"step": step, "reward_mean": 0.25 * step, "step_s": 90.0 + 10 * step, "response_length_mean": 812.4,
+            "tokens_per_s_per_device": 12345.6, **more}  # fmt: skip
+
+
+def config(folder, steps):
+    return Config(run={"name": "night", "output": str(folder)}, train={"steps": steps})
+
+
+def cells(text):
+    """The page's table as name → value."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+    return dict(lines)
+
+
+def test_the_page_says_where_training_is(tmp_path):
+    found = cells(page(config(tmp_path, 40), [row(0), row(1), row(2)]))
+    assert found["run"] == "night"
+    assert found["step"] == "3 of 40 (7.5 %)"
+    assert found["reward (last step)"] == "0.500"
+    assert found["reward (mean of 3 steps)"] == "0.250"
+    assert found["response length"] == "812 tokens"
+    assert found["speed"] == "12,346 tokens/s/device"
+    assert found["time of a step"] == "110.0 s"
+    assert found["last checkpoint"] == "none yet"
+
+
+@pytest.mark.parametrize(("steps", "left"), [(3, "0:00"), (4, "1:40"), (40, "1:01:40"), (1000, "27:41:40")])
+def test_the_time_left_is_that_of_the_steps_to_come_at_the_mean_so_far(tmp_path, steps, left):
+    """90, 100 and 110 s: 100 s a step."""
+    assert cells(page(config(tmp_path, steps), [row(0), row(1), row(2)]))["time left"] == left
+
+
+def test_the_page_names_the_newest_complete_checkpoint(tmp_path):
+    for name, complete in (("step-000002", True), ("step-000004", True), ("step-000006", False)):
+        folder = tmp_path / "night/checkpoints" / name
+        folder.mkdir(parents=True)
+        if complete:
+            (folder / MARKER).write_text('{"files": {}}')
+    assert cells(page(config(tmp_path, 40), [row(0)]))["last checkpoint"] == "step-000004"
+
+
+class Server:
+    """Takes the artifacts as Prefect's client would send them."""
+
+    def __init__(self, monkeypatch):
+        self.bars, self.pages, self.made = [], [], threading.Event()
+        monkeypatch.setattr(progress, "create_progress_artifact", self.create)
+        monkeypatch.setattr(progress, "update_progress_artifact", lambda bar, percent: self.bars.append((bar, percent)))
+        monkeypatch.setattr(progress, "create_markdown_artifact", lambda text, **_: self.pages.append(text))
+
+    def create(self, percent, **_):
+        assert percent == 0.0
+        self.made.set()
+        return "bar"
+
+
+def test_a_hundred_quick_steps_are_few_updates_and_the_last_one_is_told(tmp_path, monkeypatch):
+    server = Server(monkeypatch)
+    with Progress(config(tmp_path, 100)) as tell:
+        assert server.made.wait(30)
+        for step in range(100):
+            tell(row(step))
+            time.sleep(0.002)  # it could be told of each
+    assert 1 <= len(server.pages) == len(server.bars) <= 3  # at the start, and at the end: ten seconds are not over
+    assert server.bars[-1] == ("bar", 100.0)
+    assert "100 of 100" in server.pages[-1]
+
+
+def test_while_it_goes_on_it_is_told_at_the_pace_and_not_without_news(tmp_path, monkeypatch):
+    server = Server(monkeypatch)
+    monkeypatch.setattr(progress, "UPDATE_S", 0.05)
+    with Progress(config(tmp_path, 4)) as tell:
+        for number in range(1, 4):
+            tell(row(number - 1))
+            deadline = time.monotonic() + 30
+            while len(server.pages) < number:
+                assert time.monotonic() < deadline, f"waited 30 s for update {number}"
+                time.sleep(0.01)
+        time.sleep(0.3)  # several paces without a new line
+    assert [percent for _, percent in server.bars] == [25.0, 50.0, 75.0]
+
+
+def test_a_server_that_is_away_holds_up_nothing_and_is_said(tmp_path, monkeypatch, capsys):
+    server, asked = Server(monkeypatch), []
+
+    def refuse(*_, **__):
+        asked.append(1)
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(progress, "create_progress_artifact", refuse)
+    with Progress(config(tmp_path, 100)) as tell:
+        for step in range(100):
+            tell(row(step))
+    assert not server.pages
+    assert asked
+    assert "the Prefect server does not take the progress: ConnectError: refused" in capsys.readouterr().out
