@@ -3,7 +3,7 @@
     python benchmarks/verifier.py [FOLDER_OR_FILES...] [--rows N] [--hostile N] [--show N]
 
 Each call goes through the verifier processes of a run, with their limits of time and memory. Figures are per row of the
-files (equal answers are tried once). `tests/spellings.py` has spellings, changes and hostile strings.
+files (equal answers are tried once). `tests/spellings.py`, `changed_answers.py` and `hostile_strings.py` there have them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from engine.reward.workers import VerifierPool
 from engine.types import Prompt, Response, Score
 
 sys.path.insert(0, str(HOME / "tests"))
-from spellings import SPELLINGS, bare, changed, hostile  # noqa: E402
+from changed_answers import changed  # noqa: E402
+from hostile_strings import hostile  # noqa: E402
+from spellings import SPELLINGS, bare  # noqa: E402
 
 TIMEOUT_S = 10.0
 """The default of reward.timeout_s."""

@@ -114,8 +114,8 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
 def prune(place: str, last: int, best: int, run: str = "") -> None:
     """Delete a run's complete checkpoints in a place that are not kept, each marker first, and what is left of others before.
 
-    Those that a failure left without a marker, or half deleted, go with the next call. Another run's stay and count for nothing.
-    Raises CheckpointError.
+    Those that a failure left without a marker, or half deleted, go with the next call, as does what S3 has of files whose upload
+    broke off. Another run's stay and count for nothing. Raises CheckpointError.
     """
     found, broken = _look(place)
     markers = {name: marker for name, marker in found.items() if _is_of(marker, run)}
@@ -127,6 +127,18 @@ def prune(place: str, last: int, best: int, run: str = "") -> None:
             if store.exists(f"{root}/{name}/{MARKER}"):
                 store.rm_file(f"{root}/{name}/{MARKER}")
             store.rm(f"{root}/{name}", recursive=True)
+    if "s3" in store.protocol:
+        with _named(f"aborting unfinished uploads in {place}"):
+            _abort_uploads(store, root, newest)
+
+
+def _abort_uploads(store: Any, root: str, newest: str) -> None:  # noqa: ANN401
+    """Give back the parts of files, of checkpoints up to the newest, whose upload was killed: no listing of files shows them."""
+    bucket, _, folder = root.partition("/")
+    begun = store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/step-")
+    for upload in begun.get("Uploads") or ():
+        if upload["Key"].removeprefix(f"{folder}/").partition("/")[0] <= newest:
+            store.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
 
 def _sizes(store: Any, root: str) -> dict[str, int]:  # noqa: ANN401

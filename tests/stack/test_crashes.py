@@ -10,10 +10,11 @@ from pathlib import Path
 import flow_runs
 import psutil
 import pytest
+from brake import braked, slow_down
 from conftest import ROOT, launch, overrides, wait_for
 from flow_runs import kill, patiently, processes, state
 
-from engine.run_folder import read_lines, write_atomically
+from engine.run_folder import read_lines
 from engine.trainer.checkpoint_files import latest, step_of
 from tasks.metric_names import metric_name, numbers
 from tasks.services import post
@@ -29,28 +30,14 @@ SLOW_S, CRAWL_S = 0.25, 5.0
 """Seconds that a group's reward takes, four times a step: training, and training while a server starts."""
 SWEEP = "import time; time.sleep(20); from tasks import watchdog; watchdog.sweep(15)"
 """A restarted server may have lost the event of the crash; what the watchdog does every minute."""
-REWARD = """
-import time
-
-def reward(prompt, responses):
-    with open({brake!r}) as brake:
-        time.sleep(float(brake.read()))  # the numbers do not depend on it
-    return [sum(token % 2 == 0 for token in r.token_ids) / max(1, len(r.token_ids)) for r in responses]
-"""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Run folders, and a reward that is as slow as the file `brake` says, so that a kill falls into training."""
     folder = tmp_path_factory.mktemp("crashes")
-    (folder / "reward.py").write_text(REWARD.format(brake=str(folder / "brake")))
-    slow_down(folder, SLOW_S)
+    braked(folder, SLOW_S)
     return folder
-
-
-def slow_down(place, seconds):
-    """Seconds that a group's reward takes from now on."""
-    write_atomically(place / "brake", str(seconds))
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,20 @@
-"""Trainer ranks on two nodes through Prefect: two workers of one pool stand for two machines. Another run waits meanwhile."""
+"""Trainer ranks on two nodes through Prefect: two workers of one pool stand for two machines.
+
+The run is cancelled and resumed from the deployment's form; another run waits meanwhile.
+"""
 
 import subprocess
 import sys
+import time
 
 import pytest
+from brake import braked, slow_down
 from conftest import ROOT, overrides, wait_for
 from flow_runs import patiently, processes, start, state
 from ports import two_neighbours
 
 from engine.run_folder import read_lines
+from engine.trainer.checkpoint_files import latest, step_of
 from tasks.companions import NOTES
 from tasks.services import post
 
@@ -16,6 +22,9 @@ pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
 POOL = "pair"
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+STEPS = 5
+SLOW_S = 1.0
+"""Seconds that a group's reward takes, six times a step, until the cancel: the steps left take longer than it may."""
 WORKER = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/stack'}"}
 DEPLOY = f"""
 from prefect.client.orchestration import get_client
@@ -64,34 +73,64 @@ def worker_of(api, run):
     return patiently(read)
 
 
-def test_a_run_on_two_nodes_and_one_that_waits(api, settings, tmp_path):
-    """The second run would take the worker of the first one's second node, and wait there for NPUs."""
-    common = settings | {"train.steps": 2, "parallel.data": 2, "train.consume": "prompt_order", "rollout.deterministic": True,
-                         "rollout.max_new_tokens": 8, "rollout.timeout_s": 200, "train.timeout_s": 200,
-                         "platform.device": "auto"}  # fmt: skip
-    two = common | {"run.name": "two", "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
-    run, taken, folder = start(api, "counted", {"overrides": overrides(two)}), {slots(api)}, tmp_path / "two"
-    second, meanwhile = start(api, "counted", {"overrides": overrides(common | {"run.name": "one"})}), set()
+def ended(api, run, timeout_s=300):
+    """The type of a flow run's final state."""
+    wait_for(lambda: state(api, run)["type"] in ENDS, "the end of a flow run", timeout_s)
+    return state(api, run)["type"]
 
-    def ended():
-        taken.add(slots(api))
-        waiting = state(api, second)["type"]
-        if state(api, run)["type"] in ENDS:  # the second may begin now
-            return True
-        meanwhile.add(waiting)
-        return False
 
-    wait_for(ended, "the end of the run", 600)
-    assert state(api, run)["type"] == "COMPLETED", state(api, run)
+def node_of(api, run, folder):
+    """The flow run of the run's second node; it is on the worker that the run is not on."""
     [node] = [row["flow_run_id"] for row in read_lines(folder / NOTES)]
-    assert state(api, node)["type"] == "COMPLETED", state(api, node)
     assert {worker_of(api, run), worker_of(api, node)} == {"node-0", "node-1"}
-    assert meanwhile == {"SCHEDULED"}
-    wait_for(lambda: not processes(run) and not processes(node), "the end of the processes of both")
+    return node
 
-    wait_for(lambda: state(api, second)["type"] in ENDS, "the end of the run that waited", 300)
-    assert state(api, second)["type"] == "COMPLETED", state(api, second)
+
+def cancel(api, run, node):
+    """As the UI's button does: no process of either node is left after 15 s."""
+    assert len(processes(run)) >= 5  # flow, launcher, instance, agent, rank
+    assert len(processes(node)) >= 3  # flow, agent, rank
+    asked = time.monotonic()
+    patiently(post, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+    wait_for(lambda: not processes(run) and not processes(node), "the end of all processes of both nodes", 15)
+    print(f"no process is left on two nodes {time.monotonic() - asked:.1f} s after the cancel")
+    assert [ended(api, run), ended(api, node)] == ["CANCELLED", "CANCELLED"]
+
+
+def test_a_run_on_two_nodes_is_cancelled_and_resumed_and_one_waits(api, settings, tmp_path):
+    """The run that waits would take the worker of the first one's second node, and wait there for NPUs."""
+    common = settings | {"train.steps": STEPS, "parallel.data": 2, "train.consume": "prompt_order", "rollout.deterministic": True,
+                         "rollout.max_new_tokens": 8, "rollout.timeout_s": 200, "train.timeout_s": 200, "checkpoint.every": 0,
+                         "reward.function": braked(tmp_path, SLOW_S), "reward.timeout_s": 60,
+                         "platform.device": "auto"}  # fmt: skip
+    two = {"overrides": overrides(common | {"run.name": "two", "parallel.nodes": 2,
+                                            "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"})}  # fmt: skip
+    run, taken, folder = start(api, "counted", two), {slots(api)}, tmp_path / "two"
+    other, meanwhile = start(api, "counted", {"overrides": overrides(common | {"run.name": "one"})}), set()
+
+    def trains():
+        taken.add(slots(api))
+        meanwhile.add(state(api, other)["type"])
+        assert state(api, run)["type"] not in ENDS, state(api, run)
+        return any(read_lines(folder / "steps.jsonl"))
+
+    wait_for(trains, "a step on two nodes", 600)
+    cancel(api, run, node_of(api, run, folder))
+    slow_down(tmp_path, 0)
+    done = len(list(read_lines(folder / "steps.jsonl")))
+    assert step_of(latest(folder / "checkpoints")) == done < STEPS  # it is there because of the cancel: checkpoint.every is 0
+    assert meanwhile == {"SCHEDULED"}
+
+    again = start(api, "counted", two | {"resume": True})  # when the other one is through, as it asked first
+    assert ended(api, other) == "COMPLETED", state(api, other)
+    taken.add(slots(api))
+    assert ended(api, again) == "COMPLETED", state(api, again)
+    node = node_of(api, again, folder)
+    assert state(api, node)["type"] == "COMPLETED", state(api, node)
+    wait_for(lambda: not processes(again) and not processes(node), "the end of the processes of both")
     assert taken == {0, 3}  # two ranks and an instance in one go
     assert slots(api) == 0
-    one, other = ((tmp_path / name / "policy/model.safetensors").read_bytes() for name in ("one", "two"))
-    assert one == other
+    for name in ("one", "two"):
+        assert [row["step"] for row in read_lines(tmp_path / name / "steps.jsonl")] == list(range(STEPS)), name
+    one, resumed = ((tmp_path / name / "policy/model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == resumed

@@ -10,7 +10,7 @@ import requests
 import torch
 from fuzz_routes import Server, fuzz_all, fuzz_update
 from tiny_models import VOCABULARY, reference, reference_logprobs, save
-from vllm_instance import CONTEXT, PROMPT, TOKEN, Sender, file_infos, gap, packed, self_test, serving
+from vllm_instance import CONTEXT, PROMPT, TOKEN, Sender, cpu_seconds, file_infos, gap, self_test, serving, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -55,10 +55,6 @@ def test_its_processes_leave_the_cores_to_others_while_they_wait(client):
     started, before = time.monotonic(), cpu_seconds(processes)
     time.sleep(0.6)
     assert cpu_seconds(processes) - before < 0.4 * (time.monotonic() - started)  # spinning: 1.0
-
-
-def cpu_seconds(processes):
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -252,13 +248,6 @@ def test_the_wrong_order_and_malformed_updates_have_no_effect(client, models, tm
     assert client.choice(seed=9) == before
 
 
-def until(client, **expected):
-    """Wait until /load shows the expected numbers."""
-    deadline = time.monotonic() + 20
-    while not expected.items() <= (load := client.ask("GET", "/load")[1]).items():
-        assert time.monotonic() < deadline, f"{load} never came to {expected}"
-
-
 def test_pause_holds_completions_back_until_resume(client):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         client.post("/pause?mode=wait")
@@ -302,9 +291,3 @@ def test_no_request_brings_it_down(client):
     server = Server(client.address["host"], client.address["port"], TOKEN, 60.0)
     fuzz_all(server, 15)
     fuzz_update(server, 10)
-
-
-def test_buckets_split_layers(models):
-    """What the update tests rely on."""
-    pieces = [bucket for bucket in packed(models[0]) if any(".layers.0." in spec.name for spec in bucket.specs)]
-    assert len(pieces) > 1

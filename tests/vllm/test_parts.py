@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import save
-from vllm_instance import config
+from vllm_instance import config, packed
 
 from engine.errors import BadInput, TransferError
 from engine.rollout.vllm import command as commands
@@ -201,3 +201,10 @@ def test_hccl_weights_go_through_vllm_ascends_own_calls(monkeypatch, tmp_path):
     worker.metronome("begin", {"number": 3, "connect": two})
     assert until_done(worker, 3)["status"] == 400
     assert worker.metronome("poll", 2)["kind"] == TransferError.__name__
+
+
+def test_buckets_split_layers(tmp_path):
+    """What the update tests rely on."""
+    model = Path(save(tmp_path / "model", tie_word_embeddings=True, head_dim=16))
+    pieces = [bucket for bucket in packed(model) if any(".layers.0." in spec.name for spec in bucket.specs)]
+    assert len(pieces) > 1

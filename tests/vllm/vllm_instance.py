@@ -103,6 +103,18 @@ class Client:
         self.update([{"transport": "base", "perturb": tokens}], version)
 
 
+def until(client, **expected):
+    """Wait until /load shows the expected numbers."""
+    deadline = time.monotonic() + 20
+    while not expected.items() <= (load := client.ask("GET", "/load")[1]).items():
+        assert time.monotonic() < deadline, f"{load} never came to {expected}"
+
+
+def cpu_seconds(processes):
+    """What they have used so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
 def self_test(client):
     """The weight sync's own; raises WeightSyncError."""
 

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from spellings import SPELLINGS, bare, changed, hostile, value
+from changed_answers import changed, value
+from hostile_strings import hostile
+from spellings import SPELLINGS, bare
 
 from engine.reward.answers import tidy
 from engine.reward.equality import canonical, number, same
