@@ -210,7 +210,7 @@ class Conductor:
         """Complete the trainer's figures and append them to steps.jsonl; the reply says where the next step's prompts begin."""
         figures, step = request["figures"], request["step"]
         batch = self._batches.pop(step, None)
-        pool_size = self.service.pool.working if self.service is not None else 0
+        pool_size = self.service.pool.size if self.service is not None else 0
         devices = self.config.parallel.ranks + pool_size * self.config.rollout.tensor
         report = StepReport(
             step=step,

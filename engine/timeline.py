@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.run_folder import write_atomically
+from engine.run_folder import read_lines, write_atomically
 from engine.trace import read_spans
 
 Span = dict[str, Any]
@@ -41,8 +41,9 @@ WINDOW_STEPS = 3
 def draw(run_folder: Path) -> Path:
     """Write `<run_folder>/timeline.html` from its trace and return the path. An empty trace gives an empty page."""
     spans = read_spans(run_folder / "trace")
+    sizes = {line["step"]: line["pool_size"] for line in read_lines(run_folder / "steps.jsonl")}
     target = run_folder / "timeline.html"
-    content = json.dumps(_content(run_folder.name, spans), separators=(",", ":")).replace("</", "<\\/")
+    content = json.dumps(_content(run_folder.name, spans, sizes), separators=(",", ":")).replace("</", "<\\/")
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     write_atomically(target, template.replace("/*DATA*/null", content))
     return target
@@ -98,8 +99,8 @@ def rows_of(spans: Sequence[Span]) -> list[int]:
     return rows
 
 
-def _content(name: str, spans: Sequence[Span]) -> dict[str, Any]:
-    """What the page's script reads; times in seconds from the first span."""
+def _content(name: str, spans: Sequence[Span], sizes: Mapping[int, int]) -> dict[str, Any]:
+    """What the page's script reads; times in seconds from the first span. `sizes`: pool_size of the finished steps."""
     zero = min((span["start"] for span in spans), default=0.0)
     end = max((span["end"] for span in spans), default=1.0) - zero
     starts = [(step, start - zero) for step, start in step_starts(spans)]
@@ -110,7 +111,7 @@ def _content(name: str, spans: Sequence[Span]) -> dict[str, Any]:
         "kinds": [{"name": kind, "color": COLORS.get(kind, "#000000")} for kind in _kinds(spans)],
         "lanes": lanes,
         "spans": bars,
-        "steps": starts,
+        "steps": [(step, start, sizes.get(step)) for step, start in starts],
         "end": end,
         "window": _window([start for _, start in starts], end),
     }

@@ -99,6 +99,7 @@ class StepReport:
     staleness_mean: float
     """Updates between the weights that sampled a response and those that train it; 0 on-policy."""
     pool_size: int
+    """Instances that take prompts, or are being given weights, when the step ends."""
     reward_mean: float
     """Over the trained responses: with algorithm.dynamic_sampling those of the kept groups alone (`reward_tried` is over all)."""
     reward_std: float

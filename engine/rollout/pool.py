@@ -89,13 +89,13 @@ class Pool:
 
     @property
     def size(self) -> int:
-        """Instances that take prompts."""
-        return sum(instance.state == "serving" for instance in self.instances)
+        """pool_size: instances that take prompts, or are being given the weights with which they go on."""
+        return sum(instance.works for instance in self.instances)
 
     @property
-    def working(self) -> int:
-        """Those, and instances that are being given the weights with which they go on."""
-        return sum(instance.state in ("serving", "updating") for instance in self.instances)
+    def serving(self) -> int:
+        """Instances that take prompts now."""
+        return sum(instance.state == "serving" for instance in self.instances)
 
     def members(self) -> list[Instance]:
         """Those that must get the next version. One that is just catching up is not among them: it does so again."""

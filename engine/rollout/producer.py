@@ -152,7 +152,7 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while not selection.complete:
-                    while selection.wants(tried, len(running), self._pool.size * self._pool.config.rollout.concurrency):
+                    while selection.wants(tried, len(running), self._pool.serving * self._pool.config.rollout.concurrency):
                         epoch, prompt = next(prompts)
                         running.add(tasks.create_task(self._group(step, tried, epoch, prompt, begin, None)))
                         tried += 1

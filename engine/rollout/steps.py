@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from engine.errors import WeightSyncError
+from engine.errors import MetronomeError, WeightSyncError
 from engine.rollout.client import InstanceFault
 from engine.rollout.instance import Instance
 from engine.rollout.probe import TOLERANCE, Probe
+from engine.weights.buckets import SELF_TEST, title
 
 PERTURBED_VERSION = 2**40
 """Named by an instance with perturbed weights: no step accepts it."""
@@ -17,39 +18,40 @@ MOVED = 0.01
 
 
 class Steps:
-    """Calls to instances; each raises what InstanceClient.call raises."""
+    """Calls to instances; each raises what InstanceClient.call raises, and says `during` what: "weight version 3"."""
 
     def __init__(self, probe: Probe | None, timeout_s: float) -> None:
         """`timeout_s`: of every call."""
         self.probe = probe
         self.timeout_s = timeout_s
 
-    async def post(self, instance: Instance, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def post(self, instance: Instance, route: str, body: dict[str, Any], during: str) -> dict[str, Any]:
         """POST with the update's deadline."""
-        return await instance.client.call("POST", route, body, timeout_s=self.timeout_s)
+        return await self._call(instance, "POST", route, body, during)
 
-    async def pause(self, instance: Instance, abort: bool = False) -> None:
+    async def pause(self, instance: Instance, during: str, abort: bool = False) -> None:
         """Until nothing runs; `abort` breaks off what runs."""
-        await self.post(instance, f"/pause?mode={'abort' if abort else 'wait'}", {})
+        await self.post(instance, f"/pause?mode={'abort' if abort else 'wait'}", {}, during)
 
-    async def start(self, instance: Instance) -> None:
+    async def start(self, instance: Instance, during: str) -> None:
         """Begin an update, or begin it again."""
-        await self.post(instance, "/start_weight_update", {})
+        await self.post(instance, "/start_weight_update", {}, during)
 
     async def update(self, instance: Instance, update_info: dict[str, Any]) -> None:
         """Receive and load a bucket."""
-        await self.post(instance, "/update_weights", {"update_info": update_info})
+        await self.post(instance, "/update_weights", {"update_info": update_info}, title(update_info))
 
-    async def name(self, instance: Instance, version: int) -> None:
+    async def name(self, instance: Instance, version: int, during: str) -> None:
         """The update is whole: it is that version, and the instance serves it."""
-        await self.post(instance, "/finish_weight_update", {"weight_version": version})
-        await self.post(instance, "/reset_prefix_cache", {})
-        await self.post(instance, "/resume", {})
+        await self.post(instance, "/finish_weight_update", {"weight_version": version}, during)
+        await self.post(instance, "/reset_prefix_cache", {}, during)
+        await self.post(instance, "/resume", {}, during)
 
     async def swap(self, instance: Instance, version: int) -> None:
         """Name the version, and see that the instance does. Raises WeightSyncError naming the instance."""
-        await self.name(instance, version)
-        holds = (await instance.client.call("GET", "/weight_version", timeout_s=self.timeout_s)).get("weight_version")
+        during = f"weight version {version}"
+        await self.name(instance, version, during)
+        holds = (await self._call(instance, "GET", "/weight_version", None, during)).get("weight_version")
         if holds != version:
             raise WeightSyncError(f"{instance.name}: it holds weight version {holds} after an update to version {version}")
 
@@ -61,7 +63,7 @@ class Steps:
         """
         if self.probe is None:
             return
-        found, expected = await self.ask(instance, self.probe), await trainer()
+        found, expected = await self.ask(instance, self.probe, f"weight version {version}"), await trainer()
         if not expected:
             return
         apart = self.probe.difference(expected, found)
@@ -82,11 +84,11 @@ class Steps:
             return
         found = []
         for perturb, version in ((self.probe.perturb, PERTURBED_VERSION), ([], 0)):
-            await self.pause(instance, abort=True)
-            await self.start(instance)
+            await self.pause(instance, SELF_TEST, abort=True)
+            await self.start(instance, SELF_TEST)
             await self.update(instance, {"transport": "base", "perturb": perturb})
-            await self.name(instance, version)
-            found.append(await self.ask(instance, self.probe))
+            await self.name(instance, version, SELF_TEST)
+            found.append(await self.ask(instance, self.probe, SELF_TEST))
         moved = max(abs(a - b) for a, b in zip(*found, strict=True))
         if not moved > MOVED:
             raise WeightSyncError(
@@ -95,16 +97,25 @@ class Steps:
                 "something else than the weights it is given"
             )
 
-    async def ask(self, instance: Instance, probe: Probe) -> list[float]:
+    async def ask(self, instance: Instance, probe: Probe, during: str) -> list[float]:
         """The instance's log-probabilities of the probe."""
+        reply = await self.post(instance, "/v1/completions", probe.request(), during)
         try:
-            return probe.read(await self.post(instance, "/v1/completions", probe.request()))
+            return probe.read(reply)
         except InstanceFault as error:
-            raise InstanceFault(f"{instance.name}: {error}") from None
+            raise InstanceFault(f"{instance.name}: {error} ({during})") from None
 
-    async def world_size(self, instance: Instance) -> int:
+    async def world_size(self, instance: Instance, during: str) -> int:
         """Processes of the instance that take part in a transfer."""
-        size = (await instance.client.call("GET", "/get_world_size", timeout_s=self.timeout_s)).get("world_size")
+        size = (await self._call(instance, "GET", "/get_world_size", None, during)).get("world_size")
         if not isinstance(size, int) or size < 1:
             raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size!r}")
         return size
+
+    async def _call(
+        self, instance: Instance, method: str, route: str, body: dict[str, Any] | None, during: str
+    ) -> dict[str, Any]:
+        try:
+            return await instance.client.call(method, route, body, timeout_s=self.timeout_s)
+        except MetronomeError as error:
+            raise type(error)(f"{error} ({during})") from None

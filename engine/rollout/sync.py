@@ -84,8 +84,9 @@ class WeightSync:
         if not self._staged:
             for instance in self._crew.members:
                 instance.state = "updating"
-        await self._crew.each(self._prepare)
-        self._sizes = await self._crew.each(self._steps.world_size)
+        during = f"weight version {version}"
+        await self._crew.each(partial(self._prepare, during=during))
+        self._sizes = await self._crew.each(partial(self._steps.world_size, during=during))
         if self._crew.members != self._crew.connected:
             self._crew.connected = []
             self._generation += 1
@@ -106,7 +107,8 @@ class WeightSync:
                 "timeout_s": self._timeout_s}
 
         async def join(instance: Instance) -> None:
-            await self._steps.post(instance, "/init_weight_transfer_engine", {"init_info": info | {"rank": ranks[instance]}})
+            told = {"init_info": info | {"rank": ranks[instance]}}
+            await self._steps.post(instance, "/init_weight_transfer_engine", told, f"weight version {version}")
 
         if await self._crew.together(join):
             self._crew.connected = list(self._crew.members)
@@ -122,7 +124,7 @@ class WeightSync:
         async with self._one_bucket:
             if not self._staged and not self._started:
                 members = self._crew.members
-                await self._crew.each(self._steps.start)
+                await self._crew.each(partial(self._steps.start, during=f"weight version {update_info['version']}"))
                 self._started = True
                 if self._crew.members != members and update_info.get("transport") != "file":
                     return {"retry": True}
@@ -161,8 +163,8 @@ class WeightSync:
                 return
             if self._staged:
                 instance.state = "updating"
-                await self._steps.pause(instance, abort=self._cut)
-                await self._steps.start(instance)
+                await self._steps.pause(instance, f"weight version {version}", abort=self._cut)
+                await self._steps.start(instance, f"weight version {version}")
                 await self._steps.update(instance, {"transport": "staged", "version": version})
             instance.client.distrust()
             await self._steps.swap(instance, version)
@@ -209,8 +211,8 @@ class WeightSync:
         try:
             return await asyncio.wait_for(asyncio.shield(self._told), self._timeout_s)
         except TimeoutError:
-            raise DeadlineError(f"the trainer did not tell its log-probabilities of the fixed tokens within "
-                                f"{self._timeout_s:g} s") from None
+            raise DeadlineError(f"the trainer did not tell its log-probabilities of the fixed tokens under weight version "
+                                f"{self._version} within {self._timeout_s:g} s") from None
 
     async def close(self) -> None:
         """End the comparisons under way."""
@@ -249,8 +251,8 @@ class WeightSync:
         if self._snapshot is None:
             raise MetronomeError(f"{instance.name}: weight version {version} left no snapshot to load")
         files = await self._files(self._snapshot)
-        await self._steps.pause(instance, abort=True)
-        await self._steps.start(instance)
+        await self._steps.pause(instance, f"weight version {version}", abort=True)
+        await self._steps.start(instance, f"weight version {version}")
         for number, file in enumerate(files):
             info = {**await asyncio.to_thread(wire_of, file), "transport": "file", "version": version, "stage": 0,
                     "bucket": number, "path": str(file)}
@@ -273,16 +275,17 @@ class WeightSync:
             async with asyncio.timeout(self._timeout_s):
                 await self._quiet.wait()
         except TimeoutError:
-            raise DeadlineError(f"{instance.name}: the weight sync under way did not end within {self._timeout_s:g} s") from None
+            raise DeadlineError(f"{instance.name}: the weight sync after version {self._version} did not end within "
+                                f"{self._timeout_s:g} s") from None
 
     async def self_test(self, instance: Instance) -> None:
         """Steps.self_test: raises WeightSyncError when the instance does not follow the weights it is given."""
         await self._steps.self_test(instance)
 
-    async def _prepare(self, instance: Instance) -> None:
+    async def _prepare(self, instance: Instance, during: str) -> None:
         await self._test_once(instance)
         if not self._staged:
-            await self._steps.pause(instance, abort=self._cut)
+            await self._steps.pause(instance, during, abort=self._cut)
 
     async def _test_once(self, instance: Instance) -> None:
         if instance not in self._tested:

@@ -140,3 +140,16 @@ class BucketFile:
             raise BadInput(f"{self.path}: {spec.name} is {dtype} {list(shape)}, announced was "
                            f"{DTYPES[spec.dtype]} {list(spec.shape)}")
         return view(buffer[begin:end], spec)
+
+
+def files_at(path: str) -> list[Path]:
+    """The safetensors file there, or those of a folder. Raises BadInput where there is none."""
+    place = Path(path)
+    try:
+        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+        found = bool(files) and files[0].is_file()
+    except (OSError, ValueError):  # too long or not encodable: no path that a file could have
+        found = False
+    if not found:
+        raise BadInput(f"update_info.path {path[:200]!r}: no such file, and no folder with *.safetensors")
+    return files

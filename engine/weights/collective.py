@@ -147,13 +147,10 @@ class Group:
         self._timeout_s = timeout_s
         self._store = store  # the sender's lives as long as the group
         self._made: dist.ProcessGroup | None = _make(store, rank, world, backend, own, timeout_s)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        """Where receivers' buffers must lie: on the device of the thread that joined; other threads begin with device 0."""
         self._last: list[dist.Work] = []
         self._closed = threading.Event()
-
-    @property
-    def device(self) -> torch.device:
-        """Where buffers must lie."""
-        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
     def broadcast(self, *pieces: Tensor) -> Transfer:
         """Begin to send (rank 0) or receive pieces of memory, contiguous and of the same sizes on all members."""

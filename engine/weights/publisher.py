@@ -15,7 +15,7 @@ from torch import Tensor
 from engine import errors
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
 from engine.weights.background import Background
-from engine.weights.buckets import Bucket, Buffers, pack, small_first
+from engine.weights.buckets import Bucket, Buffers, pack, small_first, title
 from engine.weights.pipeline import Pipeline
 from engine.weights.transport import Snapshots, Transport
 
@@ -239,7 +239,7 @@ class Publisher:
         try:
             sent.wait()
         except (TransferError, DeadlineError) as error:
-            self._sender.ask("sync_abort", version=info["version"], reason=str(error))
+            self._sender.ask("sync_abort", version=info["version"], reason=f"{error} ({title(info)})")
             raise Retry(str(error)) from None
 
     @property

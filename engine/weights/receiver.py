@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadInput, MetronomeError
-from engine.weights.bucket_file import BucketFile
-from engine.weights.buckets import DTYPES, Spec, cuts, span, specs_of, view
+from engine.weights.bucket_file import BucketFile, files_at
+from engine.weights.buckets import DTYPES, Spec, cuts, span, specs_of, view, views
 from engine.weights.checksum import checksum_as
 from engine.weights.collective import BACKENDS, Group, join
 from engine.weights.hf_folder import open_folder
 from engine.weights.staged import NOTHING, Named, Staged
 
+HOST = torch.device("cpu")
 OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PERTURBED = -3.0
 """What the rows of the output layer are multiplied by in the self-test."""
@@ -153,9 +154,16 @@ class Receiver:
     def _bucket(
         self, update_info: dict[str, Any], buffer: Tensor, file: BucketFile | BadInput | None
     ) -> tuple[list[Named], Tensor]:
-        """A bucket's verified tensors and the buffer that holds them: the given one if it is large enough."""
-        specs, tensors, checksums, buffer = self._bytes(update_info, buffer, file)
-        return _verified(specs, tensors, checksums), buffer
+        """A bucket's verified tensors in host memory, and the buffer that holds them: the given one if it is large enough."""
+        specs, tensors, checksums, room = self._bytes(update_info, buffer, file)
+        found = _verified(specs, tensors, checksums)
+        if room.device == HOST:
+            return found, room
+        # nccl receives on the device, which has no room for a second model: torch uses that memory again for the next bucket
+        buffer = _room(buffer, span(specs), HOST)
+        for place, (_, tensor) in zip(held := views(buffer, specs), found, strict=True):
+            place.copy_(tensor)
+        return list(zip((spec.name for spec in specs), held, strict=True)), buffer
 
     def _bytes(
         self,
@@ -171,7 +179,7 @@ class Receiver:
             if isinstance(file, BadInput):
                 raise file
             _check_names(file, specs)
-            buffer = _room(buffer, file.nbytes, torch.device("cpu"))
+            buffer = _room(buffer, file.nbytes, HOST)
             return specs, file.read(buffer, specs), checksums, buffer
         group = self._group(update_info)
         into = {spec.name: places[spec.name] for spec in specs if _fits(places.get(spec.name), spec, group.device)}
@@ -243,22 +251,10 @@ def _room(buffer: Tensor, nbytes: int, device: torch.device) -> Tensor:
 
 def _files(path: str) -> Iterator[Named]:
     """The tensors of a safetensors file, or of all in a folder."""
-    for file in map(BucketFile, _paths(path)):
+    for file in map(BucketFile, files_at(path)):
         specs = file.specs()
-        tensors = file.read(_room(NOTHING, file.nbytes, NOTHING.device), specs)
+        tensors = file.read(_room(NOTHING, file.nbytes, HOST), specs)
         yield from zip((spec.name for spec in specs), tensors, strict=True)
-
-
-def _paths(path: str) -> list[Path]:
-    place = Path(path)
-    try:
-        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-        found = bool(files) and files[0].is_file()
-    except (OSError, ValueError):  # too long or not encodable: no path that a file could have
-        found = False
-    if not found:
-        raise BadInput(f"update_info.path {path[:200]!r}: no such file, and no folder with *.safetensors")
-    return files
 
 
 def _verified(specs: Sequence[Spec], tensors: Sequence[Tensor], checksums: Sequence[str]) -> list[Named]:

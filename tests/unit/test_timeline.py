@@ -55,6 +55,8 @@ def page(tmp_path):
         for each in step(number, 10 * number, 4 if number else 7):
             trace.add(**each)
     trace.flush()
+    lines = [json.dumps({"step": number, "pool_size": 2 - number // 8}) for number in range(9)]
+    (tmp_path / "steps.jsonl").write_text("\n".join(lines) + "\n")
     return draw(tmp_path)
 
 
@@ -64,7 +66,8 @@ def test_the_page_holds_every_lane_and_span_and_reports_the_overlap(page, tmp_pa
     assert [name for name, _ in data["lanes"]] == ["trainer-0", "instance-0", "instances", "verifier"]
     assert len(data["spans"]) == len(read_spans(tmp_path / "trace")) == 70
     assert "In 9 of 10 steps (90%)" in data["summary"]
-    assert [start for _, start in data["steps"]] == [10.0 * number for number in range(10)]
+    assert [start for _, start, _ in data["steps"]] == [10.0 * number for number in range(10)]
+    assert [size for _, _, size in data["steps"]] == [2] * 8 + [1, None]  # the last step was not finished
 
 
 def test_the_page_opens_on_three_steps_and_needs_no_network(page):

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import requests
 import torch
+from conftest import wait_for
 from fuzz_routes import Server, fuzz_all, fuzz_update
 from tiny_models import VOCABULARY, reference, reference_logprobs, save
 from vllm_instance import CONTEXT, PROMPT, TOKEN, Sender, cpu_seconds, file_infos, gap, self_test, serving, until
@@ -147,6 +148,24 @@ def test_weights_go_there_and_back_by_file(client, models, tmp_path):
         reply = client.complete(max_tokens=40, seed=version)
         assert reply["weight_versions"] == [[0, version]]
         assert gap(reply["choices"][0], model) < 1e-4
+
+
+def cached(client):
+    """Prompt tokens that vLLM took from its prefix cache so far."""
+    text = requests.get(client.url + "/metrics", headers=client.session.headers, timeout=10).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:prefix_cache_hits_total"))
+
+
+def test_what_it_keeps_of_a_prompt_ends_with_the_version(client, models, tmp_path):
+    """A prompt of two whole blocks of 32 tokens and some more: its second completion takes both from the cache."""
+    prompt, began = [2 + 7 * number % 59 for number in range(70)], cached(client)
+    for version, model in enumerate(models):
+        if version:
+            client.update(file_infos(model, tmp_path / str(version), version), version)
+        for _ in range(2):
+            assert gap(client.choice(prompt=prompt), model, prompt=prompt) < 1e-4
+        wait_for(lambda: cached(client) - began >= 64 * (version + 1), "the count of what the cache gave")  # noqa: B023
+        assert cached(client) - began == 64 * (version + 1)  # 64 more where the first took what the last version left
 
 
 def test_weights_go_there_and_back_by_gloo(client, models):

@@ -1,5 +1,7 @@
 """vLLM instances with two processes, with the stale head on purpose, and without a parent."""
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -12,11 +14,14 @@ import pytest
 import torch
 from conftest import ROOT, Tree, wait_for
 from tiny_models import save
-from vllm_instance import TOKEN, Client, Sender, config, file_infos, gap, self_test, serving
+from vllm_instance import TOKEN, Client, Sender, config, file_infos, gap, in_buckets, led, self_test, serving, written
 
+from engine import platform
+from engine.config import Config
 from engine.errors import WeightSyncError
 from engine.rollout.vllm.command import command
 from engine.rollout.vllm.session import KEEP_STALE_HEAD
+from engine.trainer.models import open_models
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -60,6 +65,45 @@ def test_both_processes_of_an_untied_model_get_the_weights(untied, tmp_path):
         client.post("/update_weights", {"update_info": wrong}, 400)
         client.post("/resume")
         assert torch.equal(client.probe(), before)
+
+
+@contextlib.contextmanager
+def trainer(model, dtype):
+    """The trainer's models from a folder, computed in `dtype`."""
+    given = Config.model_validate({"model": {"path": str(model), "dtype": "bfloat16"}, "algorithm": {"kl_coef": 0},
+                                   "train": {"dtype": dtype, "ratio_gap_limit": 0}, "rollout": {"engine": "vllm"}})
+    with platform.single(platform.get("cpu")):
+        yield open_models(given, platform.get("cpu"))
+
+
+def publish(models, folder, version, wrong=()):
+    """What the weight sync does with one instance; the tensors called `wrong` have their sign changed on the way."""
+
+    async def act(steps, instance):
+        tensors = [(name, -tensor if name in wrong else tensor) for name, tensor in models.tensors()]
+        during = f"weight version {version}"
+        await steps.pause(instance, during)
+        await steps.start(instance, during)
+        for info in written(in_buckets(tensors, torch.bfloat16), folder, version):
+            await steps.update(instance, info)
+        await steps.swap(instance, version)
+        await steps.compare(instance, version, lambda: asyncio.sleep(0, models.probe(steps.probe.token_ids)))
+
+    return act
+
+
+def test_a_bf16_instance_computes_what_the_trainer_does_and_one_with_a_wrong_tensor_is_named(tied, tmp_path):
+    """The trainer keeps its weights in fp32 or in bf16; what it sends is bf16."""
+    with serving(tied[0], tmp_path, dtype="bfloat16") as (client, _):
+        self_test(client, "bfloat16")
+        for version, dtype in ((1, "float32"), (3, "bfloat16")):
+            with trainer(tied[1], dtype) as models:
+                led(client, publish(models, tmp_path / f"{version}", version), "bfloat16")
+                assert client.version() == version
+                wrong = publish(models, tmp_path / f"{version + 1}", version + 1, ["model.layers.1.mlp.down_proj.weight"])
+                message = rf"under-test: after the update to weight version {version + 1} .* mean difference .*, limit 0.02"
+                with pytest.raises(WeightSyncError, match=message):
+                    led(client, wrong, "bfloat16")
 
 
 def test_the_self_test_sees_a_stale_tied_head(tied, tmp_path):

@@ -2,18 +2,22 @@
 
 import asyncio
 import contextlib
+import os
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 from tiny_models import save
 from vllm_instance import config, packed
 
 from engine.errors import BadInput, TransferError
 from engine.rollout.vllm import command as commands
+from engine.rollout.vllm import serve
 from engine.rollout.vllm.extension import WorkerExtension
 from engine.rollout.vllm.heads import widen
 from engine.rollout.vllm.version import Version
@@ -141,6 +145,53 @@ def test_an_environment_of_ones_own_must_say_its_device(environment, monkeypatch
     monkeypatch.setenv(commands.PYTHON, str(environment / "nothing"))
     with pytest.raises(BadInput, match="there is no interpreter"):
         commands.interpreter()
+
+
+def test_off_loopback_a_server_without_a_token_is_bad_input(tmp_path):
+    model = save(tmp_path / "model")
+    environment = {key: value for key, value in os.environ.items() if key != "METRONOME_TOKEN"}
+    done = subprocess.run([sys.executable, "-m", "engine.rollout.vllm", "--model", model, "--host", "0.0.0.0"], cwd=ROOT,
+                          env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert re.fullmatch(r"instance-0: --host 0\.0\.0\.0: .*METRONOME_TOKEN.*\n", done.stderr)
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """The server's environment variables, to begin with none."""
+    given = {}
+    monkeypatch.setattr(os, "environ", given)
+    return given
+
+
+def options(*arguments):
+    return serve._parser().parse_args(["--model", "m", *arguments])
+
+
+@pytest.mark.parametrize("nap", ["", "long", "nan", "-0.001", "0.011", "inf"])
+def test_naps_are_seconds_that_are_short(variables, nap):
+    variables[serve.NAP] = nap
+    with pytest.raises(BadInput, match=f"METRONOME_VLLM_NAP_S={nap}: expected seconds between 0 .* and 0.01"):
+        serve._check(options())
+
+
+def test_only_processes_that_vllm_spawns_are_taken(variables):
+    variables["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    with pytest.raises(BadInput, match="VLLM_WORKER_MULTIPROC_METHOD=fork: must be spawn"):
+        serve._check(options())
+
+
+@pytest.mark.parametrize(("device", "given", "left"), [
+    ("cpu", None, "1e-4"), ("cpu", "0.01", "0.01"), ("cpu", "0", None), ("cpu", "0.0", None), ("cuda", "0.01", None),
+    ("npu", "0.01", None), ("cuda", None, None),
+])
+def test_only_an_instance_on_a_cpu_naps(variables, device, given, left):
+    if given is not None:
+        variables[serve.NAP] = given
+    serve._check_environment()
+    serve._set_environment(options("--device", device))
+    assert variables.get(serve.NAP) == left
+    assert variables[serve.METHOD] == "spawn"
 
 
 class AscendWorker(WorkerExtension):

@@ -31,17 +31,18 @@ BUCKET = 8192
 """Bytes: less than a layer, so that layers come in several buckets."""
 
 
-def config(**rollout):
+def config(dtype="float32", **rollout):
     return Config.model_validate({
+        "model": {"dtype": dtype}, "train": {"ratio_gap_limit": 0},
         "rollout": {"engine": "vllm", "instances": 1, "group_size": 4, "concurrency": 2, "max_context": CONTEXT,
                     "max_new_tokens": CONTEXT - 1, **rollout}})
 
 
 @contextlib.contextmanager
-def serving(model, folder, tensor=1, token=TOKEN, **environment):
+def serving(model, folder, tensor=1, token=TOKEN, dtype="float32", **environment):
     """An instance, as (client, child)."""
     port_file = folder / "port.json"
-    arguments, env = command(config(tensor=tensor), model, "under-test", 0, port_file)
+    arguments, env = command(config(dtype, tensor=tensor), model, "under-test", 0, port_file)
     child = Child("under-test", arguments, folder / "vllm.log",
                   env | {"METRONOME_TOKEN": token, "OMP_NUM_THREADS": "1", **environment})
     try:
@@ -115,15 +116,20 @@ def cpu_seconds(processes):
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def self_test(client):
-    """The weight sync's own; raises WeightSyncError."""
+def led(client, act, dtype="float32"):
+    """What the weight sync does with an instance: `await act(steps, instance)`."""
 
     async def run():
         async with aiohttp.ClientSession(headers=dict(client.session.headers)) as session:
             instance = Instance(InstanceClient("under-test", client.url, session, 60.0))
-            await Steps(probe(VOCABULARY, 16, CONTEXT, "float32"), 60.0).self_test(instance)
+            await act(Steps(probe(VOCABULARY, 32, CONTEXT, dtype), 60.0), instance)
 
     asyncio.run(run())
+
+
+def self_test(client, dtype="float32"):
+    """The weight sync's own; raises WeightSyncError."""
+    led(client, Steps.self_test, dtype)
     client.post("/resume")
 
 
@@ -137,13 +143,21 @@ def packed(model):
     """The buckets of a Hugging Face folder's weights."""
     with open_folder(model) as files:
         tensors = [(name, files.read(name).clone()) for name in sorted(files.names)]
-    yield from buckets.pack(tensors, None, BUCKET, buckets.Buffers(100, 1.0))
+    yield from in_buckets(tensors)
+
+
+def in_buckets(tensors, dtype=None):
+    return buckets.pack(tensors, dtype, BUCKET, buckets.Buffers(100, 1.0))
 
 
 def file_infos(model, folder, version):
     """update_infos of bucket files written there."""
+    yield from written(packed(model), folder, version)
+
+
+def written(packed_buckets, folder, version):
     folder.mkdir()
-    for bucket in packed(model):
+    for bucket in packed_buckets:
         path = folder / f"{bucket.number}.safetensors"
         bucket_file.write(path, bucket, bucket.wire())
         yield {"transport": "file", "version": version, "stage": 0, "bucket": bucket.number, "path": str(path), **bucket.wire()}

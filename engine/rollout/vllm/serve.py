@@ -27,11 +27,16 @@ from engine.process import LIFELINE, bind, drop_lifeline, hold_lifeline, watch_l
 from engine.rollout.token import access_token, authorization, check_address
 
 NAP = "METRONOME_VLLM_NAP_S"
-"""Environment variable for vLLM's processes on a CPU: seconds that they sleep where vLLM gives up a turn while it waits.
+"""Environment variable for vLLM's processes on a CPU: seconds that they sleep where vLLM gives up a turn while it waits; 0: none.
 
-They wait for each other in a loop of `os.sched_yield`, up to a second long, which takes half of a core from whoever computes.
-With naps a step of the quickstart with two instances on two cores took 4.0 s, without them 8.2.
+Each message keeps whoever reads them in a loop of `os.sched_yield` (vLLM 0.32: SpinCondition.wait in
+vllm/distributed/device_communicators/shm_broadcast.py) for up to a second, which takes half of a core from whoever computes.
+With naps a step of the quickstart with two instances on two cores took 4.0 s, without them 8.2 (8 steps each, one run each).
 """
+NAP_LIMIT_S = 0.01
+"""A token costs several messages: longer naps cost more than they give."""
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+"""vLLM's: how it starts processes."""
 if __name__ == "__mp_main__":
     watch_lifeline()  # vLLM's engine and workers end with this server, however it ends
     if nap := os.environ.get(NAP):
@@ -50,7 +55,7 @@ SETTINGS = {
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    METHOD: "spawn",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 CPU_SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", NAP: "1e-4"}
@@ -107,6 +112,7 @@ def _check(options: argparse.Namespace) -> str | None:
     """The token; BadInput for options that cannot work."""
     token = access_token()
     check_address(options.host, token)
+    _check_environment()
     if not (Path(options.model) / "config.json").is_file():
         raise BadInput(f"--model {options.model}: there is no config.json; expected a Hugging Face folder")
     for key, least in (("slots", 1), ("threads", 1), ("tensor", 1), ("max_context", 2), ("port", 0)):
@@ -121,11 +127,26 @@ def _check(options: argparse.Namespace) -> str | None:
     return token
 
 
+def _check_environment() -> None:
+    """BadInput for variables of the user's that cannot work."""
+    if (method := os.environ.get(METHOD, "spawn")) != "spawn":
+        raise BadInput(f"{METHOD}={method}: must be spawn; what vLLM forks would not end with this server")
+    nap = os.environ.get(NAP, "0")
+    try:
+        fits = 0 <= float(nap) <= NAP_LIMIT_S
+    except ValueError:
+        fits = False
+    if not fits:
+        raise BadInput(f"{NAP}={nap}: expected seconds between 0 (no naps) and {NAP_LIMIT_S:g}")
+
+
 def _set_environment(options: argparse.Namespace) -> None:
     """vLLM's settings that are not arguments; what the user set stays."""
     by_device = {"cpu": CPU_SETTINGS, "npu": NPU_SETTINGS}.get(options.device, {})
     for key, value in {**SETTINGS, **by_device}.items():
         os.environ.setdefault(key, value)
+    if options.device != "cpu" or not float(os.environ[NAP]):
+        os.environ.pop(NAP, None)
     if options.device == "cpu":
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
 

@@ -159,6 +159,17 @@ async def test_status_and_metrics_say_the_same(tmp_path):
         assert samples["metronome_pool_instance_breaker", (("breaker", "closed"), guest)] == 1
 
 
+@pytest.mark.parametrize(("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("silent", 0), ("starting", 0)])
+async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state, size):
+    async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
+        await call("POST", "/join", {"name": "guest", "url": url})
+        await until(lambda: pool.size == 1, "it")
+        pool.instances[0].state = state
+        told = (await call("GET", "/status"))[1]["pool_size"], (await call("GET", "/metrics"))[1]
+        assert (pool.size, told[0]) == (size, size)
+        assert f"\nmetronome_pool_size {size}.0\n" in told[1]
+
+
 async def test_nobody_joins_a_run_that_is_ending(tmp_path):
     async with running(tmp_path) as (pool, _, call):
         pool.fail(ProcessDied("no rollout instance is left"))

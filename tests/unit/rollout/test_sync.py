@@ -112,6 +112,20 @@ def test_one_that_hangs_holds_nobody_up_longer_than_the_pool_lets_it(start, tmp_
     seconds = publisher(launcher, transport, tmp_path).publish(Model(5), 5)
     assert seconds < TIMEOUT_S
     assert [holds(client, 5, 5) for client in launcher.clients] == [True, False]
+    assert "(weight version 5, bucket 1 of stage 0)" in launcher.pool.reasons["b"]
+
+
+@pytest.mark.parametrize(("route", "number", "during"), [
+    (UPDATE, 1, "self-test"), ("/pause", 3, "weight version 5"), (UPDATE, AFTER_TEST, "weight version 5, bucket 0 of stage 0"),
+    ("/finish_weight_update", 3, "weight version 5"), ("/v1/completions", 3, "weight version 5"),
+])
+def test_one_that_does_not_answer_is_left_out_with_the_phase_in_which_it_did_not(start, tmp_path, route, number, during):
+    launcher = start(2, b=on(route, number, hang))
+    launcher.sync._steps.timeout_s = 1.0
+    publisher(launcher, "file", tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, route == "/v1/completions"]
+    assert launcher.pool.reasons["b"].startswith(f"b: {route} answered 503: b: no answer")
+    assert launcher.pool.reasons["b"].endswith(f"({during})")
 
 
 @pytest.mark.parametrize(("transport", "excluded"), [("file", {"b"}), ("gloo", set())])

