@@ -15,7 +15,8 @@ from tasks import companions, rollouts
 def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_path, tiny_model, monkeypatch):
     """The run's own model is not there: an instance that loaded it could not serve."""
     config = config_of(settings | {"model.path": str(tmp_path / "gone"), "rollout.instances": 0, "rollout.wait_s": 90,
-                                   "evaluate.problems": 4, "evaluate.max_new_tokens": 8, "evaluate.max_context": 48})  # fmt: skip
+                                   "rollout.timeout_s": 120, "evaluate.problems": 4, "evaluate.max_new_tokens": 8,
+                                   "evaluate.max_context": 48})  # fmt: skip
     folder, meeting, asked, failed = RunFolder(config.folder), tmp_path / "meeting", [], []
     folder.create(config, resume=False)
     monkeypatch.setattr(companions, "_companion", lambda deployment, given, *_: asked.append(given) or nullcontext())
@@ -26,13 +27,13 @@ def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_pat
             """What the deployment's flow does with these parameters."""
             try:
                 wait_for((meeting / ADDRESS_FILE).exists, "the evaluation")
-                recipe = load(given["recipe"], [*given["overrides"], "rollout.wait_s=8"])
+                recipe = load(given["recipe"], [*given["overrides"], "rollout.wait_s=15"])
                 rollouts.serve_until_the_run_ends(recipe, given["join"], given["instances"], "127.0.0.1")
             except BaseException as error:
                 failed.append(error)
                 raise
 
-        pool = threading.Thread(target=node)
+        pool = threading.Thread(target=node, daemon=True)
         pool.start()
         [row] = evaluate(config, tiny_model, 5, folder, place)
     pool.join(60)

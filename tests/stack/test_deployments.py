@@ -136,7 +136,7 @@ def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, enviro
     [pipeline] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
     sets = [*pipeline["parameters"]["overrides"], "rollout.instances=0", "rollout.wait_s=150", "rollout.deterministic=true"]
     call([*PREFECT, "deployment", "run", "metronome/pipeline", *given, "--param", f"overrides={json.dumps(sets)}", "--watch"],
-         environment, 600)  # fmt: skip
+         environment, 500)  # fmt: skip
     pooled = folder / "pooled"
     assert len((pooled / "steps.jsonl").read_text().splitlines()) == 2
     assert "metronome-quickstart-1" in (pooled / "config.toml").read_text()  # the policy that the other run registered
