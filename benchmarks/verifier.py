@@ -85,7 +85,7 @@ async def spellings(ask: Asker, answers: Counter[str], show: int) -> dict[str, A
 
 
 async def hostility(ask: Asker, count: int) -> dict[str, Any]:
-    """Hostile strings as responses to ordinary answers: how many scored, hit the limit, failed."""
+    """Hostile strings as responses to ordinary answers: how many scored, hit the limit, failed, and the slowest in seconds."""
     answers = ["7", "\\frac{1}{2}", "(1, 2)", "x^2+1", "[0,\\infty)", "2^{10}", "\\sqrt{2}", "1,2,3"]
     statuses: Counter[str] = Counter()
 
@@ -95,7 +95,8 @@ async def hostility(ask: Asker, count: int) -> dict[str, Any]:
 
     started = time.monotonic()
     await asyncio.gather(*(try_one(number, text) for number, text in enumerate(hostile(count))))
-    return {"strings": count, "seconds": round(time.monotonic() - started, 1), **statuses}
+    seconds = round(time.monotonic() - started, 1)
+    return {"strings": count, "seconds": seconds, "slowest_s": round(ask.slowest, 2), "timeouts": ask.timeouts, **statuses}
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from engine.recipe import HOME
 
 OURS = ("engine", "tasks", "flows", "infra")
 """Folders of the code that runs in production, recipes and pool templates among it."""
+GIT_S = 60.0
+"""Git looks at every file for "-dirty"; on a shared disk that takes a while."""
 
 
 def code_hash(*packages: str) -> str:
@@ -40,9 +42,11 @@ def tree_hash(home: Path) -> str:
 
 
 def _commit(home: Path) -> str:
-    """Of a folder that is itself a git checkout; "" for an installed package or without git."""
+    """Of a folder that is itself a git checkout, "unknown" if git won't say; "" for an installed package or without git."""
     if not (home / ".git").exists() or shutil.which("git") is None:
         return ""
     command = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()
+    except subprocess.SubprocessError:  # somebody else's checkout, or a slow disk: no reason to lose a policy
+        return "unknown"

@@ -80,6 +80,10 @@ def test_a_second_deploy_makes_nothing_twice(deployed):
     [nightly] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "nightly"]
     assert len(nightly["schedules"]) == 1
     assert nightly["schedules"][0]["schedule"]["timezone"] == "Asia/Shanghai"
+    at_once = {one["name"]: one["global_concurrency_limit"]["limit"] for one in post(f"{api}/deployments/filter", {})
+               if one["global_concurrency_limit"]}  # fmt: skip
+    assert at_once == {"nightly": 1, "evaluate": 1, "nightly-evaluation": 1}
+    assert nightly["concurrency_options"]["collision_strategy"] == "ENQUEUE"  # the next one waits, it is not cancelled
     limits = post(f"{api}/v2/concurrency_limits/filter", {})
     assert {one["name"]: one["limit"] for one in limits}["ascend-npus"] == 16
 

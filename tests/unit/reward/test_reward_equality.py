@@ -162,4 +162,5 @@ def test_a_sample_of_real_answers():
         assert found[name]["changes"] > 3 * found[name]["rows"]
     assert found["hostile"]["strings"] == 96
     assert "error" not in found["hostile"]
+    assert found["hostile"]["timeouts"] == 0, found["hostile"]  # none hangs: the limit of ten seconds ended no call
     assert found["worker_peak_mib"] < 512

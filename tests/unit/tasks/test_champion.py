@@ -255,3 +255,5 @@ def test_the_code_version_names_the_commit_and_that_files_differ_from_it(tmp_pat
     changed = caching.code_version().split()
     assert changed[2] == clean[2] + "-dirty"
     assert changed[4] != clean[4]
+    (tmp_path / ".git/HEAD").unlink()  # git refuses
+    assert caching.code_version().split()[:3] == [metadata.version("metronome"), "commit", "unknown"]
