@@ -16,6 +16,7 @@ from engine.config import Config
 from engine.errors import MetronomeError
 from engine.model.shape import content_hash
 from engine.run_folder import RunFolder
+from engine.run_identity import identity
 from tasks.console import complain
 from tasks.metric_names import flatten, metric_name
 from tasks.patience import patiently
@@ -31,6 +32,9 @@ HURRY_S = 4.0
 """What a run that failed or was cancelled waits for the tracking server at its end."""
 FILES = ("config.toml", "data.json", "steps.jsonl", "evaluations.jsonl", "timeline.html", "failure.json")
 """Files of the run folder that become artifacts at the end."""
+
+NUMBER = "metronome.run_id"
+"""Tag with the run's own number (engine.run_identity): its checkpoints have it, so that it outlives the run folder."""
 
 _current: list[tuple[Recorder, Config]] = []
 
@@ -121,6 +125,8 @@ def _log_config(own: Recorder, config: Config, run: Any) -> None:  # noqa: ANN40
     fresh = [Param(name, value) for name, value in parameters.items() if name not in before]
     changed = {f"changed.{name}": value for name, value in parameters.items() if before.get(name, value) != value}
     tags = {"metronome.run_folder": str(config.folder.resolve()), "metronome.mode": config.train.mode, **changed}
+    if number := identity(config.folder):
+        tags[NUMBER] = number
     for start in range(0, len(fresh), PARAMETERS_AT_ONCE):
         part = fresh[start:start + PARAMETERS_AT_ONCE]
         own.do("parameters", partial(client.log_batch, run_id, params=part))

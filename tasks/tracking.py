@@ -20,13 +20,14 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run_folder import RunFolder, read_lines, write_atomically
+from engine.run_identity import identity
 from engine.trainer.checkpoint_files import latest, step_of
 from tasks.console import complain
 from tasks.metric_log import MetricLog
 from tasks.metric_names import metric_name, numbers
 from tasks.patience import patiently
 from tasks.recorder import first_line, refused
-from tasks.recording import log_samples, recorded, recorder
+from tasks.recording import NUMBER, log_samples, recorded, recorder
 
 RUN_ID = "mlflow_run_id"
 """File in the run folder with the id of its MLflow run, so that a resumed run goes on in the same one."""
@@ -61,6 +62,7 @@ def ui_command(config: Config) -> str:
 def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
     """Track the body in the run folder's MLflow run (made if there is none yet); yields its id.
 
+    A folder without one that has a number is looked up by that: the run's folder was lost, and it goes on from its checkpoints.
     Raises BadInput for a store that MLflow refuses or, for a new run, that is away; TrackingAway for one that is away for long
     when a run goes on or is evaluated. A body that raises leaves the run marked as failed, one that is interrupted as killed; an
     `evaluation` of a run leaves it as it was. MLflow writes what is queued when the run ends.
@@ -70,13 +72,15 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
     known = id_file.read_text().strip() if id_file.exists() else None
     try:
         if known is None and not evaluation:
-            _connect(config)
+            known = _found(config)
+        elif known is None:
+            known = patiently("logging the evaluation", lambda: _found(config))
         else:
-            patiently(f"going on with the MLflow run {known}" if known else "logging the evaluation", lambda: _connect(config))
+            patiently(f"going on with the MLflow run {known}", lambda: _connect(config))
     except mlflow.MlflowException as error:
         raise _unusable(config, error) from None
     with recorded(config, known, keeps_status=evaluation) as run:
-        if known is None:
+        if not id_file.exists():
             write_atomically(id_file, run.info.run_id)
         _start_step_log(run.info.run_id, config, known is not None)
         yield run.info.run_id
@@ -140,9 +144,21 @@ def register(name: str, policy: Path) -> str:
     return str(client.create_model_version(name, source, run.info.run_id, tags={POLICY_HASH: digest}).version)
 
 
-def _connect(config: Config) -> None:
+def _connect(config: Config) -> str:
+    """Id of the experiment, which is the current one from now on."""
     _use(tracking_uri(config))
-    mlflow.set_experiment(experiment_id=_experiment(config))
+    experiment = _experiment(config)
+    mlflow.set_experiment(experiment_id=experiment)
+    return experiment
+
+
+def _found(config: Config) -> str | None:
+    """Id of the newest MLflow run of this name with the run folder's number; None if there is none in the experiment."""
+    experiment, number = _connect(config), identity(config.folder)
+    if not number.isalnum():  # none, or not one of ours: it comes from a checkpoint
+        return None
+    runs = mlflow.MlflowClient().search_runs([experiment], f"tags.`{NUMBER}` = '{number}'")
+    return next((str(run.info.run_id) for run in runs if run.info.run_name == config.run.name), None)
 
 
 def _use(uri: str) -> None:

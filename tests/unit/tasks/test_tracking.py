@@ -1,3 +1,5 @@
+import json
+import shutil
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -5,10 +7,11 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from engine.config import Config, Run, Tracking, Train
+from engine.config import Checkpoint, Config, Run, Tracking, Train
 from engine.errors import BadInput
 from engine.folder_lock import held
 from engine.run_folder import RunFolder, append_line
+from engine.run_identity import claim, identity
 from engine.types import StepReport
 from flows.cli import _train
 from tasks import evaluation_log, metric_log, patience, recorder, recording, tracking
@@ -119,6 +122,33 @@ def test_two_crashes_before_the_first_checkpoint_leave_every_step_once(config):
                 tracking.log_step({"step": step, "loss": attempt + step})
     history = mlflow.MlflowClient().get_metric_history(number, "loss")
     assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path):
+    """By the number in its published checkpoint; a new run of the same name, with a number of its own, does not."""
+    place = Checkpoint(path=str(tmp_path))
+    other = config.model_copy(update={"run": Run(name="lost", output=config.run.output), "checkpoint": place})
+    claim(other.folder, other, resume=False)
+    with tracking.tracked(other) as first:
+        for step in range(3):
+            tracking.log_step({"step": step, "loss": float(step)})
+    published = tmp_path / "lost/step-000002"
+    published.mkdir(parents=True)
+    (published / "_SUCCESS.json").write_text(json.dumps({"step": 2, "files": {}, "run": identity(other.folder)}))
+    shutil.rmtree(other.folder)
+    claim(other.folder, other, resume=True)
+    with tracking.tracked(other) as second:
+        for step in (2, 3):
+            tracking.log_step({"step": step, "loss": 10.0 + step})
+    assert second == first == (other.folder / tracking.RUN_ID).read_text()
+    history = mlflow.MlflowClient().get_metric_history(first, "loss")
+    assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0)]
+
+    shutil.rmtree(other.folder)
+    anew = other.model_copy(update={"checkpoint": Checkpoint()})
+    claim(anew.folder, anew, resume=False)
+    with tracking.tracked(anew) as third:
+        assert third != first
 
 
 def test_an_evaluation_leaves_its_run_as_it_was(config):
