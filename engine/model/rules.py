@@ -47,6 +47,8 @@ def _tensor_rules(shape: ModelShape, tensor: int) -> Iterator[str]:
     elif shape.kv_heads % tensor and tensor % shape.kv_heads:
         yield (f"parallel.tensor = {tensor} and its {shape.kv_heads} key-value heads: one must divide the other "
                "(Megatron's rule: several ranks may share a head, but not a part of one)")
+    elif (rows := (shape.heads + 2 * shape.kv_heads) * shape.head_dim) % tensor:  # only where ranks share a head
+        yield f"parallel.tensor = {tensor} does not divide the {rows} rows of its query, key and value weights"
     dense = shape.experts is None or len(shape.experts.layers) < shape.layers
     if dense and shape.intermediate % tensor:
         yield f"parallel.tensor = {tensor} does not divide its MLPs' intermediate size {shape.intermediate}"

@@ -35,7 +35,8 @@ class Case:
     budget: int = LARGE
     temperature: float = 1.0
     loss: str = "plain"
-    """"plain" is the policy gradient; "full" has ratios to an old policy, clipping, KL and entropy."""
+    """"plain" is the policy gradient; "full" has ratios to an old policy, clipping, KL and entropy; "rollout" has ratios to the
+    instance's log-probabilities, and clipping."""
     groups: str = "mixed"
     deal: tuple[Windows, ...] = ()
     """The windows of each unit, each a tuple of group numbers; () deals one group per window, in turn."""
@@ -44,6 +45,10 @@ class Case:
     early: bool = False
     """Score some responses under the frozen models before their groups are trained."""
     settings: dict[str, object] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Of the model, where they are not the tiny models' own."""
+    block: int = 0
+    """Tokens of oneDNN's blocks, whatever the products' size; 0 leaves products as small as these to torch."""
     tolerance: float = 1e-5
 
     @property
@@ -55,7 +60,7 @@ class Case:
     @property
     def model(self) -> str:
         """Name of its folder."""
-        return f"{self.kind}-{'tied' if self.tied else 'untied'}"
+        return "-".join([self.kind, "tied" if self.tied else "untied", *(f"{key}={size}" for key, size in self.sizes.items())])
 
     def windows(self, unit: int, units: int) -> Windows:
         """What a unit trains, in order."""
@@ -81,7 +86,8 @@ def _group(draw: random.Random, index: int, prompt: int, lengths: tuple[int, ...
 
     def response(length: int) -> Response:
         mask = tuple(draw.random() < 0.8 for _ in range(length))
-        return Response(ids(length), (-4.0,) * length, ((0, 0),), mask, "stop", "", 0, "i")
+        logprobs = tuple(-4.0 - 0.1 * (place % 5) for place in range(length))
+        return Response(ids(length), logprobs, ((0, 0),), mask, "stop", "", 0, "i")
 
     question = Prompt(f"p{index}", "", "", ids(prompt))
     return Group(0, index, question, tuple(map(response, lengths)), tuple(Score(draw.random()) for _ in lengths))

@@ -11,6 +11,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
@@ -21,6 +22,7 @@ from parallel.cases import CLIP, ENTROPY_COEF, KL_COEF, OLD_SCALE, REFERENCE_SCA
 
 from engine import platform, recipe  # noqa: E402
 from engine.algorithm.advantages import advantage  # noqa: E402
+from engine.model import linear  # noqa: E402
 from engine.model.logprobs import token_logprobs  # noqa: E402
 from engine.model.weights import export  # noqa: E402
 from engine.trainer.policy import Policy  # noqa: E402
@@ -30,13 +32,18 @@ SIZES = ("tensor", "pipeline", "context", "expert")
 
 
 def config_of(case: Case, folder: Path):
-    full = {"algorithm.old_policy": "previous", "algorithm.kl_coef": KL_COEF, "algorithm.entropy_coef": ENTROPY_COEF,
-            "algorithm.clip_low": CLIP, "algorithm.clip_high": CLIP}  # fmt: skip
+    clipped = {"algorithm.clip_low": CLIP, "algorithm.clip_high": CLIP}
+    losses = {
+        "plain": {"algorithm.old_policy": "behavior"},
+        "full": {"algorithm.old_policy": "previous", "algorithm.kl_coef": KL_COEF, "algorithm.entropy_coef": ENTROPY_COEF,
+                 **clipped},
+        "rollout": {"algorithm.old_policy": "rollout", **clipped},
+    }  # fmt: skip
     settings = {
         "run.name": "parallel", "model.path": str(folder / case.model), "rollout.temperature": case.temperature,
         "attention.shared_prompt": case.shared, "train.micro_batch_tokens": case.budget,
         **{f"parallel.{key}": value for key, value in case.layout.items()},
-        **(full if case.loss == "full" else {"algorithm.old_policy": "behavior"}), **case.settings,
+        **losses[case.loss], **case.settings,
     }  # fmt: skip
     return recipe.load(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
 
@@ -54,7 +61,13 @@ def open_policy(case: Case, folder: Path) -> Policy:
 
 def run(case: Case, folder: Path) -> dict:
     """What this rank found."""
-    return {"errors": slice_errors()} if case.kind == "logprobs" else step(case, folder)
+    if case.kind == "logprobs":
+        return {"errors": slice_errors()}
+    if not case.block:
+        return step(case, folder)
+    with patch.object(linear, "LARGE", 1), patch.object(linear, "BLOCK", case.block), \
+         patch.object(linear, "_by_onednn", side_effect=linear._by_onednn) as products:  # fmt: skip
+        return step(case, folder) | {"onednn": products.call_count}
 
 
 def slice_errors() -> dict[str, float]:

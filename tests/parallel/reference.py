@@ -44,6 +44,8 @@ def expect(folder: Path, groups: str, temperature: float, loss: str) -> Expected
         if loss == "full":
             with torch.no_grad():
                 before, base = (_score(other, prompt, response.token_ids, temperature)[0] for other in (old, reference))
+        elif loss == "rollout":
+            before = torch.tensor(response.logprobs)
         ratio = (logs - before).exp()
         bounded = ratio.clamp(1 - CLIP, 1 + CLIP) * advantage
         kl = (base - logs).exp() - (base - logs) - 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from engine import convert
 from engine.errors import BadInput, MetronomeError
@@ -52,6 +52,18 @@ def test_a_tied_embedding_may_be_stored_twice_but_not_with_other_values(tmp_path
     add(tmp_path, "lm_head.weight", table + 1)
     with pytest.raises(BadInput, match=r"tensor lm_head\.weight is not one of a Qwen2ForCausalLM"):
         convert.check(tmp_path)
+
+
+def test_a_conversion_holds_the_weights_once(tmp_path):
+    """In shards of a tenth of them; the largest parameter is a tenth too. Twice the weights would be above the bound."""
+    sizes = LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4, vocab_size=8000)
+    LlamaForCausalLM(sizes).save_pretrained(tmp_path, max_shard_size="16MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) >= 8
+    get("cpu").reset_peak()
+    before = get("cpu").peak_bytes()
+    report = convert.check(tmp_path)
+    assert report.weight_bytes > 150e6
+    assert report.peak_bytes - before <= 1.5 * report.weight_bytes
 
 
 def test_wrong_logits_are_found(tmp_path, monkeypatch):

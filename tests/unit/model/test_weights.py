@@ -12,7 +12,7 @@ from engine.model.shape import read_shape
 from engine.platform import get, single
 from engine.weights.hf_folder import open_folder
 
-CASES = ["qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "llama-tied", "moe", "moe-tied"]
+CASES = ["qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "llama-tied", "one", "moe", "moe-tied"]
 IDS = torch.randint(61, (50,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -24,6 +24,7 @@ def settings_of(case):
         "qwen3": {"head_dim": 16},
         "qwen2": {},
         "llama": {"rope_parameters": LLAMA3_ROPE},
+        "one": {"kind": "qwen2", "num_key_value_heads": 1},  # two tensor ranks share it
         "moe": {"head_dim": 16, "mlp_only_layers": [0], "norm_topk_prob": bool(tied)},
     }[kind]
     return {"kind": "qwen3_moe" if kind == "moe" else kind, "tie_word_embeddings": bool(tied), **changes}

@@ -1,0 +1,37 @@
+"""Which models a rank holds, by the algorithm's settings."""
+
+import pytest
+from conftest import config_of
+
+from engine import platform
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron():
+    with platform.single(platform.get("cpu")):
+        yield
+
+
+def models(settings, **changes):
+    from engine.trainer.models import open_models
+
+    return open_models(config_of(settings | changes), platform.get("cpu"))
+
+
+@pytest.mark.parametrize("old_policy", ["previous", "behavior", "rollout"])
+@pytest.mark.parametrize("kl_coef", [0, 0.01])
+def test_there_are_no_models_but_those_that_are_needed(settings, old_policy, kl_coef):
+    found = models(settings, **{"algorithm.old_policy": old_policy, "algorithm.kl_coef": kl_coef})
+    assert (found.old is not None) == (old_policy == "previous")
+    assert (found.reference is not None) == (kl_coef > 0)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_offloaded_copies_take_turns_in_one_model(settings, offload):
+    found = models(settings, **{"train.offload": offload})
+    assert (found.old.model() is found.reference.model()) == offload
+    found.old.set([weight * 2 for weight in found.old.weights])
+    doubled, base = ([weight.clone() for weight in copy.model().parameters()] for copy in (found.old, found.reference))
+    for policy, twice, once in zip(found.policy.parameters(), doubled, base, strict=True):
+        assert once.equal(policy)
+        assert twice.equal(2 * policy)
