@@ -28,17 +28,26 @@ def _own_tracking_store():
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """A random Qwen3 of 0.2 M parameters with the byte-level tokenizer, as a Hugging Face folder."""
+    return save_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def deep_model(tmp_path_factory):
+    """The same with more layers: several buckets of 1 MiB for each of two pipeline stages."""
+    return save_model(tmp_path_factory.mktemp("model") / "deep", intermediate_size=1024, num_hidden_layers=8)
+
+
+def save_model(folder, **sizes):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from engine.base_model.tokenizer import build
 
-    folder = tmp_path_factory.mktemp("model") / "tiny"
     tokenizer = build(512)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=260, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        **{"intermediate_size": 128, "num_hidden_layers": 2, **sizes}, vocab_size=260, hidden_size=64, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip

@@ -82,6 +82,7 @@ class Pipeline:
                 self._queues[number + 1].put((bucket, info))
             else:
                 self._release(bucket)
+            del bucket, info  # else this thread would hold the tensors until the next bucket comes
             with self._changed:
                 self._passed[number] += 1
                 self._changed.notify_all()

@@ -136,6 +136,23 @@ def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number
     finally:
         launcher.kill()
         launcher.wait()
+    if role == "instance":
+        goes_on_from_its_checkpoint(settings | alone, tmp_path)
+
+
+def goes_on_from_its_checkpoint(settings, folder):
+    """The run that stopped left one of its last finished step."""
+    done = len(list(read_lines(folder / "run/steps.jsonl")))
+    checkpoint = latest(folder / "run/checkpoints")
+    assert complete(checkpoint)
+    assert step_of(checkpoint) == done
+    assert not (folder / "run/policy").exists()
+    code, output = launch(settings | {"train.steps": done + 1}, folder, "--resume")
+    assert code == 0, output
+    lines = list(read_lines(folder / "run/steps.jsonl"))
+    assert [line["step"] for line in lines] == list(range(done + 1))
+    assert [line["versions_seen"] for line in lines] == [[step] for step in range(done + 1)]
+    assert (folder / "run/policy/model.safetensors").is_file()
 
 
 def test_two_instances_survive_the_death_of_one(settings, tmp_path):

@@ -28,18 +28,18 @@ def test_two_ranks_hold_what_is_computed(kind, overrides, tmp_path):
     model = tiny_models.save(tmp_path / kind, kind, vocab_size=64, hidden_size=64, intermediate_size=128,
                              tie_word_embeddings=kind == "llama")  # fmt: skip
     given = [f"model.path={model}", "train.ratio_gap_limit=0", "algorithm.old_policy=previous", *overrides]
-    for rank, figures in enumerate(ranks(given, tmp_path)):
+    for rank, figures in enumerate(ranks(tmp_path, RANK, given)):
         for name, (real, computed) in figures.items():
             assert abs(real - computed) <= PADDING, f"rank {rank}: {name}"
 
 
-def ranks(overrides, folder):
-    """What both ranks report; the store's port is free because it is ours."""
+def ranks(folder, script, overrides, *arguments):
+    """What two ranks that run a script report; the store's port is free because it is ours."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     reports = [folder / f"rank-{rank}.json" for rank in range(2)]
     started = [
         subprocess.Popen(
-            [sys.executable, str(RANK), json.dumps(overrides)], stderr=subprocess.PIPE, text=True,
+            [sys.executable, str(script), json.dumps(overrides), *map(str, arguments)], stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
                  "REPORT": str(path)},
