@@ -49,7 +49,7 @@ def main() -> None:
         shape = read_shape(model)
         print(f"Qwen3, hidden {shape.hidden}, {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, vocabulary "
               f"{shape.vocabulary}, float32, 1 thread, torch {torch.__version__}")
-        found = [measure(model, shape, point, arguments.repeats) for point in POINTS]
+        found = [measure(model, shape, point, arguments.repeats) for point in arguments.points]
     result({"hidden": shape.hidden, "layers": shape.layers, "vocabulary": VOCABULARY, "dtype": "float32", "threads": 1,
             "required_share": REQUIRED, "points": found})
 
@@ -59,9 +59,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="timed calls of each side")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--points", nargs="+", type=as_point, default=POINTS, help="prompt,response,group of each")
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--memory", help=argparse.SUPPRESS)  # "side,prompt,response,group" in a fresh process
     return parser.parse_args()
+
+
+def as_point(text: str) -> tuple[int, int, int]:
+    """Of the command line: three numbers."""
+    prompt, response, group = map(int, text.split(","))
+    return prompt, response, group
 
 
 def measure(model: Path, shape: ModelShape, point: tuple[int, int, int], repeats: int) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=512)
+    parser.add_argument("--samples", type=int, help="of each case, instead of " + " and ".join(str(c[0]) for c in CASES.values()))
     parser.add_argument("--budget", type=int, default=1024, help="tokens of a packed micro-batch")
     arguments = parser.parse_args()
     figures = {"hidden": arguments.hidden, "layers": arguments.layers, "vocabulary": arguments.vocabulary, "dtype": "float32",
@@ -47,8 +48,9 @@ def main() -> None:
           f"torch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder, one_rank():
         model = random_qwen3(Path(folder) / "model", arguments.hidden, arguments.layers, arguments.vocabulary)
-        for name, case in CASES.items():
+        for name, (count, *case) in CASES.items():
             budget = arguments.budget if name.startswith("packed") else 1
+            case = (arguments.samples or count, *case)
             figures[name] = measure(name, model, case, arguments.vocabulary, budget, arguments.repeats)
     result(figures)
 

@@ -38,7 +38,7 @@ from engine.trainer import record
 from engine.trainer.nodes import INVITATION, control_address, invite
 
 STOP_S = 60.0
-"""How long a trainer that was told to stop may take for its checkpoint."""
+"""How long a trainer that was told to stop may take for its checkpoint; at most `train.timeout_s`, the longest of its waits."""
 
 STOP_BY_SIGNAL_S = 5.0
 """The same when a signal ended the run: who cancels a run waits for its end."""
@@ -162,7 +162,8 @@ class _Launcher:
             if self._signal is not None and conductor.failure is None:
                 await conductor.fail(Stopped(f"ended by {self._signal}"))
             if conductor.failure is not None:
-                stop_by = stop_by or time.monotonic() + (STOP_S if self._signal is None else STOP_BY_SIGNAL_S)
+                grace_s = min(STOP_S, self.config.train.timeout_s) if self._signal is None else STOP_BY_SIGNAL_S
+                stop_by = stop_by or time.monotonic() + grace_s
                 if time.monotonic() > stop_by:
                     raise conductor.failure
             await asyncio.sleep(0.1)

@@ -1,25 +1,26 @@
 """Whole runs in parallel layouts: the launcher, an instance over HTTP, ranks under torch elastic (issue 3)."""
 
+import random
 import struct
-import subprocess
-import sys
-import time
 from collections import Counter
 
 import msgpack
 import pytest
 import torch
-from conftest import ROOT, Tree, config_of, launch, send, wait_for, write_config
+from conftest import ROOT, Tree, config_of, launch, send, wait_for
 from faulty_weights import corrupt
 from safetensors.torch import load_file
-from tiny_models import save
+from tiny_models import reference, reference_logprobs, save
+from whole_runs import rank, refused, run, same, spans, start, steps, weights
 
 from engine.errors import RatioGapError
 from engine.launch import launch as launch_here
-from engine.run_folder import read_lines
+from engine.queue.codec import group_to_wire
 from engine.timeline import overlapped
 from engine.trace import read_spans
 from engine.trainer.checkpoint import complete, latest, step_of
+from engine.trainer.record import Recorder
+from engine.types import Group, Prompt, Response, Score
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(600)]
 REWARDS = ROOT / "tests/rewards.py"
@@ -30,50 +31,6 @@ def exact(settings):
     """A function of its seed; windows of two groups, so that a periodic step trains before its last arrival."""
     return settings | {"rollout.deterministic": True, "train.consume": "prompt_order", "rollout.concurrency": 1,
                        "train.micro_batch_tokens": 150, "train.steps": 2}  # fmt: skip
-
-
-def run(settings, folder, *arguments):
-    code, output = launch(settings, folder, *arguments)
-    log = folder / settings["run.name"] / "logs/trainer.log"
-    assert code == 0, output + "\ntrainer.log ends:\n" + log.read_text()[-3000:]
-
-
-def refused(settings, folder, *arguments):
-    code, output = launch(settings, folder, *arguments)
-    assert code == 2, output
-    return output
-
-
-def start(settings, folder):
-    log = (folder / f"{settings['run.name']}.log").open("w+")
-    command = [sys.executable, "-m", "engine.launch", "--config", str(write_config(settings, folder))]
-    return subprocess.Popen(command, stderr=log, cwd=ROOT), log
-
-
-def rank(tree, number):
-    """The process of a trainer rank."""
-    (found,) = [process for process in tree.processes if "engine.trainer.rank" in process.cmdline()
-                and process.environ()["RANK"] == str(number)]  # fmt: skip
-    return found
-
-
-def weights(folder, name):
-    files = (folder / name / "policy").glob("*.safetensors")
-    return {key: tensor for file in files for key, tensor in load_file(file).items()}
-
-
-def same(one, other):
-    """Whether they are, bit for bit."""
-    return one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
-
-
-def steps(folder, name):
-    return list(read_lines(folder / name / "steps.jsonl"))
-
-
-def spans(folder, name, kind, rank=None):
-    found = [span for span in read_spans(folder / name / "trace") if span["name"] == kind]
-    return [span for span in found if rank is None or span["lane"] == f"trainer-{rank}"]
 
 
 def check_report(lines, count, ranks):
@@ -243,6 +200,51 @@ def check_early_scores(given, folder):
         assert score[0]["start"] < train[0]["start"]
 
 
+def test_replicas_that_share_experts_replay_in_lockstep(settings, tmp_path):
+    """Written by hand with transformers' log-probabilities, since the embedded engine samples from no such model."""
+    model = save(tmp_path / "mixture", "qwen3_moe")
+    mixture = settings | {"model.path": model, "rollout.engine": "vllm", "train.steps": 2, "train.prompts_per_step": 3,
+                          "train.micro_batch_tokens": 50, "train.ratio_gap_limit": 0}  # fmt: skip
+    layouts = {"one": {}, "lockstep": {"parallel.data": 2, "parallel.expert": 2}}
+    for name, layout in layouts.items():
+        record = tmp_path / f"{name}.msgpack"
+        write_record(record, config_of(mixture | layout), model)
+        run(mixture | layout | {"run.name": name}, tmp_path, "--replay", str(record))
+    for number in (0, 1):
+        windows = [span["groups"] for span in spans(tmp_path, "lockstep", "train", number)]
+        assert windows == [[0, 1], [2], [1], [2, 0]], f"rank {number}"
+    for mine, theirs in zip(steps(tmp_path, "lockstep"), steps(tmp_path, "one"), strict=True):
+        for key in ("loss", "grad_norm", "kl", "entropy"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
+        assert mine["trained_tokens"] == theirs["trained_tokens"]
+    assert steps(tmp_path, "lockstep")[0]["max_ratio_gap"] <= 1e-3
+    ours, theirs, base = weights(tmp_path, "lockstep"), weights(tmp_path, "one"), load_file(f"{model}/model.safetensors")
+    assert ours.keys() == base.keys()
+    moved, apart = (sum(float((side[key] - theirs[key]).square().sum()) for key in base) ** 0.5 for side in (base, ours))
+    assert moved > 0.05
+    assert apart < 0.01 * moved
+
+
+def write_record(path, config, model):
+    """Two steps of the same three groups, in windows of one and two, all taken by the only unit."""
+    recorder, draw, judge = Recorder(path, config, 0), random.Random(0), reference(model)
+
+    def ids(length):
+        return [draw.randrange(2, 61) for _ in range(length)]
+
+    def group(step, index):
+        prompt, responses = ids(9), []
+        for answer in map(ids, (7, 3, 12, 5)):
+            logprobs = tuple(reference_logprobs(judge, prompt, answer).tolist())
+            responses.append(Response(tuple(answer), logprobs, ((0, step),), (True,) * len(answer), "stop", "", 0, "instance-0"))
+        scores = tuple(Score(draw.random()) for _ in responses)
+        return Group(step, index, Prompt(f"p{index}", "", "", tuple(prompt)), tuple(responses), scores)
+
+    for step, window in ((0, (0, 1)), (0, (2,)), (1, (1,)), (1, (2, 0))):
+        recorder.add(step, 0, {"groups": [group_to_wire(group(step, index)) for index in window]})
+    recorder.flush()
+
+
 def test_a_replica_that_gets_nothing_and_groups_that_come_slowly(settings, tmp_path):
     slow = {"reward.function": f"{REWARDS}:after_3_s", "train.prompts_per_step": 1, "parallel.data": 2, "train.steps": 2}
     run(settings | slow, tmp_path)
@@ -278,23 +280,3 @@ def test_groups_that_come_longer_apart_than_anybody_may_be_silent(settings, tmp_
     run(settings | slow | {"train.prompts_per_step": 2, "parallel.data": 2, "train.steps": 1}, tmp_path)
     (line,) = steps(tmp_path, "run")
     assert line["wait_s"] > 40  # 60 s for one replica, 30 s or more for the other
-
-
-@pytest.mark.slow
-def test_a_replica_that_hangs_is_named_and_ends_the_run(settings, tmp_path):
-    """A stopped process hears neither signals nor its lifeline."""
-    endless = {"train.steps": 100_000, "train.timeout_s": 15, "parallel.data": 2, "reward.function": f"{REWARDS}:after_3_s",
-               "train.prompts_per_step": 2}  # fmt: skip
-    launcher, log = start(settings | endless, tmp_path)
-    try:
-        wait_for(lambda: steps(tmp_path, "run"), "the first step")
-        tree = Tree(launcher.pid)
-        time.sleep(1.5)  # in the middle of the next step, which takes 6 s
-        send(rank(tree, 1), "SIGSTOP")
-        assert launcher.wait(timeout=120) == 1
-        assert tree.left() == []
-    finally:
-        launcher.kill()
-        launcher.wait()
-    log.seek(0)
-    assert "no sign of life of unit 1 of the trainer in 15 s (train.timeout_s)" in log.read()

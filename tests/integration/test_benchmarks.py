@@ -1,0 +1,56 @@
+"""The benchmarks of the training engine, at sizes of seconds: that they run, and how their figures hang together."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+SMALL = ("--repeats", "1", "--hidden", "64", "--layers", "2")
+
+
+def figures(name, *arguments):
+    done = subprocess.run([sys.executable, f"benchmarks/{name}.py", *arguments], capture_output=True, text=True, timeout=280,
+                          cwd=ROOT)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("RESULT ")
+    return json.loads(last.removeprefix("RESULT "))
+
+
+def test_gpu_on_a_cpu():
+    found = figures("gpu", "--device", "cpu", "--tiny")
+    assert found["device"] == "CPU"
+    single, half = found["correctness"]
+    assert (single["dtype"], half["dtype"]) == ("torch.float32", "torch.bfloat16")
+    assert 0 < single["worst_gradient_error"] <= 1e-4
+    assert single["mean_logprob_error"] < half["mean_logprob_error"] <= 0.02
+
+
+def test_shared_prompt():
+    found = figures("shared_prompt", *SMALL, "--points", "64,8,4")
+    (point,) = found["points"]
+    assert (point["prompt"], point["response"], point["group"]) == (64, 8, 4)
+    assert 1 < point["bound"] < 4  # all of the work is the prompt's at most, and four times there without sharing
+    assert point["speed_up"] == pytest.approx(point["packed_s"] / point["shared_s"])
+    assert point["share_of_bound"] == pytest.approx(point["speed_up"] / point["bound"])
+
+
+def test_train_throughput():
+    found = figures("train_throughput", *SMALL, "--samples", "8", "--vocabulary", "64", "--budget", "256")
+    for name, shortest, longest in (("one sample per micro-batch", 128, 512), ("packed, short samples", 16, 96)):
+        case = found[name]
+        assert case["samples"] == 8
+        assert 8 * shortest <= case["tokens"] <= 8 * longest
+        assert case["ratio"] == pytest.approx(case["ours_tokens_per_s"] / case["hugging_face_tokens_per_s"])
+
+
+def test_weight_sync():
+    found = figures("weight_sync", "--tiny", "--rounds", "1", "--transports", "gloo", "--instances", "1")
+    layer = 256 * 128 * (16 + 8 + 8 + 16) + 3 * 256 * 768 + 2 * 256 + 2 * 128  # attention, MLP, norms, head norms
+    assert found["parameters"] == 40000 * 256 + 6 * layer + 256
+    for name in ("gloo_1", "gloo_1_staged"):
+        assert found[name]["GB"] == pytest.approx(4 * found["parameters"] / 1e9)
+        assert found[name]["ratio"] == pytest.approx(found[name]["sync_s"] / found[name]["bare_s"])
