@@ -65,12 +65,12 @@ def kill(pool, name="instance-0", number=signal.SIGKILL):
 async def test_a_killed_instance_is_started_again_and_catches_up(declare):
     async with declare([SERVES], instances=2) as (pool, started):
         await pool.connect()
-        await until(lambda: pool.size == 2, "both")
+        await until(lambda: pool.serving == 2, "both")
         first = pool.find("instance-0")
         kill(pool)
         await until(lambda: first.state == "gone", "its death", 0.5)
         assert "was ended by SIGKILL" in first.reason
-        await until(lambda: pool.size == 2, "its return")
+        await until(lambda: pool.serving == 2, "its return")
         again = pool.find("instance-0")
         assert (again is first, again.restarts, again.version) == (False, 1, 5)
         assert started == ["instance-0", "instance-1", "instance-0"]
@@ -81,9 +81,9 @@ async def test_after_the_last_restart_the_pool_waits_and_then_fails_with_how_it_
     async with declare([SERVES], restarts=1, wait_s=0.5) as (pool, started):
         await pool.connect()
         for _ in range(2):
-            await until(lambda: pool.size == 1, "it")
+            await until(lambda: pool.serving == 1, "it")
             kill(pool)
-            await until(lambda: pool.size == 0, "its death")
+            await until(lambda: pool.serving == 0, "its death")
         with pytest.raises(ProcessDied, match=r"no rollout instance is left: waited 0\.5 s.*; instance-0 was ended by SIGKILL"):
             await asyncio.wait_for(pool.wait_for_member(), 5)
         assert len(started) == 2
@@ -105,16 +105,16 @@ async def test_an_instance_that_never_serves_is_named(declare):
 async def test_a_restart_that_fails_is_tried_again(declare):
     async with declare([SERVES, FAILS, SERVES]) as (pool, started):
         await pool.connect()
-        await until(lambda: pool.size == 1, "it")
+        await until(lambda: pool.serving == 1, "it")
         kill(pool)
-        await until(lambda: pool.size == 1 and len(started) == 3, "the second restart")
+        await until(lambda: pool.serving == 1 and len(started) == 3, "the second restart")
         assert pool.find("instance-0").restarts == 2
 
 
 async def test_a_hung_instance_comes_back_when_it_goes_on(declare):
     async with declare([SERVES]) as (pool, started):
         await pool.connect()
-        await until(lambda: pool.size == 1, "it")
+        await until(lambda: pool.serving == 1, "it")
         hung = pool.find("instance-0")
         kill(pool, number=signal.SIGSTOP)
         await until(lambda: hung.state == "silent", "its silence")
@@ -126,20 +126,20 @@ async def test_a_hung_instance_comes_back_when_it_goes_on(declare):
 async def test_an_instance_that_hangs_for_too_long_is_replaced(declare):
     async with declare([SERVES], wait_s=2.0) as (pool, started):
         await pool.connect()
-        await until(lambda: pool.size == 1, "it")
+        await until(lambda: pool.serving == 1, "it")
         hung = pool.find("instance-0")
         kill(pool, number=signal.SIGSTOP)
         await until(lambda: hung.state == "gone", "patience to end")
-        await until(lambda: pool.size == 1, "its replacement")
+        await until(lambda: pool.serving == 1, "its replacement")
         assert len(started) == 2
 
 
 async def test_a_declared_instance_that_leaves_is_ended_and_stays_away(declare):
     async with declare([SERVES], instances=2) as (pool, started):
         await pool.connect()
-        await until(lambda: pool.size == 2, "both")
+        await until(lambda: pool.serving == 2, "both")
         one = pool.find("instance-1")
         pool.leave(one)
         await until(lambda: not one.child.alive, "its end")
         await asyncio.sleep(0.3)
-        assert (pool.size, len(started)) == (1, 2)
+        assert (pool.serving, len(started)) == (1, 2)

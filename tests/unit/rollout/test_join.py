@@ -60,7 +60,7 @@ async def guest(tmp_path, monkeypatch):
 async def test_it_joins_and_a_signal_makes_it_drain_and_leave(tmp_path, guest):
     async with launcher(tmp_path) as pool:
         task = guest()
-        await until(lambda: pool.size == 1, "it to serve")
+        await until(lambda: pool.serving == 1, "it to serve")
         assert pool.sync.caught_up == [("guest", 2)]
         async with pool.borrow() as place:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -75,7 +75,7 @@ async def test_it_joins_and_a_signal_makes_it_drain_and_leave(tmp_path, guest):
 async def test_a_second_signal_ends_it_at_once(tmp_path, guest):
     async with launcher(tmp_path) as pool:
         task = guest()
-        await until(lambda: pool.size == 1, "it to serve")
+        await until(lambda: pool.serving == 1, "it to serve")
         async with pool.borrow() as place:
             os.kill(os.getpid(), signal.SIGINT)
             await until(lambda: place.instance.state == "draining", "its wish to leave")
@@ -87,15 +87,15 @@ async def test_a_second_signal_ends_it_at_once(tmp_path, guest):
 async def test_it_joins_again_when_the_launcher_was_started_again(tmp_path, guest):
     async with launcher(tmp_path) as pool:
         guest()
-        await until(lambda: pool.size == 1, "it to serve")
+        await until(lambda: pool.serving == 1, "it to serve")
     async with launcher(tmp_path) as pool:  # at another port
-        await until(lambda: pool.size == 1, "it to join again")
+        await until(lambda: pool.serving == 1, "it to join again")
 
 
 async def test_it_ends_when_the_launcher_sends_it_away(tmp_path, guest):
     async with launcher(tmp_path) as pool:
         task = guest((tmp_path / "rollout.address").read_text())
-        await until(lambda: pool.size == 1, "it to serve")
+        await until(lambda: pool.serving == 1, "it to serve")
         async with aiohttp.ClientSession() as session:
             url = f"http://{(tmp_path / 'rollout.address').read_text().strip()}/leave"
             async with session.post(url, json={"name": "guest"}) as answer:
@@ -111,7 +111,7 @@ async def test_it_ends_by_name_when_the_launcher_stays_away(tmp_path, guest):
 async def test_it_ends_by_name_when_its_instance_dies(tmp_path, guest):
     async with launcher(tmp_path) as pool:
         task = guest()
-        await until(lambda: pool.size == 1, "it to serve")
+        await until(lambda: pool.serving == 1, "it to serve")
         (process,) = [p for p in psutil.Process().children() if SERVES in p.cmdline()]
         process.kill()
         with pytest.raises(ProcessDied, match="guest was ended by SIGKILL"):

@@ -21,7 +21,7 @@ async def test_a_silent_instance_loses_what_it_holds_and_comes_back_through_catc
         w.pool.sync = Sync(version=3)
         a, one = await w.join("a")
         b, _ = await w.join("b")
-        await until(lambda: w.pool.size == 2, "both")
+        await until(lambda: w.pool.serving == 2, "both")
         a.delay_s, b.delay_s = 30, 0.01
         running = asyncio.create_task(w.run())
         await until(lambda: a.running > 0, "work")
@@ -57,12 +57,12 @@ async def test_a_late_instance_waits_for_the_first_publish(world):
         w.pool.sync = Sync(version=None)
         _, one = await w.join("a")
         await asyncio.sleep(0.4)
-        assert (one.state, w.pool.members(), w.pool.size) == ("starting", [one], 0)
+        assert (one.state, w.pool.members(), w.pool.serving) == ("starting", [one], 0)
         one.version = 0
         w.pool.admit(one)
         w.pool.sync.version = 0
         await asyncio.sleep(0.2)
-        assert (w.pool.size, w.pool.sync.caught_up) == (1, [])
+        assert (w.pool.serving, w.pool.sync.caught_up) == (1, [])
 
 
 async def test_a_wrong_address_holds_up_no_weight_update(world):

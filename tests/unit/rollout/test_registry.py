@@ -40,7 +40,7 @@ async def test_an_instance_joins_serves_leaves_and_is_not_taken_in_again_by_itse
     async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
         guest = {"name": "guest", "url": url}
         assert (await call("POST", "/join", guest))[0] == 200
-        await until(lambda: pool.size == 1, "it")
+        await until(lambda: pool.serving == 1, "it")
         assert await call("POST", "/join", guest | {"again": True}) == (200, {"state": "serving"})
         assert len(pool.instances) == 1
         assert await call("POST", "/leave", {"name": "guest"}) == (200, {"state": "gone"})
@@ -53,7 +53,7 @@ async def test_a_draining_instance_stays_until_it_has_finished(tmp_path):
     async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
         guest = {"name": "guest", "url": url}
         await call("POST", "/join", guest)
-        await until(lambda: pool.size == 1, "it")
+        await until(lambda: pool.serving == 1, "it")
         async with pool.borrow():
             assert await call("POST", "/leave", {"name": "guest"}) == (200, {"state": "draining"})
             assert (await call("POST", "/join", guest))[0] == 410
@@ -70,7 +70,7 @@ async def test_a_name_belongs_to_one_living_instance(tmp_path):
             assert (status, url in reply["error"]["message"]) == (409, True)
         await until(lambda: pool.find("guest").state == "silent", "its silence")
         assert (await call("POST", "/join", {"name": "guest", "url": other}))[0] == 200
-        await until(lambda: pool.size == 1, "the new one")
+        await until(lambda: pool.serving == 1, "the new one")
         assert [one.client.url for one in pool.instances] == [other]
 
 
@@ -141,7 +141,7 @@ async def test_status_and_metrics_say_the_same(tmp_path):
     async with running(tmp_path) as (pool, routes, call), Scripted().serving() as url:
         routes.step = lambda: {"step": 4, "loss": -0.25, "versions_seen": [4]}
         await call("POST", "/join", {"name": "guest", "url": url})
-        await until(lambda: pool.size == 1 and "running" in pool.instances[0].figures, "it")
+        await until(lambda: pool.serving == 1 and "running" in pool.instances[0].figures, "it")
         pool.instances[0].version = 4
         status = (await call("GET", "/status"))[1]
         one = status["instances"][0]
@@ -163,7 +163,7 @@ async def test_status_and_metrics_say_the_same(tmp_path):
 async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state, size):
     async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
         await call("POST", "/join", {"name": "guest", "url": url})
-        await until(lambda: pool.size == 1, "it")
+        await until(lambda: pool.serving == 1, "it")
         pool.instances[0].state = state
         told = (await call("GET", "/status"))[1]["pool_size"], (await call("GET", "/metrics"))[1]
         assert (pool.size, told[0]) == (size, size)
