@@ -12,6 +12,7 @@ PERIODIC = AIME24 | {  # §6.1, §6.2; shared prompts: the revision's §6.2, "is
     "train.mode": "periodic", "rollout.engine": "vllm", "rollout.max_context": 16 * 1024, "attention.shared_prompt": False,
     "data.train": "agentica-org/DeepScaleR-Preview-Dataset", "algorithm.advantage": "grpo", "algorithm.loss": "grpo",
     "algorithm.old_policy": "previous", "platform.device": "npu", "platform.devices_per_node": 8, "platform.memory_gib": 64,
+    "rollout.instances": 0,  # all of them join, from other nodes than the trainer's
 }  # fmt: skip
 QWEN3_8B = PERIODIC | {  # §6.2: TP = 8 and PP = 1, inference instances with TP = 2
     "model.path": "Qwen/Qwen3-8B", "parallel.tensor": 8, "parallel.pipeline": 1, "rollout.tensor": 2,
@@ -30,14 +31,14 @@ ASYNCFLOW = {  # §6.1, §4.2.2
 }  # fmt: skip
 STATED = {
     "periodic-qwen3-8b-16npu": QWEN3_8B | {  # §6.2 and Table 1
-        "parallel.data": 1, "rollout.instances": 4, "platform.devices": 16, "train.steps": 100},
+        "parallel.data": 1, "rollout.joining": 4, "platform.devices": 16, "train.steps": 100},
     "periodic-qwen3-8b-32npu": QWEN3_8B | {  # Table 3
-        "parallel.data": 2, "rollout.instances": 8, "platform.devices": 32, "train.steps": 20},
+        "parallel.data": 2, "rollout.joining": 8, "platform.devices": 32, "train.steps": 20},
     "periodic-qwen3-8b-64npu": QWEN3_8B | {  # Table 3
-        "parallel.data": 4, "rollout.instances": 16, "platform.devices": 64, "train.steps": 20},
+        "parallel.data": 4, "rollout.joining": 16, "platform.devices": 64, "train.steps": 20},
     "periodic-r1-distill-32b-48npu": PERIODIC | {  # §6.2: 32 NPUs train with TP = 8 and PP = 4, 16 generate with TP = 4
         "model.path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "parallel.tensor": 8, "parallel.pipeline": 4,
-        "parallel.data": 1, "rollout.instances": 4, "rollout.tensor": 4, "platform.devices": 48, "train.steps": 20},
+        "parallel.data": 1, "rollout.joining": 4, "rollout.tensor": 4, "platform.devices": 48, "train.steps": 20},
     "one-step-off-qwen2.5-math-7b": {  # verl's page; 12 GPUs train and 4 generate, see DEVICES in test_dry_plan.py
         "model.path": "Qwen2.5-Math-7B-32k", "train.mode": "one_step_off", "rollout.engine": "vllm",
         "rollout.max_new_tokens": 8192, "algorithm.loss": "dapo", "algorithm.dynamic_sampling": True, "evaluate.samples": 32,

@@ -160,8 +160,9 @@ def test_a_snapshot_that_outlives_its_parameters_is_never_shown_as_whole(tmp_pat
         sender._timeout_s = 2 * TIMEOUT_S
         model.held[list(model.held)[-1]].zero_()  # the update
         model.may_go_on.set()
-        sender.publish(Model(3), 3)
+        sender.publish(newest := Slow(3), 3)  # waits for the one before
         shown = visible(tmp_path)
+        newest.may_go_on.set()
         sender.settle()
         assert (shown, visible(tmp_path)) == (["version-00000001"], ["version-00000003"])
     finally:
