@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config import Config
+from engine.config.placing import overlaps
 from engine.errors import BadInput
 from engine.model.rules import check_layout
 from engine.model.shape import ModelShape, read_shape
@@ -28,8 +29,11 @@ def check_rollouts(config: Config) -> ModelShape:
 
 
 def check_training(config: Config) -> None:
-    """Raise BadInput unless the model can be sampled from, trained in the layout of `parallel`, and a user's functions work."""
+    """Raise BadInput unless the model can be sampled from and trained in the layout of `parallel`, on devices that instances and
+    ranks do not share, and a user's functions work."""
     check_layout(check_rollouts(config), config.parallel)
+    if shared := list(overlaps(config)):
+        raise BadInput("; ".join(shared))
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):
         from engine.trainer.extensions import try_all  # torch takes seconds

@@ -55,6 +55,24 @@ def save_model(folder, **sizes):
     return folder
 
 
+@pytest.fixture(scope="module")
+def megatron():
+    """One CPU rank's session, for tests that build models of Megatron."""
+    from engine import platform
+
+    with platform.single(platform.get("cpu")):
+        yield
+
+
+@pytest.fixture
+def no_grad():
+    """As in the process of an instance."""
+    import torch
+
+    with torch.no_grad():
+        yield
+
+
 @pytest.fixture(scope="session")
 def problems(tmp_path_factory):
     """Forty additions in DeepScaleR's schema."""

@@ -73,5 +73,10 @@ class Config(Table):
         return self.rollout.devices[number * share : (number + 1) * share]
 
     @property
+    def places_on_devices(self) -> bool:
+        """Whether `rollout.devices` are accelerators, not cores, as far as the config says."""
+        return self.rollout.engine == "vllm" and self.platform.device in ("cuda", "npu")
+
+    @property
     def _share(self) -> int:
         return max(1, len(usable_cores()) // (self.parallel.ranks + self.rollout.instances))

@@ -31,9 +31,8 @@ def _groups(config: Config) -> None:
 
 
 def _cores(config: Config) -> None:
-    accelerators = config.rollout.engine == "vllm" and config.platform.device in ("cuda", "npu")
     checked = [("train.devices", config.train.devices)]
-    checked += [] if accelerators else [("rollout.devices", config.rollout.devices)]
+    checked += [] if config.places_on_devices else [("rollout.devices", config.rollout.devices)]
     for key, cores in checked:
         if missing := sorted(set(cores) - usable_cores()):
             raise ValueError(f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}")

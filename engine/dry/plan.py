@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from engine.checks import EMBEDDED
 from engine.config import Config
+from engine.config.placing import joining_nodes, overlaps, places
 from engine.dry.memory import Need, Room, host_bytes, instance_need, readable, trainer_need
 from engine.dry.models import shape_of
-from engine.dry.placing import joining_nodes, overlaps, places
 from engine.dry.sizes import total_parameters
 from engine.errors import BadInput
 from engine.model.rules import check_layout

@@ -5,7 +5,7 @@ from tiny_models import save
 from transformers import AutoConfig
 
 from engine.checks import EMBEDDED, check_rollouts, check_training
-from engine.config import Config, Evaluate, Model, Parallel, Rollout
+from engine.config import Config, Evaluate, Model, Parallel, Platform, Rollout
 from engine.errors import BadInput
 
 
@@ -25,6 +25,20 @@ def test_a_model_with_experts_is_refused_for_the_embedded_engine(tmp_path):
     save(tmp_path, "qwen3_moe")
     with pytest.raises(BadInput, match=r'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'):
         check_rollouts(a_config(tmp_path))
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+def test_instances_that_would_get_the_trainers_devices_are_refused(tmp_path, device):
+    def on(devices):
+        rollout = {"engine": "vllm", "tensor": 2, "devices": devices}
+        return a_config(tmp_path, rollout=rollout, platform=Platform(device=device), parallel=Parallel(tensor=2))
+
+    save(tmp_path, "qwen3")
+    check_training(on([2, 3]))
+    with pytest.raises(BadInput, match=r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"):
+        check_training(on([]))
+    with pytest.raises(BadInput, match=r"rollout\.devices names \[1\], which trainer ranks have \(0 to 1\)"):
+        check_training(on([1, 2]))
 
 
 def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):

@@ -10,11 +10,7 @@ from engine.dry.memory import _states, frozen_copies
 from engine.dry.sizes import layer_elements, rank_parameters
 from engine.model.shape import ModelShape
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _megatron():
-    with platform.single(platform.get("cpu")):
-        yield
+pytestmark = pytest.mark.usefixtures("megatron")
 
 
 def size(tensors):

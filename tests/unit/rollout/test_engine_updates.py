@@ -9,6 +9,8 @@ from tiny_models import reference, reference_logprobs, save
 from engine.errors import BadInput
 from engine.rollout.server.engine import Conflict
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -18,13 +20,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory):
     return save(tmp_path_factory.mktemp("b"), seed=1)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    """As in the server's process."""
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

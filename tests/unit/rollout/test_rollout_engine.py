@@ -8,17 +8,12 @@ from tiny_models import EOS, VOCABULARY, reference, reference_logprobs, save
 from engine.rollout.server.engine import Conflict, Request
 from engine.rollout.server.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save(tmp_path_factory.mktemp("a"))
-
-
-@pytest.fixture(autouse=True)
-def _no_grad():
-    """As in the server's process."""
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

@@ -10,15 +10,10 @@ import pytest
 import torch
 from checkpoint_pairs import CPU, assert_same, builder, save, train
 
-from engine import platform
 from engine.errors import BadInput
 from engine.trainer import checkpoint_files as files
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _session():
-    with platform.single(CPU):
-        yield
+pytestmark = pytest.mark.usefixtures("megatron")
 
 
 @pytest.fixture

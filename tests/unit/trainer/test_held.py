@@ -5,24 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_policy import a_group, a_policy, gradients
+from policies import a_group, a_policy
+from test_policy import gradients
 from transformers import AutoModelForCausalLM
 
-from engine import platform
 from engine.algorithm.batch_statistics import BatchTokens, Limits
 from engine.algorithm.losses import LOSSES
 from engine.errors import BadInput
 from engine.trainer.held import hold
 
+pytestmark = pytest.mark.usefixtures("megatron")
+
 NAMES = ("m2po", "bapo")
 SHARE = 0.6
 """Of BAPO: more than these groups bring by themselves, so that its bounds must move."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _megatron():
-    with platform.single(platform.get("cpu")):
-        yield
 
 
 @pytest.fixture(scope="module")

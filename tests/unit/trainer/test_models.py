@@ -5,11 +5,7 @@ from conftest import config_of
 
 from engine import platform
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _megatron():
-    with platform.single(platform.get("cpu")):
-        yield
+pytestmark = pytest.mark.usefixtures("megatron")
 
 
 def models(settings, **changes):

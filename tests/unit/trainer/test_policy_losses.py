@@ -5,14 +5,9 @@ import torch
 from policies import a_group, a_policy, assert_same
 from transformers import AutoModelForCausalLM
 
-from engine import platform
 from engine.types import Group, Score
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _megatron():
-    with platform.single(platform.get("cpu")):
-        yield
+pytestmark = pytest.mark.usefixtures("megatron")
 
 
 ESTIMATORS = {"grpo": "rloo", "dapo": "opo", "dr_grpo": "gpg", "gspo": "dr_grpo", "cispo": "grpo_passk"}

@@ -15,7 +15,7 @@ def joining_nodes(config: Config) -> int:
 
 def places(config: Config) -> Iterator[str]:
     """Who is where, for people; nothing where there are no devices to place on, as on a CPU."""
-    if not _on_devices(config):
+    if not config.places_on_devices:
         return
     yield f"trainer ranks on devices 0 to {config.parallel.ranks_per_node - 1} of their nodes"
     if config.rollout.instances:
@@ -27,7 +27,7 @@ def places(config: Config) -> Iterator[str]:
 def overlaps(config: Config) -> Iterator[str]:
     """Why instances that the run starts itself, on the first training node, would get devices of others."""
     own, named = config.rollout.instances, config.rollout.devices
-    if not own or not _on_devices(config):
+    if not own or not config.places_on_devices:
         return
     ranks, node, needed = config.parallel.ranks_per_node, config.platform.devices_per_node, own * config.rollout.tensor
     if not named:
@@ -51,8 +51,3 @@ def _remedy(config: Config, first: int, needed: int) -> str:
     joining = config.rollout.joining + config.rollout.instances
     return (f"they need a node of their own; set rollout.instances = 0 and rollout.joining = {joining}, and start them there "
             "(on_rollout_pool, or metronome serve --join)")
-
-
-def _on_devices(config: Config) -> bool:
-    """Whether rollout.devices are accelerators, as far as the recipe says."""
-    return config.rollout.engine == "vllm" and config.platform.device in ("cuda", "npu")
