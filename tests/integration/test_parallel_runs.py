@@ -131,6 +131,11 @@ def test_pipeline_and_context_parallel_runs(exact, deep_model, tmp_path, small_b
         assert one[key] == pytest.approx(other[key], rel=1e-4), key
 
 
+def change(base, trained):
+    """What training has added to all weights, as one vector."""
+    return torch.cat([(trained[key] - base[key]).flatten() for key in sorted(base)])
+
+
 def entries(path):
     with path.open("rb") as file:
         return list(msgpack.Unpacker(file))
@@ -159,8 +164,11 @@ def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, t
     for mine, theirs in zip(live, steps(tmp_path, "late"), strict=True):
         for key in ("loss", "grad_norm", "kl", "old_ratio_max"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-7), key
-    one, other = weights(tmp_path, "live"), weights(tmp_path, "late")
-    assert all(torch.allclose(one[key], other[key], atol=1e-5) for key in one)
+    # The change as a whole, not single weights: where a gradient is near Adam's epsilon, its last bits change a step by percents.
+    base = load_file(f"{settings['model.path']}/model.safetensors")
+    one, other = (change(base, weights(tmp_path, name)) for name in ("live", "late"))
+    assert one.norm() > 0.1  # the two steps of 1e-3 or so moved them
+    assert (one - other).norm() < 1e-4 * one.norm()
 
     wrong = tmp_path / "wrong.msgpack"  # an error of one replica ends the replay of all
     wrong.write_bytes(b"".join(msgpack.packb(entry) for entry in [header, *with_a_wrong_logprob(given, unit=1)]))

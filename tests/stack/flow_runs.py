@@ -17,12 +17,14 @@ def start(api, deployment, parameters):
     return patiently(post, f"{api}/deployments/{found[deployment]}/create_flow_run", {"parameters": parameters})["id"]
 
 
-def state(api, run):
+def state(api, run, within_s=120.0):
+    """A flow run's state. Raises OSError when the server does not tell it in time."""
+
     def read():
-        with urllib.request.urlopen(f"{api}/flow_runs/{run}", timeout=30) as reply:
+        with urllib.request.urlopen(f"{api}/flow_runs/{run}", timeout=min(30.0, within_s)) as reply:
             return json.load(reply)["state"]
 
-    return patiently(read)
+    return patiently(read, timeout_s=within_s)
 
 
 def patiently(call, *arguments, timeout_s=120.0):
