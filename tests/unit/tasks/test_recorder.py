@@ -66,7 +66,7 @@ def test_what_is_missing_at_the_end_is_named(store):
     own.do("the tag x", lambda: None)
     started = time.monotonic()
     missing = own.close(0.2)
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     assert missing == ["metrics of step 3", "metrics of step 4", "metrics of step 5", "metrics of step 9", "the tag x"]
     assert "has not got: metrics of step 3 to 5, metrics of step 9, the tag x." in said[-1]
 
@@ -91,7 +91,7 @@ def test_a_server_that_hangs_holds_neither_the_steps_nor_the_end_up(store):
     started = time.monotonic()
     own.metrics({"loss": 1.0}, 0)
     assert own.close(0.2) == ["the tag x", "metrics of step 0"]
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     hang.set()
 
 
