@@ -6,9 +6,11 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.config.placing import overlaps
+from engine.config.rules import foreign_cores
 from engine.errors import BadInput
 from engine.model.rules import check_layout
 from engine.model.shape import ModelShape, read_shape
+from engine.rollout.vllm.command import device_of, interpreter
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """What the embedded engine can run: `engine.rollout.server.model.SUPPORTED`, which takes seconds to import, by architecture."""
@@ -29,13 +31,22 @@ def check_rollouts(config: Config) -> ModelShape:
 
 
 def check_training(config: Config) -> None:
-    """Raise BadInput unless the model can be sampled from and trained in the layout of `parallel`, on devices that instances and
-    ranks do not share, and a user's functions work."""
+    """Raise BadInput unless the model can be sampled from, trained in the layout of `parallel`, and a user's functions work."""
     check_layout(check_rollouts(config), config.parallel)
-    if shared := list(overlaps(config)):
-        raise BadInput("; ".join(shared))
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):
         from engine.trainer.extensions import try_all  # torch takes seconds
 
         try_all(algorithm.advantage, algorithm.loss, algorithm.gradient_control)
+
+
+def check_instances(config: Config) -> None:
+    """Raise BadInput unless this machine has what the run's instances need: vLLM's environment, devices without trainer ranks."""
+    if config.rollout.engine != "vllm" or not config.rollout.instances:
+        return
+    if device_of(interpreter(), config.platform.device) == "cpu":
+        wrong = [foreign_cores("rollout.devices", config.rollout.devices)]
+    else:
+        wrong = list(overlaps(config))
+    if any(wrong):
+        raise BadInput("; ".join(wrong))

@@ -16,7 +16,7 @@ import time
 import uuid
 from pathlib import Path
 
-from engine.checks import check_training
+from engine.checks import check_instances, check_training
 from engine.conductor import Conductor
 from engine.config import Config
 from engine.data.loader import PromptLoader
@@ -54,7 +54,9 @@ def launch(config: Config, resume: bool = False, replay: Path | None = None) -> 
     """Train. `config.model.path` is a folder by now. Raises the error that ended the run; no process is left behind."""
     check_training(config)
     listen_address(config.rollout.listen)
-    if replay is not None:
+    if replay is None:
+        check_instances(config)
+    else:
         record.check(replay, config)
     folder = RunFolder(config.folder)
     with held(folder.launcher_lock, f"run folder {folder.path}", TAKEOVER_S):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from engine.checks import check_rollouts, check_training
+from engine.checks import check_instances, check_rollouts, check_training
 from engine.config import Config
 from engine.data.prepared import prepare
 from engine.errors import BadInput
@@ -56,6 +56,8 @@ def check_inputs(config: Config, training: bool = True) -> None:
     if config.rollout.top_p < 1 or config.rollout.top_k:
         say("warning", "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
             "is trained, and the mismatch figures are not comparable")
+    if training:
+        check_instances(config)
     if config.model.path != QUICKSTART:
         if training:
             check_training(config)

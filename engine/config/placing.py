@@ -25,9 +25,9 @@ def places(config: Config) -> Iterator[str]:
 
 
 def overlaps(config: Config) -> Iterator[str]:
-    """Why instances that the run starts itself, on the first training node, would get devices of others."""
+    """Why instances that the run itself starts, on the first training node, would get devices of others if vLLM is on devices."""
     own, named = config.rollout.instances, config.rollout.devices
-    if not own or not config.places_on_devices:
+    if not own:
         return
     ranks, node, needed = config.parallel.ranks_per_node, config.platform.devices_per_node, own * config.rollout.tensor
     if not named:

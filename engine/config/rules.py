@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,11 +31,10 @@ def _groups(config: Config) -> None:
 
 
 def _cores(config: Config) -> None:
-    checked = [("train.devices", config.train.devices)]
-    checked += [] if config.places_on_devices else [("rollout.devices", config.rollout.devices)]
-    for key, cores in checked:
-        if missing := sorted(set(cores) - usable_cores()):
-            raise ValueError(f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}")
+    on_cores = config.rollout.engine == "embedded" or config.platform.device == "cpu"  # "auto": known when instances are started
+    if missing := foreign_cores("train.devices", config.train.devices) or (
+            on_cores and foreign_cores("rollout.devices", config.rollout.devices)):  # fmt: skip
+        raise ValueError(missing)
     for key, cores, sharers, count in (
         ("rollout.devices", config.rollout.devices, "instances", config.rollout.instances),
         ("train.devices", config.train.devices, "trainer ranks", config.parallel.ranks),
@@ -169,6 +168,12 @@ RULES: tuple[Callable[[Config], None], ...] = (
     _embedded_engine, _vllm,
     _drain,
 )  # fmt: skip
+
+
+def foreign_cores(key: str, cores: Sequence[int]) -> str:
+    """What is wrong with the cores that a key names on this machine, "" if nothing."""
+    missing = sorted(set(cores) - usable_cores())
+    return f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}" if missing else ""
 
 
 def usable_cores() -> set[int]:

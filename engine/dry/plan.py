@@ -84,7 +84,8 @@ def _devices(made: Plan) -> Iterator[str]:
     if config.rollout.tensor > node:
         yield (f"rollout.tensor = {config.rollout.tensor} is more than a node has (platform.devices_per_node = {node}): an "
                "instance runs on one node")
-    yield from overlaps(config)
+    if config.places_on_devices:
+        yield from overlaps(config)
     if config.rollout.engine == "vllm" and made.shape.heads % config.rollout.tensor:
         yield f"rollout.tensor = {config.rollout.tensor} does not divide the model's {made.shape.heads} attention heads"
     if config.rollout.engine == "embedded" and made.shape.architecture not in EMBEDDED:

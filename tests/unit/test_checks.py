@@ -4,9 +4,10 @@ import pytest
 from tiny_models import save
 from transformers import AutoConfig
 
-from engine.checks import EMBEDDED, check_rollouts, check_training
+from engine.checks import EMBEDDED, check_instances, check_rollouts, check_training
 from engine.config import Config, Evaluate, Model, Parallel, Platform, Rollout
 from engine.errors import BadInput
+from engine.rollout.vllm.command import MARKER, PYTHON
 
 
 def a_config(folder, **tables):
@@ -21,24 +22,50 @@ def test_the_embedded_engines_families_are_those_that_its_model_names():
     assert sorted(EMBEDDED) == sorted(name.removesuffix("Config") + "ForCausalLM" for name in configs.values())
 
 
+def an_environment(folder, monkeypatch, device):
+    """What `make vllm` leaves behind, as far as anybody looks before an instance starts."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin/python").touch(mode=0o755)
+    (folder / MARKER).write_text(f"{device}\n")
+    monkeypatch.setenv(PYTHON, str(folder / "bin/python"))
+
+
 def test_a_model_with_experts_is_refused_for_the_embedded_engine(tmp_path):
     save(tmp_path, "qwen3_moe")
     with pytest.raises(BadInput, match=r'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'):
         check_rollouts(a_config(tmp_path))
 
 
-@pytest.mark.parametrize("device", ["cuda", "npu"])
-def test_instances_that_would_get_the_trainers_devices_are_refused(tmp_path, device):
-    def on(devices):
-        rollout = {"engine": "vllm", "tensor": 2, "devices": devices}
-        return a_config(tmp_path, rollout=rollout, platform=Platform(device=device), parallel=Parallel(tensor=2))
+@pytest.mark.parametrize("device", ["cuda", "npu", "auto"])
+def test_instances_that_would_get_the_trainers_devices_are_refused(tmp_path, monkeypatch, device):
+    def on(devices, **rollout):
+        rollout = Rollout(engine="vllm", tensor=2, devices=devices, **rollout)
+        return Config(rollout=rollout, platform=Platform(device=device), parallel=Parallel(tensor=2))
 
-    save(tmp_path, "qwen3")
-    check_training(on([2, 3]))
+    an_environment(tmp_path, monkeypatch, "npu" if device == "auto" else device)
+    check_instances(on([2, 3]))
+    check_instances(on([], instances=0, joining=2))
     with pytest.raises(BadInput, match=r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"):
-        check_training(on([]))
+        check_instances(on([]))
     with pytest.raises(BadInput, match=r"rollout\.devices names \[1\], which trainer ranks have \(0 to 1\)"):
-        check_training(on([1, 2]))
+        check_instances(on([1, 2]))
+
+
+def test_cores_of_vllms_instances_are_looked_for_once_it_is_known_that_they_are_cores(tmp_path, monkeypatch):
+    named = Config(rollout=Rollout(engine="vllm", devices=[10**6]))
+    an_environment(tmp_path, monkeypatch, "cpu")
+    check_instances(Config(rollout=Rollout(engine="vllm")))
+    with pytest.raises(BadInput, match=r"rollout\.devices names cores \[1000000\], which this process can't use; it has \["):
+        check_instances(named)
+    with pytest.raises(ValueError, match=r"rollout\.devices names cores \[1000000\]"):
+        Config(rollout=Rollout(engine="vllm", devices=[10**6]), platform=Platform(device="cpu"))
+
+
+def test_instances_of_vllm_are_refused_without_it(monkeypatch):
+    check_instances(Config())  # embedded
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    with pytest.raises(BadInput, match="METRONOME_VLLM_PYTHON=/nowhere/python: there is no interpreter"):
+        check_instances(Config(rollout=Rollout(engine="vllm")))
 
 
 def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
