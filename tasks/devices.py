@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 
 from engine.config import Config
-from engine.errors import DeadlineError
+from engine.errors import BadInput, DeadlineError
 
 LIMIT = "ascend-npus"
 """Name of the limit; `metronome deploy --npus N` makes it."""
@@ -18,6 +19,8 @@ LEASE_S = 120.0
 tries three times within some seconds: a server that is away longer than that at that moment costs the run its lease."""
 WAIT_S = 24 * 3600.0
 """A run that got no NPUs within a day gives up."""
+TOO_MANY = 422
+"""HTTP status of Prefect's server for more slots than a limit has in all."""
 NPU_MANAGER = Path("/dev/davinci_manager")
 """Device file of Ascend's driver."""
 
@@ -41,7 +44,8 @@ def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
 def held(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterator[None]:
     """Hold `count` slots of a limit for the time of the body, all taken in one go: two runs never wait for each other's rest.
 
-    The limit must exist, and a run that loses its lease is ended: two runs on one NPU would both fail. Raises DeadlineError.
+    A run that loses its lease is ended: two runs on one NPU would both fail. Raises DeadlineError, and BadInput for a limit that
+    does not exist or is less than `count`.
     """
     if not count:
         yield
@@ -52,4 +56,10 @@ def held(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterator[Non
             stack.enter_context(slots)
         except TimeoutError:
             raise DeadlineError(f"{count} slots of the limit {limit} were not free within {wait_s:.0f} s") from None
+        except ConcurrencySlotAcquisitionError as error:
+            reply = getattr(error.__cause__, "response", None)  # None: it replied that there is no such limit
+            if error.__cause__ is not None and (reply is None or reply.status_code != TOO_MANY):
+                raise
+            raise BadInput(f"this run takes {count} of Prefect's limit {limit}, and there is none with so many: "
+                           f"`metronome deploy --npus N` makes it, N being the cluster's NPUs ({error})") from None
         yield

@@ -177,9 +177,10 @@ def _instances_have_ended(api, count):
 
 
 def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):
-    """16 slots: one that holds 12 leaves none for one that wants 6, and that one waits with nothing in its hands."""
+    """16 slots: one that holds 12 leaves none for one that wants 6, and that one waits with nothing in its hands. One that wants
+    more than there are is told so."""
     code = """
-from engine.errors import DeadlineError
+from engine.errors import BadInput, DeadlineError
 from tasks.devices import held
 with held(12):
     try:
@@ -189,9 +190,17 @@ with held(12):
         print(error)
     with held(4, wait_s=30):
         print("the rest")
+for wrong in ((17,), (1, "another")):
+    try:
+        with held(*wrong):
+            print("held")
+    except BadInput as error:
+        print(error)
 """
     said = call([sys.executable, "-c", code], environment).splitlines()
-    assert said == ["6 slots of the limit ascend-npus were not free within 3 s", "the rest"]
+    assert said[:2] == ["6 slots of the limit ascend-npus were not free within 3 s", "the rest"]
+    assert [line[: line.index(",")] for line in said[2:]] == ["this run takes 17 of Prefect's limit ascend-npus",
+                                                              "this run takes 1 of Prefect's limit another"]
 
 
 def _check_mlflow(uri, folder, base):
