@@ -1,41 +1,17 @@
-"""Runs side by side: the figures against sums done by hand, the verdict's words, the readers, the page."""
+"""Runs side by side: the figures against sums done by hand, the verdict's words, the page."""
 
 import json
 import math
 import random
 import re
 
-import mlflow
 import pytest
+from compared_runs import evaluation, run, step
 
 from engine.comparison import benchmarks, figures, page
 from engine.comparison.figures import Run, once
 from engine.comparison.verdict import differences, verdicts
-from engine.config import Config, Tracking, Train
-from engine.config import Run as RunTable
-from engine.errors import BadInput
 from engine.evaluation.figures import interval
-from engine.run_folder import RunFolder
-from tasks import tracking
-from tasks.compare import compare, from_folder, from_mlflow
-from tasks.evaluation_log import log_new
-
-
-def step(number, seconds=10.0, tokens=1000.0, reward=0.5, **more):
-    return {"step": number, "step_s": seconds, "tokens_per_s_per_device": tokens / seconds, "reward_mean": reward,
-            "sync_s": 1.0, "check_s": 0.3, "wait_s": 3.7, "train_s": 4.0, "update_s": 0.5, "rollout_s": 5.0, **more}  # fmt: skip
-
-
-def run(name="one", seconds=10.0, reward=0.5, noise=0.0, steps=40, seed=0, **more):
-    chance = random.Random(seed)
-    draws = [(chance.gauss(0, noise), chance.gauss(0, noise / 10)) for _ in range(steps)]
-    rows = [step(n, seconds * math.exp(slow), reward=reward + better) for n, (slow, better) in enumerate(draws)]
-    return Run(name, name, {"train.mode": name}, rows, **more)
-
-
-def evaluation(value, low, high, **more):
-    return {"step": 40, "weight_version": 40, "benchmark": "b", "problems": 100, "samples": 1, "avg_at_k": value, "ci_low": low,
-            "ci_high": high, **more}  # fmt: skip
 
 
 def test_speed_is_tokens_by_time_and_not_the_mean_of_speeds():
@@ -214,26 +190,6 @@ def test_runs_that_did_not_end_well_are_marked(tmp_path):
     assert [row[2] for row in page.summary([whole, dead, cut])[1]] == ["12", "7 of 12, failed", "3 of 12, unfinished"]
 
 
-def _fail_in_mlflow(config, ids):
-    with tracking.tracked(config) as run_id:
-        ids.append(run_id)
-        tracking.log_step(step(0))
-        raise BadInput("by the test")
-
-
-def test_a_failed_run_is_read_as_one_from_its_folder_and_from_mlflow(stored, tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.fail(BadInput("the reward raised:\n  line 3"))
-    folder.steps.write_text(json.dumps(step(0)) + "\n")
-    assert from_folder(tmp_path).failure == "the reward raised: line 3"
-    config = Config(run=RunTable(name="run", output=str(tmp_path)), tracking=Tracking(uri=stored[2]))
-    ids = []
-    with pytest.raises(BadInput, match="by the test"):
-        _fail_in_mlflow(config, ids)
-    assert from_mlflow(ids[0], stored[2]).failure == "MLflow has it as FAILED"
-    assert from_mlflow(stored[1], stored[2]).failure == ""
-
-
 def test_the_page_is_one_file_and_holds_the_figures(tmp_path):
     target = tmp_path / "deep" / "page.html"
     long = run("</script><b>", steps=3000)
@@ -245,85 +201,3 @@ def test_the_page_is_one_file_and_holds_the_figures(tmp_path):
     assert len(content["charts"][0]["lines"][1]["points"]) <= page.POINTS
     assert content["charts"][1]["lines"][0]["points"][-1] == [pytest.approx(400 / 60), 0.5]
     assert len(text) < 120_000
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """The same 12 steps in a run folder and in MLflow, with a redone step in the folder."""
-    output = tmp_path_factory.mktemp("runs")
-    uri = f"sqlite:///{output / 'mlflow.db'}"
-    config = Config(run=RunTable(name="run", output=str(output)), train=Train(steps=12), tracking=Tracking(uri=uri))
-    rows = [step(n, reward=n / 12, loss=0.1, versions_seen=[n]) for n in range(12)]
-    with tracking.tracked(config) as run_id:
-        for row in rows:
-            tracking.log_step(row)
-        tracking.log_evaluation(evaluation(0.5, 0.4, 0.6))
-    folder = output / "copied"
-    folder.mkdir()
-    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:8], *rows[6:]]))
-    (folder / "evaluations.jsonl").write_text(json.dumps(evaluation(0.5, 0.4, 0.6)) + "\n")
-    from engine.recipe import dump
-
-    dump(config, folder / "config.toml")
-    return folder, run_id, uri
-
-
-def test_a_folder_and_an_mlflow_run_read_the_same(stored):
-    folder, run_id, uri = stored
-    one, other = from_folder(folder), from_mlflow(run_id, uri)
-    assert differences([one, other]) == {}
-    assert figures.series(one, "reward_mean") == figures.series(other, "reward_mean")
-    assert figures.elapsed(one) == figures.elapsed(other)
-    for key in ("avg_at_k", "ci_low", "ci_high", "step", "weight_version", "benchmark"):
-        assert one.evaluations[0][key] == other.evaluations[0][key]
-
-
-def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):
-    folder, run_id, uri = stored
-    told = compare([str(folder), run_id], tmp_path / "page.html", uri)
-    assert told.splitlines()[1].split()[:3] == ["copied", "periodic", "12"]
-    assert "without any difference seen" in told
-    assert (tmp_path / "page.html").is_file()
-
-
-def test_tables_of_evaluations_come_back_from_mlflow(stored, tmp_path):
-    uri = stored[2]
-    config = Config(run=RunTable(name="run", output=str(tmp_path)), tracking=Tracking(uri=uri))
-    row = evaluation(0.5, 0.4, 0.6, table="evaluations/b.jsonl", pass_curve={"1": 0.5})
-    with tracking.tracked(config) as run_id:
-        (config.folder / "evaluations").mkdir()
-        (config.folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
-        (config.folder / "evaluations/b.jsonl").write_text(json.dumps({"prompt_id": "x", "mean": 0.5}) + "\n")
-        (config.folder / "steps.jsonl").write_text(json.dumps(step(0)) + "\n")
-        tracking.log_step(step(0))
-        log_new(RunFolder(config.folder))
-    for found in (from_folder(config.folder), from_mlflow(run_id, uri)):
-        assert list(found.evaluations) == [row]
-        assert found.tables == {"evaluations/b.jsonl": {"x": 0.5}}
-
-
-@pytest.mark.parametrize(("given", "message"), [
-    (["FOLDER"], "at least two runs"),
-    (["FOLDER", "FOLDER"], "given twice"),
-    (["FOLDER", "nowhere"], "nowhere: neither a run folder nor an MLflow run id"),
-    (["FOLDER", "f" * 32], "can't be read from sqlite"),
-    (["FOLDER", "EMPTY"], "no run with steps"),
-])  # fmt: skip
-def test_what_is_no_run_is_one_clear_error(stored, tmp_path, given, message):
-    folder, _, uri = stored
-    names = [one.replace("FOLDER", str(folder)).replace("EMPTY", str(tmp_path)) for one in given]
-    with pytest.raises(BadInput, match=message):
-        compare(names, tmp_path / "page.html", uri)
-
-
-def test_a_store_that_is_not_there_is_not_made(stored, tmp_path):
-    with pytest.raises(BadInput, match="no such file"):
-        compare([str(stored[0]), "f" * 32], tmp_path / "page.html", f"sqlite:///{tmp_path / 'none.db'}")
-    assert not (tmp_path / "none.db").exists()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _store():
-    before = mlflow.get_tracking_uri()
-    yield
-    tracking._use(before)  # MLflow's own function would set the environment for the tests that follow, too
