@@ -11,7 +11,9 @@ from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
+from brake import braked
 from conftest import ROOT, overrides, wait_for
+from flow_runs import patiently, processes, start, state
 
 from engine.model.shape import content_hash
 from engine.run_folder import read_lines
@@ -174,6 +176,27 @@ def _instances_have_ended(api, count):
 
     wait_for(lambda: set(states()) <= {"CANCELLING", "CANCELLED"}, "the end of the instances", 60)
     assert len(states()) == count
+
+
+@pytest.mark.slow
+def test_a_cancelled_run_ends_its_instances_on_the_rollout_pool(deployed, tmp_path):
+    api, given, folder = deployed
+    before = flow_runs(api, "serve-rollouts").keys()
+    slow = overrides({"reward.function": braked(tmp_path, 1.0), "train.steps": 500, "rollout.instances": 0, "rollout.wait_s": 99})
+    run = start(api, "pipeline", {"settings": {"name": "ended"}, "on_rollout_pool": 1, "overrides": [*given, *slow]})
+
+    def trains():
+        assert state(api, run)["type"] not in ("FAILED", "CRASHED", "COMPLETED"), state(api, run)
+        return any(read_lines(folder / "ended/steps.jsonl"))
+
+    wait_for(trains, "a step with instances of the rollout pool", 240)
+    began = flow_runs(api, "serve-rollouts").keys() - before
+    assert len(began) == 2  # the first evaluation's has ended, or is about to
+    assert processes(run)
+    assert any(map(processes, began))
+    patiently(post, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+    wait_for(lambda: not any(map(processes, (run, *began))), "the end of all processes", 60)
+    wait_for(lambda: {state(api, one)["type"] for one in (run, *began)} == {"CANCELLED"}, "the state CANCELLED of all", 60)
 
 
 def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):
