@@ -151,23 +151,24 @@ def report(requests: list[Request], rates: dict[str, list[float]]) -> None:
 def served(command: Sequence[str], model: Path, requests: list[Request]) -> Iterator[Side]:
     """A server process, and what runs the workload on it."""
     with tempfile.TemporaryDirectory() as folder:
-        ready = Path(folder) / "port.json"
+        ready, log = Path(folder) / "port.json", Path(folder) / "log"
         environment = os.environ | {"PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1", "METRONOME_TOKEN": ""}
-        process = subprocess.Popen([*command, "--model", str(model), "--port-file", str(ready)], env=environment, cwd=HOME,
-                                   stdout=subprocess.DEVNULL, start_new_session=True)
+        with log.open("w") as output:
+            process = subprocess.Popen([*command, "--model", str(model), "--port-file", str(ready)], env=environment, cwd=HOME,
+                                       stdout=output, stderr=output, start_new_session=True)
         try:
-            wait_for(ready, process)
+            wait_for(ready, process, log)
             address = json.loads(ready.read_text())
             yield lambda: cpu_seconds_of(process, f"http://{address['host']}:{address['port']}", requests)
         finally:
             end(process)
 
 
-def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> None:
+def wait_for(ready: Path, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_S
     while not ready.exists():
         if process.poll() is not None:
-            raise SystemExit(f"{process.args}: ended with {process.returncode} while it started")
+            raise SystemExit(f"{log.read_text()}{process.args}: ended with {process.returncode} while it started")
         if time.monotonic() > deadline:
             raise SystemExit(f"{process.args}: did not serve within {START_S:.0f} s")
         time.sleep(0.1)

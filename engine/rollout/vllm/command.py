@@ -14,9 +14,9 @@ PYTHON = "METRONOME_VLLM_PYTHON"
 """Environment variable: the interpreter of an environment with vLLM, instead of the one that `make vllm` builds."""
 
 ROOT = Path(__file__).resolve().parents[3]
-ENVIRONMENT = ROOT / ".venv-vllm"
+ENVIRONMENT, LISTS = ROOT / ".venv-vllm", ROOT / "infra" / "vllm"
 MARKER = "metronome-vllm"
-"""File in the environment, written last by infra/vllm/install.sh; its first line is the device it was built for."""
+"""File in the environment, written last by infra/vllm/install.sh: the device it was built for, a checksum, the packages."""
 
 GIB = 2**30
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
@@ -59,15 +59,19 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
 
 
 def interpreter() -> str:
-    """Python of the environment with vLLM. BadInput when there is none."""
+    """Python of the environment with vLLM. BadInput when there is none, or `make vllm` built it from a list that has changed."""
     if given := os.environ.get(PYTHON):
         if not os.access(given, os.X_OK):
             raise BadInput(f"{PYTHON}={given}: there is no interpreter; expected the python of an environment with vLLM")
         return given
-    python = ENVIRONMENT / "bin" / "python"
-    if not (ENVIRONMENT / MARKER).is_file() or not python.exists():
+    python, marker = ENVIRONMENT / "bin" / "python", ENVIRONMENT / MARKER
+    if not marker.is_file() or not python.exists():
         raise BadInput(f'rollout.engine = "vllm" needs vLLM in {ENVIRONMENT}: run `make vllm` (DEVICE=cuda or npu for those), '
                        f"or set {PYTHON} to the python of an environment with vLLM")
+    device, *rest = marker.read_text().splitlines()
+    if rest[1:] != (LISTS / f"{device}.txt").read_text().splitlines():
+        raise BadInput(f"{ENVIRONMENT} was built before infra/vllm/{device}.txt had all that Metronome needs now: run "
+                       f"`make vllm DEVICE={device}` again")
     return str(python)
 
 
