@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Tree, send, wait_for
+from conftest import ROOT, Tree, base_settings, send, wait_for
 from safetensors.torch import load_file, save_file
+from tiny_models import save
+from whole_runs import run, spans, steps, weights
 
+from engine.base_model.tokenizer import build
 from engine.base_model.warmup import ensure_quickstart_model
 from engine.run_folder import read_lines
 
@@ -67,22 +70,44 @@ def test_the_quickstart_learns_as_much_as_on_the_embedded_engine():
 def test_an_untied_model_over_the_network_goes_on_when_one_instance_dies(tmp_path):
     untied = untie(ensure_quickstart_model(ROOT / "runs/models", ROOT / "data/addition_train.jsonl"), tmp_path / "untied")
     folder = ROOT / "runs" / f"vllm-untied-{time.time_ns()}"
-    steps = folder / "steps.jsonl"
+    file = folder / "steps.jsonl"
     given = {**VLLM, "run.name": folder.name, "model.path": untied, "train.steps": 8, "weights.transport": "gloo",
              "rollout.restarts": 0}  # fmt: skip
     command = [METRONOME, "train", *(part for key, value in given.items() for part in ("--set", f"{key}={value}"))]
-    run = subprocess.Popen(command, cwd=ROOT)
+    process = subprocess.Popen(command, cwd=ROOT)
     try:
-        wait_for(lambda: steps.exists() and len(list(read_lines(steps))) >= 3, "the third step", timeout_s=500)
-        send(Tree(run.pid).named("--name instance-1"), "SIGKILL")
-        assert run.wait(timeout=300) == 0
+        wait_for(lambda: file.exists() and len(list(read_lines(file))) >= 3, "the third step", timeout_s=500)
+        send(Tree(process.pid).named("--name instance-1"), "SIGKILL")
+        assert process.wait(timeout=300) == 0
     finally:
-        run.kill()
-        run.wait()
-    lines = list(read_lines(steps))
+        process.kill()
+        process.wait()
+    lines = list(read_lines(file))
     check_on_policy(lines, 8, sizes=(1, 2))
     assert [lines[0]["pool_size"], lines[-1]["pool_size"]] == [2, 1]
     assert max(line["grad_norm"] for line in lines) > 0
+
+
+def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path):
+    """The embedded engine samples from no mixture, so elsewhere these ranks only ever meet recorded groups."""
+    tokenizer = build(512)
+    tokenizer.save_pretrained(tmp_path / "mixture")
+    model = save(tmp_path / "mixture", "qwen3_moe", vocab_size=260, hidden_size=64, eos_token_id=tokenizer.eos_token_id,
+                 pad_token_id=tokenizer.pad_token_id)
+    run(base_settings(model, problems, tmp_path) | {
+        "rollout.engine": "vllm", "rollout.instances": 2, "rollout.concurrency": 2, "rollout.timeout_s": 300,
+        "train.timeout_s": 300, "weights.transport": "gloo", "parallel.data": 2, "parallel.expert": 2,
+    }, tmp_path)  # fmt: skip
+    lines = steps(tmp_path, "run")
+    check_on_policy(lines, 3)
+    assert min(line["grad_norm"] for line in lines) > 0
+    windows = [[span["groups"] for span in spans(tmp_path, "run", "train", number)] for number in (0, 1)]
+    assert windows[0] == windows[1]  # in lockstep
+    assert sorted(sum(windows[0], [])) == sorted([*range(6)] * 3)
+    before, after = load_file(f"{model}/model.safetensors"), weights(tmp_path, "run")
+    experts = [key for key in before if ".experts." in key]
+    assert len(experts) == 2 * 4 * 3
+    assert all((after[key] != before[key]).any() for key in experts)
 
 
 def untie(model, target):

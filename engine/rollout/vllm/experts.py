@@ -1,0 +1,31 @@
+"""Mixtures of experts on a CPU: vLLM packs their weights for its kernel when it loads them, but not when it reloads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def pack_at_every_load() -> None:
+    """From now on experts that get new weights compute with them: without this, the kernel reads rows of plain weights as packed
+    ones. Does nothing where vLLM does not compute on a CPU.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        repack(UnquantizedFusedMoEMethod)
+
+
+def repack(method: Any) -> None:  # noqa: ANN401
+    """Change the class that readies a layer's experts (vLLM's, or one that is called the same) to pack in later calls, too."""
+    set_up = method._setup_kernel
+
+    def _setup_kernel(self: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:  # noqa: ANN401
+        again = self.moe_kernel is not None
+        set_up(self, layer, w13, w2)
+        if again:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    method._setup_kernel = _setup_kernel
