@@ -36,6 +36,13 @@ def last_evaluation(folder):
     return row
 
 
+def evaluation_of(folder):
+    """Of a run's policy."""
+    evaluated = folder.with_name(f"{folder.name}-evaluated")
+    metronome("evaluate", **{"run.name": evaluated.name, "model.path": folder / "policy"})
+    return last_evaluation(evaluated)
+
+
 def check_on_policy(lines, steps, sizes=(2,)):
     assert [line["step"] for line in lines] == list(range(steps))
     for line in lines:
@@ -49,16 +56,13 @@ def test_the_quickstart_learns_as_much_as_on_the_embedded_engine():
     """Compared with the run in METRONOME_RUN (what `make run` left, in .ci/run), else with one of its own."""
     folder = ROOT / "runs" / f"vllm-{time.time_ns()}"
     metronome("train", **VLLM, **{"run.name": folder.name})
-    lines = list(read_lines(folder / "steps.jsonl"))
-    check_on_policy(lines, 50)
-    evaluated = folder.with_name(f"{folder.name}-evaluated")
-    metronome("evaluate", **{"run.name": evaluated.name, "model.path": folder / "policy"})
+    check_on_policy(list(read_lines(folder / "steps.jsonl")), 50)
     if given := os.environ.get("METRONOME_RUN"):
         embedded = ROOT / given
     else:
         embedded = folder.with_name(f"{folder.name}-embedded")
         metronome("run", **{"run.name": embedded.name})
-    ours, theirs = last_evaluation(evaluated), last_evaluation(embedded)
+    ours, theirs = evaluation_of(folder), last_evaluation(embedded)
     assert ours["step"] == theirs["step"] == 50
     assert ours["protocol"] == theirs["protocol"]
     assert ours["problems"] == theirs["problems"] == 256
@@ -67,25 +71,25 @@ def test_the_quickstart_learns_as_much_as_on_the_embedded_engine():
     assert theirs["ci_low"] <= ours["ci_high"]
 
 
-def test_an_untied_model_over_the_network_goes_on_when_one_instance_dies(tmp_path):
+def test_an_untied_model_over_the_network_learns_as_much_although_one_instance_dies(tmp_path):
     untied = untie(ensure_quickstart_model(ROOT / "runs/models", ROOT / "data/addition_train.jsonl"), tmp_path / "untied")
     folder = ROOT / "runs" / f"vllm-untied-{time.time_ns()}"
     file = folder / "steps.jsonl"
-    given = {**VLLM, "run.name": folder.name, "model.path": untied, "train.steps": 8, "weights.transport": "gloo",
-             "rollout.restarts": 0}  # fmt: skip
+    given = {**VLLM, "run.name": folder.name, "model.path": untied, "weights.transport": "gloo", "rollout.restarts": 0}
     command = [METRONOME, "train", *(part for key, value in given.items() for part in ("--set", f"{key}={value}"))]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
-        wait_for(lambda: file.exists() and len(list(read_lines(file))) >= 3, "the third step", timeout_s=500)
+        wait_for(lambda: file.exists() and len(list(read_lines(file))) >= 45, "the 45th step", timeout_s=700)
         send(Tree(process.pid).named("--name instance-1"), "SIGKILL")
         assert process.wait(timeout=300) == 0
     finally:
         process.kill()
         process.wait()
     lines = list(read_lines(file))
-    check_on_policy(lines, 8, sizes=(1, 2))
-    assert [lines[0]["pool_size"], lines[-1]["pool_size"]] == [2, 1]
-    assert max(line["grad_norm"] for line in lines) > 0
+    check_on_policy(lines[:45], 45)
+    check_on_policy(lines, 50, sizes=(1, 2))
+    assert lines[-1]["pool_size"] == 1
+    assert evaluation_of(folder)["avg_at_k"] >= 0.85
 
 
 def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path):
