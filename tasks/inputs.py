@@ -36,10 +36,11 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
                        "or go on with that run by --resume")
 
 
-def check_inputs(config: Config, training: bool = True) -> None:
+def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> None:
     """Read the problems, load the reward, read the model's configuration. Raises BadInput for the first that fails.
 
-    Without `training` (an evaluation) the trainer's layout does not matter.
+    Without `training` (an evaluation) the trainer's layout does not matter; without `sampling` (a replay) nor do the run's own
+    instances.
     """
     if config.run.dry:  # its commands never come here
         raise BadInput("run.dry only prints what a recipe comes to: `metronome run RECIPE --set run.dry=true`; "
@@ -56,7 +57,7 @@ def check_inputs(config: Config, training: bool = True) -> None:
     if config.rollout.top_p < 1 or config.rollout.top_k:
         say("warning", "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
             "is trained, and the mismatch figures are not comparable")
-    if training:
+    if training and sampling:
         check_instances(config)
     if config.model.path != QUICKSTART:
         if training:

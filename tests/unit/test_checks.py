@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from conftest import config_of
 from tiny_models import save
 from transformers import AutoConfig
 
@@ -8,6 +9,7 @@ from engine.checks import EMBEDDED, check_instances, check_rollouts, check_train
 from engine.config import Config, Evaluate, Model, Parallel, Platform, Rollout
 from engine.errors import BadInput
 from engine.rollout.vllm.command import MARKER, PYTHON
+from tasks.inputs import check_inputs
 
 
 def a_config(folder, **tables):
@@ -66,6 +68,14 @@ def test_instances_of_vllm_are_refused_without_it(monkeypatch):
     monkeypatch.setenv(PYTHON, "/nowhere/python")
     with pytest.raises(BadInput, match="METRONOME_VLLM_PYTHON=/nowhere/python: there is no interpreter"):
         check_instances(Config(rollout=Rollout(engine="vllm")))
+
+
+def test_a_replay_needs_no_instances(monkeypatch, settings):
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    config = config_of(settings | {"rollout.engine": "vllm"})
+    check_inputs(config, sampling=False)
+    with pytest.raises(BadInput, match="there is no interpreter"):
+        check_inputs(config)
 
 
 def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
