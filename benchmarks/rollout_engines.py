@@ -157,18 +157,21 @@ def served(command: Sequence[str], model: Path, requests: list[Request]) -> Iter
             process = subprocess.Popen([*command, "--model", str(model), "--port-file", str(ready)], env=environment, cwd=HOME,
                                        stdout=output, stderr=output, start_new_session=True)
         try:
-            wait_for(ready, process, log)
+            wait_for(ready, process)
             address = json.loads(ready.read_text())
             yield lambda: cpu_seconds_of(process, f"http://{address['host']}:{address['port']}", requests)
+        except BaseException:
+            print(log.read_text(), file=sys.stderr)
+            raise
         finally:
             end(process)
 
 
-def wait_for(ready: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for(ready: Path, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_S
     while not ready.exists():
         if process.poll() is not None:
-            raise SystemExit(f"{log.read_text()}{process.args}: ended with {process.returncode} while it started")
+            raise SystemExit(f"{process.args}: ended with {process.returncode} while it started")
         if time.monotonic() > deadline:
             raise SystemExit(f"{process.args}: did not serve within {START_S:.0f} s")
         time.sleep(0.1)

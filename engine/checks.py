@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from engine.config import Config
 from engine.config.placing import overlaps
-from engine.config.rules import foreign_cores
 from engine.errors import BadInput
 from engine.model.rules import check_layout
 from engine.model.shape import ModelShape, read_shape
-from engine.rollout.vllm.command import device_of, interpreter
+from engine.rollout.vllm.command import VISIBLE, check_cores, device_of, interpreter
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """What the embedded engine can run: `engine.rollout.server.model.SUPPORTED`, which takes seconds to import, by architecture."""
@@ -44,9 +44,10 @@ def check_instances(config: Config) -> None:
     """Raise BadInput unless this machine has what the run's instances need: vLLM's environment, devices without trainer ranks."""
     if config.rollout.engine != "vllm" or not config.rollout.instances:
         return
-    if device_of(interpreter(), config.platform.device) == "cpu":
-        wrong = [foreign_cores("rollout.devices", config.rollout.devices)]
-    else:
-        wrong = list(overlaps(config))
-    if any(wrong):
+    device = device_of(interpreter(), config.platform.device)
+    if device == "cpu":
+        check_cores(config)
+        return
+    visible = [name for part in os.environ.get(VISIBLE[device], "").split(",") if (name := part.strip())]
+    if all(map(str.isdigit, visible)) and (wrong := list(overlaps(config, list(map(int, visible))))):  # not UUIDs
         raise BadInput("; ".join(wrong))

@@ -57,9 +57,11 @@ def held(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterator[Non
         except TimeoutError:
             raise DeadlineError(f"{count} slots of the limit {limit} were not free within {wait_s:.0f} s") from None
         except ConcurrencySlotAcquisitionError as error:
-            reply = getattr(error.__cause__, "response", None)  # None: it replied that there is no such limit
-            if error.__cause__ is not None and (reply is None or reply.status_code != TOO_MANY):
+            if error.__cause__ is None:  # the server has answered
+                raise BadInput(f"Prefect has no limit {limit}, of which this run takes {count}: `metronome deploy --npus N` "
+                               "makes it, N being the cluster's NPUs") from None
+            if getattr(getattr(error.__cause__, "response", None), "status_code", None) != TOO_MANY:
                 raise
-            raise BadInput(f"this run takes {count} of Prefect's limit {limit}, and there is none with so many: "
-                           f"`metronome deploy --npus N` makes it, N being the cluster's NPUs ({error})") from None
+            raise BadInput(f"this run takes {count} of Prefect's limit {limit}, which is less in all: give it fewer ranks and "
+                           "instances, or raise the limit by `metronome deploy --npus N` if the cluster has more NPUs") from None
         yield

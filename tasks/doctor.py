@@ -15,7 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from engine.errors import BadInput
-from engine.rollout.vllm.command import PYTHON, interpreter
+from engine.rollout.vllm import command
+from engine.rollout.vllm.command import MARKER, PYTHON, interpreter
 from tasks import versions
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -78,8 +79,10 @@ def _vllm(engine: str) -> list[str]:
     try:
         python = interpreter()
     except BadInput as error:
-        return [f"missing   {error}" if engine == "vllm" or PYTHON in os.environ
-                else 'hint      no environment with vLLM, which rollout.engine = "vllm" would need: `make vllm` builds it']
+        if engine == "vllm" or PYTHON in os.environ:
+            return [f"missing   {error}"]
+        return [f"hint      {error}" if (command.ENVIRONMENT / MARKER).is_file() else
+                'hint      no environment with vLLM, which rollout.engine = "vllm" would need: `make vllm` builds it']
     try:
         installed = _with_cann(_installed(python))
     except (OSError, subprocess.SubprocessError, ValueError) as error:

@@ -1,9 +1,9 @@
-"""Which devices of which node the parts of a run take, on paper: trainer ranks take those from 0 on, of every training node."""
+"""Which devices of which node the parts of a run take: trainer ranks take the first ones of every training node."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from engine.config import Config
 
@@ -24,30 +24,35 @@ def places(config: Config) -> Iterator[str]:
         yield f"{config.rollout.joining} instances that join on other nodes"
 
 
-def overlaps(config: Config) -> Iterator[str]:
-    """Why instances that the run itself starts, on the first training node, would get devices of others if vLLM is on devices."""
+def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
+    """Why instances that the run itself starts, on the first training node, would get devices of others if vLLM is on devices.
+
+    `visible`: the devices that ranks see, in their order, where the environment names them; else they see those from 0 on.
+    """
     own, named = config.rollout.instances, config.rollout.devices
     if not own:
         return
-    ranks, node, needed = config.parallel.ranks_per_node, config.platform.devices_per_node, own * config.rollout.tensor
+    ranks = 0 if config.platform.device == "cpu" else config.parallel.ranks_per_node
+    trained, needed = list(visible or range(ranks))[:ranks], own * config.rollout.tensor
     if not named:
-        yield (f"rollout.devices is empty, so each of the {own} instances that the run starts takes devices from 0 on, which "
-               f"trainer ranks have: {_remedy(config, ranks, needed)}")
+        if trained or own > 1:
+            others = ", which trainer ranks have" if trained else ""
+            yield (f"rollout.devices is empty, so each of the {own} instances that the run starts takes devices from 0 on{others}"
+                   f": {_remedy(config, trained, visible, needed)}")
         return
     if len(named) != needed:
         tensor = config.rollout.tensor
         yield f"rollout.devices names {len(named)} devices, {own} instances of rollout.tensor = {tensor} take {needed}"
-    if taken := sorted(set(named) & set(range(ranks))):
-        yield f"rollout.devices names {taken}, which trainer ranks have (0 to {ranks - 1})"
+    if taken := sorted(set(named) & set(trained)):
+        yield f"rollout.devices names {taken}, which trainer ranks have; theirs are {trained}"
     if twice := sorted({device for device in named if named.count(device) > 1}):
         yield f"rollout.devices names {twice} more than once"
-    if beyond := sorted({device for device in named if not 0 <= device < node}):
-        yield f"rollout.devices names {beyond}, and a node has 0 to {node - 1} (platform.devices_per_node)"
 
 
-def _remedy(config: Config, first: int, needed: int) -> str:
-    if first + needed <= config.platform.devices_per_node:
-        return f"set rollout.devices = {list(range(first, first + needed))}"
+def _remedy(config: Config, trained: Sequence[int], visible: Sequence[int], needed: int) -> str:
+    free = [device for device in visible or range(config.platform.devices_per_node) if device not in trained][:needed]
+    if len(free) == needed:
+        return f"set rollout.devices = {free}"
     joining = config.rollout.joining + config.rollout.instances
     return (f"they need a node of their own; set rollout.instances = 0 and rollout.joining = {joining}, and start them there "
             "(on_rollout_pool, or metronome serve --join)")

@@ -22,7 +22,7 @@ class Rollout(Table):
     """Devices that share one vLLM instance's model (its tensor parallelism)."""
     devices: list[int] = []
     """Cores (CPU) or devices (vLLM on CUDA, NPU) of the instances that the run starts, `len / instances` each, in turn. Empty:
-    the system places them; refused on devices, where all would take those from 0 on, as the trainer does."""
+    the system places them; a training refuses that on devices, where all would take those from 0 on, as its ranks do."""
     concurrency: PositiveInt = 4
     """Groups in flight per instance: fewer start training earlier, more decode faster."""
     group_size: PositiveInt = 8

@@ -86,6 +86,8 @@ def _devices(made: Plan) -> Iterator[str]:
                "instance runs on one node")
     if config.places_on_devices:
         yield from overlaps(config)
+        if config.rollout.instances and (beyond := sorted({one for one in config.rollout.devices if not 0 <= one < node})):
+            yield f"rollout.devices names {beyond}, and a node has 0 to {node - 1} (platform.devices_per_node)"
     if config.rollout.engine == "vllm" and made.shape.heads % config.rollout.tensor:
         yield f"rollout.tensor = {config.rollout.tensor} does not divide the model's {made.shape.heads} attention heads"
     if config.rollout.engine == "embedded" and made.shape.architecture not in EMBEDDED:

@@ -222,8 +222,9 @@ for wrong in ((17,), (1, "another")):
 """
     said = call([sys.executable, "-c", code], environment).splitlines()
     assert said[:2] == ["6 slots of the limit ascend-npus were not free within 3 s", "the rest"]
-    assert [line[: line.index(",")] for line in said[2:]] == ["this run takes 17 of Prefect's limit ascend-npus",
-                                                              "this run takes 1 of Prefect's limit another"]
+    assert [line[: line.index(":")] for line in said[2:]] == [
+        "this run takes 17 of Prefect's limit ascend-npus, which is less in all",
+        "Prefect has no limit another, of which this run takes 1"]  # fmt: skip
 
 
 def _check_mlflow(uri, folder, base):

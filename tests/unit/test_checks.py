@@ -49,8 +49,33 @@ def test_instances_that_would_get_the_trainers_devices_are_refused(tmp_path, mon
     check_instances(on([], instances=0, joining=2))
     with pytest.raises(BadInput, match=r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"):
         check_instances(on([]))
-    with pytest.raises(BadInput, match=r"rollout\.devices names \[1\], which trainer ranks have \(0 to 1\)"):
+    with pytest.raises(BadInput, match=r"rollout\.devices names \[1\], which trainer ranks have; theirs are \[0, 1\]"):
         check_instances(on([1, 2]))
+    check_instances(on([14, 15]))  # a node may have more than the plan's platform.devices_per_node
+    with pytest.raises(BadInput, match=r"rollout\.devices names 3 devices, 1 instances of rollout\.tensor = 2 take 2"):
+        check_instances(on([3, 4, 5]))
+
+
+def test_devices_are_those_that_the_environment_names(tmp_path, monkeypatch):
+    def on(devices):
+        return Config(rollout=Rollout(engine="vllm", devices=devices), platform=Platform(device="cuda"))
+
+    an_environment(tmp_path, monkeypatch, "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
+    check_instances(on([0]))
+    with pytest.raises(BadInput, match=r"names \[2\], which trainer ranks have; theirs are \[2\]"):
+        check_instances(on([2]))
+    with pytest.raises(BadInput, match=r"is empty.*set rollout\.devices = \[3\]"):
+        check_instances(on([]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    check_instances(on([0]))
+
+
+def test_a_trainer_on_the_cpu_has_no_devices(tmp_path, monkeypatch):
+    an_environment(tmp_path, monkeypatch, "cuda")
+    check_instances(Config(rollout=Rollout(engine="vllm"), platform=Platform(device="cpu")))
+    with pytest.raises(BadInput, match=r"each of the 2 instances that the run starts takes devices from 0 on: set .* = \[0, 1\]"):
+        check_instances(Config(rollout=Rollout(engine="vllm", instances=2), platform=Platform(device="cpu")))
 
 
 def test_cores_of_vllms_instances_are_looked_for_once_it_is_known_that_they_are_cores(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine import course
 from engine.conductor import Conductor
 from engine.config import Config
 from engine.data.loader import PromptLoader
@@ -116,13 +117,14 @@ async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
     await conductor.close()
 
 
-async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct):
-    conductor, handlers, _ = await conduct(2)
+async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct, monkeypatch):
+    monkeypatch.setattr(course, "SIGN_OF_LIFE_S", 60.0)  # nobody asks again meanwhile
+    conductor, handlers, _ = await conduct(2, timeout_s=100)
     other = asyncio.create_task(work(handlers, 0))
     await asyncio.sleep(0.05)
     await handlers["failed"]({"error": "RatioGapError", "message": "they disagree"})
     with pytest.raises(RatioGapError, match="they disagree"):
-        await other
+        await asyncio.wait_for(other, 20)
     assert isinstance(conductor.told, RatioGapError)
     await conductor.close()
 

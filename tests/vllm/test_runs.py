@@ -17,7 +17,7 @@ from engine.base_model.tokenizer import build
 from engine.base_model.warmup import ensure_quickstart_model
 from engine.run_folder import read_lines
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2000)]
 METRONOME = str(Path(sys.executable).parent / "metronome")
 VLLM = {"rollout.engine": "vllm", "rollout.instances": "2"}
 
@@ -96,8 +96,9 @@ def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path)
     """The embedded engine samples from no mixture, so elsewhere these ranks only ever meet recorded groups."""
     tokenizer = build(512)
     tokenizer.save_pretrained(tmp_path / "mixture")
-    model = save(tmp_path / "mixture", "qwen3_moe", vocab_size=260, hidden_size=64, eos_token_id=tokenizer.eos_token_id,
-                 pad_token_id=tokenizer.pad_token_id)
+    model = save(tmp_path / "mixture", "qwen3_moe", vocab_size=260, hidden_size=64,
+                 moe_intermediate_size=48,  # vLLM pads it to 64
+                 eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
     run(base_settings(model, problems, tmp_path) | {
         "rollout.engine": "vllm", "rollout.instances": 2, "rollout.concurrency": 2, "rollout.timeout_s": 300,
         "train.timeout_s": 300, "weights.transport": "gloo", "parallel.data": 2, "parallel.expert": 2,

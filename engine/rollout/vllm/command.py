@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from engine.config import Config
+from engine.config.rules import foreign_cores
 from engine.errors import BadInput
 
 PYTHON = "METRONOME_VLLM_PYTHON"
@@ -18,6 +19,7 @@ ENVIRONMENT, LISTS = ROOT / ".venv-vllm", ROOT / "infra" / "vllm"
 MARKER = "metronome-vllm"
 """File in the environment, written last by infra/vllm/install.sh: the device it was built for, a checksum, the packages."""
 
+DEVICES = ("cpu", "cuda", "npu")
 GIB = 2**30
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 """Environment variable that says which devices a process sees."""
@@ -49,6 +51,7 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
     }
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     if device == "cpu":
+        check_cores(config)
         pairs["--threads"] = str(max(1, config.instance_threads // rollout.tensor))
         if mine:
             pairs["--cores"] = ",".join(map(str, mine))
@@ -65,14 +68,25 @@ def interpreter() -> str:
             raise BadInput(f"{PYTHON}={given}: there is no interpreter; expected the python of an environment with vLLM")
         return given
     python, marker = ENVIRONMENT / "bin" / "python", ENVIRONMENT / MARKER
-    if not marker.is_file() or not python.exists():
+    if not marker.is_file() or not python.exists() or marker.read_text().split("\n")[0] not in DEVICES:
         raise BadInput(f'rollout.engine = "vllm" needs vLLM in {ENVIRONMENT}: run `make vllm` (DEVICE=cuda or npu for those), '
                        f"or set {PYTHON} to the python of an environment with vLLM")
-    device, *rest = marker.read_text().splitlines()
-    if rest[1:] != (LISTS / f"{device}.txt").read_text().splitlines():
-        raise BadInput(f"{ENVIRONMENT} was built before infra/vllm/{device}.txt had all that Metronome needs now: run "
+    device, _, built = marker.read_text().partition("\n")
+    if _packages(built) != _packages((LISTS / f"{device}.txt").read_text()):
+        raise BadInput(f"{ENVIRONMENT} was built from another infra/vllm/{device}.txt than there is now: run "
                        f"`make vllm DEVICE={device}` again")
     return str(python)
+
+
+def _packages(text: str) -> set[str]:
+    """The pinned ones of a list."""
+    return {line.strip() for line in text.splitlines() if "==" in line and not line.startswith("#")}
+
+
+def check_cores(config: Config) -> None:
+    """Raises BadInput when rollout.devices, which are cores where vLLM computes on them, names others than this process has."""
+    if wrong := foreign_cores("rollout.devices", config.rollout.devices):
+        raise BadInput(wrong)
 
 
 def device_of(python: str, configured: str = "auto") -> str:

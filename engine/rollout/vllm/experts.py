@@ -6,15 +6,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
+PACKS_ONCE = "0.32."
+"""Releases of vLLM in which that is so."""
+
 
 def pack_at_every_load() -> None:
     """From now on experts that get new weights compute with them: without this, the kernel reads rows of plain weights as packed
-    ones. Does nothing where vLLM does not compute on a CPU.
+    ones. Does nothing where vLLM does not compute on a CPU, nor in releases that were not looked at: if one needs it too, the
+    comparison after a weight sync refuses its mixtures.
     """
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm import __version__
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if current_platform.is_cpu() and __version__.startswith(PACKS_ONCE):
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
         repack(UnquantizedFusedMoEMethod)
 
 

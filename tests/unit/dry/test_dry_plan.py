@@ -120,7 +120,7 @@ SHORT = "too little memory on a trainer rank"
         (BASE, ["model.path=Qwen/Qwen9-900B"], ["no sizes of Qwen9-900B", "Qwen3-8B"]),
         (BASE, ["rollout.instances=4", "rollout.joining=0"], ["takes devices from 0 on", "rollout.instances = 0", "joining = 4"]),
         (NODE, ["rollout.devices=[]"], ["rollout.devices is empty", "4 instances", "set rollout.devices = [4, 5, 6, 7]"]),
-        (NODE, ["rollout.devices=[3,4,5,6]"], ["rollout.devices names [3], which trainer ranks have (0 to 3)"]),
+        (NODE, ["rollout.devices=[3,4,5,6]"], ["rollout.devices names [3], which trainer ranks have; theirs are [0, 1, 2, 3]"]),
         (NODE, ["rollout.devices=[4,5,6,6]"], ["rollout.devices names [6] more than once"]),
         (NODE, ["rollout.devices=[5,6,7,8]"], ["rollout.devices names [8], and a node has 0 to 7"]),
         (NODE, ["rollout.tensor=2", "rollout.instances=2", "rollout.devices=[4,5]"], ["names 2 devices, 2 instances", "take 4"]),

