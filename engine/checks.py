@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from engine.config import Config
@@ -10,7 +9,7 @@ from engine.config.placing import overlaps
 from engine.errors import BadInput
 from engine.model.rules import check_layout
 from engine.model.shape import ModelShape, read_shape
-from engine.rollout.vllm.command import VISIBLE, check_cores, device_of, interpreter
+from engine.rollout.vllm.command import check_cores, device_of, interpreter, visible_devices
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """What the embedded engine can run: `engine.rollout.server.model.SUPPORTED`, which takes seconds to import, by architecture."""
@@ -48,6 +47,6 @@ def check_instances(config: Config) -> None:
     if device == "cpu":
         check_cores(config)
         return
-    visible = [name for part in os.environ.get(VISIBLE[device], "").split(",") if (name := part.strip())]
+    visible = visible_devices(device)
     if all(map(str.isdigit, visible)) and (wrong := list(overlaps(config, list(map(int, visible))))):  # not UUIDs
         raise BadInput("; ".join(wrong))

@@ -16,7 +16,7 @@ from engine.process import Child, stop_all
 from engine.recipe import dump
 from engine.rollout.join import default_name, launcher_address
 from engine.rollout.registry import split_address
-from engine.rollout.vllm.command import VISIBLE, device_of, interpreter
+from engine.rollout.vllm.command import VISIBLE, device_of, interpreter, visible_devices
 from tasks.console import say
 
 POLL_S = 1.0
@@ -52,8 +52,7 @@ def own_devices(config: Config, count: int) -> list[dict[str, str]]:
         return [{} for _ in range(count)]
     variable, tensor = VISIBLE[kind], config.rollout.tensor
     needed, given = count * tensor, os.environ.get(variable)
-    listed = ",".join(map(str, range(needed))) if given is None else given
-    seen = [device for part in listed.split(",") if (device := part.strip())]
+    seen = list(map(str, range(needed))) if given is None else visible_devices(kind)
     if len(seen) < needed:
         raise BadInput(f"{variable}={given}: {count} instances of rollout.tensor = {tensor} need {needed} devices; set "
                        "platform.devices_per_node to what a node of the rollout pool has")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from engine.config import Config
@@ -71,16 +72,21 @@ def interpreter() -> str:
     if not marker.is_file() or not python.exists() or marker.read_text().split("\n")[0] not in DEVICES:
         raise BadInput(f'rollout.engine = "vllm" needs vLLM in {ENVIRONMENT}: run `make vllm` (DEVICE=cuda or npu for those), '
                        f"or set {PYTHON} to the python of an environment with vLLM")
-    device, _, built = marker.read_text().partition("\n")
-    if _packages(built) != _packages((LISTS / f"{device}.txt").read_text()):
+    device, *rest = marker.read_text().splitlines()
+    if _packages(rest[1:]) != _packages((LISTS / f"{device}.txt").read_text().splitlines()):
         raise BadInput(f"{ENVIRONMENT} was built from another infra/vllm/{device}.txt than there is now: run "
                        f"`make vllm DEVICE={device}` again")
     return str(python)
 
 
-def _packages(text: str) -> set[str]:
-    """The pinned ones of a list."""
-    return {line.strip() for line in text.splitlines() if "==" in line and not line.startswith("#")}
+def _packages(lines: Iterable[str]) -> set[str]:
+    """What a list asks for, without its remarks."""
+    return {wanted for line in lines if (wanted := line.strip()) and not wanted.startswith("#")}
+
+
+def visible_devices(device: str) -> list[str]:
+    """Devices that the environment lets this process see, in its order; empty where it does not say so."""
+    return [name for part in os.environ.get(VISIBLE[device], "").split(",") if (name := part.strip())]
 
 
 def check_cores(config: Config) -> None:
