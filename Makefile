@@ -20,7 +20,7 @@ run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minute
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
 
 services: $(VENV)/installed-dev  ## Prefect server, MLflow server and an S3 endpoint on loopback, until Ctrl-C
-	$(BIN)/python -m tasks.services $(ARGS)
+	$(BIN)/python -m tasks.cluster.services $(ARGS)
 
 test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not vllm"
@@ -49,6 +49,7 @@ vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight s
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 clean:
 	rm -rf $(VENV) .venv-vllm

@@ -41,11 +41,11 @@ import torch
 from common import CACHE, run_launcher
 from transformers import Qwen3ForCausalLM
 
-from engine.base_model.tokenizer import SPECIAL_TOKENS, build
-from engine.base_model.warmup import WarmUp, untrained
-from engine.recipe import HOME
-from engine.run_folder import read_lines
-from engine.trace import read_spans
+from engine.config.recipe import HOME
+from engine.run.files import read_lines
+from engine.run.trace import read_spans
+from engine.tools.base_model.tokenizer import SPECIAL_TOKENS, build
+from engine.tools.base_model.warmup import WarmUp, untrained
 
 PACKAGES = ("trl==1.16.0", "torch==2.13.*", "transformers==5.23.*", "accelerate==1.15.*", "datasets==5.2.*")
 VOCABULARY, CONTEXT = 512, 512

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from engine.weights.collective import Meeting, join
+from engine.wire.weights.collective import Meeting, join
 
 
 @contextmanager

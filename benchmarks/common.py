@@ -17,9 +17,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine import platform
-from engine.base_model.warmup import ensure_quickstart_model
 from engine.config import Config
-from engine.recipe import HOME, dump, load
+from engine.config.recipe import HOME, load
+from engine.run.run_folder import dump
+from engine.tools.base_model.warmup import ensure_quickstart_model
 from engine.types import Group, Prompt, Response, Score
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def run_launcher(settings: Mapping[str, Any], recipe: str | None = None, timeout
     config = load(recipe, [f"{key}={value}" for key, value in settings.items()])
     path = Path(config.run.output) / f"{config.run.name}.toml"
     dump(config, path)
-    command = [sys.executable, "-m", "engine.launch", "--config", str(path)]
+    command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(path)]
     subprocess.run(command, check=True, timeout=timeout_s, cwd=HOME, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return config
 

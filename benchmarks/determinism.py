@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from common import quickstart_model
 
+from engine.config.recipe import load
 from engine.data.problems import read_problems
 from engine.data.prompts import encode
-from engine.recipe import load
-from engine.rollout.server.engine import Engine, Request, Result
-from engine.rollout.server.model import RolloutModel
-from engine.rollout.server.sampling import Sampling
-from engine.rollout.tokens import Tokens
+from engine.data.tokens import Tokens
+from engine.instance.embedded.engine import Engine, Request, Result
+from engine.instance.embedded.model import RolloutModel
+from engine.instance.embedded.sampling import Sampling
 from engine.types import Prompt
 
 

@@ -19,12 +19,12 @@ from engine.config import Config
 from engine.data.loader import PromptLoader, sampling_seed
 from engine.data.prompts import prompt_id
 from engine.errors import MetronomeError
+from engine.instance.embedded.engine import Engine, Request, Result
+from engine.instance.embedded.model import RolloutModel
+from engine.instance.embedded.sampling import Sampling
 from engine.model.tri_model import TriModel
 from engine.reward.verifiers import exact
-from engine.rollout.server.engine import Engine, Request, Result
-from engine.rollout.server.model import RolloutModel
-from engine.rollout.server.sampling import Sampling
-from engine.trace import Trace
+from engine.run.trace import Trace
 from engine.trainer.loop import Loop
 from engine.trainer.policy import Policy
 from engine.trainer.source import Work

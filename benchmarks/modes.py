@@ -22,9 +22,9 @@ from typing import Any
 
 from common import random_qwen3, result, run_launcher
 
-from engine.base_model.tokenizer import build
-from engine.recipe import HOME
-from engine.run_folder import read_lines
+from engine.config.recipe import HOME
+from engine.run.files import read_lines
+from engine.tools.base_model.tokenizer import build
 
 WARM_UP = 3
 """First steps of a run, not counted: until the modes that keep batches in flight have filled up."""

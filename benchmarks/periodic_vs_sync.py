@@ -24,9 +24,10 @@ from typing import Any
 
 from common import quickstart_model
 
-from engine.recipe import dump, load
-from engine.run_folder import read_lines
-from engine.trace import read_spans
+from engine.config.recipe import load
+from engine.run.files import read_lines
+from engine.run.run_folder import dump
+from engine.run.trace import read_spans
 
 BALANCED = {
     "train.prompts_per_step": 96,
@@ -103,7 +104,7 @@ def run(settings: dict[str, Any], output: Path) -> list[Step]:
     config = load("infra/recipes/quickstart.toml", [f"{key}={value}" for key, value in settings.items()])
     path = output / f"{config.run.name}.toml"
     dump(config, path)
-    subprocess.run([sys.executable, "-m", "engine.launch", "--config", str(path)], check=True, timeout=600)
+    subprocess.run([sys.executable, "-m", "engine.launcher.launch", "--config", str(path)], check=True, timeout=600)
     spans = read_spans(config.folder / "trace")
     lines = list(read_lines(config.folder / "steps.jsonl"))
     return [read_step(line, [span for span in spans if span.get("step") == line["step"]]) for line in lines[WARM_UP:]]

@@ -39,7 +39,7 @@ import torch
 from common import result
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from engine.recipe import HOME
+from engine.config.recipe import HOME
 
 VOCABULARY, CONTEXT, SLOTS, GROUP = 512, 384, 64, 8
 START_S, ROUND_S = 300.0, 600.0
@@ -103,8 +103,8 @@ Side = Callable[[], float]
 
 def every_side(model: Path, requests: list[Request], batch: int) -> dict[str, Callable[[], AbstractContextManager[Side]]]:
     limits = ["--slots", str(SLOTS), "--max-context", str(CONTEXT), "--threads", "1"]
-    embedded = [sys.executable, "-m", "engine.rollout.server", *limits]
-    vllm = [str(VLLM), "-m", "engine.rollout.vllm", *limits]
+    embedded = [sys.executable, "-m", "engine.instance.embedded", *limits]
+    vllm = [str(VLLM), "-m", "engine.instance.vllm", *limits]
     longest_first = sorted(requests, key=lambda request: -request.tokens)
     sides: dict[str, Callable[[], AbstractContextManager[Side]]] = {
         "embedded": lambda: served(embedded, model, requests),

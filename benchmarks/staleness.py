@@ -27,7 +27,7 @@ from common import one_rank, quickstart_model, result
 
 from engine.algorithm.alignment import WARM_UP, Thresholds
 from engine.config import Config
-from engine.recipe import HOME, load
+from engine.config.recipe import HOME, load
 
 STALENESS = (0, 4, 16)
 ALGORITHMS: dict[str, dict[str, Any]] = {

@@ -3,7 +3,7 @@
     python benchmarks/verifier.py [FOLDER_OR_FILES...] [--rows N] [--hostile N] [--show N]
 
 Each call goes through the verifier processes of a run, with their limits of time and memory. Figures are per row of the
-files (equal answers are tried once). `tests/spellings.py`, `changed_answers.py` and `hostile_strings.py` there have them.
+files (equal answers are tried once). `tests/support/spellings.py`, `changed_answers.py` and `hostile_strings.py` there have them.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any
 import psutil
 from common import result
 
+from engine.config.recipe import HOME
 from engine.data.problems import read_problems
-from engine.recipe import HOME
-from engine.reward.workers import VerifierPool
+from engine.launcher.workers import VerifierPool
 from engine.types import Prompt, Response, Score
 
 sys.path.insert(0, str(HOME / "tests"))
-from changed_answers import changed  # noqa: E402
-from hostile_strings import hostile  # noqa: E402
-from spellings import SPELLINGS, bare  # noqa: E402
+from support.changed_answers import changed  # noqa: E402
+from support.hostile_strings import hostile  # noqa: E402
+from support.spellings import SPELLINGS, bare  # noqa: E402
 
 TIMEOUT_S = 10.0
 """The default of reward.timeout_s."""

@@ -39,21 +39,22 @@ from common import CACHE, one_rank, result
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine import platform
-from engine.conductor import Conductor
 from engine.config import Config
+from engine.config.recipe import load
 from engine.errors import MetronomeError
+from engine.launcher.conductor import Conductor
+from engine.launcher.pool.keeper import Keeper
+from engine.launcher.pool.pool import Pool
 from engine.model.tri_model import TriModel
-from engine.process import SHARED_MEMORY, drop_lifeline
-from engine.queue.client import ControlClient
-from engine.queue.server import ControlServer
-from engine.recipe import load
-from engine.rollout.pool import Pool
-from engine.run_folder import RunFolder
-from engine.trace import Trace
-from engine.weights.buckets import small_first
-from engine.weights.checksum import checksum
-from engine.weights.publisher import Publisher
-from engine.weights.transport import open_transport
+from engine.run.process import SHARED_MEMORY, drop_lifeline
+from engine.run.run_folder import RunFolder
+from engine.run.trace import Trace
+from engine.trainer.publish.publisher import Publisher
+from engine.trainer.publish.transport import open_transport
+from engine.wire.client import ControlClient
+from engine.wire.server import ControlServer
+from engine.wire.weights.buckets import small_first
+from engine.wire.weights.checksum import checksum
 
 TIMEOUT_S = 300.0
 
@@ -180,7 +181,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def bucket_sizes(models: TriModel, limit: int) -> list[int]:
-    """As engine.weights.buckets makes them."""
+    """As engine.wire.weights.buckets makes them."""
     sizes = [0]
     for _, tensor in small_first(models.tensors(), limit):
         if sizes[-1] and sizes[-1] + 4 * tensor.numel() > limit:
@@ -216,7 +217,7 @@ class Launcher:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         (self.folder / "logs").mkdir(parents=True)
-        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, synced=True)
+        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, Keeper, synced=True)
         conductor = Conductor(self.config, RunFolder(self.folder), Trace(self.folder / "trace", "launcher"), None,
                               SimpleNamespace(pool=self.pool))
         try:

@@ -12,9 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from engine.run_folder import read_lines
-from engine.timeline import COLORS, rows_of, step_starts
-from engine.trace import read_spans
+from engine.run.files import read_lines
+from engine.run.trace import read_spans
+from engine.tools.timeline import COLORS, rows_of, step_starts
 
 WIDTH, LEFT, RIGHT = 960, 96, 12
 ROW, TRAINER, HEAD, GAP = 4, 26, 26, 14

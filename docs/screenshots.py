@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from engine.run_folder import read_lines
-from tasks.services import Services, post
+from engine.run.files import read_lines
+from tasks.cluster.services import Services, post
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,23 @@ class Score:
 
 
 @dataclass(frozen=True)
+class BatchScores:
+    """The scores and lengths of a step's whole batch, for advantages whose statistics are over all of it."""
+
+    values: tuple[tuple[float, ...], ...]
+    """[B][G] rewards R of the groups' responses, in the order of the groups' indices."""
+    lengths: tuple[tuple[int, ...], ...]
+    """[B][G] response tokens."""
+
+    @staticmethod
+    def of(groups: Sequence[Group]) -> BatchScores:
+        """Of all groups of a step, given in any order."""
+        ordered = sorted(groups, key=lambda group: group.index)
+        values = tuple(tuple(score.value for score in group.scores) for group in ordered)
+        return BatchScores(values, tuple(tuple(len(response.token_ids) for response in group.responses) for group in ordered))
+
+
+@dataclass(frozen=True)
 class Group:
     """A prompt with all its responses and scores: what the sample queue holds and a replica leases."""
 
@@ -72,8 +89,10 @@ class Group:
     prompt: Prompt
     responses: tuple[Response, ...]
     scores: tuple[Score, ...]
+    batch: BatchScores | None = None
+    """Of the whole batch, where advantages depend on it."""
     advantages: tuple[float, ...] | None = None
-    """Of the responses, where they depend on the whole batch; else the trainer computes them of the group alone."""
+    """Only of a record of an older release, whose launcher computed those that depend on the whole batch."""
 
 
 @dataclass(frozen=True)

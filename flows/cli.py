@@ -12,9 +12,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from engine.config import Config
+from engine.config.recipe import load
 from engine.errors import BadInput, MetronomeError
-from engine.process import drop_lifeline, watch_lifeline
-from engine.recipe import load
+from engine.run.process import drop_lifeline, watch_lifeline
 from flows import QUICKSTART
 from tasks import console
 from tasks.dry import dry_run
@@ -37,8 +37,8 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this run.name; what is done stays")] = False,
 ) -> None:
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
+    from tasks.cluster.server import local_server, log_prefect_to
     from tasks.inputs import check_inputs, check_run_folder
-    from tasks.server import local_server, log_prefect_to
 
     with _exit_codes():
         config = load(recipe, overrides)
@@ -64,8 +64,8 @@ def train(
     replay: Annotated[Path | None, typer.Option("--replay", help="train on a record (train.record) again")] = None,
 ) -> None:
     """Train only, without Prefect; tracked in MLflow all the same."""
-    from tasks.continuing import as_begun
     from tasks.inputs import check_inputs, check_run_folder, with_model_folder
+    from tasks.tracking.continuing import as_begun
 
     with _exit_codes():
         config = load(recipe, overrides)
@@ -82,9 +82,10 @@ def train(
 
 
 def _train(config: Config, resume: bool, replay: Path | None) -> None:
-    from engine.folder_lock import held
-    from engine.run_folder import RunFolder
-    from tasks import evaluation_log, recording, summary, tracking
+    from engine.run.folder_lock import held
+    from engine.run.run_folder import RunFolder
+    from tasks import summary
+    from tasks.tracking import evaluation_log, recording, tracking
     from tasks.training import run_training
 
     folder = RunFolder(config.folder)
@@ -124,9 +125,10 @@ def evaluate(
 
 
 def _evaluate(config: Config) -> None:
-    from engine import evaluation
-    from engine.run_folder import RunFolder
-    from tasks import evaluation_log, summary, tracking
+    from engine.launcher import evaluate as evaluation
+    from engine.run.run_folder import RunFolder
+    from tasks import summary
+    from tasks.tracking import evaluation_log, tracking
 
     folder, model = RunFolder(config.folder), Path(config.model.path)
     if not folder.config.exists():
@@ -147,7 +149,7 @@ def serve(
     name: Annotated[str, typer.Option(help="its name in the run (default: host and process id)")] = "",
 ) -> None:
     """One rollout instance in the foreground, with the recipe's model and rollout settings; Ctrl-C lets it leave a run."""
-    from engine.rollout.join import default_name, serve_alone, serve_joined
+    from engine.instance.join import default_name, serve_alone, serve_joined
     from tasks.inputs import with_model_folder
 
     with _exit_codes():
@@ -173,8 +175,8 @@ def deploy(
     """Work pools, deployments, schedules, automations on the server of PREFECT_API_URL; again brings them up to date."""
     with _exit_codes():
         load(recipe, overrides)
-        from tasks.deploy import Choices
-        from tasks.deploy import deploy as make
+        from tasks.cluster.deploy import Choices
+        from tasks.cluster.deploy import deploy as make
 
         rows = make(recipe, overrides, Choices(pool, rollout_pool, timezone, training, evaluation, npus, on_rollout_pool))
         console.table("Deployed", rows)
@@ -196,7 +198,7 @@ def compare(
 @app.command()
 def doctor() -> None:
     """What is installed, what fits together, what is missing."""
-    from tasks.doctor import findings
+    from tasks.cluster.doctor import findings
 
     lines, healthy = findings()
     print("\n".join(lines))

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.config import Config
-from engine.run_folder import RunFolder
+from engine.run.run_folder import RunFolder
 from flows.settings import ContinueFrom, Settings, configured
-from tasks.continuing import started_from
-from tasks.devices import held, npus
+from tasks.cluster.devices import held, npus
 from tasks.entry import Entry, crashed_without_tracking, entered, settled
 from tasks.inputs import check_inputs
-from tasks.links import tracked_flow
+from tasks.tracking.continuing import started_from
+from tasks.tracking.links import tracked_flow
 
 
 @dataclass(frozen=True)

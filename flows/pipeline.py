@@ -9,27 +9,27 @@ from prefect import flow
 
 from engine.config import Config
 from engine.model.shape import content_hash
-from engine.run_folder import RunFolder
+from engine.run.run_folder import RunFolder
 from flows import QUICKSTART
 from flows.opening import opened
 from flows.settings import AS_RECIPE, ContinueFrom, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.caching import code_hash
-from tasks.companions import companions
+from tasks.cluster.companions import companions
+from tasks.cluster.events import training_finished
 from tasks.console import stage
-from tasks.continuing import registered_name
 from tasks.convert import convert
 from tasks.convert import describe as describe_conversion
-from tasks.datasets_log import log_datasets
 from tasks.entry import Entry
 from tasks.evaluate import evaluate
-from tasks.evaluation_log import log_new
-from tasks.events import training_finished
 from tasks.prepare import describe, describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
-from tasks.recording import log_model_input
 from tasks.register import register
+from tasks.tracking.continuing import registered_name
+from tasks.tracking.datasets_log import log_datasets
+from tasks.tracking.evaluation_log import log_new
+from tasks.tracking.recording import log_model_input
 from tasks.train import train
 
 

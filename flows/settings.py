@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from engine.config import Config
-from engine.recipe import load
+from engine.config.recipe import load
 
 Recipe = str
 Overrides = Sequence[str]

@@ -11,11 +11,11 @@ from flows.opening import opened
 from flows.settings import AS_RECIPE, ContinueFrom, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
-from tasks.companions import companions
+from tasks.cluster.companions import companions
+from tasks.cluster.events import training_finished
 from tasks.console import stage
-from tasks.events import training_finished
 from tasks.publish import publish
-from tasks.recording import log_model_input
+from tasks.tracking.recording import log_model_input
 from tasks.train import train as train_task
 
 

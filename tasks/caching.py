@@ -8,7 +8,7 @@ import subprocess
 from importlib.metadata import version as installed
 from pathlib import Path
 
-from engine.recipe import HOME
+from engine.config.recipe import HOME
 
 OURS = ("engine", "tasks", "flows", "infra")
 """Folders of the code that runs in production, recipes and pool templates among it."""

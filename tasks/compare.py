@@ -15,15 +15,16 @@ from typing import Any
 import mlflow
 from mlflow.artifacts import download_artifacts
 
-from engine.comparison import page
-from engine.comparison.figures import Run, once
-from engine.comparison.verdict import Verdict
 from engine.errors import BadInput
 from engine.evaluation import tables
-from engine.run_folder import RunFolder, read_lines
-from tasks.metric_names import flatten
-from tasks.recorder import STORE_ERRORS, first_line
+from engine.run.files import read_lines
+from engine.run.run_folder import RunFolder
+from engine.tools.comparison import page
+from engine.tools.comparison.figures import Run, once
+from engine.tools.comparison.verdict import Verdict
 from tasks.stages import last_end
+from tasks.tracking.metric_names import flatten
+from tasks.tracking.recorder import STORE_ERRORS, first_line
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 ROWS, EVALUATIONS = "evaluations.jsonl", "evaluations"

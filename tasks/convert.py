@@ -12,7 +12,8 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import INPUTS, TASK_SOURCE
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
-from engine.process import Child, python
+from engine.run.commands import conversion_command
+from engine.run.process import Child
 from tasks.training import last_error
 
 LIMIT_S = 1800.0
@@ -21,11 +22,11 @@ LIMIT_S = 1800.0
 
 @task(name="convert", cache_policy=INPUTS - "log" + TASK_SOURCE, persist_result=True, result_serializer="json")
 def convert(model: str, model_hash: str, code: str, log: Path) -> dict[str, Any]:
-    """The report of `engine.convert`, run in a process of its own. The hashes only key the cache.
+    """The report of `engine.tools.convert`, run in a process of its own. The hashes only key the cache.
 
     Raises BadInput for an unusable folder, MetronomeError when logits or tensors differ.
     """
-    child = Child("convert", python("engine.convert", model), log)
+    child = Child("convert", conversion_command(model), log)
     try:
         code_ = child.process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.config import Config
-from engine.dry import plan, sections
+from engine.tools.dry import plan, sections
 from tasks import console
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 from prefect.runtime import deployment, flow_run
 
 from engine.config import Config
-from engine.folder_lock import held
-from engine.recipe import load
-from engine.run_folder import RunFolder, write_atomically
-from engine.run_identity import claim
+from engine.config.recipe import load
+from engine.run.files import write_atomically
+from engine.run.folder_lock import held
+from engine.run.run_folder import RunFolder
+from engine.run.run_identity import claim
 from tasks.console import complain, say
 from tasks.inputs import check_run_folder
-from tasks.patience import TrackingAway
 from tasks.stages import Stages, count_attempt, last_end
+from tasks.tracking.patience import TrackingAway
 
 TAKEOVER_S = 600.0
 """How long the attempt before may go on: a flow that was taken for dead may be alive on a node cut off from the server."""
@@ -84,7 +85,7 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
 
 @contextmanager
 def crashed_without_tracking() -> Iterator[None]:
-    """A flow run of a deployment that MLflow is away from ends as crashed: that is what is resumed (tasks.watchdog)."""
+    """A flow run of a deployment that MLflow is away from ends as crashed: that is what is resumed (tasks.cluster.watchdog)."""
     try:
         yield
     except TrackingAway as error:

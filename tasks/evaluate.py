@@ -12,15 +12,16 @@ from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
-from engine import evaluation
 from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
 from engine.evaluation.known import done_before
-from engine.run_folder import RunFolder, write_atomically
-from tasks import evaluation_log
-from tasks.companions import evaluators
+from engine.launcher import evaluate as evaluation
+from engine.run.files import write_atomically
+from engine.run.run_folder import RunFolder
+from tasks.cluster.companions import evaluators
+from tasks.cluster.devices import held, npus
 from tasks.console import say
-from tasks.devices import held, npus
+from tasks.tracking import evaluation_log
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
@@ -32,8 +33,8 @@ def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
 def evaluate(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> dict[str, Any]:
     """The new row of evaluations.jsonl; of several benchmarks the first one's, the others are printed here.
 
-    `pool_instances`: on the rollout pool, beside rollout.instances. It needs no MLflow: `tasks.evaluation_log` logs what is in
-    evaluations.jsonl.
+    `pool_instances`: on the rollout pool, beside rollout.instances. It needs no MLflow: `tasks.tracking.evaluation_log` logs what
+    is in evaluations.jsonl.
     """
     folder = RunFolder(config.folder)
     meeting = folder.path / "evaluations" / f"instances-{flow_run.id}-{weight_version}"

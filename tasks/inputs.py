@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from engine.checks import check_instances, check_rollouts, check_training
 from engine.config import Config
+from engine.config.recipe import HOME
 from engine.data.prepared import prepare
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks
+from engine.launcher.checks import check_instances, check_rollouts, check_training
+from engine.launcher.workers import VerifierPool
 from engine.model.shape import read_shape
-from engine.recipe import HOME
-from engine.reward.workers import VerifierPool
-from engine.run_folder import RunFolder
-from engine.run_identity import published
-from engine.trainer.checkpoint_store import place_of
+from engine.run.checkpoint_store import place_of
+from engine.run.run_folder import RunFolder
+from engine.run.run_identity import published
 from tasks.console import say
 
 QUICKSTART = "quickstart"
@@ -75,7 +75,7 @@ async def _try_reward(config: Config) -> None:
 def with_model_folder(config: Config) -> Config:
     """The config with `model.path` an absolute folder. A quickstart model that is not cached is made, with a word on it."""
     if config.model.path == QUICKSTART:
-        from engine.base_model.warmup import ensure_quickstart_model  # imports torch: seconds
+        from engine.tools.base_model.warmup import ensure_quickstart_model  # imports torch: seconds
 
         lessons = HOME / "data/addition_train.jsonl"
         folder = ensure_quickstart_model(Path(config.run.output) / "models", lessons, report=_report)

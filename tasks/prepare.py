@@ -17,8 +17,8 @@ from engine.data import prepared
 from engine.data.problems import counts
 from engine.data.prompts import encode
 from engine.data.statistics import report
-from engine.rollout.tokens import Tokens
-from engine.run_folder import write_atomically
+from engine.data.tokens import Tokens
+from engine.run.files import write_atomically
 from tasks.caching import code_hash
 
 REPORT = "data.json"

@@ -8,13 +8,13 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from engine.recipe import load
-from engine.run_folder import RunFolder
-from tasks import tracking
-from tasks.champion import crown
+from engine.config.recipe import load
+from engine.run.run_folder import RunFolder
 from tasks.console import say
-from tasks.continuing import CHAMPION
-from tasks.patience import patiently
+from tasks.tracking import tracking
+from tasks.tracking.champion import crown
+from tasks.tracking.continuing import CHAMPION
+from tasks.tracking.patience import patiently
 
 
 @task(name="register", cache_policy=NO_CACHE)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from engine.errors import MetronomeError
-from engine.run_folder import RunFolder, append_line, read_lines, write_atomically
-from engine.trainer.checkpoint_files import latest, step_of
+from engine.run.checkpoint_files import latest, step_of
+from engine.run.files import append_line, read_lines, write_atomically
+from engine.run.run_folder import RunFolder
 
 Result = TypeVar("Result")
 

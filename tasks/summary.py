@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.run_folder import RunFolder, read_lines
-from engine.trainer.checkpoint_files import latest, step_of
-from tasks import evaluation_log
-from tasks.tracking import ui_command
+from engine.run.checkpoint_files import latest, step_of
+from engine.run.files import read_lines
+from engine.run.run_folder import RunFolder
+from tasks.tracking import evaluation_log
+from tasks.tracking.tracking import ui_command
 
 
 def outcome(config: Config, published: str, registered: str) -> dict[str, str]:

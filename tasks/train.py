@@ -10,12 +10,12 @@ from prefect.runtime import task_run
 
 from engine.config import Config
 from engine.errors import CheckpointError, DeadlineError, MetronomeError, ProcessDied, Stopped, TransferError
-from engine.run_folder import RunFolder
-from tasks import tracking
+from engine.run.run_folder import RunFolder
 from tasks.console import StepLines, say
-from tasks.evaluation_log import InRun
 from tasks.progress import Progress
 from tasks.stages import count_attempt, last_end
+from tasks.tracking import tracking
+from tasks.tracking.evaluation_log import InRun
 from tasks.training import run_training
 
 RETRIES = 1_000_000

@@ -13,10 +13,10 @@ from typing import Any
 from engine import errors
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError, ProcessDied
-from engine.process import Child, python
-from engine.recipe import dump
-from engine.run_folder import RunFolder
-from engine.timeline import draw
+from engine.run.commands import launcher_command
+from engine.run.process import Child
+from engine.run.run_folder import RunFolder, dump
+from engine.tools.timeline import draw
 
 POLL_S = 0.3
 """How often steps.jsonl is looked at."""
@@ -72,9 +72,7 @@ def run_training(
     with tempfile.TemporaryDirectory(prefix="metronome-config-") as scratch:
         file = Path(scratch) / "config.toml"
         dump(config, file)
-        arguments = ["--config", str(file), *(["--resume"] if resume else [])]
-        arguments += ["--replay", str(replay)] if replay is not None else []
-        child = Child("launcher", python("engine.launch", *arguments), folder.logs / "launcher.log")
+        child = Child("launcher", launcher_command(file, resume, replay), folder.logs / "launcher.log")
         try:
             code = _follow(child, follower, on_step)
         finally:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from engine.config import Config
+from engine.config.cores import foreign_cores
+from engine.config.tree import Tree
 
 BF16_GAP = 0.2
 """Below this a limit on max|ratio - 1| refuses sound bf16 runs: a token's log-probability moves by up to 0.15."""
 
 
-def _groups(config: Config) -> None:
+def _groups(config: Tree) -> None:
     rollout = config.rollout
     advantage = config.algorithm.advantage
     if rollout.group_size < 2 and advantage != "reinforce_plus_plus":
@@ -30,7 +28,7 @@ def _groups(config: Config) -> None:
                          f"rollout.max_context ({rollout.max_context}) to leave room for a prompt")
 
 
-def _cores(config: Config) -> None:
+def _cores(config: Tree) -> None:
     on_cores = config.rollout.engine == "embedded" or config.platform.device == "cpu"  # "auto": known when instances are started
     if missing := foreign_cores("train.devices", config.train.devices) or (
             on_cores and foreign_cores("rollout.devices", config.rollout.devices)):  # fmt: skip
@@ -43,7 +41,7 @@ def _cores(config: Config) -> None:
             raise ValueError(f"{key} names {len(cores)} cores or devices, which {count} {sharers} can't share evenly")
 
 
-def _precision(config: Config) -> None:
+def _precision(config: Tree) -> None:
     limit = config.train.ratio_gap_limit
     for key, dtype in (("train.dtype", config.train.dtype), ("model.dtype", config.model.dtype)):
         if dtype == "bfloat16" and 0 < limit < BF16_GAP:
@@ -51,7 +49,7 @@ def _precision(config: Config) -> None:
                              f"{limit:g}; set it to at least {BF16_GAP:g}, or 0 to only report the gap")
 
 
-def _early_scores(config: Config) -> None:
+def _early_scores(config: Tree) -> None:
     if config.train.score_early and config.train.consume == "prompt_order":
         raise ValueError("train.score_early needs train.consume = \"arrival\": which responses are scored together depends "
                          "on when they land, and with it the last bit of their log-probabilities")
@@ -60,7 +58,7 @@ def _early_scores(config: Config) -> None:
                          "those that do must compute together")
 
 
-def _dynamic_sampling(config: Config) -> None:
+def _dynamic_sampling(config: Tree) -> None:
     if config.algorithm.dynamic_sampling and config.train.score_early:
         raise ValueError("algorithm.dynamic_sampling does not go with train.score_early: whether a response is trained at all, "
                          "and in which group, is not known when it lands")
@@ -69,7 +67,7 @@ def _dynamic_sampling(config: Config) -> None:
                          "all equal")
 
 
-def _partial(config: Config) -> None:
+def _partial(config: Tree) -> None:
     mode = config.train.mode
     if config.rollout.partial and mode in ("sync", "periodic"):
         raise ValueError(f"rollout.partial continues responses under newer weights than they began with, which train.mode = "
@@ -80,7 +78,7 @@ def _partial(config: Config) -> None:
                          "generated, so none is ever cut")
 
 
-def _drain(config: Config) -> None:
+def _drain(config: Tree) -> None:
     if config.evaluate.every and config.train.mode not in ("sync", "periodic"):
         raise ValueError(f"evaluate.every evaluates on instances that wait for the trainer, and train.mode = "
                          f"\"{config.train.mode}\" keeps them busy with the next batches: it needs \"sync\" or \"periodic\"")
@@ -92,7 +90,7 @@ BATCH_SCOPE_LOSSES = ("m2po", "bapo")
 """Losses whose statistics are over the whole batch. The trainer holds its windows for them, so they are exact off-policy too."""
 
 
-def _scope(config: Config) -> None:
+def _scope(config: Tree) -> None:
     advantage, mode = config.algorithm.advantage, config.train.mode
     if advantage in BATCH_SCOPE and mode != "sync":
         raise ValueError(f"algorithm.advantage = \"{advantage}\" takes its statistics over the whole batch, so no group can be "
@@ -107,13 +105,13 @@ def _scope(config: Config) -> None:
                              f"both {'above' if key == 'bapo_high' else 'below'} 1")
 
 
-def _staleness(config: Config) -> None:
+def _staleness(config: Tree) -> None:
     train = config.train
     if train.mode != "bounded" and (train.exact_lag or train.max_staleness > 1):
         raise ValueError(f"train.max_staleness and train.exact_lag belong to train.mode = \"bounded\", not \"{train.mode}\"")
 
 
-def _mismatch(config: Config) -> None:
+def _mismatch(config: Tree) -> None:
     algorithm, train = config.algorithm, config.train
     if algorithm.mismatch == "none":
         return
@@ -128,7 +126,7 @@ def _mismatch(config: Config) -> None:
                          "one update; without algorithm.mismatch, old_policy = \"rollout\" corrects for staleness and engine")
 
 
-def _thresholds(config: Config) -> None:
+def _thresholds(config: Tree) -> None:
     low, high = config.algorithm.gac_low, config.algorithm.gac_high
     mode, controlled = config.train.mode, config.algorithm.gradient_control == "gac"
     if "auto" in (low, high) and controlled and mode not in ("sync", "periodic"):
@@ -139,7 +137,7 @@ def _thresholds(config: Config) -> None:
         raise ValueError(f"algorithm.gac_low ({low:g}) must be below algorithm.gac_high ({high:g})")
 
 
-def _embedded_engine(config: Config) -> None:
+def _embedded_engine(config: Tree) -> None:
     if config.rollout.engine != "embedded":
         return
     for key, value, allowed in (
@@ -152,7 +150,7 @@ def _embedded_engine(config: Config) -> None:
                              f"{' or '.join(map(repr, allowed))}")
 
 
-def _vllm(config: Config) -> None:
+def _vllm(config: Tree) -> None:
     if config.rollout.engine != "vllm":
         return
     if config.rollout.deterministic:
@@ -163,19 +161,8 @@ def _vllm(config: Config) -> None:
                          "itself")
 
 
-RULES: tuple[Callable[[Config], None], ...] = (
+RULES: tuple[Callable[[Tree], None], ...] = (
     _groups, _cores, _precision, _early_scores, _scope, _staleness, _dynamic_sampling, _partial, _mismatch, _thresholds,
     _embedded_engine, _vllm,
     _drain,
 )  # fmt: skip
-
-
-def foreign_cores(key: str, cores: Sequence[int]) -> str:
-    """What is wrong with the cores that a key names on this machine, "" if nothing."""
-    missing = sorted(set(cores) - usable_cores())
-    return f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}" if missing else ""
-
-
-def usable_cores() -> set[int]:
-    """CPU cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
+from engine.config.recipe import find
 from engine.data.files import SUFFIXES, parse, read_files
 from engine.data.hub import read_hub
 from engine.errors import BadInput
-from engine.recipe import find
 from engine.reward.verifiers import last_boxed
-from engine.run_folder import write_atomically
+from engine.run.files import write_atomically
 
 PROBLEM = ("problem", "question")
 """Columns with the problem's text, in order of preference."""

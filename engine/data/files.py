@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config.recipe import find
 from engine.errors import BadInput
-from engine.recipe import find
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 """What can be read."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from engine.config.recipe import find
 from engine.data.files import SUFFIXES, plain
 from engine.errors import BadInput
-from engine.recipe import find
 
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>[\w.-]+))?")
 REACH_S = 10.0

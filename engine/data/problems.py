@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.config.recipe import find
 from engine.data.files import File, kind, parse, read_files
 from engine.data.hub import is_hub_id, read_hub
 from engine.errors import BadInput
-from engine.recipe import find
 
 _SHOWN = 80
 """Characters of a value that a rejection shows."""

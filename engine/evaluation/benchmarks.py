@@ -1,7 +1,8 @@
-"""The problem sets that are evaluated."""
+"""The problem sets that are evaluated, and their prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from engine.config import Config
 from engine.data.benchmarks import FORMATS, benchmark_paths
 from engine.data.prepared import heldout_problems
 from engine.data.problems import Problems, read_problems
+from engine.data.prompts import encode
+from engine.data.tokens import Tokens
+from engine.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -35,3 +39,27 @@ def read_benchmarks(config: Config) -> list[Benchmark]:
     """
     named = [Benchmark(name, read_problems(path)) for name, path in benchmark_paths(config).items()]
     return named or [Benchmark(Path(config.data.heldout).stem or "heldout", heldout_problems(config))]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A benchmark's prompts, and what was left out of it (reason → rows)."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    skipped: Mapping[str, int]
+
+
+def with_context(config: Config) -> Config:
+    """The config for instances that are started for an evaluation: `evaluate.max_context`, if given, is their context."""
+    if not config.evaluate.max_context:
+        return config
+    rollout = config.rollout.model_copy(update={"max_context": config.evaluate.max_context})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def encode_all(config: Config, benchmarks: Sequence[Benchmark], tokens: Tokens) -> list[Encoded]:
+    """The benchmarks' prompts, at most `evaluate.problems` of each."""
+    template, context, most = config.data.prompt_template, config.rollout.max_context, config.evaluate.problems or None
+    encoded = [(one.name, encode(one.problems, tokens.tokenizer, template, context)) for one in benchmarks]
+    return [Encoded(name, found.prompts[:most], found.skipped) for name, found in encoded]

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
+from engine.data.tokens import Tokens
 from engine.evaluation import tables
-from engine.evaluation.benchmarks import read_benchmarks
-from engine.evaluation.run import encode_all, with_context
-from engine.rollout.tokens import Tokens
-from engine.run_folder import RunFolder, read_lines
+from engine.evaluation.benchmarks import encode_all, read_benchmarks, with_context
+from engine.run.files import read_lines
+from engine.run.run_folder import RunFolder
 
 
 def done_before(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[dict[str, Any]] | None:

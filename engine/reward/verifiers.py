@@ -90,3 +90,7 @@ def _right(answer: str, shown: str, plain: bool) -> bool:
     if not plain or _FORMULA.search(shown):
         return False
     return any(isinstance(found, str) and same(gold, found) for found in extract(shown))
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {"math": math, "exact": exact}
+"""Verifiers that are named without a module."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,14 +11,14 @@ from engine.algorithm.advantages import ADVANTAGES
 from engine.algorithm.shaping import overlong
 from engine.config import Config
 from engine.errors import BadInput
-from engine.trainer.extensions import advantage_of, loss_of
+from engine.run.extensions import advantage_of, loss_of
+from engine.run.user_code import UserCode, describe
 from engine.types import Group, Response
-from engine.user_code import UserCode, describe
 
 
 @dataclass(frozen=True)
 class Credit:
-    """How groups are credited; a function of the group alone, so that it can be trained as soon as it is complete."""
+    """How groups are credited; a function of what a group brings, so that it can be trained as soon as it is there."""
 
     advantage: str = "grpo"
     loss: str = "grpo"
@@ -40,18 +39,23 @@ class Credit:
 
     def rewards(self, group: Group) -> Tensor:
         """[G] fp32 verifier's values, less what over-long responses are punished with."""
-        values = torch.tensor([score.value for score in group.scores], dtype=torch.float32)
+        return self._shaped(torch.tensor([score.value for score in group.scores], dtype=torch.float32), _lengths(group))
+
+    def _shaped(self, values: Tensor, lengths: Tensor) -> Tensor:
         if not self.overlong_buffer:
             return values
-        return values + self.overlong_penalty * overlong(_lengths(group), self.longest, self.overlong_buffer)
+        return values + self.overlong_penalty * overlong(lengths, self.longest, self.overlong_buffer)
 
     def advantages(self, group: Group) -> Tensor:
-        """[G] fp32: the group's own, where it brings some, because they depend on the batch (`credited`).
+        """[G] fp32, from the scores of the group alone, or of the whole batch where the group brings these.
 
         Raises BadInput where a user's advantage fails or gives something else than a finite number per response.
         """
         if group.advantages is not None:
             return torch.tensor(group.advantages, dtype=torch.float32)
+        if group.batch is not None:
+            values, lengths = (torch.tensor(rows, dtype=torch.float32) for rows in (group.batch.values, group.batch.lengths))
+            return advantage_of(self.advantage)(self._shaped(values, lengths), lengths)[group.index]
         known, rewards = advantage_of(self.advantage), self.rewards(group)
         if self.advantage in ADVANTAGES:
             return known(rewards, _lengths(group))
@@ -80,16 +84,6 @@ class Credit:
     def tokens(self, group: Group) -> int:
         """Response tokens that are trained."""
         return int(sum(self.mask(response).sum() for response in group.responses))
-
-
-def credited(config: Config, groups: Sequence[Group]) -> list[Group]:
-    """A step's groups with advantages of scope "batch", which need all of them; in any order, with the same result."""
-    credit = Credit.of(config)
-    ordered = sorted(groups, key=lambda group: group.index)
-    rewards, lengths = (torch.stack([of(group) for group in ordered]) for of in (credit.rewards, _lengths))
-    rows = zip(ordered, advantage_of(credit.advantage)(rewards, lengths).tolist(), strict=True)
-    by_index = {group.index: replace(group, advantages=tuple(row)) for group, row in rows}
-    return [by_index[group.index] for group in groups]
 
 
 def _lengths(group: Group) -> Tensor:

@@ -1,7 +1,7 @@
 """Starts a node's trainer ranks under torch's elastic agent: `python -m engine.trainer.elastic --ranks N -- <rank arguments>`.
 
-The agent is a process of its own: it dies with the launcher, and the ranks with it (engine.process). With several nodes there is
-one agent on each; they meet at the rendezvous that the launcher's node holds (engine.trainer.nodes).
+The agent is a process of its own: it dies with the launcher, and the ranks with it (engine.run.process). With several nodes there
+is one agent on each; they meet at the rendezvous that the launcher's node holds (engine.trainer.nodes).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from engine.process import LIFELINE, hold_lifeline, watch_lifeline
+from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
 
 KILL_S = 2
 """What a rank that was told to end may take before it is killed: one that hangs may not hear its lifeline either."""

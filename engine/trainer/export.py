@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.model.tri_model import TriModel
 from engine.trainer.ranks import Ranks
-from engine.weights.hf_folder import join, write_sharded
+from engine.wire.weights.hf_folder import join, write_sharded
 
 
 def export(models: TriModel, ranks: Ranks, base: Path, target: Path) -> None:

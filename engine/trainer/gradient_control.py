@@ -19,8 +19,8 @@ from torch import Tensor
 from engine.algorithm.alignment import Step
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError
-from engine.trainer.extensions import control_of, decided
-from engine.user_code import UserCode, describe
+from engine.run.extensions import control_of, decided
+from engine.run.user_code import UserCode, describe
 
 
 class GradientControl:

@@ -9,8 +9,8 @@ from typing import Any
 
 from engine.config import Config
 from engine.errors import MetronomeError, RatioGapError
-from engine.trace import Trace
-from engine.trainer.modes import Schedule
+from engine.run.trace import Trace
+from engine.schedule import Schedule
 from engine.trainer.policy import Policy
 from engine.trainer.source import Rollouts, Work
 from engine.types import Group, Landed

@@ -15,7 +15,7 @@ from engine.model.shape import ModelShape, read_shape
 from engine.model.tri_model import TriModel
 from engine.model.weights import load
 from engine.platform import Platform
-from engine.weights.hf_folder import open_folder
+from engine.wire.weights.hf_folder import open_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """By the name in `train.dtype`."""

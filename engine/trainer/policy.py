@@ -22,11 +22,11 @@ from engine.model.build import logits, row_multiple
 from engine.model.logprobs import token_logprobs
 from engine.model.tri_model import TriModel, score
 from engine.platform import Platform
+from engine.run.extensions import advantage_of, loss_of
 from engine.trainer.batch import MicroBatch, Packing
 from engine.trainer.bubble import Busy
 from engine.trainer.credit import Credit
 from engine.trainer.early import EarlyScores
-from engine.trainer.extensions import advantage_of, loss_of
 from engine.trainer.gradient_control import GradientControl
 from engine.trainer.held import Held, Scored, hold
 from engine.trainer.models import computation, open_models

@@ -14,12 +14,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine import platform
 from engine.config import Config
+from engine.config.recipe import load
 from engine.errors import BadInput, MetronomeError
 from engine.model.shape import content_hash
-from engine.process import bind, watch_lifeline
-from engine.queue.client import ControlClient
-from engine.recipe import load
-from engine.trace import Trace
+from engine.run.process import bind, watch_lifeline
+from engine.run.trace import Trace
+from engine.wire.client import ControlClient
 
 
 @record  # leaves the traceback of an unexpected error for the agent, whose message reaches the launcher
@@ -84,7 +84,7 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
 
     `sender`: the weight-sending thread's own way to the launcher.
     """
-    from engine.trainer.checkpoint import Checkpoints
+    from engine.trainer.checkpoint.checkpoint import Checkpoints
     from engine.trainer.export import export
     from engine.trainer.loop import Loop
     from engine.trainer.policy import Policy
@@ -126,9 +126,9 @@ def _rollouts(
     policy: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     from engine.trainer.models import DTYPES
+    from engine.trainer.publish.publisher import Publisher
+    from engine.trainer.publish.transport import open_transport
     from engine.trainer.source import Live, Recorded
-    from engine.weights.publisher import Publisher
-    from engine.weights.transport import open_transport
 
     if arguments.replay is not None:
         return Recorded(arguments.replay, control, ranks, config.train.prompts_per_step)

@@ -19,7 +19,7 @@ from megatron.core import parallel_state as state
 
 from engine import errors
 from engine.errors import MetronomeError
-from engine.queue.codec import pack, unpack
+from engine.wire.codec import pack, unpack
 
 T = TypeVar("T")
 

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 from engine.errors import MetronomeError
 from engine.model.tri_model import TriModel
-from engine.queue.client import ControlClient
-from engine.queue.codec import group_from_wire, landed_from_wire
+from engine.run.record import Entry
+from engine.trainer.publish.publisher import Publisher
 from engine.trainer.ranks import Ranks
-from engine.trainer.record import Entry, Replay
+from engine.trainer.replay import Replay
 from engine.types import Group, Landed
-from engine.weights.publisher import Publisher
+from engine.wire.client import ControlClient
+from engine.wire.codec import group_from_wire, landed_from_wire
 
 Work = list[Group] | list[Landed]
 """A window to train, or responses to score early."""

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
+from engine.schedule import staleness
 from engine.trainer.batch import trained_tokens
-from engine.trainer.modes import staleness
 from engine.types import Group
 
 TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine.errors import BadInput, TransferError
-from engine.weights.buckets import Buffers, pack
-from engine.weights.hccl import PACKED_BYTES, HcclTransport
-from engine.weights.transport import Snapshots, open_transport
+from engine.trainer.publish.hccl import PACKED_BYTES, HcclTransport
+from engine.trainer.publish.transport import Snapshots, open_transport
+from engine.wire.weights.buckets import Buffers, pack
 
 SCHEMA = Path(__file__).with_name("hccl_weight_transfer.schema")
 MODULE = "vllm_ascend.distributed.weight_transfer"

@@ -12,7 +12,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from served import CONTEXT, DEADLINE_S, PROMPT, command, logprobs_of, save_model, serving
+
+from support.served import CONTEXT, DEADLINE_S, PROMPT, command, logprobs_of, save_model, serving
 
 
 @pytest.fixture(scope="module")

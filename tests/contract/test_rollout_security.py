@@ -3,10 +3,11 @@
 import json
 import time
 
-import fuzz_routes
 import pytest
-from fuzz_requests import ROUTES, cut_off, odd_http, request_bytes, table, well_formed
-from served import CONTEXT, PROMPT, save_model, serving
+
+from support import fuzz_routes
+from support.fuzz_requests import ROUTES, cut_off, odd_http, request_bytes, table, well_formed
+from support.served import CONTEXT, PROMPT, save_model, serving
 
 TOKEN = "a-secret"
 OPEN = 6

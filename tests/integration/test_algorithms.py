@@ -8,15 +8,15 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import base_settings, config_of
-from parallel.runs import Job, run
 from safetensors.torch import load_file
 
 from engine.algorithm.advantages import ADVANTAGES
 from engine.algorithm.losses import LOSSES
 from engine.config import BATCH_SCOPE
 from engine.errors import BadInput
-from engine.run_folder import read_lines
+from engine.run.files import read_lines
+from support.parallel.runs import Job, run
+from support.runs import base_settings, config_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1300)]
 PAIRS = [("grpo", "grpo"), ("rloo", "dapo"), ("opo", "dr_grpo"), ("dr_grpo", "gspo"), ("grpo_passk", "cispo"), ("gpg", "grpo")]

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+
+from support.runs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SMALL = ("--repeats", "1", "--hidden", "64", "--layers", "2")

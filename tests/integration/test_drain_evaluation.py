@@ -4,11 +4,11 @@ import json
 import re
 
 import pytest
-from conftest import launch
 from safetensors.numpy import load_file
 
-from engine.run_folder import read_lines
-from engine.trace import read_spans
+from engine.run.files import read_lines
+from engine.run.trace import read_spans
+from support.runs import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 4

@@ -2,19 +2,19 @@
 
 import msgpack
 import pytest
-from conftest import ROOT, config_of, launch
-from parallel.runs import Job, run
 from safetensors.numpy import load_file
 
 from engine.data.loader import PromptLoader
 from engine.data.problems import read_problems
 from engine.data.prompts import encode
 from engine.errors import MetronomeError
-from engine.run_folder import read_lines
+from engine.run.files import read_lines
+from support.parallel.runs import Job, run
+from support.runs import ROOT, config_of, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS, WANTED = 4, 3
-REWARDS = ROOT / "tests/rewards.py"
+REWARDS = ROOT / "tests/support/rewards.py"
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import re
 import signal
 import time
 
-import elastic_job
 import pytest
 import torch
-from conftest import launch
-from elastic_job import Job
-from faults import answer_500, drop_connections, kill, kill_in_update, sleep_until, stopped
 from safetensors.torch import load_file
 
-from engine.run_folder import read_lines
+from engine.run.files import read_lines
+from support import elastic_job
+from support.elastic_job import Job
+from support.faults import answer_500, drop_connections, kill, kill_in_update, sleep_until, stopped
+from support.runs import launch
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]  # every wait has a deadline of its own; the first test runs two jobs
 

@@ -3,13 +3,12 @@
 import threading
 from contextlib import nullcontext
 
-from conftest import config_of, wait_for
-
-from engine.evaluation import evaluate
-from engine.recipe import load
-from engine.rollout.registry import ADDRESS_FILE
-from engine.run_folder import RunFolder
-from tasks import companions, rollouts
+from engine.config.recipe import load
+from engine.launcher.evaluate import evaluate
+from engine.run.run_folder import RunFolder
+from engine.wire.address import ADDRESS_FILE
+from support.runs import config_of, wait_for
+from tasks.cluster import companions, rollouts
 
 
 def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_path, tiny_model, monkeypatch):

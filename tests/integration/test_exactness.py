@@ -5,12 +5,12 @@ import sys
 from collections import Counter
 
 import pytest
-from conftest import ROOT, launch, wait_for, write_config
 from safetensors.numpy import load_file
 
-from engine.run_folder import read_lines
-from engine.timeline import overlapped
-from engine.trace import read_spans
+from engine.run.files import read_lines
+from engine.run.trace import read_spans
+from engine.tools.timeline import overlapped
+from support.runs import ROOT, launch, wait_for, write_config
 
 
 def weights(tmp_path, name):
@@ -47,7 +47,7 @@ def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
 
     killed = exact | {"run.name": "killed", "train.steps": 4, "checkpoint.every": 2}
     config = write_config(killed, tmp_path)
-    process = subprocess.Popen([sys.executable, "-m", "engine.launch", "--config", str(config)], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], cwd=ROOT)
     try:
         wait_for(lambda: len(steps(tmp_path, "killed")) >= 3, "the third step")
     finally:

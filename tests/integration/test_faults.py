@@ -7,16 +7,16 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, Tree, config_of, launch, send, wait_for, write_config
-from faulty_weights import TENSOR, corrupt, skip
 
 from engine.errors import RatioGapError, StaleRolloutError, WeightSyncError
-from engine.launch import launch as launch_here
-from engine.queue.store import SampleQueue
-from engine.rollout.client import InstanceClient
-from engine.rollout.sync import WeightSync
-from engine.run_folder import read_lines
-from engine.trainer.checkpoint import complete, latest, step_of
+from engine.launcher.launch import launch as launch_here
+from engine.launcher.pool.client import InstanceClient
+from engine.launcher.store import SampleQueue
+from engine.launcher.weight_sync.sync import WeightSync
+from engine.run.files import read_lines
+from engine.trainer.checkpoint.checkpoint import complete, latest, step_of
+from support.faulty_weights import TENSOR, corrupt, skip
+from support.runs import ROOT, Tree, config_of, launch, send, wait_for, write_config
 
 
 def test_a_skipped_publish_is_caught(settings, monkeypatch):
@@ -79,7 +79,7 @@ def test_a_corrupted_tensor_is_caught_by_the_ratio_gap_where_nothing_else_looks(
 
 
 def test_a_hanging_reward_scores_zero_and_is_counted(settings, tmp_path):
-    hanging = {"reward.function": f"{ROOT}/tests/rewards.py:hangs_on_one", "reward.timeout_s": 0.5}
+    hanging = {"reward.function": f"{ROOT}/tests/support/rewards.py:hangs_on_one", "reward.timeout_s": 0.5}
     code, output = launch(settings | hanging | {"train.prompts_per_step": 20, "train.steps": 2}, tmp_path)
     assert code == 0, output
     lines = list(read_lines(tmp_path / "run/steps.jsonl"))
@@ -88,7 +88,7 @@ def test_a_hanging_reward_scores_zero_and_is_counted(settings, tmp_path):
 
 @pytest.mark.parametrize("reward", ["raises", "too_few"])
 def test_a_wrong_reward_stops_the_run_after_a_checkpoint(settings, tmp_path, reward):
-    wrong = {"reward.function": f"{ROOT}/tests/rewards.py:{reward}", "train.prompts_per_step": 20}
+    wrong = {"reward.function": f"{ROOT}/tests/support/rewards.py:{reward}", "train.prompts_per_step": 20}
     code, output = launch(settings | wrong, tmp_path)
     assert code == 1
     assert "RewardError" in output
@@ -99,7 +99,8 @@ def test_a_wrong_reward_stops_the_run_after_a_checkpoint(settings, tmp_path, rew
 
 
 def test_on_error_zero_counts_and_goes_on(settings, tmp_path):
-    wrong = {"reward.function": f"{ROOT}/tests/rewards.py:raises", "train.prompts_per_step": 20, "reward.on_error": "zero"}
+    wrong = {"reward.function": f"{ROOT}/tests/support/rewards.py:raises", "train.prompts_per_step": 20,
+             "reward.on_error": "zero"}  # fmt: skip
     code, output = launch(settings | wrong | {"train.steps": 2}, tmp_path)
     assert code == 0, output
     assert sum(line["reward_errors"] for line in read_lines(tmp_path / "run/steps.jsonl")) == 4
@@ -107,7 +108,7 @@ def test_on_error_zero_counts_and_goes_on(settings, tmp_path):
 
 KILLS = {
     "trainer": ("engine.trainer.rank", "the trainer died"),
-    "instance": ("engine.rollout.server", "no rollout instance is left"),
+    "instance": ("engine.instance.embedded", "no rollout instance is left"),
 }
 
 
@@ -117,7 +118,7 @@ def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number
     alone = {"rollout.restarts": 0, "rollout.wait_s": 0.5}  # else it is started again
     config = write_config(settings | alone | {"train.steps": 100_000}, tmp_path)
     log = (tmp_path / "output").open("w+")
-    launcher = subprocess.Popen([sys.executable, "-m", "engine.launch", "--config", str(config)], stderr=log, cwd=ROOT)
+    launcher = subprocess.Popen([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], stderr=log, cwd=ROOT)
     try:
         wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
         tree = Tree(launcher.pid)
@@ -157,10 +158,10 @@ def goes_on_from_its_checkpoint(settings, folder):
 
 def test_two_instances_survive_the_death_of_one(settings, tmp_path):
     config = write_config(settings | {"train.steps": 30, "rollout.instances": 2, "rollout.restarts": 0}, tmp_path)
-    launcher = subprocess.Popen([sys.executable, "-m", "engine.launch", "--config", str(config)], cwd=ROOT)
+    launcher = subprocess.Popen([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], cwd=ROOT)
     try:
         wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
-        found = [p for p in Tree(launcher.pid).processes if "engine.rollout.server" in " ".join(p.cmdline())]
+        found = [p for p in Tree(launcher.pid).processes if "engine.instance.embedded" in " ".join(p.cmdline())]
         assert len(found) == 2
         send(found[0], "SIGKILL")
         assert launcher.wait(timeout=120) == 0

@@ -1,10 +1,10 @@
 """Staleness on purpose: whole runs in the modes that keep batches in flight, with and without staged weights."""
 
 import pytest
-from conftest import launch
 from safetensors.numpy import load_file
 
-from engine.run_folder import read_lines
+from engine.run.files import read_lines
+from support.runs import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 STEPS = 6

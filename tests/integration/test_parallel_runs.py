@@ -7,23 +7,23 @@ from collections import Counter
 import msgpack
 import pytest
 import torch
-from conftest import ROOT, Tree, config_of, launch, send, wait_for
-from faulty_weights import corrupt
 from safetensors.torch import load_file
-from tiny_models import reference, reference_logprobs, save
-from whole_runs import rank, refused, run, same, spans, start, steps, weights
 
 from engine.errors import RatioGapError
-from engine.launch import launch as launch_here
-from engine.queue.codec import group_to_wire
-from engine.timeline import overlapped
-from engine.trace import read_spans
-from engine.trainer.checkpoint import complete, latest, step_of
-from engine.trainer.record import Recorder
+from engine.launcher.launch import launch as launch_here
+from engine.run.record import Recorder
+from engine.run.trace import read_spans
+from engine.tools.timeline import overlapped
+from engine.trainer.checkpoint.checkpoint import complete, latest, step_of
 from engine.types import Group, Prompt, Response, Score
+from engine.wire.codec import group_to_wire
+from support.faulty_weights import corrupt
+from support.runs import ROOT, Tree, config_of, launch, send, wait_for
+from support.tiny_models import reference, reference_logprobs, save
+from support.whole_runs import rank, refused, run, same, spans, start, steps, weights
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(600)]
-REWARDS = ROOT / "tests/rewards.py"
+REWARDS = ROOT / "tests/support/rewards.py"
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import math
 
 import msgpack
 import pytest
-from conftest import config_of
-from parallel.runs import Job, run
 from safetensors.numpy import load_file
 
-from engine.run_folder import read_lines
+from engine.run.files import read_lines
+from support.parallel.runs import Job, run
+from support.runs import config_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS, PROMPTS, LAG = 6, 4, {"one_step_off": 1, "bounded": 2}

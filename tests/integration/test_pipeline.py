@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Tree, overrides, send, wait_for
 
-from engine.run_folder import read_lines
+from engine.run.files import read_lines
+from support.runs import ROOT, Tree, overrides, send, wait_for
 
 METRONOME = [str(Path(sys.executable).parent / "metronome")]
 

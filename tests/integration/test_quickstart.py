@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
-from engine.run_folder import read_lines
-from engine.timeline import overlapped
-from engine.trace import read_spans
+from engine.run.files import read_lines
+from engine.run.trace import read_spans
+from engine.tools.timeline import overlapped
+from support.runs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 METRONOME = str(Path(sys.executable).parent / "metronome")

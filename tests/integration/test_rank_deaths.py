@@ -3,13 +3,13 @@
 import time
 
 import pytest
-from conftest import ROOT, Tree, send, wait_for
-from whole_runs import rank, run, start, steps
 
-from engine.trainer.checkpoint import latest, step_of
+from engine.trainer.checkpoint.checkpoint import latest, step_of
+from support.runs import ROOT, Tree, send, wait_for
+from support.whole_runs import rank, run, start, steps
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(600)]
-REWARDS = ROOT / "tests/rewards.py"
+REWARDS = ROOT / "tests/support/rewards.py"
 
 
 def end_of(settings, folder, number, signal, timeout_s):

@@ -8,11 +8,11 @@ import fsspec
 import pytest
 import s3fs
 import xxhash
-from s3_proxy import FAULTS, s3_proxy
 
 from engine.errors import CheckpointError
-from engine.trainer import checkpoint_files as files
-from engine.trainer import checkpoint_store as store
+from engine.run import checkpoint_files as files
+from engine.run import checkpoint_store as store
+from support.s3_proxy import FAULTS, s3_proxy
 
 server = pytest.importorskip("moto.server")
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+
+from support.runs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the quickstart's base model is made first where it is not cached
 STEPS = 8

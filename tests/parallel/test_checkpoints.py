@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from parallel.checkpoints_rank import CASES, TP2, world
 from torch.distributed import TCPStore
 
-RANK = Path(__file__).with_name("checkpoints_rank.py")
+from support.parallel.checkpoints_rank import CASES, TP2, world
+from support.runs import ROOT
+
+RANK = ROOT / "tests/support/parallel/checkpoints_rank.py"
 
 
 def models(folder):

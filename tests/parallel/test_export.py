@@ -1,16 +1,16 @@
 """What two real ranks hold of each other's weights while they publish: some buckets, never the whole model."""
 
-from pathlib import Path
 
 import pytest
-import tiny_models
-from parallel.test_memory import ranks
 from safetensors.torch import load_file
 
-from engine.weights.publisher import UNDER_WAY
+from engine.trainer.publish.publisher import UNDER_WAY
+from support import tiny_models
+from support.parallel.two_ranks import ranks
+from support.runs import ROOT
 
 pytestmark = pytest.mark.parallel
-RANK = Path(__file__).with_name("export_rank.py")
+RANK = ROOT / "tests/support/parallel/export_rank.py"
 BUCKET = 70_000
 """Bytes: a few of the model's tensors, which have up to 64 KiB."""
 

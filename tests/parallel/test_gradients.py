@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
-from parallel.cases import Case
-from parallel.harness import Worlds, check
-from parallel.layouts import CASES, LOW, SLICES, controlled, group_sizes, held, sequences
+
+from support.parallel.cases import Case
+from support.parallel.harness import Worlds, check
+from support.parallel.layouts import CASES, LOW, SLICES, controlled, group_sizes, held, sequences
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(600)]
 

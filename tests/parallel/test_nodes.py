@@ -5,15 +5,16 @@ import sys
 
 import pytest
 import zmq
-from conftest import ROOT, config_of, launch, write_config
-from ports import two_neighbours
 
 from engine.errors import DeadlineError
-from engine.queue.client import ControlClient
-from engine.queue.keys import CONTROL_KEY, make_keys
-from engine.run_folder import read_lines
-from engine.trainer.nodes import INVITATION, take_part
-from tasks.services import free_port
+from engine.run.files import read_lines
+from engine.trainer.nodes import take_part
+from engine.wire.client import ControlClient
+from engine.wire.invitation import INVITATION
+from engine.wire.keys import CONTROL_KEY, make_keys
+from support.ports import two_neighbours
+from support.runs import ROOT, config_of, launch, write_config
+from tasks.cluster.services import free_port
 
 pytestmark = pytest.mark.parallel
 
@@ -23,7 +24,8 @@ def test_two_nodes_train_what_one_does(settings, tmp_path):
     common = settings | {"train.steps": 2, "parallel.data": 2, "train.consume": "prompt_order", "rollout.deterministic": True,
                          "rollout.max_new_tokens": 8, "rollout.timeout_s": 150, "train.timeout_s": 150}  # fmt: skip
     two = common | {"run.name": "two", "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
-    launcher = subprocess.Popen([sys.executable, "-m", "engine.launch", "--config", str(write_config(two, tmp_path))], cwd=ROOT)
+    command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(write_config(two, tmp_path))]
+    launcher = subprocess.Popen(command, cwd=ROOT)
     node = subprocess.Popen([sys.executable, "-m", "engine.trainer.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT)
     try:
         assert launcher.wait(300) == 0
@@ -49,7 +51,7 @@ def test_a_node_that_is_not_asked_for_gives_up(tmp_path):
 
 
 def test_the_control_channel_hears_nobody_without_its_key(monkeypatch):
-    from engine.queue.keys import guard_server
+    from engine.wire.keys import guard_server
 
     port, keys = free_port(), make_keys()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:

@@ -7,17 +7,17 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import flow_runs
 import psutil
 import pytest
-from brake import braked, slow_down
-from conftest import ROOT, launch, overrides, wait_for
-from flow_runs import kill, patiently, processes, state
 
-from engine.run_folder import read_lines
-from engine.trainer.checkpoint_files import latest, step_of
-from tasks.metric_names import metric_name, numbers
-from tasks.services import post
+from engine.run.checkpoint_files import latest, step_of
+from engine.run.files import read_lines
+from support import flow_runs
+from support.brake import braked, slow_down
+from support.flow_runs import kill, patiently, processes, state
+from support.runs import ROOT, launch, overrides, wait_for
+from tasks.cluster.services import post
+from tasks.tracking.metric_names import metric_name, numbers
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(3000)]
 
@@ -128,7 +128,7 @@ def test_every_process_of_a_run_may_die(deployed, services, environment, small, 
     worker = services.worker("cpu", "mortal")
     run = start(api, small | {"run.name": "killed"})
     wait_for_two_steps(folder, api, run)
-    for part in ("engine.trainer.rank", "engine.launch", "prefect.engine"):
+    for part in ("engine.trainer.rank", "engine.launcher.launch", "prefect.engine"):
         killed_in = file_number(folder)
         kill(run, part)
         wait_for_resume(folder, killed_in, api, run)
@@ -212,7 +212,7 @@ def test_a_run_that_gets_no_further_ends_with_the_reason(environment, small, pla
         while flow.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess):  # it, or the flow, ended while we looked (a zombie counts as that)
                 for child in psutil.Process(flow.pid).children():
-                    if child.pid not in killed and "engine.launch" in " ".join(child.cmdline()):
+                    if child.pid not in killed and "engine.launcher.launch" in " ".join(child.cmdline()):
                         time.sleep(1.0)
                         child.kill()
                         killed.add(child.pid)
@@ -230,7 +230,7 @@ def test_a_run_that_gets_no_further_ends_with_the_reason(environment, small, pla
 
 def test_the_automations_are_as_the_documentation_says():
     said = Path(ROOT / "docs/operations.md").read_text()
-    from tasks import watchdog
+    from tasks.cluster import watchdog
 
     for automation in watchdog.automations():
         assert automation.name in said

@@ -11,13 +11,13 @@ from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
-from brake import braked
-from conftest import ROOT, overrides, wait_for
-from flow_runs import patiently, processes, start, state
 
 from engine.model.shape import content_hash
-from engine.run_folder import read_lines
-from tasks.services import BUCKET, post
+from engine.run.files import read_lines
+from support.brake import braked
+from support.flow_runs import patiently, processes, start, state
+from support.runs import ROOT, overrides, wait_for
+from tasks.cluster.services import BUCKET, post
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
@@ -59,7 +59,7 @@ def deployed(services, environment, tiny_model, problems, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     small = {
         "run.output": str(folder), "model.path": str(tiny_model), "data.train": str(problems), "data.heldout": str(problems),
-        "reward.function": f"{ROOT / 'tests/rewards.py'}:even", "rollout.group_size": 4, "rollout.max_new_tokens": 8,
+        "reward.function": f"{ROOT / 'tests/support/rewards.py'}:even", "rollout.group_size": 4, "rollout.max_new_tokens": 8,
         "rollout.max_context": 64, "train.steps": 2, "train.prompts_per_step": 4, "evaluate.problems": 4,
         "evaluate.max_new_tokens": 8, "checkpoint.every": 1, "checkpoint.path": f"s3://{BUCKET}/checkpoints",
     }  # fmt: skip
@@ -204,7 +204,7 @@ def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):
     more than there are is told so."""
     code = """
 from engine.errors import BadInput, DeadlineError
-from tasks.devices import held
+from tasks.cluster.devices import held
 with held(12):
     try:
         with held(6, wait_s=3):

@@ -9,10 +9,10 @@ import sys
 import urllib.request
 
 import pytest
-from conftest import ROOT, wait_for
-from flow_runs import kill, patiently, processes, start, state
 
-from tasks.services import HEARTBEAT_S, post
+from support.flow_runs import kill, patiently, processes, start, state
+from support.runs import ROOT, wait_for
+from tasks.cluster.services import HEARTBEAT_S, post
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
@@ -108,7 +108,8 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, envir
     for folder in folders.values():
         (folder / "go").touch()
     services.worker(POOL, "found")
-    dog = subprocess.Popen([sys.executable, "-m", "tasks.watchdog", "--every", "1", "--after", "1"], env=environment, cwd=ROOT)
+    command = [sys.executable, "-m", "tasks.cluster.watchdog", "--every", "1", "--after", "1"]
+    dog = subprocess.Popen(command, env=environment, cwd=ROOT)
     try:
         for run in runs.values():
             wait_for(lambda run=run: state(api, run)["type"] == "COMPLETED", "the end of the second attempt", SILENCE_S + 160)

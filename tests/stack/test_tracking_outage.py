@@ -5,14 +5,14 @@ import time
 
 import mlflow
 import pytest
-from conftest import config_of
 
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
-from engine.run_folder import read_lines
+from engine.run.files import read_lines
 from flows.cli import _evaluate
-from tasks import evaluation_log, patience, recording, tracking
-from tasks.services import Services, free_port
+from support.runs import config_of
+from tasks.cluster.services import Services, free_port
+from tasks.tracking import evaluation_log, patience, recording, tracking
 
 pytestmark = pytest.mark.stack
 

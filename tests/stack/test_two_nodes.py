@@ -8,15 +8,15 @@ import sys
 import time
 
 import pytest
-from brake import braked, slow_down
-from conftest import ROOT, overrides, wait_for
-from flow_runs import patiently, processes, start, state
-from ports import two_neighbours
 
-from engine.run_folder import read_lines
-from engine.trainer.checkpoint_files import latest, step_of
-from tasks.companions import NOTES
-from tasks.services import post
+from engine.run.checkpoint_files import latest, step_of
+from engine.run.files import read_lines
+from support.brake import braked, slow_down
+from support.flow_runs import patiently, processes, start, state
+from support.ports import two_neighbours
+from support.runs import ROOT, overrides, wait_for
+from tasks.cluster.companions import NOTES
+from tasks.cluster.services import post
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 
@@ -25,16 +25,16 @@ ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 STEPS = 5
 SLOW_S = 1.0
 """Seconds that a group's reward takes, six times a step, until the cancel: the steps left take longer than it may."""
-WORKER = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/stack'}"}
+WORKER = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 DEPLOY = f"""
 from prefect.client.orchestration import get_client
 from tasks import deploy
-from tasks.deploy import Choices
+from tasks.cluster.deploy import Choices
 
 tree = deploy.deployments("infra/recipes/quickstart.toml", [], Choices(pool="{POOL}"))
 train = next(one for one in tree["deployments"] if one["name"] == "train")
 node = next(one for one in tree["deployments"] if one["name"] == "join-training")
-tree["deployments"] = [train | {{"name": "counted", "entrypoint": "counted.train"}}, node]
+tree["deployments"] = [train | {{"name": "counted", "entrypoint": "support.counted.train"}}, node]
 deploy._make_pools({{"{POOL}": deploy.template("cpu")}})
 deploy._deploy(tree)
 with get_client(sync_client=True) as client:

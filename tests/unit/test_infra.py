@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import yaml
-from conftest import ROOT
 
-from tasks.services import HEARTBEAT_S
-from tasks.watchdog import SILENCE_S
+from support.runs import ROOT
+from tasks.cluster.services import HEARTBEAT_S
+from tasks.cluster.watchdog import SILENCE_S
 
 COMPOSE = ROOT / "infra/compose/compose.yaml"
 CONTAINERS = sorted((ROOT / "infra/containers").glob("*.Containerfile"))
@@ -53,7 +53,7 @@ def test_compose_watches_over_runs():
     """The watchdog runs beside the server, and the worker's flows send the heartbeats by which their silence is noticed."""
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     watchdog, worker = services["watchdog"], services["worker"]
-    assert watchdog["command"] == "python -m tasks.watchdog"
+    assert watchdog["command"] == "python -m tasks.cluster.watchdog"
     assert watchdog["restart"] == "unless-stopped"
     assert watchdog["environment"]["PREFECT_API_URL"] == worker["environment"]["PREFECT_API_URL"]
     assert worker["environment"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_S)

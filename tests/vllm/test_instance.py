@@ -8,10 +8,22 @@ import psutil
 import pytest
 import requests
 import torch
-from conftest import wait_for
-from fuzz_routes import Server, fuzz_all, fuzz_update
-from tiny_models import VOCABULARY, reference, reference_logprobs, save
-from vllm_instance import CONTEXT, PROMPT, TOKEN, Sender, cpu_seconds, file_infos, gap, self_test, serving, until
+
+from support.fuzz_routes import Server, fuzz_all, fuzz_update
+from support.runs import wait_for
+from support.tiny_models import VOCABULARY, reference, reference_logprobs, save
+from support.vllm_instance import (
+    CONTEXT,
+    PROMPT,
+    TOKEN,
+    Sender,
+    cpu_seconds,
+    file_infos,
+    gap,
+    self_test,
+    serving,
+    until,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -306,7 +318,7 @@ def test_a_disconnect_cancels_the_request(client):
 
 
 def test_no_request_brings_it_down(client):
-    """The routes' fuzz test; the full one: tests/fuzz_routes.py."""
+    """The routes' fuzz test; the full one: tests/support/fuzz_routes.py."""
     server = Server(client.address["host"], client.address["port"], TOKEN, 60.0)
     fuzz_all(server, 15)
     fuzz_update(server, 10)

@@ -12,25 +12,36 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ROOT, Tree, wait_for
-from tiny_models import save
-from vllm_instance import TOKEN, Client, Sender, config, file_infos, gap, in_buckets, led, self_test, serving, written
 
 from engine import platform
 from engine.config import Config
 from engine.errors import WeightSyncError
-from engine.rollout.vllm.command import command
-from engine.rollout.vllm.session import KEEP_STALE_HEAD
+from engine.instance.vllm.session import KEEP_STALE_HEAD
+from engine.run.vllm_command import command
 from engine.trainer.models import open_models
+from support.runs import ROOT, Tree, wait_for
+from support.tiny_models import save
+from support.vllm_instance import (
+    TOKEN,
+    Client,
+    Sender,
+    config,
+    file_infos,
+    gap,
+    in_buckets,
+    led,
+    self_test,
+    serving,
+    written,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 PARENT = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from vllm_instance import serving
-with serving(Path(sys.argv[2]), Path(sys.argv[3])):
+from support.vllm_instance import serving
+with serving(Path(sys.argv[1]), Path(sys.argv[2])):
     time.sleep(600)
 """
 
@@ -117,7 +128,7 @@ def test_the_self_test_sees_a_stale_tied_head(tied, tmp_path):
 
 
 def test_processes_end_with_their_parent_and_with_the_server(tied, tmp_path):
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(Path(__file__).parent), str(tied[0]), str(tmp_path)],
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tied[0]), str(tmp_path)],
                               env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])})
     try:
         port_file = tmp_path / "port.json"

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
-from tiny_models import save
-from vllm_instance import config, packed
 
 from engine.errors import BadInput, TransferError
-from engine.rollout.vllm import command as commands
-from engine.rollout.vllm import serve
-from engine.rollout.vllm.extension import WorkerExtension
-from engine.rollout.vllm.heads import widen
-from engine.rollout.vllm.version import Version
+from engine.instance.vllm import serve
+from engine.instance.vllm.extension import WorkerExtension
+from engine.instance.vllm.heads import widen
+from engine.instance.vllm.version import Version
+from engine.run import vllm_command as commands
+from support.runs import ROOT
+from support.tiny_models import save
+from support.vllm_instance import config, packed
 
 SCHEMA = Path(__file__).parents[1] / "contract" / "hccl_weight_transfer.schema"
 
@@ -119,7 +119,7 @@ def flags(arguments):
 def test_the_command_of_an_instance(environment, tmp_path):
     model = Path(save(tmp_path / "model"))
     arguments, env = commands.command(config(instances=2, devices=[0, 1]), model, "instance-1", 1, tmp_path / "port")
-    assert arguments[:3] == [str(environment / "bin/python"), "-m", "engine.rollout.vllm"]
+    assert arguments[:3] == [str(environment / "bin/python"), "-m", "engine.instance.vllm"]
     assert flags(arguments) == {
         "--model": str(model), "--name": "instance-1", "--port-file": str(tmp_path / "port"), "--slots": "8",
         "--max-context": "96", "--dtype": "float32", "--device": "cpu", "--tensor": "1", "--transport": "file",
@@ -178,7 +178,7 @@ def test_an_environment_of_ones_own_must_say_its_device(environment, monkeypatch
 def test_off_loopback_a_server_without_a_token_is_bad_input(tmp_path):
     model = save(tmp_path / "model")
     environment = {key: value for key, value in os.environ.items() if key != "METRONOME_TOKEN"}
-    done = subprocess.run([sys.executable, "-m", "engine.rollout.vllm", "--model", model, "--host", "0.0.0.0"], cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "engine.instance.vllm", "--model", model, "--host", "0.0.0.0"], cwd=ROOT,
                           env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert re.fullmatch(r"instance-0: --host 0\.0\.0\.0: .*METRONOME_TOKEN.*\n", done.stderr)

@@ -8,11 +8,11 @@ last bit.
 import signal
 
 import pytest
-from conftest import Tree
-from elastic_job import Job, check_on_policy, recipe
-from faults import answer_500, drop_connections, kill_in_update, sleep_until, stopped
 
-from engine.run_folder import read_lines
+from engine.run.files import read_lines
+from support.elastic_job import Job, check_on_policy, recipe
+from support.faults import answer_500, drop_connections, kill_in_update, sleep_until, stopped
+from support.runs import Tree
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 STEPS = 16

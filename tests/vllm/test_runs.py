@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Tree, base_settings, send, wait_for
 from safetensors.torch import load_file, save_file
-from tiny_models import save
-from whole_runs import run, spans, steps, weights
 
-from engine.base_model.tokenizer import build
-from engine.base_model.warmup import ensure_quickstart_model
-from engine.run_folder import read_lines
+from engine.run.files import read_lines
+from engine.tools.base_model.tokenizer import build
+from engine.tools.base_model.warmup import ensure_quickstart_model
+from support.runs import ROOT, Tree, base_settings, send, wait_for
+from support.tiny_models import save
+from support.whole_runs import run, spans, steps, weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2000)]
 METRONOME = str(Path(sys.executable).parent / "metronome")

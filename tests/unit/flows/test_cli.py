@@ -130,7 +130,7 @@ def test_bad_input_leaves_nothing_behind(refuse, tmp_path):
 
 
 def test_shipped_recipes_load():
-    from engine.recipe import HOME, load
+    from engine.config.recipe import HOME, load
 
     for path in (HOME / "infra/recipes").glob("*.toml"):
         assert load(path).train.mode == "periodic", path

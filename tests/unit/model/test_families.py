@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from tiny_models import LLAMA3_ROPE, save
 from transformers import AutoConfig
 
 from engine.errors import BadInput
 from engine.model.families import FAMILIES, rules, settings
 from engine.model.shape import SUPPORTED, Experts, Llama3Scaling, ModelShape, read_shape
+from support.tiny_models import LLAMA3_ROPE, save
 
 LLAMA = {  # Llama 3.2 1B as transformers 4 wrote it
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,

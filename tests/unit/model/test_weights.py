@@ -10,14 +10,14 @@ import torch.distributed as dist
 from engine.errors import BadInput, MetronomeError
 from engine.model.shape import read_shape
 from engine.platform import get, single
-from engine.weights.hf_folder import open_folder
+from engine.wire.weights.hf_folder import open_folder
 
 CASES = ["qwen3", "qwen3-tied", "qwen2", "qwen2-tied", "llama", "llama-tied", "one", "moe", "moe-tied"]
 IDS = torch.randint(61, (50,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def settings_of(case):
-    from tiny_models import LLAMA3_ROPE
+    from support.tiny_models import LLAMA3_ROPE
 
     kind, _, tied = case.partition("-")
     changes = {
@@ -33,7 +33,7 @@ def settings_of(case):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Random models of two layers, in several shards each, and the logits of transformers beside them."""
-    from tiny_models import reference, save
+    from support.tiny_models import reference, save
 
     root = tmp_path_factory.mktemp("models")
     for case in CASES:

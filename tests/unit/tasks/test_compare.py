@@ -4,17 +4,17 @@ import json
 
 import mlflow
 import pytest
-from compared_runs import evaluation, step
 
-from engine.comparison import figures
-from engine.comparison.verdict import differences
 from engine.config import Config, Tracking, Train
 from engine.config import Run as RunTable
 from engine.errors import BadInput
-from engine.run_folder import RunFolder
-from tasks import tracking
+from engine.run.run_folder import RunFolder
+from engine.tools.comparison import figures
+from engine.tools.comparison.verdict import differences
+from support.compared_runs import evaluation, step
 from tasks.compare import compare, from_folder, from_mlflow
-from tasks.evaluation_log import log_new
+from tasks.tracking import tracking
+from tasks.tracking.evaluation_log import log_new
 
 
 def _fail_in_mlflow(config, ids):
@@ -52,7 +52,7 @@ def stored(tmp_path_factory):
     folder.mkdir()
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:8], *rows[6:]]))
     (folder / "evaluations.jsonl").write_text(json.dumps(evaluation(0.5, 0.4, 0.6)) + "\n")
-    from engine.recipe import dump
+    from engine.run.run_folder import dump
 
     dump(config, folder / "config.toml")
     return folder, run_id, uri

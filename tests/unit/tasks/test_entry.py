@@ -2,13 +2,13 @@
 
 import pytest
 
+from engine.config.recipe import load
 from engine.errors import BadInput
-from engine.recipe import load
-from engine.run_folder import RunFolder
-from engine.run_identity import identity
+from engine.run.run_folder import RunFolder
+from engine.run.run_identity import identity
 from tasks.entry import begun_by_this_flow, entered, settled
-from tasks.patience import TrackingAway
 from tasks.stages import last_end
+from tasks.tracking.patience import TrackingAway
 
 
 @pytest.fixture

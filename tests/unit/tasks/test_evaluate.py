@@ -6,19 +6,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import config_of
 
-from engine import evaluation
 from engine.config import Config
-from engine.evaluation.benchmarks import read_benchmarks
+from engine.data.tokens import Tokens
+from engine.evaluation.benchmarks import encode_all, read_benchmarks, with_context
 from engine.evaluation.known import done_before
-from engine.evaluation.run import Subject, encode_all, record, with_context
-from engine.rollout.tokens import Tokens
-from engine.run_folder import RunFolder, read_lines
+from engine.evaluation.results import Subject, record
+from engine.launcher import evaluate as evaluation
+from engine.run.files import read_lines
+from engine.run.run_folder import RunFolder
 from engine.types import Group, Response, Score
+from support.runs import config_of
 from tasks import evaluate
 from tasks.entry import crashed_without_tracking
-from tasks.patience import TrackingAway
+from tasks.tracking.patience import TrackingAway
 
 
 def test_a_flow_run_that_is_started_again_does_not_evaluate_again(tmp_path, monkeypatch):

@@ -4,11 +4,11 @@ import mlflow
 import pytest
 
 from engine.config import Config, Run
+from engine.config.recipe import load
 from engine.data import prepared
-from engine.recipe import load
-from tasks import tracking
-from tasks.datasets_log import log_datasets
 from tasks.prepare import _settings, describe, page, prepare
+from tasks.tracking import tracking
+from tasks.tracking.datasets_log import log_datasets
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from engine.config import Config
-from engine.trainer.checkpoint_files import MARKER
+from engine.run.checkpoint_files import MARKER
 from tasks import progress
 from tasks.progress import Progress, page
 

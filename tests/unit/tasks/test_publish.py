@@ -4,8 +4,8 @@ import fsspec
 import pytest
 
 from engine.errors import MetronomeError
-from engine.trainer import checkpoint_store as store
-from engine.trainer.checkpoint_files import complete
+from engine.run import checkpoint_store as store
+from engine.run.checkpoint_files import complete
 from tasks.publish import copy_checkpoint
 
 server = pytest.importorskip("moto.server")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.errors import MetronomeError
-from engine.run_folder import RunFolder
+from engine.run.run_folder import RunFolder
 from tasks.stages import Stages, count_attempt, progress
 
 

@@ -3,7 +3,8 @@
 import json
 
 from engine.config import Config
-from engine.run_folder import RunFolder, append_line
+from engine.run.files import append_line
+from engine.run.run_folder import RunFolder
 from tasks.summary import training, weight_version
 
 

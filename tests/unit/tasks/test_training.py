@@ -5,8 +5,9 @@ import pytest
 
 from engine.config import Config, Model, Run
 from engine.errors import BadInput, ProcessDied, RatioGapError
-from engine.process import Child
-from engine.run_folder import RunFolder, append_line
+from engine.run.files import append_line
+from engine.run.process import Child
+from engine.run.run_folder import RunFolder
 from tasks.training import LineFollower, _failure, run_training
 
 

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from policies import a_group, a_policy
-from test_policy import gradients
 from transformers import AutoModelForCausalLM
 
 from engine.algorithm.batch_statistics import BatchTokens, Limits
 from engine.algorithm.losses import LOSSES
 from engine.errors import BadInput
 from engine.trainer.held import hold
+from support.policies import a_group, a_policy, gradients
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

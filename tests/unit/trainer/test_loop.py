@@ -8,7 +8,7 @@ import torch  # noqa: F401  (the trainer's modules need it)
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.trace import Trace
+from engine.run.trace import Trace
 from engine.trainer.loop import Loop
 
 

@@ -1,9 +1,9 @@
 """Which models a rank holds, by the algorithm's settings."""
 
 import pytest
-from conftest import config_of
 
 from engine import platform
+from support.runs import config_of
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -2,20 +2,12 @@
 
 import pytest
 import torch
-from policies import a_group, a_policy, assert_same, response
 from transformers import AutoModelForCausalLM
 
 from engine.types import Group, Score
+from support.policies import a_group, a_policy, assert_same, gradients, response
 
 pytestmark = pytest.mark.usefixtures("megatron")
-
-
-def gradients(policy, denominator):
-    from engine.model.weights import export
-
-    policy.ddp.scale_gradients(1 / denominator)
-    grads = {name: p.main_grad.clone() for name, p in policy.models.policy.named_parameters()}
-    return dict(export(grads, policy.models.policy, policy.models.shape))
 
 
 def hf_gradients(folder, groups, temperature=1.0):

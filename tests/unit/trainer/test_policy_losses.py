@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from policies import a_group, a_policy, assert_same
 from transformers import AutoModelForCausalLM
 
 from engine.types import Group, Score
+from support.policies import a_group, a_policy, assert_same
 
 pytestmark = pytest.mark.usefixtures("megatron")
 

@@ -6,9 +6,10 @@ import pytest
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.queue.codec import group_to_wire, landed_to_wire
-from engine.trainer.record import Recorder, Replay, check, plan, read
+from engine.run.record import Recorder, check, plan, read
+from engine.trainer.replay import Replay
 from engine.types import Group, Landed, Prompt, Response, Score
+from engine.wire.codec import group_to_wire, landed_to_wire
 
 FOLDER = TemporaryDirectory()
 MODEL = {"path": FOLDER.name}

@@ -1,0 +1,77 @@
+"""From an evaluation's scored groups to its results: vote, compute, compare with the base, say how sure the figures are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.evaluation import paired, tables
+from engine.evaluation.benchmarks import Encoded
+from engine.evaluation.figures import accuracy, pass_curve
+from engine.evaluation.votes import Verifier, majorities
+from engine.run.files import append_line
+from engine.run.run_folder import RunFolder
+from engine.types import Group
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Which weights are evaluated."""
+
+    model: str
+    """The folder they were loaded from (for those of a running training, the base model's)."""
+    version: int
+
+
+async def record(
+    config: Config, folder: RunFolder, subject: Subject, benchmark: Encoded, groups: Sequence[Group], verifier: Verifier,
+    more: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Vote, compute, write the table, compare with the base, append the row and return it. `more`: further keys."""
+    votes = await majorities(groups, config.reward.function, verifier)
+    how = tables.protocol(config, benchmark.name, [group.prompt for group in groups])
+    table = tables.path_of(folder, subject.model, subject.version, how)
+    await asyncio.to_thread(tables.write, table, groups, votes)
+    values = [[score.value for score in group.scores] for group in groups]
+    row = {
+        "step": subject.version,
+        "weight_version": subject.version,
+        "benchmark": benchmark.name,
+        "model": subject.model,
+        "problems": len(groups),
+        "skipped": dict(benchmark.skipped),
+        "samples": config.evaluate.samples,
+        **accuracy(values, [vote.value for vote in votes] if votes is not None else None),
+        "pass_curve": pass_curve(values),
+        **_lengths(groups, config.evaluate.max_new_tokens),
+        "reward_timeouts": sum(score.status == "timeout" for group in groups for score in group.scores),
+        "protocol": how,
+        "table": str(table.relative_to(folder.path)),
+        **more,
+    }
+    if (base := tables.baseline(folder, row)) is not None:
+        row["against"] = against(row, base, folder.path, config.evaluate.confidence)
+    append_line(folder.evaluations, row)
+    return row
+
+
+def against(row: Mapping[str, Any], base: Mapping[str, Any], folder: Path, confidence: float) -> dict[str, Any]:
+    """The paired comparison of two rows of evaluations.jsonl whose tables lie in the folder, with what it is against."""
+    ours, theirs = (tables.means(folder / one["table"]) for one in (row, base))
+    found = paired.compare(ours, theirs, row["samples"], confidence)
+    return {"weight_version": base["weight_version"], "model": base["model"], **found.as_dict()}
+
+
+def _lengths(groups: Sequence[Group], limit: int) -> dict[str, Any]:
+    """Mean length in tokens, how many a limit cut, and how many the context cut before max_new_tokens was reached."""
+    responses = [response for group in groups for response in group.responses]
+    cut = [response for response in responses if response.truncated]
+    return {
+        "response_length_mean": sum(len(response.token_ids) for response in responses) / len(responses),
+        "truncated": len(cut),
+        "context_cut": sum(len(response.token_ids) < limit for response in cut),
+    }

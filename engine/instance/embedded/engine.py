@@ -1,0 +1,266 @@
+"""Continuous batching: requests wait in order of arrival, run in slots, and every step decodes one token of each.
+
+Nothing here knows of HTTP or threads; the thread that owns the engine calls it between steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from engine.errors import BadInput, MetronomeError
+from engine.instance.embedded.cache import BLOCK, KeyValueCache, Prefill, PromptCache
+from engine.instance.embedded.model import RolloutModel
+from engine.instance.embedded.sampling import Sampling, sample
+from engine.instance.embedded.weights import Named, WeightLoad
+
+PROMPTS_KEPT = 8
+"""Computed prompts kept, in full slots: enough for the groups that are being admitted, little beside the slots."""
+
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+""""error": the logits were not finite."""
+
+
+class Conflict(MetronomeError):
+    """The call is right in itself but not now: an update out of order, a resume in the middle of one."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a request ended; all tokens were sampled by `version`."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    version: int
+    prompt_logprobs: list[float] | None = None
+    """Of the prompt's tokens but the first, at temperature 1, when they were asked for and the request was admitted."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt to continue; while it runs, also its response so far."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    reply: Callable[[Result], None]
+    """Called once, in the engine's thread, unless the request is cancelled."""
+    score_prompt: bool = False
+    prompt_logprobs: list[float] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    uniforms: list[float] = field(default_factory=list)
+
+    def add(self, token: int, logprob: float) -> FinishReason | None:
+        """Append a sampled token; the finish reason if it ends the response."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if logprob != logprob:
+            return "error"
+        if token in self.sampling.stop_ids:
+            return "stop"
+        return "length" if len(self.token_ids) == self.sampling.max_tokens else None
+
+
+class Engine:
+    """The state of a rollout instance: slots, queue, pause, weight version. Slot i holds `running[i]`."""
+
+    def __init__(self, model: RolloutModel, slots: int, max_context: int, deterministic: bool = False) -> None:
+        """With `deterministic`, every step decodes all slots at full length, so that no shape depends on the load."""
+        self.model, self.slots, self.max_context, self.deterministic = model, slots, max_context, deterministic
+        capacity = max_context if deterministic else min(4 * BLOCK, max_context)
+        # kernels divide rows between threads: odd numbers of rows gave a row other bits in another slot
+        self.rows = -(-slots // BLOCK) * BLOCK if deterministic else slots
+        self.cache = KeyValueCache(len(model.layers), self.rows, model.kv_heads, model.head_dim, capacity)
+        self.prompts = PromptCache(model.prefill, PROMPTS_KEPT * max_context)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.version = 0
+        self.updates = self.generated_tokens = 0
+        """Weight updates finished and tokens sampled since the start."""
+        self.paused = False
+        self._load: WeightLoad | None = None
+        """The weight update under way."""
+        self._mixed = False
+        """Some weights are new, and finish_update has not named them."""
+        self._on_idle: list[Callable[[], None]] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.running or (self.waiting and not self.paused))
+
+    # requests ---------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it is checked already, and prompt and max_tokens fit into the context together.
+
+        Conflict after a weight update that failed half-way.
+        """
+        if self._mixed and self._load is None:
+            raise Conflict("a weight update failed half-way: this instance has no whole weights until another succeeds")
+        self.waiting.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request and free its slot, without a reply; nothing happens if it has ended."""
+        if request in self.running:
+            self._free(self.running.index(request))
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def step(self) -> None:
+        """Sample the next token of every running response and the first of those that get a free slot now."""
+        decoded = [self._decode()] if self.running else []
+        first = [] if self.paused else self._admit()  # after decoding, which writes to unused slots too
+        logits = torch.cat([*decoded, *first]) if first else decoded[0]
+        uniforms = [request.uniforms[len(request.token_ids)] for request in self.running]
+        tokens, logprobs = sample(logits, [request.sampling for request in self.running], uniforms)
+        self._record(tokens, logprobs)
+
+    def _admit(self) -> list[Tensor]:
+        """Move waiting requests into free slots; the logits [1, vocabulary] of each one's first token."""
+        logits = []
+        while self.waiting and len(self.running) < self.slots:
+            request = self.waiting.popleft()
+            prefill = self._scored(request) if request.score_prompt else self.prompts.get(request.prompt)
+            self.cache.reserve(len(request.prompt) + 1, self.max_context)
+            self.cache.fill(len(self.running), prefill.keys, prefill.values)
+            request.uniforms = request.sampling.uniforms()
+            self.running.append(request)
+            logits.append(prefill.logits[None])
+        return logits
+
+    def _scored(self, request: Request) -> Prefill:
+        """The prompt computed anew, with its log-probabilities: they must be the present weights' own."""
+        computed, request.prompt_logprobs = self.model.scored_prefill(list(request.prompt))
+        return Prefill(*computed)
+
+    def _decode(self) -> Tensor:
+        """Logits [running, vocabulary] after the last token of each response."""
+        tokens = [request.token_ids[-1] for request in self.running]
+        positions = [len(request.prompt) + len(request.token_ids) - 1 for request in self.running]
+        if self.deterministic:
+            # unused slots take part, at a position that the next prompt overwrites
+            spare = [0] * (self.rows - len(tokens))
+            return self._forward(tokens + spare, positions + spare, self.max_context)[:len(tokens)]
+        length = min(-(-(max(positions) + 1) // BLOCK) * BLOCK, self.max_context)
+        self.cache.reserve(length, self.max_context)
+        return self._forward(tokens, positions, length)
+
+    def _forward(self, tokens: list[int], positions: list[int], length: int) -> Tensor:
+        return self.model.decode(torch.tensor(tokens), torch.tensor(positions), self.cache, length)
+
+    def _record(self, tokens: list[int], logprobs: list[float]) -> None:
+        self.generated_tokens += len(tokens)
+        reasons = [request.add(token, logprob)
+                   for request, token, logprob in zip(self.running, tokens, logprobs, strict=True)]
+        for slot, reason in reversed(list(enumerate(reasons))):  # from the end: _free moves the last response down
+            if reason is not None:
+                self._end(self.running[slot], reason)
+                self._free(slot)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        request.reply(Result(request.token_ids, request.logprobs, reason, self.version, request.prompt_logprobs))
+
+    def _free(self, slot: int) -> None:
+        """Give up a slot; the last response moves into it, so that the running ones stay the first slots."""
+        last = self.running.pop()
+        if slot < len(self.running):
+            self.cache.move(len(self.running), slot, len(last.prompt) + len(last.token_ids))
+            self.running[slot] = last
+        if not self.running:
+            self._call_idle()
+
+    def _call_idle(self) -> None:
+        waiters, self._on_idle = self._on_idle, []
+        for waiter in waiters:
+            waiter()
+
+    # control ----------------------------------------------------------------------------------------------------------
+
+    def pause(self, abort: bool, done: Callable[[], None]) -> None:
+        """Admit nothing from now on; call `done` once nothing runs.
+
+        `abort` ends every request at once, waiting ones too, with the tokens it has; else the running ones drain.
+        """
+        self.paused = True
+        if abort:
+            for request in [*self.running, *self.waiting]:
+                self._end(request, "abort")
+            self.running.clear()
+            self.waiting.clear()
+        self._on_idle.append(done)
+        if not self.running:
+            self._call_idle()
+
+    def resume(self) -> None:
+        """Admit again. Conflict while responses drain, and between start_update and finish_update."""
+        if self._on_idle:
+            raise Conflict(f"{len(self.running)} responses are still draining; resume when /pause has answered")
+        if self._load is not None or self._mixed:
+            raise Conflict("a weight update is unfinished; send /finish_weight_update, or, if it failed, start again")
+        self.paused = False
+
+    def start_update(self) -> None:
+        """Begin a weight update, or begin it again. Conflict unless paused and drained."""
+        if not self.paused or self.running:
+            raise Conflict(f"{len(self.running)} running, paused: {self.paused}; await /pause first")
+        self._load = WeightLoad(self.model.hf)
+
+    def check_updating(self) -> None:
+        """Conflict before start_update."""
+        if self._load is None:
+            raise Conflict("no weight update was started; send /start_weight_update first")
+
+    def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """WeightLoad.lend. Conflict before start_update."""
+        self.check_updating()
+        assert self._load is not None
+        return self._load.lend(names)
+
+    def update(self, tensors: Sequence[Named], cast: bool = False) -> None:
+        """Load a bucket of new weights in place (`cast`: from any dtype). Conflict before start_update; BadInput for
+        tensors that do not fit, which ends the update."""
+        self.check_updating()
+        assert self._load is not None
+        try:
+            self._load.add(tensors, cast)
+        except BadInput:
+            self.fail_update()
+            raise
+        self._mixed = self._mixed or self._load.touched
+
+    def fail_update(self) -> None:
+        """The update has ended without success. If some weights are new already, requests are refused until another update
+        succeeds; those that wait end as aborted."""
+        self._load = None
+        if self._mixed:
+            for request in self.waiting:
+                self._end(request, "abort")
+            self.waiting.clear()
+
+    def finish_update(self, version: int) -> None:
+        """Name the new weights. Conflict when none were loaded since start_update; BadInput when they are not whole."""
+        if self._load is None or not self._load.touched:
+            raise Conflict("no new weights were loaded; send /start_weight_update and /update_weights first")
+        self._load.check_whole()
+        self.model.refresh()
+        self.prompts.clear()
+        self.cache.clear()
+        self.version, self._load, self._mixed = version, None, False
+        self.updates += 1
+
+    def load(self) -> dict[str, int]:
+        """Requests running and waiting, prompts computed and tokens sampled since the start, and the weight version."""
+        return {"running": len(self.running), "waiting": len(self.waiting), "prefills": self.prompts.computed,
+                "generated_tokens": self.generated_tokens, "weight_version": self.version}
+
+    def figures(self) -> dict[str, int]:
+        """What /metrics shows: `load`, and the weight updates since the start."""
+        return self.load() | {"updates": self.updates}

@@ -1,0 +1,111 @@
+"""Weight updates of a rollout instance: bytes are received beside the engine's thread, which then copies them into the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from engine.errors import MetronomeError
+from engine.instance.embedded.engine import Engine
+from engine.instance.embedded.weights import Named
+from engine.instance.embedded.worker import Worker
+from engine.instance.receiver import Receiver
+from engine.wire.weights.collective import BACKENDS
+
+
+class Updates:
+    """One step at a time. A step that has begun is carried out to its end, also when the client has gone."""
+
+    def __init__(self, worker: Worker, base: Path) -> None:
+        """`base`: the folder that the model was loaded from."""
+        self._worker = worker
+        self._base = base
+        self._receiver = Receiver()
+        self._step = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loading: asyncio.Task[None] | None = None
+
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """Receiver.connect, which calls off a transfer or a connect under way."""
+        await asyncio.to_thread(self._receiver.connect, init_info)
+
+    def close(self) -> None:
+        """Call off what is under way and leave the groups."""
+        self._receiver.close()
+
+    async def start(self) -> None:
+        """Engine.start_update, once a step under way has ended."""
+        await self._to_its_end(self._start)
+
+    async def update(self, update_info: dict[str, Any]) -> None:
+        """Receive and load a bucket, or begin to stage it. What fails once the update_info is accepted ends the update.
+
+        A broadcast bucket is verified and loaded while the next one comes in: what is wrong with it is told to the next call.
+        """
+        if update_info.get("staged"):
+            self._receiver.stage(update_info)
+        else:
+            await self._to_its_end(lambda: self._update(update_info))
+
+    async def finish(self, version: int) -> None:
+        """Engine.finish_update, once everything is loaded."""
+        await self._to_its_end(lambda: self._finish(version))
+
+    async def _start(self) -> None:
+        if self._loading is not None:
+            await asyncio.gather(self._loading, return_exceptions=True)  # of the update that begins again
+            self._loading = None
+        await self._worker.call(Engine.start_update)
+
+    async def _finish(self, version: int) -> None:
+        await self._loaded()
+        await self._worker.call(lambda engine: engine.finish_update(version))
+
+    async def _update(self, update_info: dict[str, Any]) -> None:
+        await self._worker.call(Engine.check_updating)
+        self._receiver.check(update_info)
+        transport = update_info.get("transport")
+        if transport not in BACKENDS:
+            await self._loaded()
+            await self._load(lambda: list(self._receiver.receive(update_info, self._base)), cast=transport == "base")
+            return
+        places = await self._worker.call(lambda engine: engine.lend(update_info["names"]))
+        try:
+            verify = await asyncio.to_thread(self._receiver.fetch, update_info, places)
+        except MetronomeError:
+            await self._loaded()
+            await self._worker.call(Engine.fail_update)
+            raise
+        await self._loaded()
+        self._loading = asyncio.create_task(self._load(verify))
+
+    async def _loaded(self) -> None:
+        """Until the bucket before is loaded; raises what was wrong with it."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            await loading
+
+    async def _load(self, receive: Callable[[], list[Named]], cast: bool = False) -> None:
+        try:
+            tensors = await asyncio.to_thread(receive)
+        except MetronomeError:
+            await self._worker.call(Engine.fail_update)
+            raise
+        await self._worker.call(lambda engine: engine.update(tensors, cast))
+
+    async def _to_its_end(self, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def locked() -> None:
+            async with self._step:
+                await step()
+
+        task = asyncio.create_task(locked())
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # the client heard it, unless it has gone

@@ -1,0 +1,208 @@
+"""`metronome serve`: one instance in the foreground; with --join it joins a run under way, and leaves it in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from engine.config import Config
+from engine.errors import BadInput, DeadlineError, ProcessDied
+from engine.run.commands import instance_command
+from engine.run.instance_process import Declared
+from engine.run.process import Child
+from engine.wire.address import ADDRESS_FILE, bracketed, http_url, launcher_address, reachable, split_address
+from engine.wire.token import access_token, authorization, check_address
+
+CALL_S = 10.0
+"""What one call to the launcher may take."""
+POLL_S = 0.2
+"""How often a leaving instance asks whether it is free to go."""
+
+Say = Callable[[str], None]
+
+
+class _Left(Exception):
+    """The launcher was told, by somebody else, that this instance leaves."""
+
+
+def default_name() -> str:
+    """Host and process id: unique among the instances that join a run."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def serve_alone(config: Config, name: str, host: str, port: int) -> int:
+    """One instance until it ends, or SIGTERM or Ctrl-C end it; its exit code."""
+    return _run(_serve(config, name, host, port, None))
+
+
+def serve_joined(config: Config, address: str, name: str, host: str, port: int, say: Say) -> int:
+    """An instance that joins, stays until SIGTERM or Ctrl-C (the second one ends it at once), leaves, ends; the exit code.
+
+    Raises BadInput for an address that is none or a launcher that refuses it, ProcessDied when the instance ends,
+    DeadlineError when the launcher does not answer for rollout.wait_s.
+    """
+    path = Path(address).expanduser()
+    if not path.is_dir() and path.name != ADDRESS_FILE:
+        split_address(address, "--join")
+    return _run(_serve(config, name, host, port, lambda url: _Launcher(config, address, name, url, say)))
+
+
+def _run(serving: Coroutine[Any, Any, int]) -> int:
+    try:
+        return asyncio.run(serving)
+    except asyncio.CancelledError:
+        return 130
+
+
+async def _serve(config: Config, name: str, host: str, port: int, joins: Callable[[str], _Launcher] | None) -> int:
+    check_address(host, access_token())
+    asked = _signals()
+    with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
+        port_file = Path(scratch) / "address"
+        command, env = instance_command(config, Path(config.model.path), name, 0, port_file, port, host)
+        child = Child(name, command, None, env)
+        try:
+            return await _accompany(child, port_file, config.rollout.timeout_s, asked, joins)
+        finally:
+            await asyncio.to_thread(child.stop)
+
+
+async def _accompany(
+    child: Child, port_file: Path, timeout_s: float, asked: asyncio.Event, joins: Callable[[str], _Launcher] | None
+) -> int:
+    try:
+        address = await _unless(asked, Declared(0, child, port_file).serves(timeout_s))
+    except ProcessDied:
+        if child.process.returncode < 0:
+            raise
+        return int(child.process.returncode)  # it has said why
+    if address is not None and joins is not None:
+        async with joins(http_url(*address)) as launcher:
+            await launcher.stay(child, asked)
+        return 0
+    await _unless(asked, asyncio.to_thread(child.process.wait))
+    return 0 if asked.is_set() else int(child.process.returncode)
+
+
+def _signals() -> asyncio.Event:
+    """Set by the first SIGTERM or SIGINT; the second one cancels this task."""
+    loop, task, asked = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    assert task is not None
+
+    def ask() -> None:
+        if asked.is_set():
+            task.cancel()
+        asked.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask)
+    return asked
+
+
+async def _unless(asked: asyncio.Event, work: Any) -> Any:  # noqa: ANN401
+    """The result of `work`; None when `asked` was set first."""
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(asked.wait())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class _Launcher:
+    """Calls to the launcher of the run."""
+
+    def __init__(self, config: Config, address: str, name: str, url: str, say: Say) -> None:
+        self._rollout = config.rollout
+        self._address = address
+        self._name = name
+        self._url = url
+        self._say = say
+        self._heard = time.monotonic()
+        self._state = ""
+
+    async def __aenter__(self) -> _Launcher:
+        timeout = aiohttp.ClientTimeout(total=CALL_S)
+        self._session = aiohttp.ClientSession(timeout=timeout, headers=authorization(access_token()))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def stay(self, child: Child, asked: asyncio.Event) -> None:
+        """Say every rollout.heartbeat_s that it is there, which makes a launcher that does not know it take it in; then leave."""
+        try:
+            while not asked.is_set():
+                child.check()
+                await self._join()
+                await _unless(asked, asyncio.sleep(self._rollout.heartbeat_s))
+        except _Left:
+            pass  # by somebody else's request
+        else:
+            await self._leave(child)
+        await self._drained(child)
+
+    async def _join(self) -> None:
+        body = {"name": self._name, "url": self._advertised(), "again": bool(self._state)}
+        reply = await self._call("POST", "/join", body)
+        if reply is None:
+            return
+        status, answer = reply
+        if status == 410:
+            raise _Left
+        if status != 200:
+            raise BadInput(f"the launcher at {self._address} refuses {self._name}: {status} {_message(answer)}")
+        if answer["state"] != self._state:
+            self._state = answer["state"]
+            self._say(f"{self._name} at {self._advertised()} is {self._state} in the run at {self._address}")
+
+    def _advertised(self) -> str:
+        """The URL under which the launcher reaches the instance."""
+        host, port = split_address(self._url.removeprefix("http://"), "url")
+        return f"http://{bracketed(reachable(host))}:{port}"
+
+    async def _leave(self, child: Child) -> None:
+        if self._state:
+            self._say(f"{self._name} leaves the run at {self._address}")
+            await self._call("POST", "/leave", {"name": self._name})
+
+    async def _drained(self, child: Child) -> None:
+        """Until the launcher no longer lists it, or is not there."""
+        deadline = time.monotonic() + self._rollout.timeout_s
+        while child.alive and (reply := await self._call("GET", "/status", None)) is not None:
+            names = [one["name"] for one in reply[1].get("instances", ())]
+            if self._name not in names:
+                return
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"{self._name} still holds responses after {self._rollout.timeout_s:.0f} s; it is ended")
+            await asyncio.sleep(POLL_S)
+
+    async def _call(self, method: str, route: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]] | None:
+        """(status, reply); None when the launcher does not answer, DeadlineError when it has not for rollout.wait_s."""
+        try:
+            url = f"http://{launcher_address(self._address)}{route}"
+            async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
+                reply = await answer.json()
+                self._heard = time.monotonic()
+                return answer.status, reply
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
+            silence = time.monotonic() - self._heard
+            if silence > self._rollout.wait_s:
+                raise DeadlineError(f"the launcher at {self._address} did not answer for {silence:.0f} s (rollout.wait_s): "
+                                    f"{type(error).__name__} {error}") from None
+            return None
+
+
+def _message(answer: dict[str, Any]) -> str:
+    error = answer.get("error")
+    return str(error.get("message", error)) if isinstance(error, dict) else str(answer)

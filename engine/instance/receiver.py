@@ -1,0 +1,296 @@
+"""The instance's side of a weight sync, the same in the embedded engine and in vLLM's workers.
+
+Needs torch, safetensors and xxhash alone: it also runs in vLLM's environment.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from reprlib import repr as repr_short
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import BadInput, MetronomeError
+from engine.instance.staged import NOTHING, Named, Staged
+from engine.wire.weights.bucket_file import BucketFile, files_at
+from engine.wire.weights.buckets import DTYPES, Spec, cuts, span, specs_of, view, views
+from engine.wire.weights.checksum import checksum_as
+from engine.wire.weights.collective import BACKENDS, Group, join
+from engine.wire.weights.hf_folder import open_folder
+
+HOST = torch.device("cpu")
+OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PERTURBED = -3.0
+"""What the rows of the output layer are multiplied by in the self-test."""
+
+
+class Receiver:
+    """Gets weights from the trainer and verifies them; one per process that holds a model. One call at a time, but for
+    `connect` and `close`, which call off what is under way."""
+
+    def __init__(self, timeout_s: float = 600.0) -> None:
+        """`timeout_s`: deadline of every wait, until `connect` brings the run's own."""
+        self._timeout_s = timeout_s
+        self._groups: list[Group] = []
+        self._transport = ""
+        self._off = threading.Event()
+        self._joining = threading.Lock()
+        self._buffers = [NOTHING, NOTHING]
+        self._staged: Staged | None = None
+
+    def connect(self, init_info: dict[str, Any], local_rank: int = 0) -> None:
+        """Join the stages' groups, leaving those of an older generation; nothing to do for an empty `init_info`.
+
+        `local_rank`: number of this process among those of its instance. Raises BadInput for an init_info that is none,
+        TransferError when the meeting was called off, DeadlineError.
+        """
+        transport, stages, rank, world, timeout_s = parse_init(init_info) if init_info else ("", [], 0, 0, self._timeout_s)
+        self.close()  # also calls off a connect under way, which then gives way
+        with self._joining:
+            self._off, self._timeout_s, self._transport = threading.Event(), timeout_s, transport
+            groups: list[Group] = []
+            try:
+                for address in stages:
+                    groups.append(join(address, rank + local_rank, world, transport, timeout_s, self._off))
+            except MetronomeError:
+                _leave(groups)
+                raise
+            self._groups = groups
+
+    def receive(self, update_info: dict[str, Any], base: Path | None = None) -> Iterator[Named]:
+        """The tensors of a bucket, of what was staged, of the model folder `base`, or, without a transport, of the
+        safetensors at `path` as they are; all others are verified before the first is given.
+
+        They are valid until the next call: copy them. Raises BadInput (an update_info that is none, a tensor that differs
+        from what was announced: by name), TransferError and DeadlineError.
+        """
+        transport = update_info.get("transport")
+        if transport == "base":
+            yield from _base(base, _perturb(update_info))
+        elif transport is None and "names" not in update_info:
+            self.check(update_info)
+            yield from _files(update_info["path"])
+        elif transport == "staged":
+            yield from self._of_version(update_info).tensors(self._timeout_s)
+        else:
+            yield from self.fetch(update_info)()
+
+    def fetch(self, update_info: dict[str, Any], places: Mapping[str, Tensor] | None = None) -> Callable[[], list[Named]]:
+        """Receive a bucket's bytes. The function that is returned verifies them and gives the tensors, as `receive` does.
+
+        `places`: tensors, by name, into which broadcast ones are received directly if they fit. Memory of two buckets is used
+        in turn for the others: the next may be fetched while this one is verified and loaded.
+        """
+        buffer, self._buffers = self._buffers[0], [self._buffers[1], NOTHING]  # a transfer given up may write into it yet
+        specs, tensors, checksums, buffer = self._bytes(update_info, buffer, places=places or {})
+        self._buffers[1] = buffer
+        return lambda: _verified(specs, tensors, checksums)
+
+    def stage(self, update_info: dict[str, Any]) -> None:
+        """Receive a bucket in the background, into host memory of its own; `receive` of "staged" gives it, or its error."""
+        version = _version(update_info)
+        self._check(update_info)
+        if self._staged is None or self._staged.version != version:
+            self._staged = Staged(version, self._staged)
+        # a file is opened now: by the time it is read its version may be complete, and its folder have another name
+        file = _opened(Path(update_info["path"])) if update_info["transport"] == "file" else None
+        self._staged.add(lambda buffer: self._bucket(update_info, buffer, file))
+
+    def close(self) -> None:
+        """Leave all groups: whoever waits in one gets TransferError. What was staged is dropped."""
+        self._off.set()
+        groups, self._groups, self._staged = self._groups, [], None
+        _leave(groups)
+
+    def check(self, update_info: dict[str, Any]) -> None:
+        """Raise BadInput for an update_info that `receive` would refuse for what it says, before a byte has come."""
+        transport = update_info.get("transport")
+        if transport == "base":
+            _perturb(update_info)
+        elif transport == "staged":
+            self._of_version(update_info)
+        elif transport is not None or "names" in update_info:
+            self._check(update_info)
+        elif not isinstance(update_info.get("path"), str):
+            raise BadInput("/update_weights needs an update_info with a transport, or with the path of a safetensors file or "
+                           "of a folder of such")
+
+    def _of_version(self, update_info: dict[str, Any]) -> Staged:
+        version = _version(update_info)
+        if self._staged is None or self._staged.version != version:
+            raise BadInput(f"nothing of weight version {version} was staged")
+        return self._staged
+
+    def _check(self, update_info: dict[str, Any]) -> tuple[list[Spec], list[str]]:
+        """The bucket's tensors and their checksums; BadInput where they, or the way here, are not known."""
+        transport, specs = update_info.get("transport"), specs_of(update_info)
+        checksums = update_info.get("checksums")
+        if not isinstance(checksums, list) or len(checksums) != len(specs):
+            raise BadInput("update_info.checksums must be a list with one for each name")
+        if transport == "file":
+            if not isinstance(update_info.get("path"), str):
+                raise BadInput("update_info.path: transport file needs the path of the bucket's safetensors file")
+        elif transport in BACKENDS:
+            self._group(update_info)
+        else:
+            raise BadInput(f"update_info.transport {repr_short(transport)}; known are base, staged, file, {', '.join(BACKENDS)}")
+        return specs, checksums
+
+    def _group(self, update_info: dict[str, Any]) -> Group:
+        transport, stage, groups = update_info["transport"], update_info.get("stage"), self._groups
+        if transport != self._transport or not groups:
+            raise BadInput(f"update_info.transport {repr_short(transport)}, but no such groups were joined; "
+                           "send /init_weight_transfer_engine first")
+        if type(stage) is not int or not 0 <= stage < len(groups):
+            raise BadInput(f"update_info.stage {repr_short(stage)}; groups of {len(groups)} stages were joined")
+        return groups[stage]
+
+    def _bucket(
+        self, update_info: dict[str, Any], buffer: Tensor, file: BucketFile | BadInput | None
+    ) -> tuple[list[Named], Tensor]:
+        """A bucket's verified tensors in host memory, and the buffer that holds them: the given one if it is large enough."""
+        specs, tensors, checksums, room = self._bytes(update_info, buffer, file)
+        found = _verified(specs, tensors, checksums)
+        if room.device == HOST:
+            return found, room
+        # nccl receives on the device, which has no room for a second model: torch uses that memory again for the next bucket
+        buffer = _room(buffer, span(specs), HOST)
+        for place, (_, tensor) in zip(held := views(buffer, specs), found, strict=True):
+            place.copy_(tensor)
+        return list(zip((spec.name for spec in specs), held, strict=True)), buffer
+
+    def _bytes(
+        self,
+        update_info: dict[str, Any],
+        buffer: Tensor,
+        file: BucketFile | BadInput | None = None,
+        places: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> tuple[list[Spec], list[Tensor], list[str], Tensor]:
+        """A bucket as it came; `file` where it was opened before."""
+        specs, checksums = self._check(update_info)
+        if update_info["transport"] == "file":
+            file = file or BucketFile(Path(update_info["path"]))
+            if isinstance(file, BadInput):
+                raise file
+            _check_names(file, specs)
+            buffer = _room(buffer, file.nbytes, HOST)
+            return specs, file.read(buffer, specs), checksums, buffer
+        group = self._group(update_info)
+        into = {spec.name: places[spec.name] for spec in specs if _fits(places.get(spec.name), spec, group.device)}
+        others = [spec for spec in specs if spec.name not in into]
+        buffer = _room(buffer, span(others), group.device)
+        rooms = dict(zip((spec.name for spec in others), cuts(buffer, others), strict=True))
+        pieces = {name: place.view(-1).view(torch.uint8) for name, place in into.items()} | rooms
+        group.broadcast(*(pieces[spec.name] for spec in specs)).wait()
+        tensors = [into[spec.name] if spec.name in into else view(rooms[spec.name], spec) for spec in specs]
+        return specs, tensors, checksums, buffer
+
+
+def _fits(place: Tensor | None, spec: Spec, device: torch.device) -> bool:
+    """Whether the bytes of a tensor may be received into this one."""
+    return (place is not None and place.shape == spec.shape and place.dtype == DTYPES[spec.dtype] and place.is_contiguous()
+            and place.device == device)
+
+
+def _leave(groups: Sequence[Group]) -> None:
+    for group in groups:
+        group.close()
+
+
+def parse_init(info: dict[str, Any]) -> tuple[str, list[dict[str, object]], int, int, float]:
+    """Transport, addresses of the stages, rank, world size and time-out of an init_info; BadInput where it is none."""
+    transport, stages = info.get("transport"), info.get("stages")
+    rank, world, timeout_s = info.get("rank"), info.get("world_size"), info.get("timeout_s")
+    if transport not in BACKENDS:
+        raise BadInput(f"init_info.transport {repr_short(transport)}; groups are made of {', '.join(BACKENDS)}")
+    if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
+        raise BadInput("init_info.stages must be a list of {\"host\": ..., \"port\": ...}, one for each pipeline stage")
+    if not (isinstance(rank, int) and isinstance(world, int) and 0 < rank < world):
+        raise BadInput(f"init_info: rank {repr_short(rank)} of world_size {repr_short(world)}; expected 0 < rank < world_size")
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 10**6:
+        raise BadInput(f"init_info.timeout_s {repr_short(timeout_s)}; expected seconds above 0")
+    return str(transport), stages, rank, world, float(timeout_s)
+
+
+def _version(update_info: dict[str, Any]) -> int:
+    version = update_info.get("version")
+    if type(version) is not int or version < 0:
+        raise BadInput(f"update_info.version {repr_short(version)}; expected a weight version, 0 or more")
+    return version
+
+
+def _opened(path: Path) -> BucketFile | BadInput:
+    """The file, or why there is none: that is told when it is asked for."""
+    try:
+        return BucketFile(path)
+    except BadInput as error:
+        return error
+
+
+def _check_names(file: BucketFile, specs: Sequence[Spec]) -> None:
+    expected = {spec.name for spec in specs}
+    if file.names != expected:
+        differs = min(file.names ^ expected)
+        raise BadInput(f"{file.path}: its tensors are not those announced; the first that differs is {differs}")
+
+
+def _room(buffer: Tensor, nbytes: int, device: torch.device) -> Tensor:
+    if len(buffer) >= nbytes and buffer.device == device:
+        return buffer
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError:
+        raise BadInput(f"update_info: no memory for a bucket of {nbytes} bytes") from None
+
+
+def _files(path: str) -> Iterator[Named]:
+    """The tensors of a safetensors file, or of all in a folder."""
+    for file in map(BucketFile, files_at(path)):
+        specs = file.specs()
+        tensors = file.read(_room(NOTHING, file.nbytes, HOST), specs)
+        yield from zip((spec.name for spec in specs), tensors, strict=True)
+
+
+def _verified(specs: Sequence[Spec], tensors: Sequence[Tensor], checksums: Sequence[str]) -> list[Named]:
+    for spec, tensor, expected in zip(specs, tensors, checksums, strict=True):
+        if (found := checksum_as(expected, tensor)) != expected:
+            raise BadInput(f"{spec.name} was corrupted on its way: its checksum is {found}, announced was {repr_short(expected)}")
+    return [(spec.name, tensor) for spec, tensor in zip(specs, tensors, strict=True)]
+
+
+def _perturb(update_info: dict[str, Any]) -> list[int]:
+    perturb = update_info.get("perturb", [])
+    if not isinstance(perturb, list) or any(type(token) is not int or not 0 <= token < 2**40 for token in perturb):
+        raise BadInput(f"update_info.perturb {repr_short(perturb)}; expected a list of token ids")
+    return perturb
+
+
+def _base(folder: Path | None, perturb: list[int]) -> Iterator[Named]:
+    """The tensors of the folder that the instance was started from, with rows of its output layer changed."""
+    if folder is None:
+        raise BadInput("update_info.transport \"base\": this instance was not started from a folder")
+    with open_folder(folder) as files:
+        changed = {EMBEDDING, OUTPUT} if _tied(folder) or OUTPUT not in files.names else {OUTPUT}
+        for name in sorted(files.names):
+            tensor = files.read(name)
+            if perturb and name in changed:
+                if max(perturb) >= len(tensor):
+                    raise BadInput(f"update_info.perturb: token {max(perturb)}, but {name} has {len(tensor)} rows")
+                tensor = tensor.clone()
+                tensor[perturb] *= PERTURBED
+            yield name, tensor
+
+
+def _tied(folder: Path) -> bool:
+    try:
+        return bool(json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False))
+    except (OSError, ValueError, AttributeError) as error:
+        raise BadInput(f"{folder / 'config.json'}: cannot be read: {error!r}") from None
+
+

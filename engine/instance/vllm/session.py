@@ -1,0 +1,272 @@
+"""Weight updates of one vLLM worker: our receiver on one side, vLLM's layerwise reload on the other. Runs inside the worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from engine.errors import BadInput, MetronomeError, TransferError
+from engine.instance.receiver import Receiver
+
+KEEP_STALE_HEAD = "METRONOME_TEST_KEEP_STALE_HEAD"
+"""Environment variable of a test: leave vLLM's stale copy of a tied lm_head alone, to see that the self-test catches it."""
+
+TIED_HEAD = "lm_head.weight"
+
+
+class OutOfOrder(MetronomeError):
+    """A call that does not fit the state of the weight update."""
+
+
+class WeightSession:
+    """Receives weights and puts them into the worker's model, bucket by bucket between start and finish.
+
+    A bucket is received and verified whole before the model sees it. One that is refused ends the update; when tensors of it
+    were loaded before, the weights are a mixture (`damaged`) until a later update is finished.
+    """
+
+    def __init__(self, worker: Any) -> None:  # noqa: ANN401
+        """`worker`: vLLM's, with model_runner, vllm_config, device and rank."""
+        self._worker = worker
+        self._receiver = Receiver()
+        self._base = Path(worker.vllm_config.model_config.model)
+        self._expected = _shapes(self._base)
+        self._loaded: set[str] | None = None  # of the update under way
+        self._version = 0
+        self._damaged = False
+        self._job: _Job | None = None
+
+    # state ------------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """{"weight_version": of the last finished update (0: from disk), "damaged": …, "updating": …}."""
+        return {"weight_version": self._version, "damaged": self._damaged, "updating": self._loaded is not None}
+
+    # the update -------------------------------------------------------------------------------------------------------
+
+    def begin(self, job: dict[str, Any]) -> None:
+        """Start a job that waits for others in a thread, so that the engine stays answerable; `poll` asks for its end.
+
+        `job`: {"number", "connect": init_info} or {"number", "receive": update_info}. It replaces an older one; joining new
+        groups also calls off whatever waits in the old.
+        """
+        if "connect" in job:
+            self._job = _Job(job["number"], self._worker.device, lambda: self._connect(job["connect"]))
+            return
+        info = job["receive"]
+        if self._loaded is None:
+            raise OutOfOrder("weights arrived outside an update: call /start_weight_update first")
+        work: Callable[[], Any] | None = None
+        if info.get("transport") == "hccl":  # receives and loads in one
+            self._load_hccl(info)
+        elif info.get("transport") == "base":  # waits for nobody, and is too much to hold at once
+            self._load(self._receiver.receive(info, self._base))
+        else:  # whole before the model sees it, so that nothing of a bucket that is refused is loaded
+            def work() -> list[tuple[str, Tensor]]:
+                return list(self._receiver.receive(info, self._base))
+        self._job = _Job(job["number"], self._worker.device, work)
+
+    def poll(self, number: int) -> bool:
+        """Whether the job is done; the weights it received are in the model then. Raises what went wrong."""
+        job = self._job
+        if job is None or job.number != number:
+            raise TransferError("the weight transfer was called off by a newer one")
+        if not job.done:
+            return False
+        if found := job.take():
+            self._load(found)
+        return True
+
+    def start(self) -> None:
+        """Ready the model for new weights. One that is under way is given up (its sender began again)."""
+        if self._loaded is not None:
+            self.abort()
+        with self._in_worker():
+            if self._engine is not None:
+                self._worker.start_weight_update()
+            else:
+                _reload().initialize_layerwise_reload(self._model)
+        self._loaded = set()
+
+    def stage(self, update_info: dict[str, Any]) -> None:
+        """Begin to receive into host memory; generation goes on."""
+        self._receiver.stage(update_info)
+
+    def finish(self, version: int) -> None:
+        """All buckets are in: let vLLM finish its layers, set the version. OutOfOrder when tensors are missing."""
+        if self._loaded is None or not self._loaded:
+            raise OutOfOrder("no weights were loaded since /start_weight_update")
+        if missing := sorted(self._expected.keys() - self._loaded - ({TIED_HEAD} if self._tied else set())):
+            self.abort()
+            raise OutOfOrder(f"the update lacks {len(missing)} of {len(self._expected)} tensors, the first {missing[0]}")
+        self._end_reload()
+        self._refresh_tied_head()
+        self._loaded, self._damaged, self._version = None, False, version
+
+    def abort(self) -> None:
+        """End an update without its weights: layers that got none keep theirs, others make the model `damaged`."""
+        if self._loaded is None:
+            return
+        self._damaged = self._damaged or bool(self._loaded)
+        self._end_reload()
+        self._refresh_tied_head()
+        self._loaded = None
+
+    def close(self) -> None:
+        """Leave the senders' groups."""
+        self._receiver.close()
+
+    # inside -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _model(self) -> nn.Module:
+        return self._worker.model_runner.get_model()
+
+    @property
+    def _tied(self) -> bool:
+        return bool(self._worker.vllm_config.model_config.hf_text_config.tie_word_embeddings)
+
+    @property
+    def _engine(self) -> Any:  # noqa: ANN401
+        """vLLM's own weight transfer, which only hccl uses."""
+        return getattr(self._worker, "weight_transfer_engine", None)
+
+    def _in_worker(self) -> Any:  # noqa: ANN401
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self._worker.vllm_config)
+
+    def _connect(self, init_info: dict[str, Any]) -> None:
+        """This worker's rank in the senders' groups is the instance's first plus its own."""
+        if init_info.get("transport") == "hccl":
+            self._connect_hccl(init_info)
+        else:
+            self._receiver.connect(init_info, self._worker.rank)
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        with self._in_worker(), torch.device(self._worker.device), torch.no_grad():
+            self._model.load_weights(self._noted(tensors))
+            for layer in self._model.modules():
+                _own_pending(_reload().get_layerwise_info(layer))
+
+    def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        assert self._loaded is not None
+        for name, tensor in tensors:
+            self._check(name, tuple(tensor.shape))
+            self._loaded.add(name)
+            yield name, tensor
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        expected = self._expected.get(name)
+        if expected is None and not (self._tied and name == TIED_HEAD):
+            raise BadInput(f"{name}: the model in {self._base} has no such tensor")
+        if expected is not None and expected != shape:
+            raise BadInput(f"{name}: its shape is {list(shape)}, the model's is {list(expected)}")
+
+    def _end_reload(self) -> None:
+        with self._in_worker():
+            if self._engine is not None:
+                self._worker.finish_weight_update()
+            else:
+                _reload().finalize_layerwise_reload(self._model, self._worker.model_config)
+
+    def _refresh_tied_head(self) -> None:
+        """vLLM on the CPU computes logits from a packed copy of lm_head; that of a tied one is left as it was by any reload."""
+        head = getattr(self._model, "lm_head", None)
+        method = getattr(head, "quant_method", None)
+        if head is None or method is None or os.environ.get(KEEP_STALE_HEAD) == "1":
+            return
+        if self._tied:
+            with self._in_worker(), torch.no_grad():
+                method.process_weights_after_loading(head)
+
+    # hccl: vllm-ascend's own transfer. Written from its published source (0.23.0), not run on hardware -----------------------
+
+    def _connect_hccl(self, init_info: dict[str, Any]) -> None:
+        if self._engine is None:
+            raise BadInput("transport hccl needs an instance that was started for it (weights.transport = \"hccl\")")
+        if len(init_info["stages"]) != 1:
+            raise BadInput(f"transport hccl knows one sender; {len(init_info['stages'])} pipeline stages send here")
+        stage = init_info["stages"][0]
+        self._worker.init_weight_transfer_engine({
+            "master_address": stage["host"], "master_port": stage["port"],
+            "rank_offset": init_info["rank"], "world_size": init_info["world_size"],
+        })
+
+    def _load_hccl(self, info: dict[str, Any]) -> None:
+        if self._engine is None:
+            raise BadInput("transport hccl needs an instance that was started for it (weights.transport = \"hccl\")")
+        for name, shape in zip(info["names"], info["shapes"], strict=True):
+            self._check(name, tuple(shape))
+        keys = ("names", "shapes", "packed", "packed_buffer_size_bytes", "packed_num_buffers")
+        self._loaded = (self._loaded or set()) | set(info["names"])
+        self._worker.update_weights({key: info[key] for key in keys if key in info} | {"dtype_names": info["dtypes"]})
+
+
+class _Job:
+    """Work in a thread: its result, or its error, when it is done."""
+
+    def __init__(self, number: int, device: torch.device, work: Callable[[], Any] | None) -> None:
+        """No `work`: done already."""
+        self.number = number
+        self._device, self._work = device, work
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        if work is None:
+            self._ended.set()
+        else:
+            threading.Thread(target=self._run, name="weights", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            if self._device.type != "cpu":
+                torch.accelerator.set_device_index(self._device)  # a thread begins with device 0
+            self._result = self._work() if self._work else None
+        except BaseException as error:  # whatever it is, `take` raises it
+            self._error = error
+        finally:
+            self._ended.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.is_set()
+
+    def take(self) -> Any:  # noqa: ANN401
+        """The result, once. Raises the work's error."""
+        result, self._result = self._result, None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return result
+
+
+def _own_pending(info: Any) -> None:  # noqa: ANN401
+    """Copy what vLLM keeps of a layer that is not complete yet: the bucket's memory is used again for the next."""
+    for _, bound in info.loaded_weights:
+        for key, value in bound.arguments.items():
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                bound.arguments[key] = value.clone()
+
+
+def _reload() -> Any:  # noqa: ANN401
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    return layerwise
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a Hugging Face folder."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes

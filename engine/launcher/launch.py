@@ -1,0 +1,214 @@
+"""Starts, watches and ends the processes of a run: `python -m engine.launcher.launch --config FILE [--resume] [--replay FILE]`.
+
+The launcher holds the producer, the verifiers' workers, the pool of instances and the sample queue; the trainer ranks
+run under torch elastic. Whatever ends the launcher ends them all (engine.run.process).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import shutil
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from engine.config import Config
+from engine.config.recipe import load
+from engine.data.loader import PromptLoader
+from engine.data.prepared import training_problems
+from engine.data.problems import Problems
+from engine.data.prompts import encode
+from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped
+from engine.launcher.checks import check_instances, check_training
+from engine.launcher.conductor import Conductor
+from engine.launcher.pool.registry import listen_address, registry
+from engine.launcher.service import rollout_service
+from engine.run import record
+from engine.run.commands import agent_command, rank_arguments
+from engine.run.folder_lock import held
+from engine.run.process import Child, drop_lifeline, hold_lifeline, watch_lifeline
+from engine.run.run_folder import RunFolder
+from engine.run.run_identity import claim
+from engine.run.trace import Trace
+from engine.wire.invitation import INVITATION, control_address, invite
+from engine.wire.keys import CONTROL_KEY, make_keys
+from engine.wire.server import ControlServer
+
+STOP_S = 60.0
+"""How long a trainer that was told to stop may take for its checkpoint; at most `train.timeout_s`, the longest of its waits."""
+
+STOP_BY_SIGNAL_S = 5.0
+"""The same when a signal ended the run: who cancels a run waits for its end."""
+
+TAKEOVER_S = 30.0
+"""How long the launcher of a killed attempt may still hold the run folder: its lifeline ends it within a second or two."""
+
+END_S = 5.0
+"""What the agent may take to end the ranks, by force if need be (engine.trainer.elastic), before it is killed itself."""
+
+
+def launch(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
+    """Train. `config.model.path` is a folder by now. Raises the error that ended the run; no process is left behind."""
+    check_training(config)
+    listen_address(config.rollout.listen)
+    if replay is None:
+        check_instances(config)
+    else:
+        record.check(replay, config)
+    folder = RunFolder(config.folder)
+    with held(folder.launcher_lock, f"run folder {folder.path}", TAKEOVER_S):
+        claim(folder.path, config, resume)
+        folder.create(config, resume)
+        try:
+            asyncio.run(_Launcher(config, folder, resume, replay).run())
+        except MetronomeError as error:
+            folder.fail(error)
+            raise
+        finally:
+            (folder.path / INVITATION).unlink(missing_ok=True)
+            drop_lifeline()
+    return folder
+
+
+class _Launcher:
+    def __init__(self, config: Config, folder: RunFolder, resume: bool, replay: Path | None) -> None:
+        self.config = config
+        self.folder = folder
+        self.resume = resume
+        self.replay = replay
+        self.scratch = Path(hold_lifeline()).parent
+        self.trace = Trace(folder.trace, "launcher")
+        self._keys = make_keys() if config.parallel.nodes > 1 else None
+        self._signal: str | None = None
+        """The first signal that told the run to end."""
+        self._conductor: Conductor | None = None
+
+    async def run(self) -> None:
+        """Bring everything up (all processes at once, each takes seconds), wait for the trainer, bring everything down."""
+        self._stop_on_signals()
+        if self.replay is not None:
+            await self._watched(Conductor(self.config, self.folder, self.trace), self._start_trainer())
+            return
+        problems = training_problems(self.config)
+        trainer = self._start_trainer()
+        try:
+            await self._with_rollouts(problems, trainer)
+        finally:
+            await asyncio.to_thread(trainer.stop, END_S)
+
+    async def _with_rollouts(self, problems: Problems, trainer: Child) -> None:
+        config, model = self.config, Path(self.config.model.path)
+        group_size = config.rollout.group_size
+        async with (
+            rollout_service(config, model, self.folder.path, config.rollout, group_size, self.trace, synced=True) as service,
+            registry(service.pool, config, self.folder.path) as routes,
+        ):
+            tokenizer, template = service.tokens.tokenizer, config.data.prompt_template
+            encoded = encode(problems, tokenizer, template, config.rollout.max_context)
+            loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
+            await service.pool.connect()
+            conductor = Conductor(config, self.folder, self.trace, loader, service)
+            routes.step = lambda: conductor.last
+            await self._watched(conductor, trainer)
+
+    def _start_trainer(self) -> Child:
+        shutil.rmtree(self._weights_folder(), ignore_errors=True)  # half a version of a run that was killed, in another layout
+        log, env = self.folder.logs / "trainer.log", {"OMP_NUM_THREADS": str(self.config.trainer_threads)}
+        env |= {CONTROL_KEY: self._keys.public} if self._keys is not None else {}
+        return Child("trainer", self._trainer_command(), log, env)
+
+    async def _watched(self, conductor: Conductor, trainer: Child) -> None:
+        """Serve the trainer's requests and watch all processes until the trainer ends."""
+        self._conductor = conductor
+        server = asyncio.create_task(ControlServer(self._address, conductor.handlers(), self._keys).serve())
+        try:
+            await self._watch(trainer, server, conductor)
+        finally:
+            await asyncio.to_thread(trainer.stop, END_S)
+            await conductor.close()
+            server.cancel()
+            await asyncio.gather(server, return_exceptions=True)
+
+    @property
+    def _address(self) -> str:
+        return control_address(self.config) if self.config.parallel.nodes > 1 else f"ipc://{self.scratch}/control"
+
+    def _trainer_command(self) -> list[str]:
+        weights = self._weights_folder()
+        arguments = rank_arguments(self.config, self.folder.path, self._address, weights, self.resume, self.replay)
+        if self._keys is None:
+            return agent_command(self.config, arguments, None)
+        run_id = uuid.uuid4().hex
+        invite(self.config, self.folder.path, run_id, arguments, self._keys.public)
+        return agent_command(self.config, arguments, run_id)
+
+    def _weights_folder(self) -> Path:
+        """Beside the lifeline (shared memory where there is some) if two versions fit well, else in the run folder."""
+        needed = sum(path.stat().st_size for path in Path(self.config.model.path).glob("*.safetensors"))
+        roomy = shutil.disk_usage(self.scratch).free > 4 * needed and self.config.parallel.nodes == 1
+        return (self.scratch if roomy else self.folder.path) / "weights"
+
+    async def _watch(self, trainer: Child, server: asyncio.Task[None], conductor: Conductor) -> None:
+        """Until the trainer ends. An instance's death with none left stops the run; so does the control channel's."""
+        stop_by: float | None = None
+        while trainer.alive:
+            if server.done():
+                server.result()
+            await conductor.check()
+            if self._signal is not None and conductor.failure is None:
+                await conductor.fail(Stopped(f"ended by {self._signal}"))
+            if conductor.failure is not None:
+                grace_s = min(STOP_S, self.config.train.timeout_s) if self._signal is None else STOP_BY_SIGNAL_S
+                stop_by = stop_by or time.monotonic() + grace_s
+                if time.monotonic() > stop_by:
+                    raise conductor.failure
+            await asyncio.sleep(0.1)
+        if conductor.told is not None:
+            raise conductor.told
+        if trainer.process.returncode:
+            raise conductor.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
+
+    def _stop_on_signals(self) -> None:
+        """SIGINT and SIGTERM end the run: the trainer first saves the weights before the step it is at. A second one ends it
+        at once; clean-up happens in the `finally` blocks."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: the caller handles signals
+                loop.add_signal_handler(number, self._stop, task, signal.Signals(number).name)
+
+    def _stop(self, task: asyncio.Task[None], name: str) -> None:
+        if self._signal is None and self._conductor is not None and self._conductor.is_ready:
+            self._signal = name
+        else:
+            task.cancel(f"ended by {name}")
+
+
+def main() -> int:
+    """Command line: exit 0, 1 on failure, 2 on bad input; the reason is printed and left in failure.json."""
+    watch_lifeline()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--replay", type=Path)
+    arguments = parser.parse_args()
+    try:
+        launch(load(arguments.config), arguments.resume, arguments.replay)
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except MetronomeError as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError as ended:
+        print(f"error: {' '.join(map(str, ended.args)) or 'cancelled'}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""A few fixed tokens whose log-probabilities tell which weights a model computes with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.launcher.pool.client import InstanceFault
+
+PERTURBED_TOKENS = 8
+"""How many tokens' output rows the self-test changes."""
+TOLERANCE = {"float32": (1e-4, "largest"), "bfloat16": (0.02, "mean")}
+"""By the instances' dtype: how far log-probabilities of trainer and instance may be apart, and which difference counts."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A fixed row of tokens, all different."""
+
+    token_ids: tuple[int, ...]
+    vocabulary: int
+    dtype: str
+    """Of the instances' weights."""
+
+    @property
+    def perturb(self) -> list[int]:
+        """Tokens that are predicted at the row's end or nowhere, and never an input of the model."""
+        row = set(self.token_ids)
+        others = [token for token in range(min(self.vocabulary, len(row) + PERTURBED_TOKENS)) if token not in row]
+        return [self.token_ids[-1], *others[: PERTURBED_TOKENS - 1]]
+
+    def request(self) -> dict[str, Any]:
+        """The body of the /v1/completions that asks for their log-probabilities (temperature 1)."""
+        return {"prompt": list(self.token_ids), "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0,
+                "n": 1, "logprobs": 0, "prompt_logprobs": 0, "return_token_ids": True}
+
+    def read(self, reply: dict[str, Any]) -> list[float]:
+        """The log-probabilities in its reply, one for each token after the first. Raises InstanceFault."""
+        try:
+            pairs = zip(reply["choices"][0]["prompt_logprobs"][1:], self.token_ids[1:], strict=True)
+            return [float(entry[str(token)]["logprob"]) for entry, token in pairs]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InstanceFault(f"its reply lacks the probe's prompt_logprobs: {error!r}") from None
+
+    def difference(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
+        """What `TOLERANCE` bounds; NaN where one of them is."""
+        apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+        if any(value != value for value in apart):
+            return float("nan")
+        return max(apart) if TOLERANCE[self.dtype][1] == "largest" else sum(apart) / len(apart)
+
+
+def probe(vocabulary: int, count: int, max_context: int, dtype: str) -> Probe | None:
+    """A probe of `count` tokens, or as many as context and vocabulary allow; None for less than two."""
+    count = min(count, max_context - 1, vocabulary // 2)
+    return Probe(tuple(random.Random(0).sample(range(vocabulary), count)), vocabulary, dtype) if count > 1 else None

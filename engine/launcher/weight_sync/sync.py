@@ -1,0 +1,297 @@
+"""Leading the instances through a weight sync: two phases, every instance checked, one that fails left out (contract 7).
+
+Open: the instances that are to get the version are paused. The trainer's sender then announces bucket after bucket, which
+every instance receives and verifies by checksums. Finish: each names the version, forgets cached prompts and serves again.
+Checked: each must give the trainer's log-probabilities for a few fixed tokens. That is computed by both beside the first
+responses of the new weights, which are held back until it has passed (InstanceClient.distrust), and lost when it does not.
+Once per connection an instance shows that it follows new weights at all: it loads visibly perturbed ones and its
+log-probabilities must move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.launcher.pool.client import Refused
+from engine.launcher.pool.instance import Instance
+from engine.launcher.weight_sync.crew import Crew, Members
+from engine.launcher.weight_sync.probe import Probe, probe
+from engine.launcher.weight_sync.steps import Steps
+from engine.wire.weights.bucket_file import wire_of
+
+__all__ = ["Probe", "WeightSync", "probe"]
+
+PATIENCE_S = 5.0
+"""What a living instance needs at most to answer GET /health."""
+
+
+class WeightSync:
+    """One per run. The trainer's sender calls open … finish in order; the pool calls catch_up at any time."""
+
+    def __init__(
+        self, pool: Members, probe: Probe | None, timeout_s: float, staged: bool = False, cut: bool = False, in_turn: bool = False
+    ) -> None:
+        """`timeout_s`: of every call; `staged`: buckets are received while the instances generate, and swapped in at finish;
+        `cut`: responses under way are broken off, to be continued (rollout.partial), else they are waited for; `in_turn`: staged
+        weights are swapped in by one instance after the other, while those whose turn has not come go on with the old ones."""
+        self._cut, self._in_turn = cut, in_turn and staged
+        self._pool, self._probe, self._timeout_s, self._staged = pool, probe, timeout_s, staged
+        self._steps = Steps(probe, timeout_s)
+        self._version: int | None = None
+        self._snapshot: Path | None = None
+        self._expected: list[float] | None = None
+        """The trainer's log-probabilities of the probe under that version."""
+        self._told: asyncio.Future[list[float] | None] | None = None
+        """The same, of the publish under way."""
+        self._checks: dict[Instance, asyncio.Task[None]] = {}
+        """Comparisons under way."""
+        self._unchecked = False
+        self._crew = Crew(pool)
+        self._sizes: list[int] = []
+        self._generation = 0
+        self._started = False
+        self._tested: set[Instance] = set()
+        self._one_bucket = asyncio.Lock()
+        self._quiet = asyncio.Event()
+        """Set while no publish is under way."""
+        self._quiet.set()
+
+    @property
+    def version(self) -> int | None:
+        """Of the last publish that was finished; None before the first."""
+        return self._version
+
+    # a publish, as the trainer's sender goes through it -------------------------------------------------------------------
+
+    async def open(self, version: int) -> dict[str, Any]:
+        """Pause the instances that are to get the version. Waits for one (the pool's limit).
+
+        Returns {"generation", "members": names, "world_size": ranks of a stage's group, its sender included,
+        "connect": whether groups must be made anew, "local": whether all are on this machine, "probe": token ids}.
+        """
+        if self._unchecked:
+            raise MetronomeError(f"weight version {self._version} was not compared with the trainer's before version {version}")
+        self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
+        await self._pool.wait_for_member()
+        self._quiet.clear()
+        self._started = False
+        self._told = asyncio.get_running_loop().create_future()
+        self._crew.members = self._pool.members()
+        if not self._staged:
+            for instance in self._crew.members:
+                instance.state = "updating"
+        during = f"weight version {version}"
+        await self._crew.each(partial(self._prepare, during=during))
+        self._sizes = await self._crew.each(partial(self._steps.world_size, during=during))
+        if self._crew.members != self._crew.connected:
+            self._crew.connected = []
+            self._generation += 1
+        return {
+            "generation": self._generation,
+            "members": [instance.name for instance in self._crew.members],
+            "world_size": 1 + sum(self._sizes),
+            "connect": not self._crew.connected,
+            "local": self._crew.local,
+            "probe": list(self._probe.token_ids) if self._probe is not None else [],
+        }
+
+    async def connect(self, version: int, stages: list[dict[str, Any]], transport: str) -> dict[str, Any]:
+        """Have all members join the stages' groups while the senders gather them. {"retry": True}: begin again with `open`."""
+        sizes = self._sizes
+        ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._crew.members)}
+        info = {"transport": transport, "generation": self._generation, "stages": stages, "world_size": 1 + sum(sizes),
+                "timeout_s": self._timeout_s}
+
+        async def join(instance: Instance) -> None:
+            told = {"init_info": info | {"rank": ranks[instance]}}
+            await self._steps.post(instance, "/init_weight_transfer_engine", told, f"weight version {version}")
+
+        if await self._crew.together(join):
+            self._crew.connected = list(self._crew.members)
+            return {}
+        return {"retry": True}
+
+    async def bucket(self, update_info: dict[str, Any]) -> dict[str, Any]:
+        """Have every member receive the same bucket, one bucket at a time.
+
+        {"retry": True}: a member of a collective transfer failed; begin again with `open`. Raises WeightSyncError when every
+        member refuses the bucket: then it is the bucket that is wrong.
+        """
+        async with self._one_bucket:
+            if not self._staged and not self._started:
+                members = self._crew.members
+                await self._crew.each(partial(self._steps.start, during=f"weight version {update_info['version']}"))
+                self._started = True
+                if self._crew.members != members and update_info.get("transport") != "file":
+                    return {"retry": True}
+            info = update_info | {"staged": self._staged}
+
+            async def receive(instance: Instance) -> None:
+                await self._steps.update(instance, info)
+
+            if update_info.get("transport") == "file":
+                await self._crew.each(receive)
+            elif not await self._crew.together(receive):
+                return {"retry": True}
+            return {}
+
+    async def abort(self, version: int, reason: str) -> dict[str, Any]:
+        """A sender could not send: leave out who does not answer any more, and have the groups made anew."""
+        self._crew.connected = []
+
+        async def answers(instance: Instance) -> None:
+            await instance.client.call("GET", "/health", timeout_s=min(PATIENCE_S, self._timeout_s))
+
+        await self._crew.each(answers)
+        self._crew.strike(self._crew.members, reason)
+        return {"retry": True}
+
+    async def finish(self, version: int, snapshot: str | None) -> dict[str, Any]:
+        """Every member serves the version, or is left out; `checked` must follow before a response of it is seen. `snapshot`:
+        folder from which late instances load it (it may be complete only later). Raises WeightSyncError when all members that
+        live hold something else."""
+        self._unchecked = True
+
+        async def complete(instance: Instance) -> None:
+            if self._in_turn and (not instance.lives or instance.state == "updating"):
+                # it left, or was left out, before its turn; the pool may be bringing it to the weights on its own already
+                self._crew.connected = []
+                return
+            if self._staged:
+                instance.state = "updating"
+                await self._steps.pause(instance, f"weight version {version}", abort=self._cut)
+                await self._steps.start(instance, f"weight version {version}")
+                await self._steps.update(instance, {"transport": "staged", "version": version})
+            instance.client.distrust()
+            await self._steps.swap(instance, version)
+            instance.version = version
+            self._checks[instance] = asyncio.create_task(self._compare(instance, version))
+            self._pool.admit(instance)
+
+        await (self._crew.in_turn if self._in_turn else self._crew.each)(complete)
+        self._version, self._snapshot = version, Path(snapshot) if snapshot else None
+        self._crew.succeeded()
+        return {}
+
+    def expect(self, expected: list[float] | None) -> None:
+        """The trainer's log-probabilities of the probe under the version that was opened last; None or []: it has none."""
+        if self._told is not None and not self._told.done():
+            self._told.set_result(expected or None)
+
+    async def checked(self) -> dict[str, Any]:
+        """After `finish` and `expect`: every member computes with the trainer's weights, or is left out and its responses are
+        lost. Raises WeightSyncError when all members that live compute with something else."""
+        checks = self._checks
+
+        async def check(instance: Instance) -> None:
+            if instance.state in ("serving", "draining") and instance in checks:
+                await checks[instance]
+            elif instance in checks:  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
+                checks[instance].cancel()
+                await asyncio.gather(checks[instance], return_exceptions=True)
+
+        await self._crew.each(check)
+        self._expected = await self._trainers()
+        self._checks, self._unchecked = {}, False
+        self._quiet.set()
+        return {}
+
+    async def _compare(self, instance: Instance, version: int) -> None:
+        await self._steps.compare(instance, version, self._trainers)
+        if instance.state in ("serving", "draining"):  # else it was left out meanwhile: it catches up before it counts again
+            instance.client.trust()
+
+    async def _trainers(self) -> list[float] | None:
+        """The trainer's log-probabilities, once it has told them."""
+        assert self._told is not None
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._told), self._timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"the trainer did not tell its log-probabilities of the fixed tokens under weight version "
+                                f"{self._version} within {self._timeout_s:g} s") from None
+
+    async def close(self) -> None:
+        """End the comparisons under way."""
+        for check in self._checks.values():
+            check.cancel()
+        await asyncio.gather(*self._checks.values(), return_exceptions=True)
+
+    # instances that come late ---------------------------------------------------------------------------------------------
+
+    async def catch_up(self, instance: Instance) -> None:
+        """Self-test a late instance and bring it to the current version from its snapshot; it is not admitted yet.
+
+        Waits for a publish under way, and begins again when another was finished meanwhile. Raises MetronomeError.
+        """
+        instance.client.distrust()
+        await self._test_once(instance)
+        while True:
+            await self._until_quiet(instance)
+            if self._version is None:
+                raise MetronomeError(f"{instance.name}: no weight version was published yet; it gets the first one")
+            version, expected = self._version, self._expected
+            try:
+                await self._load_snapshot(instance, version)
+                await self._steps.swap(instance, version)
+                await self._steps.compare(instance, version, partial(_known, expected))
+            except (Refused, BadInput):
+                if self._version == version and self._quiet.is_set():
+                    raise
+                continue  # the snapshot gave way to a newer one
+            if self._version == version and self._quiet.is_set():
+                instance.version = version
+                instance.client.trust(anew=True)
+                return
+
+    async def _load_snapshot(self, instance: Instance, version: int) -> None:
+        if self._snapshot is None:
+            raise MetronomeError(f"{instance.name}: weight version {version} left no snapshot to load")
+        files = await self._files(self._snapshot)
+        await self._steps.pause(instance, f"weight version {version}", abort=True)
+        await self._steps.start(instance, f"weight version {version}")
+        for number, file in enumerate(files):
+            info = {**await asyncio.to_thread(wire_of, file), "transport": "file", "version": version, "stage": 0,
+                    "bucket": number, "path": str(file)}
+            await self._steps.update(instance, info)
+
+    async def _files(self, snapshot: Path) -> list[Path]:
+        """The buckets of a snapshot, once it is whole."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while not snapshot.is_dir() and self._snapshot == snapshot:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise DeadlineError(f"the snapshot {snapshot} was not whole within {self._timeout_s:g} s") from None
+        if not (files := sorted(snapshot.glob("*.safetensors"))):
+            raise BadInput(f"{snapshot}: no weights in this snapshot")
+        return files
+
+    async def _until_quiet(self, instance: Instance) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._quiet.wait()
+        except TimeoutError:
+            raise DeadlineError(f"{instance.name}: the weight sync after version {self._version} did not end within "
+                                f"{self._timeout_s:g} s") from None
+
+    async def self_test(self, instance: Instance) -> None:
+        """Steps.self_test: raises WeightSyncError when the instance does not follow the weights it is given."""
+        await self._steps.self_test(instance)
+
+    async def _prepare(self, instance: Instance, during: str) -> None:
+        await self._test_once(instance)
+        if not self._staged:
+            await self._steps.pause(instance, during, abort=self._cut)
+
+    async def _test_once(self, instance: Instance) -> None:
+        if instance not in self._tested:
+            await self.self_test(instance)
+            self._tested.add(instance)
+
+
+async def _known(expected: list[float] | None) -> list[float] | None:
+    return expected

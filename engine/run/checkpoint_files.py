@@ -1,0 +1,210 @@
+"""What makes a folder a checkpoint: its name, its marker, and which ones are kept. Files only, no ranks, no tensors.
+
+The marker is written last and names every file with its size: readers trust a folder only if the marker is there and every
+file is as it says. It also holds a checksum of each file, which is compared when the checkpoint is loaded: XXH3 of the tensors
+(as fast as a disk reads), SHA-256 of the small files, since Megatron's format keeps its index as a pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from engine.errors import CheckpointError
+
+MARKER = "_SUCCESS.json"
+INDEX = ".metadata"
+"""Megatron's (torch's) list of the tensors in the files."""
+DATA = ".distcp"
+"""Ending of the files that hold the tensors."""
+BEST_BY = "reward_mean"
+"""The figure of the last step by which checkpoints are ranked for `checkpoint.keep_best`."""
+
+Marker = dict[str, Any]
+
+PLAIN = {
+    ("torch", "Size"), ("torch", "float32"), ("torch", "bfloat16"), ("torch", "float16"), ("torch", "uint8"),
+    ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING")),
+}  # fmt: skip
+"""What an index of tensors consists of, and nothing else: no code runs when such a pickle is read."""
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Folder of the checkpoint taken before step `step` (weight version = step)."""
+    return root / f"step-{step:06d}"
+
+
+def partial_of(folder: Path) -> Path:
+    """Where a checkpoint stands while it is written."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
+    """Why files of these sizes (bytes, by name) are no complete checkpoint, or None if they are one."""
+    if marker is None:
+        return f"no {MARKER}"
+    for name, size in marker["files"].items():
+        if name not in sizes:
+            return f"{name} is missing"
+        if sizes[name] != size:
+            return f"{name} has {sizes[name]} bytes, {MARKER} says {size}"
+    return None
+
+
+def parse(text: bytes) -> Marker | None:
+    """A marker from its file; None if the file was cut off."""
+    try:
+        return dict(json.loads(text))
+    except ValueError:
+        return None
+
+
+def read_marker(folder: Path) -> Marker | None:
+    """The folder's marker, or None if there is none."""
+    return parse((folder / MARKER).read_bytes()) if (folder / MARKER).is_file() else None
+
+
+def fault_of(folder: Path) -> str | None:
+    """Why the folder is no complete checkpoint, or None if it is one."""
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    return fault(read_marker(folder), sizes)
+
+
+def complete(folder: Path) -> bool:
+    """Whether the checkpoint is whole: marker there, every file of the size that the marker says."""
+    return fault_of(folder) is None
+
+
+def all_complete(root: Path) -> list[Path]:
+    """The complete checkpoints under a root folder, oldest first."""
+    return sorted(folder for folder in root.glob("step-*") if complete(folder))
+
+
+def latest(root: Path) -> Path | None:
+    """The newest complete checkpoint under a root folder."""
+    found = all_complete(root)
+    return found[-1] if found else None
+
+
+def step_of(folder: Path) -> int:
+    """The step with which a run goes on from this checkpoint."""
+    return int(json.loads((folder / MARKER).read_text())["step"])
+
+
+def incomplete(root: Path) -> dict[Path, str]:
+    """Half-written checkpoints under a root folder, oldest first, each with a sentence that names it and says what is wrong."""
+    broken = {folder: fault_of(folder) for folder in (*root.glob("step-*"), *root.glob(".step-*.partial"))}
+    names = {folder: folder.name.removeprefix(".").removesuffix(".partial") for folder in broken}
+    return {folder: f"checkpoint {names[folder]} is incomplete ({broken[folder]}), ignored"
+            for folder in sorted(broken, key=lambda folder: names[folder]) if broken[folder]}  # fmt: skip
+
+
+def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float], run: str = "") -> None:
+    """Make a finished folder the checkpoint of a run (its number, `engine.run.run_identity`): renamed, then marked.
+
+    One that stood there before without a marker goes.
+    """
+    files = sorted(path for path in partial.iterdir() if path.is_file())
+    marker = {
+        "step": step,
+        "weight_version": step,
+        "id": uuid.uuid4().hex,
+        "run": run,
+        "saved_at": time.time(),
+        "figures": dict(figures),
+        "files": {path.name: path.stat().st_size for path in files},
+        "sha256": {path.name: _sha256(path) for path in files if path.suffix != DATA},
+        "xxh3_128": {path.name: _xxh3(path) for path in files if path.suffix == DATA},
+    }
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+    write_json(target / MARKER, marker)
+
+
+def kept(markers: Mapping[str, Marker], last: int, best: int) -> set[str]:
+    """Names of the checkpoints to keep: the `last` newest, and the `best` with the highest BEST_BY among all."""
+    newest = sorted(markers, key=lambda name: markers[name]["step"], reverse=True)
+    ranked = sorted((name for name in newest if BEST_BY in markers[name].get("figures", {})),
+                    key=lambda name: markers[name]["figures"][BEST_BY], reverse=True)  # fmt: skip
+    return set(newest[:last]) | set(ranked[:best])
+
+
+def prune(root: Path, last: int, best: int) -> None:
+    """Delete the complete checkpoints that are not kept, and half-written ones from before the newest complete one."""
+    markers = {folder.name: json.loads((folder / MARKER).read_text()) for folder in all_complete(root)}
+    keep = kept(markers, last, best)
+    half = [folder for folder in incomplete(root) if markers and folder.name.strip(".") < max(markers)]
+    for folder in [*half, *(root / name for name in markers if name not in keep)]:
+        (folder / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(folder)
+
+
+def check(folder: Path) -> None:
+    """Refuse a checkpoint whose files are not those that its marker was written for, or whose index is no plain one.
+
+    Raises CheckpointError naming the file. To be called before Megatron reads the folder, which unpickles the index (design
+    contract 10). Reads every file once.
+    """
+    if wrong := damage(folder, json.loads((folder / MARKER).read_text())):
+        raise CheckpointError(f"checkpoint {folder}: {wrong}; delete this checkpoint to go on from the one before")
+    with (folder / INDEX).open("rb") as file:
+        entries = _Plain(file, folder).load().state_dict_metadata
+    for name, entry in entries.items():
+        if type(entry).__name__ != "TensorStorageMetadata":
+            raise CheckpointError(f"checkpoint {folder}: {name} is no tensor; Metronome's checkpoints hold tensors only")
+
+
+def damage(folder: Path, marker: Marker) -> str | None:
+    """Which file of a folder is not the one that a marker was written for, by its checksum; None: all are. Reads every file."""
+    small = {INDEX: None, **marker.get("sha256", {})}
+    kinds = (("SHA-256", _sha256, small), ("XXH3", _xxh3, marker.get("xxh3_128", {})))
+    for kind, checksum, expected in kinds:
+        for name in sorted(expected):
+            if not (folder / name).is_file() or checksum(folder / name) != expected[name]:
+                return f"{name} is not the file that {MARKER} was written for ({kind} differs)"
+    return None
+
+
+class _Plain(pickle.Unpickler):
+    """Reads an index without running anything that is not in PLAIN."""
+
+    def __init__(self, file: Any, folder: Path) -> None:  # noqa: ANN401
+        super().__init__(file)
+        self._folder = folder
+
+    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
+        """What the pickle refers to, if it may."""
+        if (module, name) not in PLAIN:
+            raise CheckpointError(f"checkpoint {self._folder}: {INDEX} refers to {module}.{name}, which no checkpoint of "
+                                  "Metronome does; it was not written by this program and is not read")
+        return super().find_class(module, name)
+
+
+def write_json(path: Path, content: Mapping[str, Any] | Iterable[Any]) -> None:
+    """Write a file so that it is there whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.rename(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _xxh3(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]

@@ -1,0 +1,184 @@
+"""Checkpoints in the place that `checkpoint.path` names, a folder or s3://: files first, marker last.
+
+Any file system of fsspec would do; a folder and s3:// are tested.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import botocore.exceptions
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from engine.config import Config
+from engine.errors import CheckpointError
+from engine.run.checkpoint_files import (
+    MARKER,
+    Marker,
+    damage,
+    fault,
+    kept,
+    parse,
+    partial_of,
+    read_marker,
+    write_json,
+)
+
+
+def place_of(config: Config) -> str:
+    """Where the run's checkpoints are published: `<checkpoint.path>/<run.name>`, or "" if they stay in the run folder."""
+    return f"{config.checkpoint.path.rstrip('/')}/{config.run.name}" if config.checkpoint.path else ""
+
+
+def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = None) -> None:
+    """Copy a complete checkpoint, and files `beside` it by name, to a folder or URL.
+
+    A marker that is there already is removed first; files that it names are left as they are if it is this checkpoint's.
+    The new one is written when the place lists every file in its size. Raises CheckpointError naming the place; what is there
+    then looks complete only if it is. Another run's checkpoint is not overwritten, that is a CheckpointError too.
+    """
+    marker = read_marker(checkpoint)
+    if marker is None:
+        raise CheckpointError(f"checkpoint {checkpoint} is not complete: it has no {MARKER}")
+    files = {name: checkpoint / name for name in marker["files"]} | dict(beside or {})
+    with _named(f"publishing the checkpoint to {place}"):
+        store, root = _open(place)
+        store.invalidate_cache()  # a listing from before may not have the marker that must go first
+        there = _marker(store, root)
+        if there is not None and not _is_of(there, marker.get("run", "")):
+            raise CheckpointError(f"{place} (checkpoint.path and run.name) holds a checkpoint of another run, which is not "
+                                  "overwritten; delete it, or give one of the two runs another run.name or checkpoint.path")
+        if there is not None:
+            store.rm_file(f"{root}/{MARKER}")
+        same = there["files"] if there and "id" in marker and there.get("id") == marker["id"] else {}
+        for name, file in files.items():
+            if name not in same or name in (beside or {}):
+                store.put_file(str(file), f"{root}/{name}")
+        sizes = {name: file.stat().st_size for name, file in files.items()}
+        store.invalidate_cache()
+        if wrong := fault({"files": sizes}, _sizes(store, root)):
+            raise CheckpointError(f"publishing the checkpoint to {place} (checkpoint.path) failed: {wrong}")
+        store.pipe_file(f"{root}/{MARKER}", json.dumps({**marker, "files": sizes}, indent=1).encode())
+
+
+def survey(place: str, run: str | None = None) -> tuple[dict[str, Marker], list[str]]:
+    """The complete checkpoints of a place by name, and a sentence about each incomplete one.
+
+    `run`: only this run's (the number in the markers); None: all.
+    """
+    complete, broken = _look(place)
+    if run is not None:
+        complete = {name: marker for name, marker in complete.items() if _is_of(marker, run)}
+    return complete, [f"checkpoint {place}/{name} is incomplete ({wrong}), ignored" for name, wrong in broken.items()]
+
+
+def _look(place: str) -> tuple[dict[str, Marker], dict[str, str]]:
+    """The complete checkpoints of a place by name, and what is wrong with the others."""
+    complete: dict[str, Marker] = {}
+    broken: dict[str, str] = {}
+    with _named(f"looking for checkpoints in {place}"):
+        store, root = _open(place)
+        store.invalidate_cache()
+        listed = _sizes(store, root)
+        for folder in sorted({name.partition("/")[0] for name in listed if name.startswith("step-") and "/" in name}):
+            marker = _marker(store, f"{root}/{folder}")
+            sizes = {name.removeprefix(f"{folder}/"): size for name, size in listed.items() if name.startswith(f"{folder}/")}
+            wrong = fault(marker, sizes)
+            if marker is not None and wrong is None:
+                complete[folder] = marker
+            else:
+                broken[folder] = str(wrong)
+    return complete, broken
+
+
+def download(place: str, name: str, marker: Marker, root: Path) -> Path:
+    """Copy a published checkpoint under a root folder, marker last; what lies beside it in folders of its own is left out.
+
+    Raises CheckpointError if a file arrives with another size or checksum than the marker says.
+    """
+    target = root / name
+    partial = partial_of(target)
+    for stale in (partial, target):
+        shutil.rmtree(stale, ignore_errors=True)
+    partial.mkdir(parents=True)
+    files = {file: size for file, size in marker["files"].items() if _is_name(file)}
+    with _named(f"fetching the checkpoint {place}/{name}"):
+        store, where = _open(place)
+        for file in files:
+            store.get_file(f"{where}/{name}/{file}", str(partial / file))
+    if wrong := fault({"files": files}, {file: (partial / file).stat().st_size for file in files}):
+        raise CheckpointError(f"fetching the checkpoint {place}/{name} failed: {wrong}")
+    if "sha256" in marker and (wrong := damage(partial, marker)):
+        raise CheckpointError(f"checkpoint {place}/{name}: {wrong}; delete it there to go on from the one before")
+    partial.rename(target)
+    write_json(target / MARKER, {**marker, "files": files})
+    return target
+
+
+def prune(place: str, last: int, best: int, run: str = "") -> None:
+    """Delete a run's complete checkpoints in a place that are not kept, each marker first, and what is left of others before.
+
+    Those that a failure left without a marker, or half deleted, go with the next call, as does what S3 has of files whose upload
+    broke off. Another run's stay and count for nothing. Raises CheckpointError.
+    """
+    found, broken = _look(place)
+    markers = {name: marker for name, marker in found.items() if _is_of(marker, run)}
+    newest = max(markers, key=lambda name: markers[name]["step"], default="")
+    half = {name for name in broken if name < newest}
+    with _named(f"deleting old checkpoints in {place}"):
+        store, root = _open(place)
+        for name in sorted(set(markers) - kept(markers, last, best) | half):
+            if store.exists(f"{root}/{name}/{MARKER}"):
+                store.rm_file(f"{root}/{name}/{MARKER}")
+            store.rm(f"{root}/{name}", recursive=True)
+    if "s3" in store.protocol:
+        with _named(f"aborting unfinished uploads in {place}"):
+            _abort_uploads(store, root, newest)
+
+
+def _abort_uploads(store: Any, root: str, newest: str) -> None:  # noqa: ANN401
+    """Give back the parts of files, of checkpoints up to the newest, whose upload was killed: no listing of files shows them."""
+    bucket, _, folder = root.partition("/")
+    begun = store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/step-")
+    for upload in begun.get("Uploads") or ():
+        if upload["Key"].removeprefix(f"{folder}/").partition("/")[0] <= newest:
+            store.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+
+
+def _sizes(store: Any, root: str) -> dict[str, int]:  # noqa: ANN401
+    """Size of every file under a folder, by its name from there."""
+    return {name.removeprefix(f"{root}/"): int(entry["size"]) for name, entry in store.find(root, detail=True).items()}
+
+
+def _open(place: str) -> tuple[Any, str]:
+    store, root = fsspec.core.url_to_fs(place)
+    if isinstance(store, LocalFileSystem):
+        store.auto_mkdir = True
+    return store, str(root)
+
+
+def _marker(store: Any, folder: str) -> Marker | None:  # noqa: ANN401
+    return parse(store.cat_file(f"{folder}/{MARKER}")) if store.exists(f"{folder}/{MARKER}") else None
+
+
+def _is_of(marker: Marker, run: str) -> bool:
+    return bool(marker.get("run", "") == run)
+
+
+def _is_name(name: str) -> bool:
+    """Whether it names a file in the folder itself: the marker comes from outside and must not lead out of it."""
+    return "/" not in name and name not in ("", ".", "..", MARKER)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, botocore.exceptions.BotoCoreError) as error:
+        raise CheckpointError(f"{what} (checkpoint.path) failed: {error}") from error

@@ -1,0 +1,82 @@
+"""How each process of a run is started: its command line, and what its environment needs beside the parent's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config import Config
+from engine.run.process import python
+
+
+def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[str]:
+    """Of the launcher, which trains what a resolved config file says."""
+    arguments = ["--config", str(config), *(["--resume"] if resume else [])]
+    return python("engine.launcher.launch", *arguments, *(["--replay", str(replay)] if replay is not None else []))
+
+
+def rank_arguments(config: Config, folder: Path, control: str, weights: Path, resume: bool, replay: Path | None) -> list[str]:
+    """Of every trainer rank. `control`: the launcher's control channel; `weights`: folder for snapshots of the weights."""
+    arguments = ["--folder", str(folder.resolve()), "--control", control]
+    arguments += ["--weights", str(weights), "--threads", str(config.trainer_threads)]
+    arguments += ["--resume"] if resume else []
+    return arguments + (["--replay", str(replay)] if replay is not None else [])
+
+
+def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) -> list[str]:
+    """Of the elastic agent on the launcher's node, which starts the trainer ranks there. `run_id`: with several nodes."""
+    parallel = config.parallel
+    nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
+    return python("engine.trainer.elastic", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
+
+
+def training_node_command(folder: Path, wait_s: float) -> list[str]:
+    """Of the trainer ranks on another node, which shares the run folder."""
+    return python("engine.trainer.nodes", str(folder), "--wait", str(wait_s))
+
+
+def verifier_command(connection: int, lifeline: int, spec: str) -> list[str]:
+    """Of a verifier process: its end of the socket pair and of the lifeline (file descriptors), and `reward.function`."""
+    return python("engine.verifier.worker_process", str(connection), str(lifeline), spec)
+
+
+def conversion_command(model: str) -> list[str]:
+    """Of the check of a model folder's conversion."""
+    return python("engine.tools.convert", model)
+
+
+def instance_command(
+    config: Config, model: Path, name: str, number: int, port_file: Path, port: int = 0, host: str = ""
+) -> tuple[list[str], dict[str, str]]:
+    """Command line and additional environment of the process of one instance; it writes its address to `port_file`.
+
+    `number` picks its share of rollout.devices; port 0 takes a free one, an empty host the loopback address.
+    """
+    start = _vllm if config.rollout.engine == "vllm" else _embedded
+    command, env = start(config, model, name, number, port_file)
+    command += ["--port", str(port)] if port else []
+    command += ["--host", host] if host else []
+    return command, env
+
+
+def _vllm(config: Config, model: Path, name: str, number: int, port_file: Path) -> tuple[list[str], dict[str, str]]:
+    from engine.run.vllm_command import command
+
+    return command(config, model, name, number, port_file)
+
+
+def _embedded(config: Config, model: Path, name: str, number: int, port_file: Path) -> tuple[list[str], dict[str, str]]:
+    rollout = config.rollout
+    cores = config.instance_cores(number)
+    arguments = {
+        "--model": str(model),
+        "--name": name,
+        "--port-file": str(port_file),
+        "--slots": str(rollout.concurrency * rollout.group_size),
+        "--max-context": str(rollout.max_context),
+        "--threads": str(config.instance_threads),
+    }
+    if cores:
+        arguments["--cores"] = ",".join(map(str, cores))
+    flags = ["--deterministic"] if rollout.deterministic else []
+    return python("engine.instance.embedded", *(part for pair in arguments.items() for part in pair), *flags), {}

@@ -1,0 +1,36 @@
+"""Files that are written whole or not at all, and files of JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is there whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Append one JSON object as a line, in one write. On a full disk (OSError) the file is left as it was."""
+    data = (json.dumps(row) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file of lines; a last line cut off by a kill is left out."""
+    if path.exists():
+        for line in path.read_text().split("\n")[:-1]:
+            yield json.loads(line)

@@ -1,0 +1,33 @@
+"""Runs a program that knows nothing of our lifelines and ends it with its parent: `python -m engine.run.guard PROGRAM
+ARGUMENT...`.
+
+Servers and workers of other projects outlive a killed parent. This process leads their process group, watches the lifeline
+(engine.run.process) and passes the program's exit status on.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from engine.run.process import python, watch_lifeline
+
+
+def guarded(arguments: Sequence[str]) -> list[str]:
+    """Command line that runs `arguments` under a guard."""
+    return python("engine.run.guard", *arguments)
+
+
+def main() -> int:
+    """Run the program to its end; its exit status, 128 + number for a signal."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # the program hears them too, it is in our group: its end is ours
+    watch_lifeline()
+    code = subprocess.Popen(sys.argv[1:]).wait()
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The process of a rollout instance, and the address that it writes once it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import DeadlineError
+from engine.run.process import Child
+
+LOOK_S = 0.05
+"""How often an instance's address is looked for."""
+
+
+@dataclass(eq=False)
+class Declared:
+    """One instance of the recipe, through all its restarts."""
+
+    number: int
+    child: Child
+    port_file: Path
+    restarts: int = 0
+    wanted: bool = True
+    """False once it was asked to leave: it is not started again."""
+
+    @property
+    def name(self) -> str:
+        """instance-0 …"""
+        return self.child.name
+
+    def address(self) -> tuple[str, int] | None:
+        """Host and port where it serves; None before it does."""
+        if not self.port_file.exists():
+            return None
+        address = json.loads(self.port_file.read_text())
+        return address["host"], address["port"]
+
+    async def serves(self, timeout_s: float) -> tuple[str, int]:
+        """Wait for its address. Raises ProcessDied or DeadlineError with its name."""
+        deadline = time.monotonic() + timeout_s
+        while (address := self.address()) is None:
+            self.child.check()
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"{self.name} does not serve after {timeout_s:g} s (rollout.timeout_s; a slow or busy "
+                                    f"machine needs more) and {self.child.how_it_ended()}")
+            await asyncio.sleep(LOOK_S)
+        return address
+
+

@@ -1,0 +1,101 @@
+"""The record of a run: what the trainer's units were given, in their order of training (contract 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.model.shape import content_hash
+
+PLAN = (
+    "model.dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "train.prompts_per_step",
+    "train.micro_batch_tokens", "train.learning_rate", "train.schedule", "train.warmup_steps", "train.weight_decay",
+    "train.betas", "train.max_grad_norm", "train.dtype", "train.recompute", "train.distributed_optimizer", "algorithm",
+    "attention", "parallel",
+)  # fmt: skip
+"""What a replay must have in common with the recorded run to give the same weights; besides these the base model's content."""
+
+Entry = dict[str, Any]
+"""{"unit", "step", "groups"} or {"unit", "step", "landed"}: what one unit was given to train or to score, on the wire."""
+
+
+class Recorder:
+    """Appends to `record.msgpack`: first the settings, then what each unit was given.
+
+    Micro-batches are a function of these windows and need no record.
+    """
+
+    def __init__(self, path: Path, config: Config, start: int) -> None:
+        """On resume, steps from `start` on are cut off: they are redone.
+
+        Raises BadInput for a resumed run with other settings than the record's: half of its steps could not be replayed.
+        """
+        kept = [entry for entry in read(path) if entry["step"] < start] if path.exists() else []
+        if kept:
+            _must_agree(path, config, "--resume", "keep it, or go on with train.record = false")
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            file.write(msgpack.packb({"plan": plan(config)}))
+            file.writelines(msgpack.packb(entry) for entry in kept)
+        partial.rename(path)
+        self._file = path.open("ab")
+
+    def add(self, step: int, unit: int, given: dict[str, Any]) -> None:
+        """Append what a unit is given."""
+        self._file.write(msgpack.packb({"unit": unit, "step": step, **given}))
+
+    def flush(self) -> None:
+        """Hand what was added to the system (once a step)."""
+        self._file.flush()
+
+
+def plan(config: Config) -> dict[str, Any]:
+    """The settings of `PLAN` by key, as JSON has them; a schedule that falls also depends on where it ends. Reads the model."""
+    tree = config.model_dump(mode="json")
+    found: dict[str, Any] = {"content of model.path": content_hash(Path(config.model.path))}
+    falls = config.train.schedule != "constant"
+    for key in (*PLAN, "train.steps") if falls else PLAN:
+        table, _, name = key.partition(".")
+        found |= {key: tree[table][name]} if name else {f"{table}.{name}": value for name, value in tree[table].items()}
+    return found
+
+
+def _items(path: Path) -> Iterator[Any]:
+    try:
+        with path.open("rb") as file:
+            yield from msgpack.Unpacker(file)
+    except FileNotFoundError:
+        raise BadInput(f"--replay {path}: no such file; a run with train.record = true writes record.msgpack") from None
+    except (msgpack.UnpackException, ValueError) as error:
+        raise BadInput(f"--replay {path}: not a record of train.record ({error})") from None
+
+
+def read(path: Path) -> Iterator[Entry]:
+    """What all units were given, in order. Raises BadInput for a file that is no record."""
+    items = _items(path)
+    header = next(items, None)
+    if not isinstance(header, dict) or not isinstance(header.get("plan"), dict):
+        raise BadInput(f"--replay {path}: not a record of train.record (it does not begin with a run's settings)")
+    for number, entry in enumerate(items):
+        if not isinstance(entry, dict) or not {"unit", "step"} <= entry.keys():
+            raise BadInput(f"--replay {path}: entry {number} is damaged; replay with a whole copy of record.msgpack")
+        yield entry
+
+
+def check(path: Path, config: Config) -> None:
+    """Raise BadInput unless the file is a record of a run with the settings that a replay needs."""
+    for _ in read(path):
+        pass  # to its end: what is damaged is refused now
+    _must_agree(path, config, f"--replay {path}", "replay with the recorded run's own config.toml")
+
+
+def _must_agree(path: Path, config: Config, what: str, remedy: str) -> None:
+    recorded = next(_items(path))["plan"]
+    for key, value in plan(config).items():
+        if recorded.get(key) != value:
+            raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")

@@ -1,0 +1,108 @@
+"""The folder that a run writes: made once, appended to line by line, cut back on resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from engine.config import Config
+from engine.config.recipe import load
+from engine.errors import BadInput
+from engine.run.files import append_line, read_lines, write_atomically
+from engine.types import Group, StepReport
+
+FIXED = (
+    "run.seed", "model.dtype", "data.train", "data.heldout_fraction", "data.decontaminate", "data.prompt_template",
+    "rollout.group_size", "rollout.temperature",
+    "train.prompts_per_step", "train.schedule", "train.betas", "algorithm.advantage", "algorithm.loss", "algorithm.old_policy",
+    "algorithm.kl_coef", "algorithm.dynamic_sampling",
+)  # fmt: skip
+"""Keys that a resumed run may not change."""
+
+SAMPLED_GROUPS = 2
+"""Groups per step whose prompts, responses and scores are kept for people to read."""
+
+
+class RunFolder:
+    """`<run.output>/<run.name>/` and what stands where in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.steps = path / "steps.jsonl"
+        self.evaluations = path / "evaluations.jsonl"
+        self.responses = path / "responses"
+        self.trace = path / "trace"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.policy = path / "policy"
+        self.failure = path / "failure.json"
+        self.stages = path / "stages.json"
+        self.attempts = path / "attempts.jsonl"
+        self.lock = path / "lock"
+        self.launcher_lock = self.logs / "launcher.lock"
+
+    def create(self, config: Config, resume: bool) -> None:
+        """Make the folder and write the resolved config. Without `resume` a folder with steps in it is bad input."""
+        if self.steps.exists() and not resume:
+            raise BadInput(f"run folder {self.path} holds a run already; give --resume to go on with it, or another run.name")
+        if resume and self.config.exists():
+            check_same_run(config, load(self.config))
+        for folder in (self.logs, self.responses):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.failure.unlink(missing_ok=True)
+        dump(config, self.config)
+
+    def cut(self, step: int) -> None:
+        """Drop what was written of steps from `step` on: those steps are done again."""
+        if self.steps.exists():
+            kept = [line for line in read_lines(self.steps) if line["step"] < step]
+            write_atomically(self.steps, "".join(json.dumps(line) + "\n" for line in kept))
+        for sample in self.responses.glob("step-*.jsonl"):
+            if int(sample.stem.removeprefix("step-")) >= step:
+                sample.unlink()
+
+    def add_step(self, report: StepReport) -> None:
+        """Append one line to steps.jsonl, in one write."""
+        append_line(self.steps, {key: value for key, value in asdict(report).items() if value is not None})
+
+    def add_samples(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep a step's first groups, one JSON object per response."""
+        rows = [
+            {"step": step, "prompt_id": group.prompt.id, "problem": group.prompt.problem, "answer": group.prompt.answer,
+             "response": response.text, "finish_reason": response.finish_reason, "score": score.value, "status": score.status}
+            for group in groups[:SAMPLED_GROUPS]
+            for response, score in zip(group.responses, group.scores, strict=True)
+        ]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_atomically(self.responses / f"step-{step:06d}.jsonl", text)
+
+    def fail(self, error: Exception) -> None:
+        """Leave the reason of a failure for whoever started the run."""
+        write_atomically(self.failure, json.dumps({"error": type(error).__name__, "message": str(error)}))
+
+
+def check_same_run(config: Config, before: Config) -> None:
+    """Refuse to resume under settings that change what the run's checkpoints mean. Raises BadInput with the key."""
+    check_same_keys(config, before.model_dump(mode="json"))
+
+
+def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> None:
+    """The same, with the settings before as they stand in a checkpoint: plain tables. A key that these lack may be anything."""
+    ours = config.model_dump(mode="json")
+    for key in FIXED:
+        table, _, name = key.partition(".")
+        now = ours[table][name]
+        then = before.get(table, {}).get(name, now)
+        if now != then:
+            raise BadInput(f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps it")
+
+
+def dump(config: Config, path: Path) -> None:
+    """Write the resolved config as TOML, whole or not at all; `load(path)` gives an equal tree."""
+    write_atomically(path, tomli_w.dumps(config.model_dump(mode="json")))

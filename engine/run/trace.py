@@ -1,0 +1,53 @@
+"""Spans of every role of a run, one JSON line each, later drawn on one time axis (`engine.tools.timeline`)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Trace:
+    """Appends spans of one process to `<folder>/<role>.jsonl`; times are seconds since the epoch.
+
+    Lines are buffered and written at `flush` (once a step), so that tracing costs microseconds a span.
+    """
+
+    def __init__(self, folder: Path, role: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.role = role
+        self._path = folder / f"{role}.jsonl"
+        self._lines: list[str] = []
+
+    def add(self, name: str, start: float, end: float, lane: str = "", **attributes: Any) -> None:  # noqa: ANN401
+        """Record a span that is over. `lane` names the row it is drawn in (default: the role)."""
+        span = {"lane": lane or self.role, "name": name, "start": start, "end": end, **attributes}
+        self._lines.append(json.dumps(span))
+
+    @contextmanager
+    def span(self, name: str, **attributes: Any) -> Iterator[None]:  # noqa: ANN401
+        """Record the body as a span, also when it raises."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.add(name, start, time.time(), **attributes)
+
+    def flush(self) -> None:
+        """Write what has been recorded since the last flush."""
+        if self._lines:
+            with self._path.open("a") as file:
+                file.write("\n".join(self._lines) + "\n")
+            self._lines.clear()
+
+
+def read_spans(folder: Path) -> list[dict[str, Any]]:
+    """All spans of a run's trace folder, by start. A last line cut off by a kill is left out."""
+    spans: list[dict[str, Any]] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        lines = path.read_text().split("\n")
+        spans += [json.loads(line) for line in lines[:-1] if line]
+    return sorted(spans, key=lambda span: span["start"])

@@ -1,0 +1,88 @@
+"""Loading a user's function: "file.py:function" or "package.module:function". It runs a user's code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any
+
+from engine.errors import BadInput
+
+
+class UserCode:
+    """`with UserCode() as attempt:` whatever a user's code raises ends the block and is kept in `attempt.error`.
+
+    A user's code may raise anything, and to us that is data; SystemExit still ends the process.
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> UserCode:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
+
+
+def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[Callable[..., Any], str]:
+    """The function that `key = "spec"` names, and its file; a file's path is looked up as `recipe.find` does.
+
+    Raises BadInput naming key, spec, file and the original error. `expected`: the other values that the key takes, and
+    `signature` what the function must be, for messages.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name.isidentifier():
+        raise BadInput(f'{key} = "{spec}": expected {expected}, "file.py:function" or "module:function"')
+    where = f'{key} = "{spec}"'
+    module = _load_file(where, place) if place.endswith(".py") else _load_module(where, place)
+    if not hasattr(module, name):
+        raise BadInput(f"{where}: {module.__file__} defines no {name}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise BadInput(f"{where}: {name} in {module.__file__} is {type(function).__name__}, expected a function {signature}")
+    return function, str(module.__file__)
+
+
+def describe(error: BaseException, file: str = "") -> str:
+    """One line: the error's type, message, and the innermost line of `file` (else of any not ours) it came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = (__file__, importlib.__file__)
+    foreign = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<frozen")]
+    own = [frame for frame in foreign if frame.filename == file] or foreign
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own and not isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _load_file(where: str, place: str) -> ModuleType:
+    from engine.config.recipe import find  # here, not above: Pydantic takes a third of a second, at every start of a worker
+
+    path = find(place)
+    if not path.is_file():
+        raise BadInput(f"{where}: no such file: {path}")
+    file = path.resolve()
+    found = importlib.util.spec_from_file_location(f"metronome_user_{file.stem}", file)
+    if found is None or found.loader is None:
+        raise BadInput(f"{where}: {file} is no Python file")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[found.name] = module  # dataclasses and typing look a class's module up there
+    sys.path.append(str(file.parent))  # so that it may import the files beside it
+    with UserCode() as attempt:
+        found.loader.exec_module(module)
+    if attempt.error is not None:
+        raise BadInput(f"{where}: {file} can't be loaded: {describe(attempt.error, str(file))}")
+    return module
+
+
+def _load_module(where: str, name: str) -> ModuleType:
+    module: ModuleType | None = None
+    with UserCode() as attempt:
+        module = importlib.import_module(name)
+    if module is None:
+        reason = describe(attempt.error) if attempt.error is not None else "it imported nothing"
+        raise BadInput(f"{where}: module {name} can't be imported: {reason}")
+    return module

@@ -1,0 +1,118 @@
+"""How the launcher starts a rollout instance with vLLM, in vLLM's own environment. Runs in the trainer's environment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine.config import Config
+from engine.config.cores import foreign_cores
+from engine.errors import BadInput
+
+PYTHON = "METRONOME_VLLM_PYTHON"
+"""Environment variable: the interpreter of an environment with vLLM, instead of the one that `make vllm` builds."""
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT, LISTS = ROOT / ".venv-vllm", ROOT / "infra" / "vllm"
+MARKER = "metronome-vllm"
+"""File in the environment, written last by infra/vllm/install.sh: the device it was built for, a checksum, the packages."""
+
+DEVICES = ("cpu", "cuda", "npu")
+GIB = 2**30
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+"""Environment variable that says which devices a process sees."""
+CPU_CACHE_GIB = 16
+"""At most so much memory for the key-value cache on a CPU; more responses than fit take turns."""
+
+
+def command(config: Config, model: Path, name: str, number: int, port_file: Path) -> tuple[list[str], dict[str, str]]:
+    """Command line and extra environment of instance `number` (0 …). It writes {"host", "port", "pid"} to `port_file`.
+
+    Raises BadInput where there is no environment with vLLM (it says how to get one), or the devices do not suffice.
+    """
+    rollout = config.rollout
+    python = interpreter()
+    device = device_of(python, config.platform.device)
+    mine = config.instance_cores(number)
+    if device != "cpu" and mine and len(mine) != rollout.tensor:
+        raise BadInput(f"rollout.devices gives {name} {len(mine)} devices; rollout.tensor = {rollout.tensor} needs as many")
+    pairs = {
+        "--model": str(model),
+        "--name": name,
+        "--port-file": str(port_file),
+        "--slots": str(rollout.concurrency * rollout.group_size),
+        "--max-context": str(rollout.max_context),
+        "--dtype": config.model.dtype,
+        "--device": device,
+        "--tensor": str(rollout.tensor),
+        "--transport": config.weights.transport,
+    }
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    if device == "cpu":
+        check_cores(config)
+        pairs["--threads"] = str(max(1, config.instance_threads // rollout.tensor))
+        if mine:
+            pairs["--cores"] = ",".join(map(str, mine))
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, model)))}
+    elif mine:
+        environment[VISIBLE[device]] = ",".join(map(str, mine))
+    return [python, "-m", "engine.instance.vllm", *(part for pair in pairs.items() for part in pair)], environment
+
+
+def interpreter() -> str:
+    """Python of the environment with vLLM. BadInput when there is none, or `make vllm` built it from a list that has changed."""
+    if given := os.environ.get(PYTHON):
+        if not os.access(given, os.X_OK):
+            raise BadInput(f"{PYTHON}={given}: there is no interpreter; expected the python of an environment with vLLM")
+        return given
+    python, marker = ENVIRONMENT / "bin" / "python", ENVIRONMENT / MARKER
+    if not marker.is_file() or not python.exists() or marker.read_text().split("\n")[0] not in DEVICES:
+        raise BadInput(f'rollout.engine = "vllm" needs vLLM in {ENVIRONMENT}: run `make vllm` (DEVICE=cuda or npu for those), '
+                       f"or set {PYTHON} to the python of an environment with vLLM")
+    device, *rest = marker.read_text().splitlines()
+    if _packages(rest[1:]) != _packages((LISTS / f"{device}.txt").read_text().splitlines()):
+        raise BadInput(f"{ENVIRONMENT} was built from another infra/vllm/{device}.txt than there is now: run "
+                       f"`make vllm DEVICE={device}` again")
+    return str(python)
+
+
+def _packages(lines: Iterable[str]) -> set[str]:
+    """What a list asks for, without its remarks."""
+    return {wanted for line in lines if (wanted := line.strip()) and not wanted.startswith("#")}
+
+
+def visible_devices(device: str) -> list[str]:
+    """Devices that the environment lets this process see, in its order; empty where it does not say so."""
+    return [name for part in os.environ.get(VISIBLE[device], "").split(",") if (name := part.strip())]
+
+
+def check_cores(config: Config) -> None:
+    """Raises BadInput when rollout.devices, which are cores where vLLM computes on them, names others than this process has."""
+    if wrong := foreign_cores("rollout.devices", config.rollout.devices):
+        raise BadInput(wrong)
+
+
+def device_of(python: str, configured: str = "auto") -> str:
+    """What that environment's vLLM was built for: cpu, cuda or npu."""
+    marker = Path(python).parent.parent / MARKER
+    if marker.is_file():
+        return marker.read_text().split("\n")[0]
+    if configured == "auto":
+        raise BadInput(f"{python}: `make vllm` did not build this environment, so what its vLLM runs on is not known; "
+                       "set platform.device to cpu, cuda or npu")
+    return configured
+
+
+def _cache_gib(config: Config, model: Path) -> int:
+    """GiB for the keys and values of all responses at full length, at least 1, at most CPU_CACHE_GIB."""
+    shape = json.loads((model / "config.json").read_text())
+    heads = shape["num_attention_heads"]
+    width = max(32, shape.get("head_dim") or shape["hidden_size"] // heads)  # vLLM's narrowest there
+    size = 4 if config.model.dtype == "float32" else 2
+    token = 2 * shape["num_hidden_layers"] * (shape.get("num_key_value_heads") or heads) * width * size
+    rollout = config.rollout
+    tokens = rollout.concurrency * rollout.group_size * rollout.max_context
+    return min(CPU_CACHE_GIB, max(1, math.ceil(token * tokens / rollout.tensor / GIB)))

@@ -1,0 +1,202 @@
+"""The comparison as one HTML file that opens offline: verdict, table, curves, wall time, benchmarks, settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.run.files import write_atomically
+from engine.tools.comparison import benchmarks, figures
+from engine.tools.comparison.benchmarks import Difference
+from engine.tools.comparison.figures import Row, Run
+from engine.tools.comparison.verdict import Verdict, differences, percent, verdicts
+from engine.tools.timeline import COLORS
+
+PALETTE = ("#2f6fb0", "#e07b1a", "#3a8f4d", "#a8498f", "#c93c3c", "#5c5c5c", "#8a6d1f", "#1f8f8f")
+"""Of the runs, in order."""
+DASHES = ("", "7 4", "2 3", "9 3 2 3")
+"""Of their lines, for who can't tell the colours apart and where curves lie on each other (SVG's stroke-dasharray)."""
+POINTS = 400
+"""Of one curve; a longer one is drawn by means of neighbouring steps."""
+PARTS = {
+    "sync_s": ("weight sync", "sync"), "check_s": ("compare weights", "check"), "wait_s": ("wait for responses", "wait"),
+    "train_s": ("train", "train"), "update_s": ("update", "update"), "other_s": ("other", "silent"),
+}  # fmt: skip
+"""Of a step's time: name on the page (a run may be called "sync"), and the timeline's name for the colour."""
+ROLLOUT = ("rollout, beside it", "rollout")
+NOTES = (
+    "Tokens/s/device: prompt and response tokens of the trained responses, by step time and by all devices, training and "
+    "rollouts together. The first step of a run does not count for speed.",
+    "Wall time is the sum of the steps' times. Start-up, evaluations outside steps, pauses and redone steps are not in it.",
+    "Where a step's time goes: the upper bar is the trainer (it sends weights, has them compared, waits for responses, trains, "
+    "updates); the thin one is the rollout beside it. In sync they follow each other, in periodic they overlap.",
+    "Reward at the end: the mean of a run's last fifth of steps. Curves of more than 30 steps have a faint line for the steps, a "
+    "bold one for the moving average. Entropy and KL are means over the tokens of the responses, in nats.",
+    "Intervals of speed and reward come from six blocks of neighbouring steps (batch means, Student's t). Accuracy is paired by "
+    "problem where both runs have a table of the benchmark (t interval; sign-flip test), else it is the difference of two "
+    "Wilson intervals (Newcombe). Against several runs the intervals of speed and of reward are "
+    "widened so that those of one kind hold together, those of accuracy for all runs and benchmarks (Bonferroni).",
+    "These intervals hold for these runs. How much another seed, another machine or other load would change is not in them: "
+    "repeat runs to know.",
+)
+
+
+def write(runs: Sequence[Run], target: Path) -> list[Verdict]:
+    """Write the page and return what it says of each run against the first."""
+    found = verdicts(runs)
+    content = json.dumps(_finite(_content(runs, found)), separators=(",", ":")).replace("</", "<\\/")
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, template.replace("/*DATA*/null", content))
+    return found
+
+
+def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Columns and a row per run, for the page and the console."""
+    names = benchmarks.names(list(runs))
+    columns = ["run", "mode", "steps", "wall time", "s/step", "tokens/s/device", "reward at the end", *names]
+    return columns, [_row(run, names) for run in runs]
+
+
+def _row(run: Run, names: Sequence[str]) -> list[str]:
+    seconds = sum(figures.elapsed(run).values(), 0.0) and max(figures.elapsed(run).values())
+    rewards = [value for _, value in figures.series(run, "reward_mean")]
+    end = rewards[-max(1, math.ceil(len(rewards) / 5)):]
+    return [
+        run.name, run.mode, _steps(run), f"{seconds:,.0f} s", _text(figures.breakdown(run)["step_s"], ".2f"),
+        _text(figures.speed(figures.counted(run)), ",.0f"), _text(sum(end) / len(end) if end else math.nan, ".3f"),
+        *(_accuracy(run, name) for name in names),
+    ]  # fmt: skip
+
+
+def _steps(run: Run) -> str:
+    if run.complete:
+        return str(len(run.steps))
+    return f"{run.trained} of {run.planned}, {'failed' if run.failure else 'unfinished'}"
+
+
+def _accuracy(run: Run, name: str) -> str:
+    row = benchmarks.last(run, name)
+    if row is None:
+        return "not evaluated"
+    interval = f" [{row['ci_low']:.3f}, {row['ci_high']:.3f}]" if "ci_low" in row and "ci_high" in row else ""
+    return f"{row['avg_at_k']:.3f}{interval}"
+
+
+def _text(value: float, form: str) -> str:
+    return "unknown" if math.isnan(value) else format(value, form)
+
+
+def _content(runs: Sequence[Run], found: Sequence[Verdict]) -> dict[str, Any]:
+    """What the page's script reads."""
+    columns, rows = summary(runs)
+    return {
+        "title": f"{', '.join(run.name for run in runs[1:])} against {runs[0].name}",
+        "runs": [{"label": run.name, "color": PALETTE[number % len(PALETTE)], "dash": DASHES[number % len(DASHES)]}
+                 for number, run in enumerate(runs)],
+        "verdicts": [{"answer": one.answer, "sentences": one.sentences, "cautions": one.cautions} for one in found],
+        "table": {"columns": columns, "rows": rows},
+        "charts": _charts(runs),
+        "parts": [{"name": name, "color": COLORS[color]} for name, color in (*PARTS.values(), ROLLOUT)],
+        "bars": _bars(runs),
+        "forest": _forest(runs, found),
+        "differences": [[key, *values] for key, values in differences(runs).items()],
+        "notes": NOTES,
+    }
+
+
+def _charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    drawn = [
+        _chart(runs, "reward_mean", "Mean reward over steps", "step"),
+        _chart(runs, "reward_mean", "Mean reward over wall time", "minutes", timed=True),
+        _chart(runs, "tokens_per_s_per_device", "Trained tokens/s/device", "step", zero=True),
+        _chart(runs, "kl", "KL from the reference (nats per token)", "step"),
+        _chart(runs, "response_length_mean", "Mean response length (tokens)", "step"),
+        _chart(runs, "entropy", "Entropy (nats per token)", "step"),
+    ]
+    return [chart for chart in drawn if chart["lines"]]
+
+
+def _chart(runs: Sequence[Run], key: str, title: str, x: str, timed: bool = False, zero: bool = False) -> dict[str, Any]:
+    lines = []
+    for number, run in enumerate(runs):
+        times = figures.elapsed(run) if timed else {}
+        points = [(times[step] / 60 if timed else step, value) for step, value in figures.series(run, key)]
+        if points:
+            lines.append({"run": number, "points": thinned(points)})
+    return {"title": title, "x": x, "zero": zero, "lines": lines}
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `POINTS` points: means of neighbours."""
+    size = math.ceil(len(points) / POINTS)
+    if size <= 1:
+        return list(points)
+    parts = [points[start:start + size] for start in range(0, len(points), size)]
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def _bars(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    bars = []
+    for number, run in enumerate(runs):
+        means = figures.breakdown(run)
+        parts = [(name, means[key]) for key, (name, _) in PARTS.items() if not math.isnan(means[key])]
+        if not math.isnan(means["step_s"]):
+            rollout = 0.0 if math.isnan(means["rollout_s"]) else means["rollout_s"]
+            bars.append({"run": number, "step": means["step_s"], "rollout": rollout, "parts": parts})
+    return bars
+
+
+def _forest(runs: Sequence[Run], found: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """A group per benchmark with the runs' accuracies, and one with the differences from the first run."""
+    groups = []
+    for name in benchmarks.names(list(runs)):
+        rows = [(number, run, benchmarks.last(run, name)) for number, run in enumerate(runs)]
+        drawn = [
+            {"run": number, "label": f"{run.name}: {_accuracy(run, name)}", "hint": _sampled(row), "value": row["avg_at_k"],
+             "low": row["ci_low"], "high": row["ci_high"]}
+            for number, run, row in rows if row is not None and "ci_low" in row and "ci_high" in row
+        ]  # fmt: skip
+        groups += [{"title": f"{name}: avg@k with its 95 % interval", "x": "avg@k", "rows": drawn}] if drawn else []
+        groups += _against(name, found)
+    return groups
+
+
+def _sampled(row: Row) -> str:
+    given = f"{row['problems']:.0f} problems" if "problems" in row else "problems not known"
+    return f"{given} with {row.get('samples', 1):.0f} responses each, after {row['step']} updates"
+
+
+def _against(name: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
+    rows = [
+        {"run": number, "label": _told(verdict, one), "hint": _how(one), "value": one.interval.value,
+         "low": one.interval.low, "high": one.interval.high}
+        for number, verdict in enumerate(found, start=1)
+        for one in verdict.accuracy if one.benchmark == name and one.interval.known
+    ]  # fmt: skip
+    if not rows:
+        return []
+    level = next(one.level for verdict in found for one in verdict.accuracy)  # of all the same
+    title = f"{name}: difference from {found[0].base.name}, with {percent(level)} intervals"
+    return [{"title": title, "x": "difference of avg@k", "rows": rows, "zero": 0}]
+
+
+def _told(verdict: Verdict, one: Difference) -> str:
+    return f"{verdict.run.name}: {one.interval.value:+.3f} [{one.interval.low:+.3f}, {one.interval.high:+.3f}]"
+
+
+def _how(one: Difference) -> str:
+    kind = f"paired, {one.problems} problems" if one.paired else "not paired"
+    return kind + (f", p = {one.p_value:.2g}, better on {one.better}, worse on {one.worse}" if one.p_value is not None else "")
+
+
+def _finite(value: Any) -> Any:  # noqa: ANN401
+    """JSON has no infinity: numbers that are not finite become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,187 @@
+"""One sentence for each question, computed from the figures and never surer than they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.tools.comparison import benchmarks, figures
+from engine.tools.comparison.benchmarks import Difference
+from engine.tools.comparison.figures import Interval, Row, Run
+
+CONFIDENCE = 0.95
+"""Of all intervals of a kind (speed, reward, accuracy) together: of k each has 1 - 0.05 / k (Bonferroni). There is one for each
+other run, of accuracy one for each other run and benchmark."""
+UNKNOWN = Interval(math.nan, -math.inf, math.inf)
+"""Nothing can be said."""
+GRADES = {
+    "better": "better", "worse": "worse", "none": "without any difference seen", "open": "not shown to be better or worse",
+    "unknown": "of unknown quality",
+}  # fmt: skip
+"""What an interval of a difference says, in words."""
+PLACES = ("run.name", "run.output", "tracking.uri", "tracking.experiment", "checkpoint.path", "checkpoint.keep_last")
+"""Keys that change where things lie, not what a run does."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One run against the first."""
+
+    run: Run
+    base: Run
+    speed: Interval
+    """Ratio of tokens/s/device."""
+    reward: Interval
+    """Difference of reward over the last third of the common steps."""
+    accuracy: tuple[Difference, ...]
+    answer: str
+    """Faster, and as good? In one sentence."""
+    sentences: tuple[str, ...]
+    """The figures behind it: speed, each benchmark, reward, wall time."""
+    cautions: tuple[str, ...]
+    """What else the difference may come from."""
+
+
+def verdicts(runs: Sequence[Run]) -> list[Verdict]:
+    """Each run but the first against the first."""
+    others = len(runs) - 1
+    sure, sure_of_accuracy = confidence(others), confidence(others * len(benchmarks.names(list(runs))))
+    return [_verdict(run, runs[0], sure, sure_of_accuracy) for run in runs[1:]]
+
+
+def confidence(intervals: int) -> float:
+    """Of each of so many intervals (at least one) that are to hold together."""
+    return 1 - (1 - CONFIDENCE) / max(1, intervals)
+
+
+def percent(level: float) -> str:
+    """0.975 → "97.5%"."""
+    return f"{level:.1%}".replace(".0%", "%")
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Config keys whose values differ, with each run's value ("not set" where it has none); names and places left out."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
+    rows = {key: [run.config.get(key, "not set") for run in runs] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def _verdict(run: Run, base: Run, sure: float, sure_of_accuracy: float) -> Verdict:
+    speed = figures.speed_ratio(run, base, sure)
+    reward = figures.reward_difference(run, base, sure)
+    pairs = figures.common(run, base, "step_s")
+    found = [benchmarks.difference(run, base, name, sure_of_accuracy) for name in benchmarks.names([run, base])]
+    accuracy = tuple(one for one in found if one is not None)
+    who = _who(run), _who(base)
+    level = percent(sure)
+    steps = len(figures.common(run, base, "tokens_per_s_per_device", figures.WARM_UP))
+    sentences = [
+        _faster(who, speed, level, steps),
+        *(_as_accurate(who, one) for one in accuracy),
+        _as_rewarded(who, reward, level, bool(accuracy)),
+        *_wall_time(run, base, pairs),
+    ]
+    answer = _answer(who, speed if steps >= figures.MIN_STEPS else UNKNOWN, accuracy, reward)
+    return Verdict(run, base, speed, reward, accuracy, answer, tuple(sentences), tuple(_cautions(run, base)))
+
+
+def _who(run: Run) -> str:
+    return run.name if run.name == run.mode else f"{run.name} ({run.mode})"
+
+
+def _answer(who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference], reward: Interval) -> str:
+    """Both questions in one sentence; the training reward speaks for quality where no benchmark does."""
+    unlike = " (not evaluated alike)"
+    measured = [(f"on {one.benchmark}{unlike if one.notes else ''}", _side(one.interval, one.agreed)) for one in accuracy]
+    measured = measured or [("by its reward in training", _side(reward))]
+    sides = [side for _, side in measured]
+    against = speed.known and ((speed.low > 1 and "worse" in sides) or (speed.high < 1 and "better" in sides))
+    quality = ", ".join(f"{GRADES[side]} {what}" for what, side in measured)
+    return f"{who[0]} was {_pace(speed)}, {'but' if against else 'and'} {quality}, compared with {who[1]}."
+
+
+def _pace(speed: Interval) -> str:
+    if not speed.known:
+        return "of unknown speed (too few steps in common)"
+    if speed.low <= 1 <= speed.high:
+        return "not shown to be faster or slower"
+    return f"{'faster' if speed.low > 1 else 'slower'} ({speed.value:.2f} times the tokens/s/device)"
+
+
+def _side(found: Interval, agreed: bool = True) -> str:
+    """A key of `GRADES`; `agreed`: a test, where there is one, finds a difference, too."""
+    if not found.known:
+        return "unknown"
+    if found.low == found.high == 0:
+        return "none"
+    if not agreed or found.low <= 0 <= found.high:
+        return "open"
+    return "better" if found.low > 0 else "worse"
+
+
+def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> str:
+    if math.isnan(ratio.value):
+        return f"Speed: {who[0]} and {who[1]} have no steps in common after the warm-up, the first step."
+    told = f"{ratio.value:.2f} times the tokens/s/device of {who[1]}"
+    if not ratio.known or steps < figures.MIN_STEPS:
+        return f"Speed: {who[0]} had {told}, but {steps} common steps after the warm-up are too few to say how sure that is."
+    sure = f"{level} interval {ratio.low:.2f} to {ratio.high:.2f}, {steps} common steps"
+    if ratio.low > 1:
+        return f"Speed in these runs: {who[0]} was faster: {told} ({sure})."
+    if ratio.high < 1:
+        return f"Speed in these runs: {who[0]} was slower: {told} ({sure})."
+    return f"Speed in these runs: no difference shown; {who[0]} had {told} ({sure})."
+
+
+def _as_accurate(who: tuple[str, str], found: Difference) -> str:
+    kind = f"paired over {found.problems} problems" if found.paired else f"unpaired, {found.problems} problems"
+    kind += f", p = {found.p_value:.2g}" if found.p_value is not None and not found.agreed and found.better + found.worse else ""
+    notes = f" Careful: {'; '.join(found.notes)}." if found.notes else ""
+    return f"Accuracy on {found.benchmark}: {_sided(who, found.interval, percent(found.level), kind, found.agreed)}{notes}"
+
+
+def _as_rewarded(who: tuple[str, str], found: Interval, level: str, evaluated: bool) -> str:
+    hint = "" if evaluated else " There is no evaluation of trained weights in both runs, so this is the only measure of quality."
+    if math.isnan(found.value):
+        return f"Reward: no steps in common to compare.{hint}"
+    return f"Reward in training (last third of the common steps): {_sided(who, found, level, 'by blocks of steps')}{hint}"
+
+
+def _sided(who: tuple[str, str], found: Interval, level: str, kind: str, agreed: bool = True) -> str:
+    side = _side(found, agreed)
+    if side == "unknown":
+        return f"{who[0]} {found.value:+.3f} against {who[1]}; too little data for an interval."
+    sure = f"{found.value:+.3f}, {level} interval {found.low:+.3f} to {found.high:+.3f}, {kind}"
+    if side in ("better", "worse"):
+        return f"{who[0]} was {side} ({sure})."
+    if side == "none":
+        return f"{GRADES[side]} ({kind})."
+    most = max(abs(found.low), abs(found.high))
+    return f"no difference shown ({sure}); one of more than {most:.3f} is unlikely."
+
+
+def _wall_time(run: Run, base: Run, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
+    if not pairs:
+        return []
+    mine, theirs = (sum(pair[side]["step_s"] for pair in pairs) for side in (0, 1))
+    which = "one common step" if len(pairs) == 1 else f"{len(pairs)} common steps"
+    return [f"Wall time of the {which}: {run.name} {mine:,.0f} s, {base.name} {theirs:,.0f} s."]
+
+
+def _cautions(run: Run, base: Run) -> list[str]:
+    told = [_ended(one) for one in (base, run) if not one.complete]
+    others = [key for key in differences([base, run]) if key != "train.mode"]
+    if others:
+        shown = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")
+        told.append(f"The two also differ in {shown}: what is said here may be due to that.")
+    if run.steps and base.steps and len(run.steps) != len(base.steps):
+        told.append(f"{run.name} has {len(run.steps)} steps, {base.name} {len(base.steps)}; only common steps are compared.")
+    return told
+
+
+def _ended(run: Run) -> str:
+    done = f"{run.trained} of {run.planned} steps"
+    if run.failure:
+        return f"{run.name} failed after {done}: {run.failure}"
+    return f"{run.name} has only {done}: it goes on or was ended."

@@ -1,0 +1,34 @@
+"""Replaying a record: what one unit of the trainer was given in each step, in its order of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.errors import BadInput
+from engine.run.record import Entry, read
+
+
+class Replay:
+    """Stands in for the queue: yields what one unit was given in each step, synchronously."""
+
+    def __init__(self, path: Path, unit: int, expected: int) -> None:
+        """`expected` groups make a step; one that was cut off can't be replayed."""
+        self._expected = expected
+        self._mine: dict[int, list[Entry]] = {}
+        self._groups: dict[int, int] = {}
+        for entry in read(path):
+            step = entry["step"]
+            self._groups[step] = self._groups.get(step, 0) + len(entry.get("groups", ()))
+            if entry["unit"] == unit:
+                self._mine.setdefault(step, []).append(entry)
+
+    def entries(self, step: int) -> Iterator[Entry]:
+        """What the unit was given in a step. Raises BadInput unless all groups of the step were recorded."""
+        count = self._groups.get(step, 0)
+        if count != self._expected:
+            raise BadInput(
+                f"--replay: the record holds {count} groups of step {step}, train.prompts_per_step is "
+                f"{self._expected}; replay with the recorded run's own config.toml and no more steps than it trained"
+            )
+        yield from self._mine.get(step, [])

@@ -1,0 +1,155 @@
+"""A bucket as a safetensors file, written in one piece, and folders of them: the snapshots that late instances load.
+
+The file's metadata hold names, dtypes, shapes and checksums, so that a folder can be loaded with nothing else known of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from engine.errors import BadInput
+from engine.wire.weights.buckets import Bucket, Spec, view
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+"""safetensors' names."""
+
+TORCHS = {theirs: ours for ours, theirs in DTYPES.items()}
+
+MAX_HEADER = 100 * 2**20
+"""Bytes; safetensors' own limit."""
+
+
+def write(path: Path, bucket: Bucket, wire: dict[str, Any]) -> None:
+    """Write a bucket; over the file that is there, if any: memory or disk that it holds need not be found anew."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "bucket": json.dumps(wire)}}
+    offset = 0
+    for spec in bucket.specs:
+        end = offset + spec.nbytes
+        header[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    path.touch()
+    with path.open("r+b", buffering=0) as file:
+        _write_all(file, len(text).to_bytes(8, "little") + text)
+        for piece in bucket.pieces():
+            _write_all(file, memoryview(piece.cpu().numpy()))
+        file.truncate()
+
+
+def _write_all(file: Any, data: bytes | memoryview) -> None:  # noqa: ANN401
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left):]
+
+
+def wire_of(path: Path) -> dict[str, Any]:
+    """Names, dtypes, shapes and checksums of a bucket's file; BadInput for a file that `write` did not make."""
+    try:
+        wire = json.loads(_header(path)[0]["__metadata__"]["bucket"])
+    except (KeyError, TypeError, ValueError):
+        raise BadInput(f"{path}: not a bucket of weights; its metadata lack \"bucket\"") from None
+    return dict(wire)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the tensors begin."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > MAX_HEADER:
+                raise BadInput(f"{path}: not a safetensors file")
+            header = json.loads(file.read(size))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise BadInput(f"{path}: not a whole safetensors file") from None
+    if not isinstance(header, dict):
+        raise BadInput(f"{path}: not a safetensors file")
+    return header, 8 + size
+
+
+Place = tuple[str, tuple[int, ...], int, int]
+"""dtype, shape, first byte, end."""
+
+
+def _place(entry: dict[str, Any]) -> Place:
+    begin, end = map(int, entry["data_offsets"])
+    if not 0 <= begin <= end:
+        raise ValueError(begin)
+    return str(entry["dtype"]), tuple(map(int, entry["shape"])), begin, end
+
+
+class BucketFile:
+    """A safetensors file whose tensors are read into memory of ours."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BadInput for a file that is absent or cut off."""
+        self.path = path
+        header, self._start = _header(path)
+        try:
+            self._file = path.open("rb", buffering=0)  # stays the same file, also when its folder is renamed
+        except OSError as error:
+            raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+        header.pop("__metadata__", None)
+        try:
+            self._places = {name: _place(entry) for name, entry in header.items()}
+            self.nbytes = max((end for *_, end in self._places.values()), default=0)
+            whole = path.stat().st_size >= self._start + self.nbytes
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise BadInput(f"{path}: not a safetensors file") from None
+        if not whole:
+            raise BadInput(f"{path}: not a whole safetensors file: it is cut off")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Its tensors."""
+        return frozenset(self._places)
+
+    def specs(self) -> list[Spec]:
+        """Its tensors in the file's order; BadInput for a dtype that does not travel."""
+        for name, (dtype, *_) in self._places.items():
+            if dtype not in TORCHS:
+                raise BadInput(f"{self.path}: {name} is {dtype}; weights are one of {', '.join(TORCHS)}")
+        places = sorted(self._places.items(), key=lambda entry: entry[1][2])
+        return [Spec(name, TORCHS[dtype], shape) for name, (dtype, shape, *_) in places]
+
+    def read(self, buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+        """Read the file, once, into a uint8 buffer on the host of at least `nbytes`; views of it. BadInput where the file
+        holds another dtype or shape, or is cut off meanwhile."""
+        left = memoryview(buffer.numpy())[: self.nbytes]
+        try:
+            with self._file as file:
+                file.seek(self._start)
+                while left and (count := file.readinto(left)):
+                    left = left[count:]
+        except OSError as error:
+            raise BadInput(f"{self.path}: cannot be read: {error.strerror}") from None
+        if left:
+            raise BadInput(f"{self.path}: not a whole safetensors file: it is cut off")
+        return [self._tensor(buffer, spec) for spec in specs]
+
+    def _tensor(self, buffer: Tensor, spec: Spec) -> Tensor:
+        dtype, shape, begin, end = self._places[spec.name]
+        if (dtype, shape) != (DTYPES[spec.dtype], spec.shape) or end - begin != spec.nbytes:
+            raise BadInput(f"{self.path}: {spec.name} is {dtype} {list(shape)}, announced was "
+                           f"{DTYPES[spec.dtype]} {list(spec.shape)}")
+        return view(buffer[begin:end], spec)
+
+
+def files_at(path: str) -> list[Path]:
+    """The safetensors file there, or those of a folder. Raises BadInput where there is none."""
+    place = Path(path)
+    try:
+        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+        found = bool(files) and files[0].is_file()
+    except (OSError, ValueError):  # too long or not encodable: no path that a file could have
+        found = False
+    if not found:
+        raise BadInput(f"update_info.path {path[:200]!r}: no such file, and no folder with *.safetensors")
+    return files

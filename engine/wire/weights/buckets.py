@@ -1,0 +1,214 @@
+"""Buckets: a pipeline stage's tensors, some at a time, so that the whole model is never in one place.
+
+A tensor that lies ready where it is sent from, contiguous and of the dtype that travels, is referred to; others are copied into a
+buffer that is used again. On the wire a bucket is described by `Bucket.wire` (docs: the update_info of /update_weights).
+Needs torch and xxhash alone: it also runs in vLLM's environment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import queue
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from reprlib import repr as repr_short
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import BadInput, DeadlineError
+from engine.wire.weights.checksum import checksum
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+"""By their name on the wire."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor of a bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def specs_of(update_info: dict[str, Any]) -> list[Spec]:
+    """What an update_info says of its tensors; BadInput where it says nothing whole."""
+    names, dtypes, shapes = (update_info.get(key) for key in ("names", "dtypes", "shapes"))
+    lists = [value if isinstance(value, list) else None for value in (names, dtypes, shapes)]
+    if None in lists or len({len(value) for value in lists}) != 1:  # type: ignore[arg-type]
+        raise BadInput("update_info needs names, dtypes and shapes: three lists of the same length")
+    if not names or len(set(map(str, names))) != len(names):
+        raise BadInput("update_info.names must name at least one tensor, and none twice")
+    return [_spec(*fields) for fields in zip(names, dtypes, shapes, strict=True)]  # type: ignore[arg-type]
+
+
+SELF_TEST = "self-test"
+
+
+def title(update_info: dict[str, Any]) -> str:
+    """Which part of which update it is, for messages; without a version it is the self-test's."""
+    if "version" not in update_info:
+        return SELF_TEST
+    place = f", bucket {update_info['bucket']} of stage {update_info['stage']}" if "bucket" in update_info else ""
+    return f"weight version {update_info['version']}{place}"
+
+
+def _spec(name: Any, dtype: Any, shape: Any) -> Spec:  # noqa: ANN401
+    if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
+        raise BadInput(f"update_info: tensor {repr_short(name)} of dtype {repr_short(dtype)}; expected a name and one of "
+                       f"{', '.join(DTYPES)}")
+    if not isinstance(shape, list) or len(shape) > 8 or any(type(size) is not int or size < 0 for size in shape):
+        raise BadInput(f"update_info: {name} has the shape {repr_short(shape)}; expected a list of sizes")
+    if math.prod(shape) >= 2**40:
+        raise BadInput(f"update_info: {name} of shape {repr_short(shape)} is larger than any tensor")
+    return Spec(name, dtype, tuple(shape))
+
+
+def span(specs: Sequence[Spec]) -> int:
+    """Bytes of a bucket."""
+    return sum(spec.nbytes for spec in specs)
+
+
+def views(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+    """The tensors of a bucket, of the uint8 buffer [≥ span] that holds them (a copy of one that begins at an odd place)."""
+    return [view(cut, spec) for cut, spec in zip(cuts(buffer, specs), specs, strict=True)]
+
+
+def cuts(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+    """uint8 [nbytes] for each of the tensors, one behind the other."""
+    offset, found = 0, []
+    for spec in specs:
+        found.append(buffer[offset : offset + spec.nbytes])
+        offset += spec.nbytes
+    return found
+
+
+def view(data: Tensor, spec: Spec) -> Tensor:
+    """Bytes [spec.nbytes] as the tensor they are."""
+    dtype = DTYPES[spec.dtype]
+    data = data if data.storage_offset() % dtype.itemsize == 0 else data.clone()
+    return data.view(dtype).view(spec.shape)
+
+
+@dataclass
+class Bucket:
+    """Tensors of one stage, ready to be sent."""
+
+    number: int
+    specs: list[Spec]
+    tensors: list[Tensor]
+    """Contiguous, in the dtype that travels; one for each spec."""
+    buffer: Tensor
+    """uint8; holds those of the tensors that had to be copied."""
+
+    def pieces(self) -> list[Tensor]:
+        """uint8 [nbytes] of each tensor: what is sent, one behind the other."""
+        return [tensor.view(-1).view(torch.uint8) for tensor in self.tensors]
+
+    def checksums(self) -> list[str]:
+        """Of each tensor."""
+        return [checksum(tensor) for tensor in self.tensors]
+
+    def wire(self) -> dict[str, Any]:
+        """Names, dtypes, shapes and checksums, as update_info carries them."""
+        return {
+            "names": [spec.name for spec in self.specs],
+            "dtypes": [spec.dtype for spec in self.specs],
+            "shapes": [list(spec.shape) for spec in self.specs],
+            "checksums": self.checksums(),
+        }
+
+
+class Buffers:
+    """Host memory for the buckets that are under way; what is taken must be given back. Kept from sync to sync: the first
+    touch of memory costs more than the copy."""
+
+    def __init__(self, count: int, timeout_s: float, device: torch.device | None = None) -> None:
+        """`count` buckets at a time; `timeout_s`: how long to wait for one of them to be sent."""
+        self._free: queue.Queue[Tensor] = queue.Queue()
+        self._timeout_s = timeout_s
+        self._device = device or torch.device("cpu")
+        for _ in range(count):
+            self._free.put(torch.empty(0, dtype=torch.uint8, device=self._device))
+
+    def take(self, nbytes: int) -> Tensor:
+        """A uint8 buffer of at least so many bytes: of the free ones the smallest that is large enough, else the largest,
+        grown. DeadlineError when none comes back in time."""
+        try:
+            free = [self._free.get(timeout=self._timeout_s)]
+        except queue.Empty:
+            raise DeadlineError(f"no bucket of weights was sent in {self._timeout_s:.0f} s") from None
+        while not self._free.empty():
+            free.append(self._free.get_nowait())
+        fitting = [buffer for buffer in free if len(buffer) >= nbytes]
+        chosen = min(fitting, key=len) if fitting else max(free, key=len)
+        for buffer in free:
+            if buffer is not chosen:
+                self._free.put(buffer)
+        return chosen if len(chosen) >= nbytes else torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Give a buffer back."""
+        self._free.put(buffer)
+
+
+def pack(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, limit: int, buffers: Buffers
+) -> Iterator[Bucket]:
+    """Put named tensors, as they come, into buckets of at most `limit` bytes or one tensor; cast to `dtype` if given.
+
+    Tensors that need no copy are referred to: they must not change while the bucket is in use. Each bucket's buffer is the
+    taker's, who gives it back. Raises BadInput for a dtype that does not travel.
+    """
+    bucket: Bucket | None = None
+    number = used = 0
+    for name, tensor in tensors:
+        spec = _spec_of(name, tensor, dtype)
+        if bucket is not None and used + spec.nbytes > limit:
+            yield bucket
+            bucket = None
+        if bucket is None:
+            bucket, used, number = Bucket(number, [], [], buffers.take(max(limit, spec.nbytes))), 0, number + 1
+        bucket.tensors.append(_ready(tensor, spec, bucket.buffer[used : used + spec.nbytes]))
+        bucket.specs.append(spec)
+        used += spec.nbytes
+    if bucket is not None:
+        yield bucket
+
+
+def small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, the first and second exchanged where the first alone is more than `limit` bytes (an embedding): instances
+    receive the first bucket beside their model and copy it, the others in place (WeightLoad.lend)."""
+    left = iter(tensors)
+    first = list(itertools.islice(left, 2))
+    if len(first) == 2 and first[0][1].nbytes > limit >= first[1][1].nbytes:
+        first.reverse()
+    yield from first
+    yield from left
+
+
+def _ready(tensor: Tensor, spec: Spec, room: Tensor) -> Tensor:
+    """The tensor itself if it can be sent as it is, else a copy in `room`."""
+    dtype = DTYPES[spec.dtype]
+    if tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == room.device:
+        return tensor
+    if room.storage_offset() % dtype.itemsize:
+        return tensor.to(room.device, dtype).contiguous()
+    return room.view(dtype).view(spec.shape).copy_(tensor)
+
+
+def _spec_of(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Spec:
+    dtype = dtype or tensor.dtype
+    if dtype not in NAMES:
+        raise BadInput(f"{name} is {dtype}; weights travel as one of {', '.join(DTYPES)}")
+    return Spec(name, NAMES[dtype], tuple(tensor.shape))

@@ -1,0 +1,67 @@
+"""The NPUs of the cluster as one global concurrency limit: a run takes all that it needs at once, or waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
+from prefect.concurrency.sync import concurrency
+
+from engine.config import Config
+from engine.errors import BadInput, DeadlineError
+
+LIMIT = "ascend-npus"
+"""Name of the limit; `metronome deploy --npus N` makes it."""
+LEASE_S = 120.0
+"""A run that was killed gives its NPUs back after so long; Prefect's default is 300 s. A living run renews after 90 s, and
+tries three times within some seconds: a server that is away longer than that at that moment costs the run its lease."""
+WAIT_S = 24 * 3600.0
+"""A run that got no NPUs within a day gives up."""
+TOO_MANY = 422
+"""HTTP status of Prefect's server for more slots than a limit has in all."""
+NPU_MANAGER = Path("/dev/davinci_manager")
+"""Device file of Ascend's driver."""
+
+
+def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
+    """NPUs that a run holds: those of its trainer ranks and rollout instances, or of its evaluations if they are more; 0 on other
+    devices.
+
+    `pool_instances`: those on the rollout pool. Without `training` the run only evaluates. An evaluation for which no instance is
+    asked starts one (engine.launcher.service).
+    """
+    device = config.platform.device
+    if device not in ("npu", "auto") or (device == "auto" and not NPU_MANAGER.exists()):
+        return 0
+    instances, tensor = config.rollout.instances + pool_instances, config.rollout.tensor
+    evaluating = max(1, instances) * tensor
+    return max(evaluating, config.parallel.ranks + instances * tensor) if training else evaluating
+
+
+@contextmanager
+def held(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterator[None]:
+    """Hold `count` slots of a limit for the time of the body, all taken in one go: two runs never wait for each other's rest.
+
+    A run that loses its lease is ended: two runs on one NPU would both fail. Raises DeadlineError, and BadInput for a limit that
+    does not exist or is less than `count`.
+    """
+    if not count:
+        yield
+        return
+    slots = concurrency(limit, occupy=count, timeout_seconds=wait_s, strict=True, lease_duration=LEASE_S)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(slots)
+        except TimeoutError:
+            raise DeadlineError(f"{count} slots of the limit {limit} were not free within {wait_s:.0f} s") from None
+        except ConcurrencySlotAcquisitionError as error:
+            if error.__cause__ is None:  # the server has answered
+                raise BadInput(f"Prefect has no limit {limit}, of which this run takes {count}: `metronome deploy --npus N` "
+                               "makes it, N being the cluster's NPUs") from None
+            if getattr(getattr(error.__cause__, "response", None), "status_code", None) != TOO_MANY:
+                raise
+            raise BadInput(f"this run takes {count} of Prefect's limit {limit}, which is less in all: give it fewer ranks and "
+                           "instances, or raise the limit by `metronome deploy --npus N` if the cluster has more NPUs") from None
+        yield

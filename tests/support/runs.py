@@ -1,0 +1,107 @@
+"""A tiny random model made by our own code, and runs of the real launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def save_model(folder, **sizes):
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from engine.tools.base_model.tokenizer import build
+
+    tokenizer = build(512)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **{"intermediate_size": 128, "num_hidden_layers": 2, **sizes}, vocab_size=260, hidden_size=64, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def base_settings(model, problems, folder):
+    """Overrides of a run of a few seconds whose rewards vary although the model is random."""
+    return {
+        "run.name": "run",
+        "run.output": str(folder),
+        "model.path": str(model),
+        "data.train": str(problems),
+        "data.heldout": str(problems),
+        "reward.function": f"{ROOT / 'tests/support/rewards.py'}:even",
+        "rollout.group_size": 4,
+        "rollout.max_new_tokens": 16,
+        "rollout.max_context": 64,
+        "rollout.timeout_s": 60,
+        "train.timeout_s": 60,
+        "train.steps": 3,
+        "train.prompts_per_step": 6,
+        "train.learning_rate": 1e-3,
+        "algorithm.old_policy": "previous",
+        "algorithm.kl_coef": 0.01,
+    }
+
+
+def overrides(settings):
+    return [f"{key}={value!s}".replace("=True", "=true").replace("=False", "=false") for key, value in settings.items()]
+
+
+def config_of(settings):
+    from engine.config.recipe import load
+
+    return load(None, overrides(settings))
+
+
+def write_config(settings, folder):
+    from engine.run.run_folder import dump
+
+    path = Path(folder) / f"{settings['run.name']}.toml"
+    dump(config_of(settings), path)
+    return path
+
+
+def launch(settings, folder, *arguments):
+    """Run the launcher to its end: (exit code, output)."""
+    command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(write_config(settings, folder)), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    return done.returncode, done.stdout + done.stderr
+
+
+class Tree:
+    """A process and all its descendants, found while it lives, so that orphans can be looked for after its end."""
+
+    def __init__(self, pid):
+        root = psutil.Process(pid)
+        self.processes = [root, *root.children(recursive=True)]
+
+    def named(self, part):
+        """The one descendant whose command line contains `part`."""
+        found = [p for p in self.processes[1:] if part in " ".join(p.cmdline())]
+        assert len(found) == 1, f"{part}: {found}"
+        return found[0]
+
+    def left(self, within_s=10.0):
+        """Those still running after at most `within_s` seconds."""
+        _, alive = psutil.wait_procs(self.processes, timeout=within_s)
+        return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(condition, what, timeout_s=90.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        time.sleep(0.05)
+
+
+def send(process, number):
+    os.kill(process.pid, getattr(signal, number))

@@ -1,0 +1,134 @@
+"""A rollout instance on a real socket whose answers the test scripts; responses depend on prompt and seed only."""
+
+import asyncio
+import contextlib
+import random
+
+from aiohttp import web
+
+from engine.types import Score
+
+SERVES = """
+import http.server, json, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers(); self.wfile.write(b"{}")
+    do_POST = do_GET
+    def log_message(self, *args): pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+open(sys.argv[1] + ".partial", "w").write(json.dumps({"host": "127.0.0.1", "port": server.server_port}))
+os.rename(sys.argv[1] + ".partial", sys.argv[1])
+server.serve_forever()
+"""
+"""A process that serves as an instance's would, and answers {} to everything."""
+
+
+def tokens_of(prompt, seed):
+    """What every scripted instance samples."""
+    draw = random.Random(f"{prompt}-{seed}")
+    return [draw.randrange(2, 50) for _ in range(draw.randrange(1, 6))]
+
+
+class Scripted:
+    """Behaviour is set by attributes: `status` (for completions), `delay_s`, `silent` (answers nothing), `drop`, `body`."""
+
+    def __init__(self, version=0):
+        self.version = version
+        self.status, self.delay_s, self.silent, self.drop, self.body = 200, 0.0, False, False, None
+        self.finish = "stop"
+        self.cuts = 0  # so many completions end after a token, as if a pause cut them
+        self.seeds = []
+        self.running = self.most = 0
+        self.updated = []
+
+    async def completions(self, request):
+        body = await request.json()
+        self.seeds.append(body["seed"])
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(self.delay_s)
+            if self.drop:
+                request.transport.close()
+            if self.status != 200 or self.body is not None:
+                return web.Response(status=self.status, text=self.body or '{"error": {"message": "scripted"}}')
+            begun = body.get("continued", 0)
+            tokens = tokens_of(body["prompt"][:len(body["prompt"]) - begun], body["seed"])[begun:]
+            cut = self.cuts > 0 and len(tokens) > 1
+            self.cuts -= cut
+            tokens = tokens[:1] if cut else tokens
+            return web.json_response({
+                "choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)},
+                             "finish_reason": "abort" if cut else self.finish}],
+                "weight_version": self.version, "weight_versions": [[0, self.version]],
+            })
+        finally:
+            self.running -= 1
+
+    async def load(self, request):
+        return web.json_response({"running": self.running, "waiting": 0, "generated_tokens": 10 * len(self.seeds),
+                                  "weight_version": self.version})
+
+    async def finish_update(self, request):
+        self.version = (await request.json())["weight_version"]
+        return web.json_response({})
+
+    async def health(self, request):
+        return web.Response()
+
+    @web.middleware
+    async def mute(self, request, handler):
+        if self.silent:
+            await asyncio.sleep(3600)
+        return await handler(request)
+
+    @contextlib.asynccontextmanager
+    async def serving(self, port=0):
+        """Serve within the block; gives the URL."""
+        app = web.Application(middlewares=[self.mute])
+        app.add_routes([web.post("/v1/completions", self.completions), web.get("/load", self.load),
+                        web.get("/health", self.health), web.post("/finish_weight_update", self.finish_update)])
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+class Sync:
+    """A weight sync whose catching up is scripted: `fails` so often, then brings the instance to `version`."""
+
+    def __init__(self, version=None, fails=0, error=None):
+        self.version, self.fails, self.error, self.caught_up = version, fails, error, []
+
+    async def catch_up(self, instance):
+        await asyncio.sleep(0.01)
+        if self.fails:
+            self.fails -= 1
+            raise self.error
+        version = self.version
+        await instance.client.call("POST", "/finish_weight_update", {"weight_version": version})
+        self.caught_up.append((instance.name, version))
+        instance.version = version
+
+
+class Scores:
+    """A verifier that scores with the number of tokens."""
+
+    def __init__(self, per_response=True):
+        self.per_response = per_response
+
+    async def score(self, prompt, responses):
+        return [Score(float(len(response.token_ids))) for response in responses]
+
+
+async def until(condition, what, within_s=20.0):
+    """Wait for something that happens in the same event loop."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"waited {within_s:g} s for {what}") from None

@@ -1,0 +1,241 @@
+"""Trainer and instances reduced to named tensors, around the real publisher, weight sync, receivers and transports."""
+
+import asyncio
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from safetensors.torch import save_file
+
+from engine.errors import BadInput, DeadlineError, ProcessDied, TransferError
+from engine.instance.receiver import OUTPUT, Receiver
+from engine.launcher.pool.client import Busy, InstanceFault, InstanceGone, Refused
+from engine.launcher.pool.instance import Instance
+from engine.launcher.weight_sync.sync import WeightSync, probe
+from engine.trainer.publish.publisher import Publisher
+from engine.trainer.publish.transport import open_transport
+
+TIMEOUT_S = 5.0
+PROBE = probe(64, 6, 64, "float32")
+
+
+def weights(seed):
+    draw = torch.Generator().manual_seed(seed)
+    sizes = {OUTPUT: (64, 4), "a": (30, 7), "b": (1,), "c": (100, 50), "d": (3, 3)}
+    return {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+
+
+def logprobs(held, token_ids):
+    """Moves when any weight does."""
+    shift = sum(float(tensor.sum()) for name, tensor in sorted(held.items()) if name != OUTPUT)
+    return (held[OUTPUT].sum(1) * (1 + 0.01 * shift)).log_softmax(0)[list(token_ids[1:])].tolist()
+
+
+class Model:
+    """What a rank publishes."""
+
+    def __init__(self, seed):
+        self.held = weights(seed)
+
+    def tensors(self):
+        yield from self.held.items()
+
+    def probe(self, token_ids):
+        return logprobs(self.held, token_ids)
+
+
+class Client:
+    """An instance, behind the calls of InstanceClient. `fault(route, body, count)` may raise, wait or change the body."""
+
+    url = "http://127.0.0.1:1"
+
+    def __init__(self, name, base, fault=None):
+        self.name, self.base, self.fault = name, base, fault
+        self.held, self.version, self.paused, self.update = weights(0), 0, False, None
+        self.stale_head = None
+        self.receiver = Receiver(TIMEOUT_S)
+        self.counts = {}
+        self.calls = []
+        self.gone = asyncio.Event()
+        self.trusted, self.anew = True, False
+
+    def cut(self, reason):
+        self.gone.set()
+
+    def distrust(self):
+        self.trusted = False
+
+    def trust(self, anew=False):
+        self.trusted, self.anew = True, anew
+
+    async def call(self, method, route, body=None, timeout_s=None):
+        route = route.split("?")[0]
+        self.calls.append(route)
+        self.counts[route] = self.counts.get(route, 0) + 1
+        work = asyncio.ensure_future(self._call(route, body or {}, self.counts[route]))
+        cut = asyncio.ensure_future(self.gone.wait())
+        try:
+            await asyncio.wait([work, cut], return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
+            if work.done():
+                return work.result()
+            raise InstanceGone(f"{self.name}: given up") if self.gone.is_set() else DeadlineError(f"{self.name}: no answer")
+        except BadInput as error:
+            raise Refused(f"{self.name}: {route} answered 400: {error}") from None
+        except (TransferError, DeadlineError) as error:
+            raise InstanceFault(f"{self.name}: {route} answered 503: {error}") from None
+        finally:
+            work.cancel()
+            cut.cancel()
+
+    async def _call(self, route, body, count):
+        if self.fault is not None:
+            body = await self.fault(route, body, count) or body
+        return await getattr(self, route.rsplit("/", 1)[-1])(body) or {}
+
+    async def health(self, body):
+        pass
+
+    async def get_world_size(self, body):
+        return {"world_size": 1}
+
+    async def weight_version(self, body):
+        return {"weight_version": self.version}
+
+    async def pause(self, body):
+        self.paused = True
+
+    async def resume(self, body):
+        if self.update is not None:
+            raise Busy(f"{self.name}: an update is unfinished")
+        self.paused = False
+
+    async def reset_prefix_cache(self, body):
+        pass
+
+    async def init_weight_transfer_engine(self, body):
+        await asyncio.to_thread(self.receiver.connect, body["init_info"])
+
+    async def start_weight_update(self, body):
+        assert self.paused
+        self.update = {}
+
+    async def update_weights(self, body):
+        info = body["update_info"]
+        if info.get("staged"):
+            self.receiver.stage(info)
+            return
+        assert self.update is not None
+        received = await asyncio.to_thread(lambda: [(name, tensor.clone()) for name, tensor in
+                                                    self.receiver.receive(info, self.base)])
+        assert not {name for name, _ in received} & self.update.keys()
+        self.update |= dict(received)
+
+    async def finish_weight_update(self, body):
+        assert self.update.keys() == self.held.keys()
+        self.held = self.update | ({OUTPUT: self.held[OUTPUT]} if self.stale_head else {})
+        self.version, self.update = body["weight_version"], None
+
+    async def completions(self, body):
+        assert not self.paused
+        found = [value + body.get("shift", 0.0) for value in logprobs(self.held, body["prompt"])]
+        values = zip(body["prompt"][1:], found, strict=True)
+        return {"choices": [{"prompt_logprobs": [None, *({str(t): {"logprob": value}} for t, value in values)]}]}
+
+
+class Pool:
+    """What WeightSync asks of a pool."""
+
+    def __init__(self, clients):
+        self.instances = [Instance(client) for client in clients]
+        self.reasons = {}
+        self.late = set()
+
+    def members(self):
+        return [one for one in self.instances if one.lives and one not in self.late]
+
+    async def wait_for_member(self):
+        if not self.members():
+            raise ProcessDied("no rollout instance is left")
+
+    def exclude(self, instance, reason):
+        instance.state, self.reasons[instance.name] = "silent", reason
+        instance.client.cut(reason)
+
+    def admit(self, instance):
+        if instance.lives:
+            instance.state = "serving"
+
+    def named(self, name):
+        return next(one for one in self.instances if one.name == name)
+
+
+class Launcher:
+    """An event loop in a thread, with the weight sync's handlers as the trainer asks for them."""
+
+    def __init__(self, clients, staged=False, fixed=PROBE, in_turn=False):
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.clients = clients
+        self.pool = Pool(clients)
+        self.sync = WeightSync(self.pool, fixed, TIMEOUT_S, staged, in_turn=in_turn)
+
+    def run(self, work, timeout_s=30):
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+
+    def ask(self, operation, **fields):
+        if operation == "sync_bucket":
+            return self.run(self.sync.bucket(fields["info"]))
+        if operation == "sync_verify":
+            return self.run(self.verify(fields["expected"]))
+        return self.run(getattr(self.sync, operation.removeprefix("sync_"))(**fields))
+
+    async def verify(self, expected):
+        self.sync.expect(expected)
+        return await self.sync.checked()
+
+    def close(self):
+        for client in self.clients:
+            client.receiver.close()
+        self.run(self.sync.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+def publisher(launcher, transport, folder, bucket_bytes=2000):
+    ranks = SimpleNamespace(exports=True, writes=True, stage=0, from_first=lambda act: act(), gather=lambda message: [message])
+    made = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
+    return Verifying(launcher, launcher, ranks, made, folder / "weights", torch.float32, bucket_bytes, 2 * TIMEOUT_S)
+
+
+class Verifying(Publisher):
+    """Publishes and verifies, as the trainer's loop does."""
+
+    def publish(self, model, version):
+        seconds = super().publish(model, version)
+        self.verify(model, version)
+        return seconds
+
+
+def base_folder(folder):
+    """A model folder with weights(0)."""
+    folder.mkdir()
+    save_file(weights(0), folder / "model.safetensors")
+    (folder / "config.json").write_text('{"tie_word_embeddings": false}')
+    return folder
+
+
+def starting(base):
+    """For a fixture: a function that starts a launcher with instances called a, b, …; `faults` by name."""
+    started = []
+
+    def begin(count=2, staged=False, fixed=PROBE, in_turn=False, **faults):
+        clients = [Client(name, base, faults.get(name)) for name in "abc"[:count]]
+        started.append(Launcher(clients, staged, fixed, in_turn))
+        return started[-1]
+
+    yield begin
+    for launcher in started:
+        launcher.close()

@@ -1,0 +1,54 @@
+"""Whole runs in parallel layouts: starting them, finding their ranks, reading what they left."""
+
+import subprocess
+import sys
+
+from safetensors.torch import load_file
+
+from engine.run.files import read_lines
+from engine.run.trace import read_spans
+from support.runs import ROOT, launch, write_config
+
+
+def run(settings, folder, *arguments):
+    code, output = launch(settings, folder, *arguments)
+    log = folder / settings["run.name"] / "logs/trainer.log"
+    assert code == 0, output + "\ntrainer.log ends:\n" + log.read_text()[-3000:]
+
+
+def refused(settings, folder, *arguments):
+    code, output = launch(settings, folder, *arguments)
+    assert code == 2, output
+    return output
+
+
+def start(settings, folder):
+    log = (folder / f"{settings['run.name']}.log").open("w+")
+    command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(write_config(settings, folder))]
+    return subprocess.Popen(command, stderr=log, cwd=ROOT), log
+
+
+def rank(tree, number):
+    """The process of a trainer rank."""
+    (found,) = [process for process in tree.processes if "engine.trainer.rank" in process.cmdline()
+                and process.environ()["RANK"] == str(number)]  # fmt: skip
+    return found
+
+
+def weights(folder, name):
+    files = (folder / name / "policy").glob("*.safetensors")
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}
+
+
+def same(one, other):
+    """Whether they are, bit for bit."""
+    return one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
+
+
+def steps(folder, name):
+    return list(read_lines(folder / name / "steps.jsonl"))
+
+
+def spans(folder, name, kind, rank=None):
+    found = [span for span in read_spans(folder / name / "trace") if span["name"] == kind]
+    return [span for span in found if rank is None or span["lane"] == f"trainer-{rank}"]

@@ -1,0 +1,86 @@
+from pathlib import Path
+
+import pytest
+
+from engine.config import Config
+from engine.config.recipe import HOME, load
+from engine.errors import BadInput
+from engine.run.run_folder import dump
+
+
+def test_overrides_are_toml_or_strings():
+    config = load(None, ["rollout.group_size=4", "train.betas=[0.8, 0.9]", "model.path=some/where", 'run.name="x"'])
+    assert config.rollout.group_size == 4
+    assert config.train.betas == (0.8, 0.9)
+    assert config.model.path == "some/where"
+
+
+def test_a_resolved_config_reads_back_equal(tmp_path):
+    config = load("infra/recipes/quickstart.toml", ["run.seed=5"])
+    assert config.run.name.startswith("quickstart-")
+    dump(config, tmp_path / "config.toml")
+    assert load(tmp_path / "config.toml") == config
+
+
+def test_a_config_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    """As a kill or a full disk between truncation and write would."""
+    dump(load(None, ["run.seed=7"]), tmp_path / "config.toml")
+
+    def full(path, text):
+        path.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        dump(load(None, ["run.seed=8"]), tmp_path / "config.toml")
+    assert load(tmp_path / "config.toml").run.seed == 7
+
+
+@pytest.mark.parametrize("recipe", sorted(path.name for path in (HOME / "infra/recipes").glob("*.toml")))
+def test_recipes_that_ship_load_from_anywhere(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load(f"infra/recipes/{recipe}").run.output == "runs"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.group_siz=4", "did you mean rollout.group_size?"),
+        ("rolout.group_size=4", "did you mean rollout?"),
+        ("train.steps=0", "train.steps = 0"),
+        ("train.mode=async", "'sync', 'periodic', 'one_step_off' or 'bounded'"),
+        ("rollout.group_size=1", "group of one"),
+        ("rollout.max_new_tokens=4096", "below rollout.max_context"),
+        ("data.prompt_template=hello", "{problem}"),
+        ("rollout.devices=[0, 1, 2]\x00", "rollout.devices"),
+        ("nonsense", "expected table.key=value"),
+        ("rollout.temperature=nan", "rollout.temperature"),
+        ("rollout.temperature=0.001", "rollout.temperature"),
+        ("train.betas=[0.9, 1.5]", "train.betas"),
+        ("train.learning_rate=inf", "train.learning_rate"),
+        ("train.devices=[4096]", "train.devices names cores [4096]"),
+        ("rollout.devices=[4096]", "rollout.devices names cores [4096]"),
+        ("run.name=..", "run.name"),
+    ],
+)
+def test_each_mistake_has_one_message(override, said):
+    overrides = [override.rstrip("\x00")] + (["rollout.instances=2"] if "\x00" in override else [])
+    with pytest.raises(BadInput) as error:
+        load(None, overrides)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(BadInput, match="no such file"):
+        load(tmp_path / "none.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[train\nsteps = 3")
+    with pytest.raises(BadInput, match=r"broken\.toml: not valid TOML.*line 1"):
+        load(broken)
+
+
+def test_every_key_says_what_it_is():
+    for table, field in Config.model_fields.items():
+        for key, inner in field.annotation.model_fields.items():
+            assert inner.description, f"{table}.{key} has no docstring"

@@ -1,0 +1,140 @@
+import json
+import os
+import time
+
+import pytest
+
+from engine.config.recipe import load
+from engine.data.prepared import file_hashes, heldout_problems, prepare, training_problems, version
+from engine.data.problems import Problems, Row
+from engine.data.statistics import answer_kind, report
+from engine.errors import BadInput
+
+FILLER = "in the town of Euclid on the river Gauss where every child knows that numbers are beautiful and kind"
+
+
+def problem(n):
+    return f"Number {n} walks {n + 1} miles {FILLER}. How far?"
+
+
+@pytest.fixture
+def files(tmp_path):
+    def write(name, *rows):
+        path = tmp_path / name
+        made = [{"problem": text, "answer": answer, "difficulty": 1 + n % 3} for n, (text, answer) in enumerate(rows)]
+        path.write_text(json.dumps(made))
+        return str(path)
+
+    return write
+
+
+def config(**keys):
+    return load(None, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in keys.items()])
+
+
+def rows(*numbers):
+    return [(problem(n), str(n)) for n in numbers]
+
+
+def test_training_rows_of_an_evaluation_set_are_left_out_and_named(files):
+    train, heldout = files("train.json", *rows(*range(10))), files("heldout.json", *rows(3, 50))
+    benchmark, other = files("benchmark.json", *rows(5)), files("other.json", *rows(7, 8))
+    against = ["benchmark", other]
+    made = config(data__train=train, data__heldout=heldout, evaluate__benchmark=benchmark, data__decontaminate=against)
+    found = prepare(made)
+    assert [row.answer for row in found.train.rows] == ["0", "1", "2", "4", "6", "9"]
+    assert found.train.skipped == {"in an evaluation set": 4}
+    assert found.against == (heldout, benchmark, other)
+    assert f"100% of it is {benchmark}, row 1" in str(found.train.rejected[1])
+    assert training_problems(made).rows == found.train.rows
+    assert len(heldout_problems(made).rows) == 2
+    assert set(file_hashes(made)) == {train, heldout, benchmark, other}
+    off = config(data__train=train, data__heldout=heldout, data__decontaminate=[])
+    assert len(prepare(off).train.rows) == 10
+
+
+def test_a_share_is_held_out_where_no_file_is(files):
+    train = files("train.json", *rows(*range(200)))
+    made = config(data__train=train, data__heldout_fraction=0.1)
+    assert made.data.heldout == ""
+    found = prepare(made)
+    assert 8 < len(found.heldout.rows) < 35
+    assert len(found.train.rows) + len(found.heldout.rows) == 200
+    assert heldout_problems(made).rows == found.heldout.rows
+
+
+def test_held_out_is_a_file_or_a_share(files):
+    with pytest.raises(BadInput, match="give either data.heldout .* or, with data.heldout empty, data.heldout_fraction"):
+        config(data__heldout="")
+    with pytest.raises(BadInput, match="give either"):
+        config(data__heldout="a.json", data__heldout_fraction=0.1)
+
+
+def test_the_training_file_itself_as_the_evaluation_set_is_a_note_and_all_of_another_an_error(files):
+    train, twin = files("train.json", *rows(1, 2)), files("twin.json", *rows(2, 1))
+    found = prepare(config(data__train=train, data__heldout=train))
+    assert len(found.train.rows) == 2
+    assert "is the training set itself" in found.notes[0]
+    with pytest.raises(BadInput, match="every row also stands in an evaluation set.*data.decontaminate = "):
+        prepare(config(data__train=train, data__heldout=twin))
+
+
+def test_answers_are_cleaned_for_the_math_verifier_alone(files):
+    train, heldout = files("train.json", *rows(1), (problem(2), "![a]"), (problem(3), "3.0")), files("heldout.json", *rows(9))
+    math = prepare(config(data__train=train, data__heldout=heldout, reward__function="math"))
+    assert [row.answer for row in math.train.rows] == ["1", "3"]
+    exact = prepare(config(data__train=train, data__heldout=heldout))
+    assert [row.answer for row in exact.train.rows] == ["1", "![a]", "3.0"]
+
+
+def test_a_version_is_that_of_the_rows(files):
+    def made(*pairs, source="a"):
+        return Problems(tuple(Row(text, answer, {}) for text, answer in pairs), {}, source, source)
+
+    assert version(made(("a", "1"), ("b", "2"))) == version(made(("a", "1"), ("b", "2"), source="b"))
+    assert version(made(("a", "1"), ("b", "2"))) != version(made(("b", "2"), ("a", "1")))
+    assert version(made(("a", "1"))) != version(made(("a", "2")))
+
+
+def test_report(files):
+    train = files("train.json", *rows(*range(6)), (problem(9), "\\frac{1}{2}"), ("p", None))
+    heldout = files("heldout.json", *rows(2))
+    found = report(prepare(config(data__train=train, data__heldout=heldout)))
+    assert json.loads(json.dumps(found)) == found
+    assert found["train"]["rows"] == 6
+    assert found["train"]["skipped"] == {"no answer": 1, "in an evaluation set": 1}
+    assert found["train"]["difficulty"] == {"1": 3, "2": 2, "3": 1}
+    assert found["train"]["answers"] == {"whole number": 5, "fraction": 1}
+    assert found["train"]["answer_characters"]["max"] == 11
+    assert found["overlaps"][0]["overlaps_with"] == f"{heldout}, row 1"
+    assert f"{train}, row 8: answer: no answer (found null" in found["train"]["rejected"][0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [("-12", "whole number"), ("1,234", "whole number"), ("2.5", "decimal"), ("\\frac{1}{2}", "fraction"), ("3/4", "fraction"),
+     ("\\text{east}", "words"), ("x^2 + 1", "formula"), ("(1, 2)", "formula")],
+)  # fmt: skip
+def test_kinds_of_answers(answer, kind):
+    assert answer_kind(answer) == kind
+
+
+def test_many_rows_of_one_template_take_seconds(files):
+    train, heldout = files("train.json", *rows(*range(10_000))), files("heldout.json", *rows(*range(9_990, 10_500)))
+    started = time.process_time()
+    found = prepare(config(data__train=train, data__heldout=heldout, reward__function="math"))
+    assert len(found.train.rows) == 9_990
+    assert time.process_time() - started < 20  # seconds of computing; comparing each with each takes minutes
+
+
+def test_real_overlaps():
+    folder = os.environ.get("METRONOME_REAL_DATA")
+    if not folder:
+        pytest.skip("METRONOME_REAL_DATA is unset: the real problem sets are not part of the project")
+    train, heldout = f"{folder}/math_train.json", f"{folder}/deepscaler_aime_1983_2023.json"
+    found = prepare(config(data__train=train, data__heldout=heldout, reward__function="math"))
+    assert found.train.skipped["no answer"] == 4
+    assert found.train.skipped["duplicate"] == 1
+    assert 440 < found.train.skipped["in an evaluation set"] < 470  # AIME problems that MATH's training file has too
+    copies = sum(overlap.share > 0.95 for overlap in found.overlaps)
+    assert copies > 350

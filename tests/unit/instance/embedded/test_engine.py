@@ -1,0 +1,219 @@
+"""The engine of an instance: what it generates, for whom and when."""
+
+import pytest
+import torch
+
+from engine.instance.embedded.engine import Conflict, Request
+from engine.instance.embedded.sampling import Sampling
+from support.sent import PROMPT, Sent, engine_of
+from support.tiny_models import EOS, VOCABULARY, reference, reference_logprobs, save
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("a"))
+
+
+@pytest.fixture
+def engine(folder):
+    return engine_of(folder)
+
+
+def mixed(count, seed=0):
+    """Prompts and settings of many shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(count):
+        length = int(torch.randint(1, 12, (1,), generator=generator))
+        prompt = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
+        yield prompt, {"seed": number, "max_tokens": 1 + number * 7 % 30, "temperature": (1.0, 0.7, 0.0)[number % 3],
+                       "top_k": (0, 0, 5, 0)[number % 4], "top_p": (1.0, 0.8)[number // 2 % 2]}
+
+
+def test_greedy_is_the_greedy_of_transformers(folder):
+    sent = Sent(engine_of(folder))
+    prompts = [[3, 4, 5], [60, 2], [11, 12, 13, 14, 15, 16, 17], [9], [8, 8, 8]]
+    for prompt in prompts:
+        sent.send(prompt, max_tokens=24, temperature=0.0)
+    hf = reference(folder)
+    for prompt, result in zip(prompts, sent.finish(), strict=True):
+        expected = hf.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        assert result.token_ids == expected[0, len(prompt):].tolist()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_logprobs_are_those_of_transformers_however_responses_are_batched(folder, deterministic):
+    sent = Sent(engine_of(folder, deterministic=deterministic))
+    requests = list(mixed(23))
+    for prompt, settings in requests:
+        sent.send(prompt, **settings)
+    hf = reference(folder)
+    for (prompt, settings), result in zip(requests, sent.finish(), strict=True):
+        assert len(result.token_ids) == len(result.logprobs) == settings["max_tokens"]
+        expected = reference_logprobs(hf, prompt, result.token_ids, settings["temperature"] or 1.0)
+        torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_a_stop_token_ends_the_response_and_belongs_to_it(engine):
+    sent = Sent(engine)
+    for seed in range(12):
+        sent.send(max_tokens=40, seed=seed, stop_ids=frozenset({EOS, 2, 3, 4, 5, 6, 7, 8, 9, 10}))
+    for result in sent.finish():
+        assert not set(result.token_ids[:-1]) & set(range(1, 11))
+        stopped = result.token_ids[-1] in range(1, 11)
+        assert result.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(result.token_ids) == 40
+
+
+def test_a_response_may_fill_the_context(engine):
+    sent = Sent(engine)
+    sent.send(max_tokens=48 - len(PROMPT))
+    sent.send(range(47), max_tokens=1)
+    first, second = sent.finish()
+    assert (len(first.token_ids), first.finish_reason) == (43, "length")
+    assert (len(second.token_ids), second.finish_reason) == (1, "length")
+
+
+def test_seeds_reproduce_and_differ(folder):
+    def responses(seeds):
+        sent = Sent(engine_of(folder))
+        for seed in seeds:
+            sent.send(max_tokens=20, seed=seed)
+        return [result.token_ids for result in sent.finish()]
+
+    assert responses([1, 2, 3]) == responses([1, 2, 3])
+    assert len({tuple(tokens) for tokens in responses([1, 2, 3])}) == 3
+
+
+def test_equal_prompts_share_one_prefill(engine):
+    sent = Sent(engine)
+    for _ in range(6):
+        sent.send()
+    for _ in range(3):
+        sent.send([*PROMPT, 2])
+    sent.finish()
+    assert engine.load() == {"running": 0, "waiting": 0, "prefills": 2, "generated_tokens": 9 * 8, "weight_version": 0}
+    engine.prompts.clear()
+    sent.send()
+    sent.finish()
+    assert engine.load()["prefills"] == 3
+
+
+def test_recent_prompts_are_kept_within_their_limit(engine):
+    engine.prompts.limit = 12
+    for first in (1, 2, 3, 1, 3, 2):  # two prompts of five tokens fit; 1 is the least recent when 3 comes
+        engine.prompts.get((first, 0, 0, 0, 0))
+    assert engine.prompts.computed == 5
+
+
+def test_requests_start_in_order_of_arrival(engine):
+    order = []
+    for number in range(9):
+        engine.submit(Request(PROMPT, Sampling(3, seed=number), lambda result, number=number: order.append(number)))
+    engine.step()
+    assert engine.load() == {"running": 4, "waiting": 5, "prefills": 1, "generated_tokens": 4, "weight_version": 0}
+    while engine.busy:
+        engine.step()
+    assert [sorted(order[:4]), sorted(order[4:8]), order[8:]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+
+
+def test_cancelling_frees_the_slot_and_leaves_the_others_alone(folder):
+    def responses(cancel):
+        sent = Sent(engine_of(folder, deterministic=True))
+        for _ in range(4):
+            sent.send(max_tokens=20)
+        waiting = sent.send(max_tokens=20)
+        sent.engine.step()
+        if cancel:
+            sent.engine.cancel(sent.requests[1])
+            sent.engine.cancel(waiting)
+            assert sent.engine.load()["running"] == 3
+            assert sent.engine.load()["waiting"] == 0
+        while sent.engine.busy:
+            sent.engine.step()
+        sent.engine.cancel(sent.requests[0])  # has ended: nothing happens
+        return sent.results
+
+    all_of_them, rest = responses(cancel=False), responses(cancel=True)
+    assert sorted(rest) == [0, 2, 3]
+    assert all(rest[number] == all_of_them[number] for number in rest)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_deterministic_responses_do_not_depend_on_their_company(folder, threads):
+    requests = list(mixed(15))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        alone = []
+        for prompt, settings in requests:
+            sent = Sent(engine_of(folder, slots=5, deterministic=True))
+            sent.send(prompt, **settings)
+            alone += sent.finish()
+        for mix in range(4):
+            order = torch.randperm(15, generator=torch.Generator().manual_seed(mix)).tolist()
+            sent = Sent(engine_of(folder, slots=5, deterministic=True))
+            for place, number in enumerate(order):
+                sent.send(requests[number][0], **requests[number][1])
+                if place % (mix + 1) == 0:  # others are at other positions by now
+                    sent.engine.step()
+            together = sent.finish()
+            for place, number in enumerate(order):  # equality of floats: bit for bit
+                assert together[place] == alone[number], (mix, number)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_pause_and_abort_answer_everything_with_what_it_has(engine):
+    sent, idle = Sent(engine), []
+    for _ in range(6):
+        sent.send(max_tokens=20)
+    for _ in range(3):
+        engine.step()
+    engine.pause(abort=True, done=lambda: idle.append(True))
+    assert idle == [True]
+    assert {result.finish_reason for result in sent.results.values()} == {"abort"}
+    assert [len(sent.results[number].token_ids) for number in range(6)] == [3, 3, 3, 3, 0, 0]
+    sent.send()
+    assert not engine.busy
+    engine.resume()
+    assert sent.finish()[-1].finish_reason == "length"
+
+
+def test_pause_and_wait_drains_but_admits_nothing(engine):
+    sent, idle = Sent(engine), []
+    for _ in range(6):
+        sent.send(max_tokens=5)
+    engine.step()
+    engine.pause(abort=False, done=lambda: idle.append(True))
+    with pytest.raises(Conflict, match="4 responses are still draining"):
+        engine.resume()
+    while engine.busy:
+        assert idle == []
+        engine.step()
+    assert idle == [True]
+    assert engine.load()["waiting"] == 2
+    engine.resume()
+    assert [len(result.token_ids) for result in sent.finish()] == [5] * 6
+
+
+def test_a_response_that_was_cut_goes_on_in_its_stream(folder):
+    """Prompt and tokens so far as the prompt, `continued` of them: with the same weights the response is the uncut one."""
+    whole = Sent(engine_of(folder))
+    whole.send(max_tokens=20, seed=3)
+    (uncut,) = whole.finish()
+    assert len(uncut.token_ids) == 20
+    for begun in (1, 7, 19):
+        cut = Sent(engine_of(folder))
+        cut.send(max_tokens=20, seed=3)
+        for _ in range(begun):
+            cut.engine.step()
+        cut.engine.pause(abort=True, done=lambda: None)
+        first = cut.results[0]
+        assert (first.finish_reason, first.token_ids) == ("abort", uncut.token_ids[:begun])
+        cut.engine.resume()
+        cut.send((*PROMPT, *first.token_ids), max_tokens=20 - begun, seed=3, continued=begun)
+        second = cut.finish()[1]
+        assert (second.finish_reason, first.token_ids + second.token_ids) == ("length", uncut.token_ids)
+        assert first.logprobs + second.logprobs == pytest.approx(uncut.logprobs, abs=1e-5)

@@ -1,0 +1,127 @@
+"""`metronome serve --join` against a real registry; the instance's process serves next to nothing."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+
+import aiohttp
+import psutil
+import pytest
+
+from engine.config import Config
+from engine.errors import BadInput, DeadlineError, ProcessDied
+from engine.instance import join
+from engine.launcher.pool.keeper import Keeper
+from engine.launcher.pool.pool import Pool
+from engine.launcher.pool.registry import registry
+from support.scripted import SERVES, Sync, until
+
+CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "instances": 0})
+
+
+@contextlib.asynccontextmanager
+async def launcher(folder):
+    pool = Pool(CONFIG, folder, folder, Keeper, synced=True)
+    pool.sync = Sync(version=2)
+    await pool.connect()
+    try:
+        async with registry(pool, CONFIG, folder):
+            yield pool
+    finally:
+        await pool.close()
+
+
+@pytest.fixture
+async def guest(tmp_path, monkeypatch):
+    """Starts `serve --join` as a task."""
+    program = [sys.executable, "-S", "-c", SERVES]
+    monkeypatch.setattr(join, "instance_command", lambda config, model, name, number, port_file, port, host: (
+        [*program, str(port_file)], {}))
+    said, tasks = [], []
+
+    def start(address=tmp_path):
+        serving = join._serve(CONFIG, "guest", "127.0.0.1", 0, lambda url: join._Launcher(
+            CONFIG, str(address), "guest", url, said.append))
+        tasks.append(asyncio.create_task(serving))
+        return tasks[-1]
+
+    start.said = said
+    yield start
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+    assert not [p for p in psutil.Process().children() if SERVES in p.cmdline()]
+
+
+async def test_it_joins_and_a_signal_makes_it_drain_and_leave(tmp_path, guest):
+    async with launcher(tmp_path) as pool:
+        task = guest()
+        await until(lambda: pool.serving == 1, "it to serve")
+        assert pool.sync.caught_up == [("guest", 2)]
+        async with pool.borrow() as place:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: place.instance.state == "draining", "its wish to leave")
+            await asyncio.sleep(0.5)
+            assert not task.done()
+        assert await asyncio.wait_for(task, 5) == 0
+        assert pool.instances == []
+        assert guest.said[-1].startswith("guest leaves the run")
+
+
+async def test_a_second_signal_ends_it_at_once(tmp_path, guest):
+    async with launcher(tmp_path) as pool:
+        task = guest()
+        await until(lambda: pool.serving == 1, "it to serve")
+        async with pool.borrow() as place:
+            os.kill(os.getpid(), signal.SIGINT)
+            await until(lambda: place.instance.state == "draining", "its wish to leave")
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(task, 5)
+
+
+async def test_it_joins_again_when_the_launcher_was_started_again(tmp_path, guest):
+    async with launcher(tmp_path) as pool:
+        guest()
+        await until(lambda: pool.serving == 1, "it to serve")
+    async with launcher(tmp_path) as pool:  # at another port
+        await until(lambda: pool.serving == 1, "it to join again")
+
+
+async def test_it_ends_when_the_launcher_sends_it_away(tmp_path, guest):
+    async with launcher(tmp_path) as pool:
+        task = guest((tmp_path / "rollout.address").read_text())
+        await until(lambda: pool.serving == 1, "it to serve")
+        async with aiohttp.ClientSession() as session:
+            url = f"http://{(tmp_path / 'rollout.address').read_text().strip()}/leave"
+            async with session.post(url, json={"name": "guest"}) as answer:
+                assert answer.status == 200
+        assert await asyncio.wait_for(task, 5) == 0
+
+
+async def test_it_ends_by_name_when_the_launcher_stays_away(tmp_path, guest):
+    with pytest.raises(DeadlineError, match=rf"the launcher at {tmp_path} did not answer for \d+ s \(rollout\.wait_s\)"):
+        await asyncio.wait_for(guest(), 8)
+
+
+async def test_it_ends_by_name_when_its_instance_dies(tmp_path, guest):
+    async with launcher(tmp_path) as pool:
+        task = guest()
+        await until(lambda: pool.serving == 1, "it to serve")
+        (process,) = [p for p in psutil.Process().children() if SERVES in p.cmdline()]
+        process.kill()
+        with pytest.raises(ProcessDied, match="guest was ended by SIGKILL"):
+            await asyncio.wait_for(task, 5)
+
+
+def test_addresses(tmp_path):
+    assert join.launcher_address("10.0.0.1:80") == "10.0.0.1:80"
+    (tmp_path / "rollout.address").write_text("[::1]:4711\n")
+    assert join.launcher_address(str(tmp_path)) == "[::1]:4711"
+    assert join.launcher_address(str(tmp_path / "rollout.address")) == "[::1]:4711"
+    with pytest.raises(BadInput, match="--join = 'nowhere': expected host:port"):
+        join.serve_joined(CONFIG, "nowhere", "guest", "127.0.0.1", 0, print)

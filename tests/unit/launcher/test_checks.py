@@ -1,0 +1,127 @@
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from engine.config import Config, Evaluate, Model, Parallel, Platform, Rollout
+from engine.errors import BadInput
+from engine.launcher.checks import EMBEDDED, check_instances, check_rollouts, check_training
+from engine.run.vllm_command import MARKER, PYTHON
+from support.runs import config_of
+from support.tiny_models import save
+from tasks.inputs import check_inputs
+
+
+def a_config(folder, **tables):
+    sizes = {"max_context": 128, "max_new_tokens": 16} | tables.pop("rollout", {})
+    return Config(model=Model(path=str(folder)), rollout=Rollout(**sizes), **tables)
+
+
+def test_the_embedded_engines_families_are_those_that_its_model_names():
+    from engine.instance.embedded.model import SUPPORTED
+
+    configs = {kind: type(AutoConfig.for_model(kind)).__name__ for kind in SUPPORTED}
+    assert sorted(EMBEDDED) == sorted(name.removesuffix("Config") + "ForCausalLM" for name in configs.values())
+
+
+def an_environment(folder, monkeypatch, device):
+    """What `make vllm` leaves behind, as far as anybody looks before an instance starts."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin/python").touch(mode=0o755)
+    (folder / MARKER).write_text(f"{device}\n")
+    monkeypatch.setenv(PYTHON, str(folder / "bin/python"))
+
+
+def test_a_model_with_experts_is_refused_for_the_embedded_engine(tmp_path):
+    save(tmp_path, "qwen3_moe")
+    with pytest.raises(BadInput, match=r'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'):
+        check_rollouts(a_config(tmp_path))
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu", "auto"])
+def test_instances_that_would_get_the_trainers_devices_are_refused(tmp_path, monkeypatch, device):
+    def on(devices, **rollout):
+        rollout = Rollout(engine="vllm", tensor=2, devices=devices, **rollout)
+        return Config(rollout=rollout, platform=Platform(device=device), parallel=Parallel(tensor=2))
+
+    an_environment(tmp_path, monkeypatch, "npu" if device == "auto" else device)
+    check_instances(on([2, 3]))
+    check_instances(on([], instances=0, joining=2))
+    with pytest.raises(BadInput, match=r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"):
+        check_instances(on([]))
+    with pytest.raises(BadInput, match=r"rollout\.devices names \[1\], which trainer ranks have; theirs are \[0, 1\]"):
+        check_instances(on([1, 2]))
+    check_instances(on([14, 15]))  # a node may have more than the plan's platform.devices_per_node
+    with pytest.raises(BadInput, match=r"rollout\.devices names 3 devices, 1 instances of rollout\.tensor = 2 take 2"):
+        check_instances(on([3, 4, 5]))
+
+
+def test_devices_are_those_that_the_environment_names(tmp_path, monkeypatch):
+    def on(devices):
+        return Config(rollout=Rollout(engine="vllm", devices=devices), platform=Platform(device="cuda"))
+
+    an_environment(tmp_path, monkeypatch, "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
+    check_instances(on([0]))
+    with pytest.raises(BadInput, match=r"names \[2\], which trainer ranks have; theirs are \[2\]"):
+        check_instances(on([2]))
+    with pytest.raises(BadInput, match=r"is empty.*set rollout\.devices = \[3\]"):
+        check_instances(on([]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    check_instances(on([0]))
+
+
+def test_a_trainer_on_the_cpu_has_no_devices(tmp_path, monkeypatch):
+    an_environment(tmp_path, monkeypatch, "cuda")
+    check_instances(Config(rollout=Rollout(engine="vllm"), platform=Platform(device="cpu")))
+    with pytest.raises(BadInput, match=r"each of the 2 instances that the run starts takes devices from 0 on: set .* = \[0, 1\]"):
+        check_instances(Config(rollout=Rollout(engine="vllm", instances=2), platform=Platform(device="cpu")))
+
+
+def test_cores_of_vllms_instances_are_looked_for_once_it_is_known_that_they_are_cores(tmp_path, monkeypatch):
+    named = Config(rollout=Rollout(engine="vllm", devices=[10**6]))
+    an_environment(tmp_path, monkeypatch, "cpu")
+    check_instances(Config(rollout=Rollout(engine="vllm")))
+    with pytest.raises(BadInput, match=r"rollout\.devices names cores \[1000000\], which this process can't use; it has \["):
+        check_instances(named)
+    with pytest.raises(ValueError, match=r"rollout\.devices names cores \[1000000\]"):
+        Config(rollout=Rollout(engine="vllm", devices=[10**6]), platform=Platform(device="cpu"))
+
+
+def test_instances_of_vllm_are_refused_without_it(monkeypatch):
+    check_instances(Config())  # embedded
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    with pytest.raises(BadInput, match="METRONOME_VLLM_PYTHON=/nowhere/python: there is no interpreter"):
+        check_instances(Config(rollout=Rollout(engine="vllm")))
+
+
+def test_a_replay_needs_no_instances(monkeypatch, settings):
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    config = config_of(settings | {"rollout.engine": "vllm"})
+    check_inputs(config, sampling=False)
+    with pytest.raises(BadInput, match="there is no interpreter"):
+        check_inputs(config)
+
+
+def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
+    save(tmp_path, "qwen3")
+    check_training(a_config(tmp_path, parallel=Parallel(tensor=2, data=3)))
+    wrong = a_config(tmp_path, parallel=Parallel(tensor=4, pipeline=4))
+    with pytest.raises(BadInput, match=r"parallel\.pipeline = 4 does not divide its 2 layers"):
+        check_training(wrong)
+    assert check_rollouts(wrong).layers == json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+    with pytest.raises(BadInput, match=r"rollout\.max_context = 129 is more than the 128 positions"):
+        check_rollouts(a_config(tmp_path, rollout={"max_context": 129}))
+    with pytest.raises(BadInput, match=r"evaluate\.max_context = 130 is more than the 128 positions"):
+        check_rollouts(a_config(tmp_path, evaluate=Evaluate(max_context=130)))
+
+
+@pytest.mark.parametrize(("key", "returns"), [
+    ("advantage", "rewards[:1]"), ("loss", "terms.advantages"), ("gradient_control", "'skip'"),
+])
+def test_a_users_function_is_tried_before_any_process_starts(tmp_path, key, returns):
+    save(tmp_path, "qwen3")
+    arguments = {"advantage": "rewards, lengths", "loss": "terms, coefficients", "gradient_control": "step"}[key]
+    (tmp_path / "own.py").write_text(f"def own({arguments}): return {returns}")
+    with pytest.raises(BadInput, match=rf"algorithm\.{key} = .*own.py:own.*it failed when it was tried"):
+        check_training(a_config(tmp_path, algorithm={key: f"{tmp_path / 'own.py'}:own"}))

@@ -1,0 +1,76 @@
+"""When a group gives up on instances that refuse it. The pool is reduced to one place."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from engine.config import Config
+from engine.errors import DeadlineError
+from engine.launcher import producer
+from engine.launcher.pool.client import Busy, Sampling
+from engine.launcher.producer import Producer
+from engine.types import Prompt, Response, Score
+
+LIMIT_S = 0.3
+
+
+class World:
+    """One instance with room for one group, and what the producer asks for besides; `refusals` by prompt."""
+
+    per_response, synced, size = False, False, 1
+    config = Config(rollout={"timeout_s": LIMIT_S, "concurrency": 1})
+
+    def __init__(self, refusals, takes_s=0.0):
+        self.refusals, self.takes_s = refusals, takes_s
+        self.place = asyncio.Lock()
+        self.instance = SimpleNamespace(client=self, name="i", groups=1, finished=lambda *figures: None)
+        self.groups = []
+
+    @asynccontextmanager
+    async def borrow(self, avoid=(), first=False, least=None):
+        async with self.place:
+            yield SimpleNamespace(instance=self.instance, trial=False)
+
+    async def complete(self, prompt, sampling, seed, so_far):
+        if self.refusals.get(prompt.id, 0):
+            self.refusals[prompt.id] -= 1
+            raise Busy("paused")
+        await asyncio.sleep(self.takes_s)
+        return Response((1,), (0.0,), ((0, 0),), (True,), "stop", "", seed, "i")
+
+    def busy(self, instance):
+        pass
+
+    success = busy
+
+    async def score(self, prompt, responses):
+        return [Score(1.0)] * len(responses)
+
+    def add(self, *span, **fields):
+        pass
+
+    async def put(self, group):
+        self.groups.append(group.prompt.id)
+
+    async def run(self, *prompts):
+        made = Producer(self, self, lambda ids: "", Sampling(8, 1.0, 1.0, 0), 1, 0, self)
+        async with asyncio.timeout(10):
+            await made.run(0, [(0, Prompt(name, "", "", (1, 2))) for name in prompts], self.put)
+
+
+async def test_a_group_that_waited_long_for_its_place_may_meet_a_paused_instance_once(monkeypatch):
+    monkeypatch.setattr(producer, "BUSY_S", 0.01)
+    world = World({"b": 1, "c": 2}, takes_s=LIMIT_S)  # each of the others takes as long as the limit
+    await world.run("a", "b", "c")
+    assert sorted(world.groups) == ["a", "b", "c"]
+
+
+async def test_a_group_that_meets_nothing_but_paused_instances_fails_by_name(monkeypatch):
+    monkeypatch.setattr(producer, "BUSY_S", 0.01)
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"response 0 to prompt a found no instance that takes it in 0.3 s: paused"):
+        await World({"a": 10**6}).run("a")
+    assert time.monotonic() - began >= LIMIT_S

@@ -1,0 +1,270 @@
+"""Weight syncs from the trainer's publisher to instances, with every way in which an instance or a bucket may fail."""
+
+import asyncio
+import time
+
+import pytest
+import torch
+
+from engine.errors import MetronomeError, WeightSyncError
+from engine.instance.receiver import OUTPUT
+from engine.launcher.pool.client import InstanceFault, InstanceGone
+from engine.launcher.weight_sync.probe import probe
+from support.weights_double import TIMEOUT_S, Client, Model, base_folder, publisher, starting, weights
+
+
+@pytest.fixture
+def start(tmp_path):
+    yield from starting(base_folder(tmp_path / "base"))
+
+
+def holds(client, seed, version):
+    same = all(torch.equal(client.held[name], tensor) for name, tensor in weights(seed).items())
+    return same and client.version == version and not client.paused
+
+
+def on(route, number, act):
+    """A fault at the so manieth call of a route."""
+    async def fault(called, body, count):
+        return await act(body) if called == route and count == number else None
+
+    return fault
+
+
+async def die(body):
+    raise InstanceGone("its connection broke")
+
+
+async def err(body):
+    raise InstanceFault("answered 500")
+
+
+async def hang(body):
+    await asyncio.sleep(3600)
+
+
+async def corrupt(body):
+    changed = dict(body["update_info"])
+    changed["checksums"] = ["0" * 16, *changed["checksums"][1:]]
+    return {"update_info": changed}
+
+
+UPDATE = "/update_weights"
+AFTER_TEST = 3  # the self-test's two come first
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_every_instance_holds_exactly_what_the_trainer_has(start, tmp_path, transport, staged):
+    launcher = start(2, staged)
+    sender = publisher(launcher, transport, tmp_path)
+    for version in (0, 1, 2):
+        assert 0 < sender.publish(Model(version), version) < TIMEOUT_S
+        assert all(holds(client, version, version) for client in launcher.clients)
+        assert launcher.sync.version == version
+    assert all(one.state == "serving" and one.version == 2 for one in launcher.pool.instances)
+    assert not launcher.pool.reasons
+    for client in launcher.clients:
+        assert client.calls.count(UPDATE) == 2 + 3 * (3 + staged)  # buckets: output layer with a and b, c, d
+        assert client.calls.count("/init_weight_transfer_engine") == (transport == "gloo")
+        assert client.calls.count("/reset_prefix_cache") == 2 + 3
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_the_newest_version_stays_as_a_snapshot(start, tmp_path, transport):
+    launcher = start(1)
+    sender = publisher(launcher, transport, tmp_path)
+    for version in (0, 1):
+        sender.publish(Model(version), version)
+    deadline = time.monotonic() + 5
+    while [path.name for path in (tmp_path / "weights").glob("version-????????")] != ["version-00000001"]:
+        assert time.monotonic() < deadline, list((tmp_path / "weights").iterdir())
+        time.sleep(0.01)
+    late = Client("late", launcher.clients[0].base)
+    launcher.pool.instances.append(one := type(launcher.pool.instances[0])(late))
+    launcher.clients.append(late)
+    launcher.run(launcher.sync.catch_up(one))
+    assert holds(late, 1, 1)
+    assert one.version == 1
+    assert one.state == "starting"  # the pool lets it serve
+
+
+@pytest.mark.parametrize("failing", [
+    on(UPDATE, AFTER_TEST, die), on(UPDATE, AFTER_TEST + 1, die), on("/init_weight_transfer_engine", 1, die),
+    on("/get_world_size", 1, die), on("/pause", 3, die), on("/start_weight_update", 3, die),
+])
+@pytest.mark.parametrize("staged", [False, True])
+def test_one_that_dies_in_a_collective_is_left_out_and_the_others_get_all(start, tmp_path, failing, staged):
+    launcher = start(3, staged, b=failing)
+    began = time.monotonic()
+    publisher(launcher, "gloo", tmp_path).publish(Model(5), 5)
+    assert time.monotonic() - began < TIMEOUT_S
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, False, True]
+    assert set(launcher.pool.reasons) == {"b"}
+    assert launcher.sync.version == 5
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_one_that_hangs_holds_nobody_up_longer_than_the_pool_lets_it(start, tmp_path, transport):
+    launcher = start(2, b=on(UPDATE, AFTER_TEST + 1, hang))
+    launcher.loop.call_soon_threadsafe(
+        launcher.loop.call_later, 1.0, lambda: launcher.pool.exclude(launcher.pool.named("b"), "silent"))
+    seconds = publisher(launcher, transport, tmp_path).publish(Model(5), 5)
+    assert seconds < TIMEOUT_S
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, False]
+    assert "(weight version 5, bucket 1 of stage 0)" in launcher.pool.reasons["b"]
+
+
+@pytest.mark.parametrize(("route", "number", "during"), [
+    (UPDATE, 1, "self-test"), ("/pause", 3, "weight version 5"), (UPDATE, AFTER_TEST, "weight version 5, bucket 0 of stage 0"),
+    ("/finish_weight_update", 3, "weight version 5"), ("/v1/completions", 3, "weight version 5"),
+])
+def test_one_that_does_not_answer_is_left_out_with_the_phase_in_which_it_did_not(start, tmp_path, route, number, during):
+    launcher = start(2, b=on(route, number, hang))
+    launcher.sync._steps.timeout_s = 1.0
+    publisher(launcher, "file", tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, route == "/v1/completions"]
+    assert launcher.pool.reasons["b"].startswith(f"b: {route} answered 503: b: no answer")
+    assert launcher.pool.reasons["b"].endswith(f"({during})")
+
+
+@pytest.mark.parametrize(("transport", "excluded"), [("file", {"b"}), ("gloo", set())])
+def test_one_error_costs_an_instance_its_place_only_where_the_others_need_not_begin_again(start, tmp_path, transport, excluded):
+    launcher = start(2, b=on(UPDATE, AFTER_TEST + 1, err))
+    publisher(launcher, transport, tmp_path).publish(Model(5), 5)
+    assert set(launcher.pool.reasons) == excluded
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, not excluded]
+
+
+def test_one_that_errs_in_every_transfer_is_left_out(start, tmp_path):
+    async def always(route, body, count):
+        if route == UPDATE and count >= AFTER_TEST:
+            raise InstanceFault("answered 500")
+
+    launcher = start(2, b=always)
+    publisher(launcher, "gloo", tmp_path).publish(Model(5), 5)
+    assert "2 weight transfers in a row failed" in launcher.pool.reasons["b"]
+    assert holds(launcher.clients[0], 5, 5)
+
+
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_a_bucket_that_one_instance_gets_corrupted_costs_it_its_place(start, tmp_path, transport):
+    launcher = start(2, b=on(UPDATE, AFTER_TEST + 1, corrupt))
+    publisher(launcher, transport, tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, False]
+    assert "c was corrupted on its way" in launcher.pool.reasons["b"]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("transport", ["file", "gloo"])
+def test_a_bucket_that_everybody_gets_corrupted_fails_the_sync_by_the_tensors_name(start, tmp_path, transport, staged):
+    launcher = start(2, staged, a=on(UPDATE, AFTER_TEST, corrupt), b=on(UPDATE, AFTER_TEST, corrupt))
+    with pytest.raises(WeightSyncError, match=rf"{OUTPUT} was corrupted on its way: its checksum is \w+, announced was '0"):
+        publisher(launcher, transport, tmp_path).publish(Model(5), 5)
+    assert launcher.sync.version is None
+
+
+def test_other_weights_than_the_trainers_fail_the_sync_by_name(start, tmp_path):
+    class Other(Model):
+        def probe(self, token_ids):
+            return [value + 0.001 for value in super().probe(token_ids)]
+
+    message = r"a: after the update to weight version 3 .* largest difference 0.001, limit 0.0001"
+    with pytest.raises(WeightSyncError, match=message):
+        publisher(start(1), "file", tmp_path).publish(Other(3), 3)
+
+
+def test_an_instance_that_does_not_follow_its_output_layer_fails_the_self_test(start, tmp_path):
+    launcher = start(2)
+    launcher.clients[1].stale_head = True
+    publisher(launcher, "file", tmp_path).publish(Model(5), 5)
+    assert "b: self-test failed" in launcher.pool.reasons["b"]
+    assert holds(launcher.clients[0], 5, 5)
+    alone = start(1)
+    alone.clients[0].stale_head = True
+    with pytest.raises(WeightSyncError, match=r"a: self-test failed: .* moved by 0"):
+        publisher(alone, "file", tmp_path / "alone").publish(Model(5), 5)
+
+
+def test_a_late_instance_waits_for_the_publish_under_way_and_gets_the_newest_version(start, tmp_path):
+    launcher = start(2)
+    late = launcher.pool.named("b")
+    launcher.pool.late.add(late)
+    sender = publisher(launcher, "file", tmp_path)
+    with pytest.raises(MetronomeError, match="b: no weight version was published yet"):
+        launcher.run(launcher.sync.catch_up(late))
+    sender.publish(Model(1), 1)
+    opened = asyncio.run_coroutine_threadsafe(launcher.sync.open(2), launcher.loop).result(5)
+    assert opened["members"] == ["a"]
+    catching_up = asyncio.run_coroutine_threadsafe(launcher.sync.catch_up(late), launcher.loop)
+    time.sleep(0.3)
+    assert not catching_up.done()
+    sender.publish(Model(3), 3)
+    catching_up.result(10)
+    assert all(holds(client, 3, 3) for client in launcher.clients)
+    assert late.version == 3
+
+
+def test_without_a_member_the_publish_fails_with_the_pools_reason(start, tmp_path):
+    launcher = start(1, a=on("/pause", 3, die))
+    sender = publisher(launcher, "gloo", tmp_path)
+    sender.publish(Model(1), 1)  # only the snapshot is written
+    assert (launcher.sync.version, set(launcher.pool.reasons)) == (1, {"a"})
+    with pytest.raises(MetronomeError, match="no rollout instance is left"):
+        sender.publish(Model(2), 2)
+
+
+def test_the_probes_tokens_differ_and_none_that_is_perturbed_is_an_input():
+    for vocabulary, count in ((61, 32), (151936, 32), (8, 32)):
+        found = probe(vocabulary, count, 64, "float32")
+        assert len(set(found.token_ids)) == len(found.token_ids) == min(count, vocabulary // 2)
+        assert found.perturb[0] == found.token_ids[-1]
+        assert not set(found.perturb) & set(found.token_ids[:-1])
+        assert max(found.perturb) < vocabulary
+        assert found == probe(vocabulary, count, 64, "float32")
+    assert probe(100, 32, 10, "float32").request()["prompt"] == list(probe(100, 9, 99, "float32").token_ids)
+    assert probe(100, 0, 64, "float32") is None
+
+
+def test_the_difference_that_counts_depends_on_the_dtype_and_nan_is_never_small():
+    exact, coarse = (probe(61, 4, 64, dtype) for dtype in ("float32", "bfloat16"))
+    assert exact.difference([0.0, 0.0], [0.5, 0.1]) == 0.5
+    assert coarse.difference([0.0, 0.0], [0.5, 0.1]) == pytest.approx(0.3)
+    assert not coarse.difference([0.0, 0.0], [float("nan"), 0.0]) <= 1.0
+
+
+def test_staged_weights_are_swapped_in_by_one_instance_after_the_other(start, tmp_path):
+    """While one swaps the others serve, those before it the new version, those behind it the old one."""
+    seen = []
+
+    async def look(route, body, count):
+        if route == "/start_weight_update" and count > 2:  # the self-test's two come first
+            seen.append([(one.state, one.version) for one in launcher.pool.instances])
+
+    launcher = start(3, True, in_turn=True, a=look, b=look, c=look)
+    sender = publisher(launcher, "file", tmp_path)
+    for version in (0, 1):
+        sender.publish(Model(version), version)
+        assert all(holds(client, version, version) for client in launcher.clients)
+    updating, new, old = ("updating", 0), ("serving", 1), ("serving", 0)
+    assert seen[3:] == [[updating, old, old], [new, updating, old], [new, new, updating]]
+
+
+@pytest.mark.parametrize("failing", [die, err])
+def test_one_that_fails_in_its_turn_holds_up_nobody(start, tmp_path, failing):
+    launcher = start(3, True, in_turn=True, b=on("/start_weight_update", 3, failing))
+    publisher(launcher, "gloo", tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, False, True]
+    assert set(launcher.pool.reasons) == {"b"}
+
+
+def test_one_that_was_left_out_before_its_turn_is_not_taken_back_by_it(start, tmp_path):
+    async def exclude(route, body, count):
+        if route == "/start_weight_update" and count == 3:
+            launcher.pool.exclude(launcher.pool.named("b"), "silent")
+
+    launcher = start(3, True, in_turn=True, a=exclude)
+    publisher(launcher, "gloo", tmp_path).publish(Model(5), 5)
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, False, True]
+    assert [one.state for one in launcher.pool.instances] == ["serving", "silent", "serving"]
+    assert launcher.sync.version == 5

@@ -1,0 +1,114 @@
+"""What `metronome deploy` sends to the server, without one; tests/stack has the server."""
+
+import json
+import re
+
+import pytest
+from prefect.utilities.templating import apply_values
+from prefect.workers.process import ProcessJobConfiguration
+
+from engine.errors import BadInput
+from tasks.cluster.deploy import POOLS, Choices, deployments, template
+from tasks.cluster.services import HEARTBEAT_S
+from tasks.cluster.watchdog import TAG
+
+RECIPE = "infra/recipes/quickstart.toml"
+ASCEND = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_CONNECT_TIMEOUT"}
+
+
+def test_choices_reach_the_deployments():
+    choices = Choices(pool="ascend-train", rollout_pool="ascend-rollout", timezone="Asia/Shanghai", training="30 1 * * *",
+                      evaluation="")  # fmt: skip
+    found = {one["name"]: one for one in deployments("mine.toml", ["train.steps=3"], choices)["deployments"]}
+    given = [one["parameters"] for name, one in found.items() if name != "join-training"]
+    assert {(one["recipe"], *one["overrides"]) for one in given} == {("mine.toml", "train.steps=3")}
+    pools = {name: one["work_pool"]["name"] for name, one in found.items()}
+    assert pools == {"pipeline": "ascend-train", "nightly": "ascend-train", "train": "ascend-train", "evaluate": "ascend-train",
+                     "nightly-evaluation": "ascend-train", "prepare": "cpu", "convert": "cpu",
+                     "join-training": "ascend-train", "serve-rollouts": "ascend-rollout"}  # fmt: skip
+    [nightly] = found["nightly"]["schedules"]
+    assert (nightly["cron"], nightly["timezone"]) == ("30 1 * * *", "Asia/Shanghai")
+    assert found["nightly-evaluation"]["schedules"] == []
+    assert found["nightly"]["parameters"]["continue_from"] == "nightly"
+
+
+def test_crashed_runs_and_lost_nodes_are_resumed_and_nodes_wait_in_a_queue_of_their_own():
+    """A limit on the queue `default` must not hold back the nodes of a run that has begun."""
+    found = {one["name"]: one for one in deployments(RECIPE, [], Choices(pool="ascend-train"))["deployments"]}
+    resumed = {name for name, one in found.items() if TAG in one["tags"]}
+    assert resumed == {"pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training"}
+    queues = {name: one["work_pool"].get("work_queue_name", "default") for name, one in found.items()}
+    assert queues == dict.fromkeys(found, "default") | {"join-training": "nodes"}
+
+
+def test_scheduled_runs_take_their_instances_from_the_rollout_pool():
+    """Nobody fills in a form for them; the evaluation that follows a training takes as many as that one did."""
+    found = {one["name"]: one for one in deployments(RECIPE, [], Choices(on_rollout_pool=4))["deployments"]}
+    given = {name: one["parameters"]["on_rollout_pool"] for name, one in found.items() if "on_rollout_pool" in
+             one.get("parameters", ())}  # fmt: skip
+    assert given == dict.fromkeys(("pipeline", "nightly", "train", "evaluate", "nightly-evaluation"), 4)
+    [trigger] = found["evaluate"]["triggers"]
+    assert "event.payload.on_rollout_pool" in json.dumps(trigger["parameters"]["on_rollout_pool"])
+    assert not any("on_rollout_pool" in one.get("parameters", ()) for one in deployments(RECIPE, [], Choices())["deployments"])
+
+
+def test_every_entrypoint_is_a_flow_with_these_parameters():
+    from prefect.flows import load_flow_from_entrypoint
+
+    for one in deployments(RECIPE, [], Choices())["deployments"]:
+        flow = load_flow_from_entrypoint(one["entrypoint"], use_placeholder_flow=False)
+        given = one.get("parameters", {}) | {name: value for trigger in one.get("triggers", ()) for name, value in
+                                     trigger["parameters"].items()}  # fmt: skip
+        assert set(given) <= set(flow.parameters.properties), one["name"]
+        assert all(field.get("description") for field in flow.parameters.properties.values()), one["name"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [(Choices(timezone="Mars/Olympus"), "Mars/Olympus"), (Choices(npus=-1), "--npus -1"),
+     (Choices(on_rollout_pool=-2), "--on-rollout-pool -2")],
+)
+def test_bad_choices_are_refused(choices, said):
+    with pytest.raises(BadInput, match=said):
+        deployments(RECIPE, [], choices)
+
+
+def test_an_unknown_pool_is_refused():
+    with pytest.raises(BadInput, match="expected one of ascend-rollout, ascend-train, cpu"):
+        template("ascend")
+
+
+def filled(base):
+    """The job that a worker makes of a template and nothing else."""
+    defaults = {name: field["default"] for name, field in base["variables"]["properties"].items() if "default" in field}
+    return apply_values(base["job_configuration"], defaults)
+
+
+@pytest.mark.parametrize("pool", ["cpu", "ascend-train", "ascend-rollout"])
+def test_process_pools_give_a_job_its_environment(pool):
+    kind, base = template(pool)
+    assert kind == "process"
+    job = ProcessJobConfiguration(**filled(base))
+    assert set(job.env) >= (ASCEND if pool != "cpu" else set())
+    assert job.env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_S)
+    assert all(isinstance(value, str) for value in job.env.values())
+
+
+@pytest.mark.parametrize("pool", ["kubernetes-ascend-train", "kubernetes-ascend-rollout"])
+def test_kubernetes_pools_ask_for_npus(pool):
+    kind, base = template(pool)
+    assert kind == "kubernetes"
+    [container] = filled(base)["job_manifest"]["spec"]["template"]["spec"]["containers"]
+    assert container["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_S)  # the worker makes a list of it
+    count = base["variables"]["properties"]["npus"]["default"]
+    assert container["resources"] == {"limits": {"huawei.com/Ascend910": count}, "requests": {"huawei.com/Ascend910": count}}
+    assert count >= 1
+    assert container["name"] == "prefect-job"  # the worker refuses other names
+
+
+@pytest.mark.parametrize("path", sorted(POOLS.glob("*.json")), ids=lambda path: path.stem)
+def test_templates_name_only_their_own_variables(path):
+    base = json.loads(path.read_text())
+    used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(base["job_configuration"])))
+    assert used == set(base["variables"]["properties"])
+    assert all(field["description"] and field["title"] for field in base["variables"]["properties"].values())

@@ -1,0 +1,82 @@
+"""Ports and ends of development servers; the servers themselves run in tests/stack."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from engine.errors import BadInput, ProcessDied
+from engine.run.guard import guarded
+from support.runs import ROOT, wait_for
+from tasks.cluster.services import Service, Services, Watchdog, check_port, free_port
+
+SERVE = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1"]
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BadInput, match=f"port {port} for the S3 endpoint is not free"):
+            check_port(port, "S3 endpoint")
+        command = [sys.executable, "-m", "tasks.cluster.services", "--folder", str(tmp_path / "none"), "--mlflow", str(port)]
+        others = ["--prefect", str(free_port()), "--s3", str(free_port())]
+        done = subprocess.run([*command, *others], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: port {port} for the mlflow is not free")
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_environment_names_only_what_is_asked_for(tmp_path):
+    found = Services(tmp_path, mlflow=None, s3=None).environment
+    assert set(found) == {"PREFECT_HOME", "PREFECT_API_URL", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"}
+
+
+def test_a_killed_service_comes_back_on_its_port(tmp_path):
+    service = Service("file server", port := free_port(), [*SERVE, str(port)], tmp_path / "log", {}, "/")
+    try:
+        service.start()
+        service.wait(30)
+        service.kill()
+        with pytest.raises(ProcessDied, match="file server"):
+            service.check()
+        service.start()
+        service.wait(30)
+    finally:
+        service.stop()
+    check_port(port, "next one", within_s=5)
+
+
+def test_a_watchdog_waits_for_a_server_that_is_not_there_yet(tmp_path):
+    dog = Watchdog(tmp_path / "log", {"PREFECT_API_URL": f"http://127.0.0.1:{free_port()}/api"})
+    try:
+        dog.start()
+        wait_for(lambda: "does not answer" in (tmp_path / "log").read_text(), "the watchdog's first look")
+        assert dog.ready()
+    finally:
+        dog.stop()
+    with pytest.raises(ProcessDied, match="watchdog"):
+        dog.check()
+
+
+def test_a_guarded_program_ends_with_its_parent(tmp_path):
+    sleeper = guarded([sys.executable, "-c", "import time; time.sleep(600)"])
+    code = f"from engine.run.process import Child; import time; print(Child('x', {sleeper!r}).pid, flush=True); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        guard = psutil.Process(int(parent.stdout.readline()))
+        wait_for(guard.children, "the guarded program")
+        [program] = guard.children()
+        os.kill(parent.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs([guard, program], timeout=10)
+        assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_a_guard_passes_the_exit_status_on():
+    assert subprocess.run(guarded([sys.executable, "-c", "raise SystemExit(7)"]), cwd=ROOT, timeout=30).returncode == 7

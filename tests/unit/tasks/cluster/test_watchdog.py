@@ -1,0 +1,56 @@
+"""Which events the automations answer, asked of the Prefect server's own triggers; tests/stack/test_silent_runs.py fires them."""
+
+from datetime import UTC, datetime
+from uuid import uuid4
+
+import pytest
+from prefect.server.events.schemas.automations import EventTrigger
+from prefect.server.events.schemas.events import ReceivedEvent
+
+from tasks.cluster.services import HEARTBEAT_S
+from tasks.cluster.watchdog import TAG, automations
+
+SILENT, NOT_BEGUN = "metronome: a run is silent", "metronome: a run does not begin"
+
+
+def trigger(name):
+    """As the server keeps it."""
+    [found] = [one for one in automations() if one.name == name]
+    return EventTrigger.model_validate(found.trigger.model_dump(exclude={"id"}))
+
+
+def event(what, *tags):
+    related = [{"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in tags]
+    return ReceivedEvent(id=uuid4(), occurred=datetime.now(UTC), event=f"prefect.flow-run.{what}",
+                         resource={"prefect.resource.id": f"prefect.flow-run.{uuid4()}"}, related=related)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [one.name for one in automations()])
+def test_only_runs_that_are_to_be_resumed_are_watched(name):
+    what = "Pending" if name == "metronome: a run crashes again and again" else "Cancelled"
+    assert trigger(name).covers(event(what, "nightly", TAG))
+    assert not trigger(name).covers(event(what, "nightly"))
+
+
+@pytest.mark.parametrize(("name", "begins"), [(SILENT, "heartbeat"), (NOT_BEGUN, "Pending")])
+def test_a_run_that_ends_or_is_being_cancelled_is_not_taken_for_crashed(name, begins):
+    watched = trigger(name)
+    assert watched.starts_after(f"prefect.flow-run.{begins}")
+    for end in ("Completed", "Failed", "Crashed", "Cancelling", "Cancelled"):
+        assert watched.expects(f"prefect.flow-run.{end}"), end
+        assert not watched.starts_after(f"prefect.flow-run.{end}"), end
+
+
+def test_silence_is_longer_than_two_heartbeats_and_each_begins_it_anew():
+    watched = trigger(SILENT)
+    assert watched.starts_after("prefect.flow-run.heartbeat")
+    assert watched.expects("prefect.flow-run.heartbeat")
+    assert watched.within.total_seconds() > 2 * HEARTBEAT_S
+
+
+@pytest.mark.parametrize("sign", ["Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot"])
+def test_a_run_has_begun_or_was_taken_back_by_any_sign_of_it(sign):
+    """The event Running alone may be lost: a healthy run would be set to Crashed."""
+    watched = trigger(NOT_BEGUN)
+    assert watched.expects(f"prefect.flow-run.{sign}")
+    assert not watched.starts_after(f"prefect.flow-run.{sign}")

@@ -1,0 +1,203 @@
+"""Runs side by side: the figures against sums done by hand, the verdict's words, the page."""
+
+import json
+import math
+import random
+import re
+
+import pytest
+
+from engine.evaluation.figures import interval
+from engine.tools.comparison import benchmarks, figures, page
+from engine.tools.comparison.figures import Run, once
+from engine.tools.comparison.verdict import differences, verdicts
+from support.compared_runs import evaluation, run, step
+
+
+def test_speed_is_tokens_by_time_and_not_the_mean_of_speeds():
+    rows = [step(0, seconds=10, tokens=1000), step(1, seconds=90, tokens=1000)]
+    assert figures.speed(rows) == pytest.approx(2000 / 100)
+
+
+def test_a_steps_time_adds_up():
+    means = figures.breakdown(run())
+    assert sum(means[key] for key in (*figures.PARTS, "other_s")) == pytest.approx(means["step_s"])
+    assert means["other_s"] == pytest.approx(0.5)
+
+
+def test_of_a_redone_step_the_last_line_counts():
+    assert [row["step_s"] for row in once([step(0), step(1), step(2), step(1, seconds=7), step(2, seconds=8)])] == [10, 7, 8]
+
+
+def test_elapsed_time_of_a_run_whose_first_steps_are_missing_starts_there():
+    assert figures.elapsed(Run("x", "x", {}, [step(5), step(6)])) == {5: 10.0, 6: 20.0}
+
+
+def test_the_speed_interval_covers_the_true_ratio_as_often_as_it_says():
+    """200 pairs of runs with a true ratio of 1.25 and 20 % noise per step."""
+    hits = 0
+    for seed in range(200):
+        found = figures.speed_ratio(run(seconds=8, noise=0.2, seed=seed), run(noise=0.2, seed=1000 + seed), 0.95)
+        hits += found.low <= 1.25 <= found.high
+    assert 180 <= hits <= 199, hits
+
+
+def test_the_speed_interval_holds_where_the_machines_load_changes_slowly():
+    """200 pairs of runs as above, but with AR(1) noise, correlation 0.8 of neighbours; blocks of n^(1/3) steps gave 158."""
+    hits = 0
+    for seed in range(200):
+        found = figures.speed_ratio(slow_noise(8.0, seed), slow_noise(10.0, 1000 + seed), 0.95)
+        hits += found.low <= 1.25 <= found.high
+    assert 172 <= hits <= 199, hits
+
+
+def slow_noise(seconds, seed, alike=0.8, noise=0.2):
+    """120 steps whose log times are a stationary AR(1) process."""
+    chance = random.Random(seed)
+    rows, now = [], chance.gauss(0, noise)
+    for number in range(120):
+        rows.append(step(number, seconds * math.exp(now)))
+        now = alike * now + math.sqrt(1 - alike**2) * chance.gauss(0, noise)
+    return Run("slow", "slow", {}, rows)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 6, 7, 11, 39, 200])
+def test_blocks_are_few_and_take_each_step_once(steps):
+    found = figures.blocks(range(steps))
+    assert [step for block in found for step in block] == list(range(steps))
+    assert len(found) == min(steps, 6)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(8.0, "was faster"), (12.5, "was slower"), (10.0, "no difference shown")])
+def test_the_verdict_on_speed(seconds, word):
+    found = verdicts([run("sync", noise=0.1), run("periodic", seconds, noise=0.1, seed=9)])[0]
+    assert word in found.sentences[0]
+    assert "periodic" in found.sentences[0]
+
+
+def test_few_steps_and_no_common_steps_give_no_interval():
+    few = verdicts([run("sync", steps=5), run("periodic", 8.0, steps=5)])[0]
+    assert "4 common steps after the warm-up are too few" in few.sentences[0]
+    late = Run("periodic", "p", {}, [step(n) for n in range(100, 120)])
+    none = verdicts([run("sync"), late])[0]
+    assert "no steps in common" in none.sentences[0]
+
+
+def test_missing_keys_leave_gaps_and_end_nothing(tmp_path):
+    bare = Run("bare", "bare", {}, [{"step": n} for n in range(20)])
+    found = page.write([run("sync"), bare], tmp_path / "page.html")
+    assert "no steps in common" in found[0].sentences[0]
+    assert page.summary([bare])[1][0][4:7] == ["unknown", "unknown", "unknown"]
+
+
+def test_a_paired_difference_sees_what_the_intervals_do_not():
+    """90 of 100 against 84 of 100, the 84 among the 90: unpaired no difference is shown, paired one is."""
+    means = [{str(n): float(n < right) for n in range(100)} for right in (84, 90)]
+    rows = [evaluation(0.84, 0.756, 0.899, table="t"), evaluation(0.90, 0.826, 0.945, table="t")]
+    tables = [run(name, evaluations=[row], tables={"t": found})
+              for name, row, found in zip(("sync", "periodic"), rows, means, strict=True)]
+    plain = [run(name, evaluations=[row]) for name, row in zip(("sync", "periodic"), rows, strict=True)]
+    assert "periodic was better" in verdicts(tables)[0].sentences[1]
+    assert "paired over 100 problems" in verdicts(tables)[0].sentences[1]
+    assert "no difference shown" in verdicts(plain)[0].sentences[1]
+    assert "unpaired" in verdicts(plain)[0].sentences[1]
+
+
+def test_the_difference_of_two_wilson_intervals_is_newcombes():
+    """Newcombe 1998, table II (a): 56/70 - 48/80 = 0.2, method 10 gives 0.0524 to 0.3339."""
+    wilson = [interval([1.0] * right + [0.0] * (n - right)) for right, n in ((56, 70), (48, 80))]
+    found = benchmarks.unpaired(evaluation(0.8, *wilson[0]), evaluation(0.6, *wilson[1]), 0.95)
+    assert (found.low, found.high) == (pytest.approx(0.0524, abs=1e-4), pytest.approx(0.3339, abs=1e-4))
+
+
+def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
+    base = {**evaluation(0.1, 0.05, 0.2), "step": 0, "weight_version": 0}
+    assert benchmarks.difference(run(evaluations=[base]), run(evaluations=[base]), "b", 0.95) is None
+    twice = [evaluation(0.5, 0.4, 0.6), evaluation(0.6, 0.5, 0.7)]
+    assert benchmarks.last(run(evaluations=twice), "b")["avg_at_k"] == 0.6, "evaluated again: the newest counts"
+    late = {**evaluation(0.5, 0.4, 0.6), "step": 30, "weight_version": 30}
+    found = verdicts([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
+    assert "Careful: after 40 and 30 updates" in found.sentences[1]
+    assert "on b (not evaluated alike), compared" in found.answer
+
+
+def test_a_run_from_before_a_part_was_measured_has_it_in_other():
+    old = run()
+    old = Run(old.name, old.source, old.config, [{key: row[key] for key in row if key != "check_s"} for row in old.steps])
+    assert figures.breakdown(old)["other_s"] == pytest.approx(0.8)
+    assert [dict(bar["parts"]).get("compare weights") for bar in page._bars([run(), old])] == [pytest.approx(0.3), None]
+
+
+def test_several_runs_widen_the_intervals():
+    runs = [run(name, noise=0.1, seed=seed) for seed, name in enumerate(("a", "b", "c"))]
+    assert "97.5% interval" in verdicts(runs)[0].sentences[0]
+    assert verdicts(runs)[0].speed.low < verdicts(runs[:2])[0].speed.low
+
+
+def test_several_benchmarks_widen_the_intervals_of_accuracy(tmp_path):
+    """Two others and three benchmarks: of speed each has 1 - 0.05 / 2, of accuracy each 1 - 0.05 / 6."""
+    rows = [evaluation(0.5, 0.4, 0.6, benchmark=name) for name in ("b", "c", "d")]
+    runs = [run(name, noise=0.1, seed=seed, evaluations=rows) for seed, name in enumerate(("one", "two", "three"))]
+    found = verdicts(runs)[0]
+    assert "97.5% interval" in found.sentences[0]
+    assert [one.level for one in found.accuracy] == [pytest.approx(1 - 0.05 / 6)] * 3
+    assert all("99.2% interval" in sentence for sentence in found.sentences[1:4])
+    [alone] = verdicts([run(name, evaluations=rows[:1]) for name in ("one", "two")])
+    assert found.accuracy[0].interval.low < alone.accuracy[0].interval.low
+    page.write(runs, tmp_path / "page.html")
+    assert "c: difference from one, with 99.2% intervals" in (tmp_path / "page.html").read_text()
+
+
+def test_other_settings_are_named_and_places_are_not():
+    one = Run("a", "a", {"train.mode": "sync", "run.seed": "0", "run.output": "x"}, [step(0)])
+    other = Run("b", "b", {"train.mode": "periodic", "run.seed": "1", "run.output": "y"}, [step(0)])
+    assert differences([one, other]) == {"train.mode": ["sync", "periodic"], "run.seed": ["0", "1"]}
+    assert "also differ in run.seed" in " ".join(verdicts([one, other])[0].cautions)
+
+
+@pytest.mark.parametrize(("seconds", "right", "answer"), [
+    (8.0, 90, "faster (1.25 times the tokens/s/device), and better on b"),
+    (8.0, 60, "faster (1.25 times the tokens/s/device), but worse on b"),
+    (12.5, 90, "slower (0.80 times the tokens/s/device), but better on b"),
+    (8.0, 75, "faster (1.25 times the tokens/s/device), and without any difference seen on b"),
+    (8.0, 76, "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b"),
+    (8.0, 80, "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b"),  # 5 of 5 coins: p = 1/16
+    (8.0, 81, "faster (1.25 times the tokens/s/device), and better on b"),  # p = 1/32
+])  # fmt: skip
+def test_both_questions_are_answered_in_one_sentence(seconds, right, answer):
+    """Of 100 problems sync is right on the first 75."""
+    runs = [run(name, length, evaluations=[evaluation(solved / 100, 0.0, 1.0, table="t")],
+                tables={"t": {str(n): float(n < solved) for n in range(100)}})
+            for name, length, solved in (("sync", 10.0, 75), ("periodic", seconds, right))]  # fmt: skip
+    assert verdicts(runs)[0].answer == f"periodic was {answer}, compared with sync."
+
+
+def test_without_enough_steps_and_benchmarks_the_answer_claims_nothing():
+    found = verdicts([run("sync", steps=4), run("periodic", 8.0, steps=4)])[0]
+    assert "was of unknown speed (too few steps in common), and of unknown quality by its reward in training" in found.answer
+
+
+def test_runs_that_did_not_end_well_are_marked(tmp_path):
+    planned = {"train.steps": "12"}
+    whole = Run("whole", "whole", planned, [step(n) for n in range(12)])
+    dead = Run("dead", "dead", planned, [step(n) for n in range(7)], failure="the trainer died")
+    cut = Run("cut", "cut", planned, [step(n) for n in range(3)])
+    found = page.write([whole, dead, cut], tmp_path / "page.html")
+    assert "dead failed after 7 of 12 steps: the trainer died" in found[0].cautions
+    assert "cut has only 3 of 12 steps: it goes on or was ended." in found[1].cautions
+    assert not any("whole failed" in caution or "whole has only" in caution for one in found for caution in one.cautions)
+    assert [row[2] for row in page.summary([whole, dead, cut])[1]] == ["12", "7 of 12, failed", "3 of 12, unfinished"]
+
+
+def test_the_page_is_one_file_and_holds_the_figures(tmp_path):
+    target = tmp_path / "deep" / "page.html"
+    long = run("</script><b>", steps=3000)
+    page.write([run("sync", evaluations=[evaluation(0.5, 0.4, 0.6)]), long], target)
+    text = target.read_text()
+    assert not re.search(r'(src|href)="?http', text)
+    assert text.count("</script>") == 1
+    content = json.loads(re.search(r"const data = (.*);\n", text).group(1))
+    assert len(content["charts"][0]["lines"][1]["points"]) <= page.POINTS
+    assert content["charts"][1]["lines"][0]["points"][-1] == [pytest.approx(400 / 60), 0.5]
+    assert len(text) < 120_000

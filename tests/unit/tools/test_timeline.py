@@ -1,0 +1,82 @@
+import json
+import re
+
+import pytest
+
+from engine.run.trace import Trace, read_spans
+from engine.tools.timeline import draw, lanes_of, overlapped, rows_of
+
+
+def span(lane, name, start, end, **attributes):
+    return {"lane": lane, "name": name, "start": start, "end": end, **attributes}
+
+
+def step(number, start, first_train):
+    """One step of 10 s: rollouts until 6 s after its start, training from `first_train` s on."""
+    return [
+        span("trainer-0", "sync", start, start + 0.5, step=number),
+        span("instances", "sync", start + 0.1, start + 0.4, step=number),
+        span("instance-0", "rollout", start + 1, start + 6, step=number, group=0),
+        span("instance-0", "rollout", start + 1, start + 3, step=number, group=1),
+        span("verifier", "verify", start + 3, start + 3.1, step=number, group=1),
+        span("trainer-0", "train", start + first_train, start + first_train + 1, step=number, group=1),
+        span("trainer-0", "update", start + 9, start + 9.5, step=number),
+    ]
+
+
+def test_overlap_is_training_before_the_last_rollout_ends():
+    assert overlapped(step(0, 0, 4) + step(1, 10, 7)) == {0: True, 1: False}
+
+
+def test_rollouts_of_an_evaluation_are_no_overlap():
+    evaluation = [span("instance-0", "rollout", start, start + 5, step=0) for start in (-20, 30)]
+    assert overlapped(sorted(evaluation + step(0, 0, 7), key=lambda each: each["start"])) == {0: False}
+
+
+def test_an_unfinished_step_is_not_counted():
+    assert overlapped(step(0, 0, 4)[:-1]) == {}
+
+
+def test_overlapping_spans_get_rows_of_their_own_and_rows_are_used_again():
+    spans = [span("i", "rollout", start, end) for start, end in [(0, 4), (1, 2), (2, 3), (2.5, 5), (4, 6)]]
+    assert rows_of(spans) == [0, 1, 1, 2, 0]
+
+
+def test_lanes_are_ordered_by_role():
+    lanes = ["zebra", "verifier", "pool instance-0", "instances", "instance-1", "instance-0", "trainer-0"]
+    spans = [span(lane, "train", 0, 1) for lane in lanes]
+    assert lanes_of(spans) == ["trainer-0", "instance-0", "instance-1", "instances", "pool instance-0", "verifier", "zebra"]
+
+
+@pytest.fixture
+def page(tmp_path):
+    trace = Trace(tmp_path / "trace", "launcher")
+    for number in range(10):
+        for each in step(number, 10 * number, 4 if number else 7):
+            trace.add(**each)
+    trace.flush()
+    lines = [json.dumps({"step": number, "pool_size": 2 - number // 8}) for number in range(9)]
+    (tmp_path / "steps.jsonl").write_text("\n".join(lines) + "\n")
+    return draw(tmp_path)
+
+
+def test_the_page_holds_every_lane_and_span_and_reports_the_overlap(page, tmp_path):
+    text = page.read_text()
+    data = json.loads(re.search(r"const data = (.*);\n", text).group(1))
+    assert [name for name, _ in data["lanes"]] == ["trainer-0", "instance-0", "instances", "verifier"]
+    assert len(data["spans"]) == len(read_spans(tmp_path / "trace")) == 70
+    assert "In 9 of 10 steps (90%)" in data["summary"]
+    assert [start for _, start, _ in data["steps"]] == [10.0 * number for number in range(10)]
+    assert [size for _, _, size in data["steps"]] == [2] * 8 + [1, None]  # the last step was not finished
+
+
+def test_the_page_opens_on_three_steps_and_needs_no_network(page):
+    text = page.read_text()
+    left, right = json.loads(re.search(r'"window":(\[[^]]*\])', text).group(1))
+    assert 30 < right - left < 33
+    assert "src=" not in text
+    assert "http" not in text
+
+
+def test_a_run_without_spans_gives_a_page(tmp_path):
+    assert "No step was finished." in draw(tmp_path).read_text()

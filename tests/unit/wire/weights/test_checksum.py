@@ -1,0 +1,96 @@
+"""Every single change that can happen in transit must show."""
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.wire.weights.checksum import CHUNK, checksum, device_checksum
+
+EITHER = pytest.mark.parametrize("checksum", [checksum, device_checksum])
+
+SIZES = st.integers(1, 3 * CHUNK // 1000) | st.sampled_from([8 * CHUNK - 3, 8 * CHUNK, 8 * CHUNK + 5, 20 * CHUNK])
+
+
+def noise(size, seed):
+    return torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+@EITHER
+@settings(max_examples=60, deadline=None)
+@given(SIZES, st.integers(0, 2**32), st.data())
+def test_a_changed_bit_changes_it(checksum, size, seed, data):
+    one = noise(size, seed)
+    other = one.clone()
+    other[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert checksum(one) != checksum(other)
+
+
+@EITHER
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.data())
+def test_elements_that_change_places_change_it_also_if_they_differ_in_their_sign_only(checksum, seed, data):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
+    a, b = data.draw(st.lists(st.integers(0, 999), min_size=2, max_size=2, unique=True))
+    if data.draw(st.booleans()):
+        values[b] = -values[a]
+    swapped = values.clone()
+    swapped[[a, b]] = values[[b, a]]
+    assert checksum(values) != checksum(swapped)
+
+
+@EITHER
+def test_chunks_that_change_places_change_it(checksum):
+    chunks = noise(5 * 8 * CHUNK, 0).view(5, -1)
+    found = {checksum(chunks[order]) for order in ([0, 1, 2, 3, 4], [1, 0, 2, 3, 4], [0, 1, 2, 4, 3], [4, 1, 2, 3, 0])}
+    assert len(found) == 4
+
+
+@EITHER
+@pytest.mark.parametrize("fill", [0, 255])
+def test_lengths_count(checksum, fill):
+    found = {checksum(torch.full((size,), fill, dtype=torch.uint8)) for size in range(40)}
+    assert len(found) == 40
+
+
+@EITHER
+@given(st.integers(1, 200), st.integers(0, 2**32))
+def test_bytes_count_and_not_how_they_are_seen(checksum, size, seed):
+    data = noise(8 * size, seed)
+    seen = [data, data.view(torch.int16), data.view(torch.bfloat16), data.view(torch.float32), data.view(size, 8)]
+    assert len({checksum(tensor) for tensor in seen}) == 1
+
+
+@EITHER
+def test_a_tensor_that_begins_anywhere_or_is_not_contiguous_has_the_checksum_of_its_values(checksum):
+    data = noise(4003, 1)
+    assert checksum(data[3:]) == checksum(data[3:].clone())
+    matrix = torch.randn(40, 30)
+    assert checksum(matrix.T) == checksum(matrix.T.contiguous()) != checksum(matrix)
+
+
+def test_it_stays_the_same_from_version_to_version():
+    """Trainer and instance may run different torch: this value is part of the protocol."""
+    words = torch.arange(3 * CHUNK, dtype=torch.int64)
+    assert device_checksum(words) == EXPECTED
+    assert device_checksum(words.view(torch.uint8)[:-3]) != EXPECTED
+    assert checksum(words) == xxhash.xxh3_128_hexdigest(words.numpy().tobytes())
+
+
+def by_hand(words):
+    """The same in Python's integers."""
+    def mix(x):
+        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
+        return x ^ x >> 31
+
+    weights = [mix(place * 0x9E3779B97F4A7C15 % 2**64) | 1 for place in range(1, CHUNK + 1)]
+    value = 8 * len(words)
+    for start in range(0, len(words), CHUNK):
+        total = sum((word + (word >> 31)) * weight for word, weight in zip(words[start:start + CHUNK], weights, strict=False))
+        value = (value * 0x9E3779B97F4A7C15 + total) % 2**64
+    return f"{mix(value * 0x9E3779B97F4A7C15 % 2**64):016x}"
+
+
+EXPECTED = by_hand(list(range(3 * CHUNK)))
