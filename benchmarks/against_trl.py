@@ -44,8 +44,8 @@ from transformers import Qwen3ForCausalLM
 from engine.config.recipe import HOME
 from engine.run.files import read_lines
 from engine.run.trace import read_spans
-from engine.tools.base_model.tokenizer import SPECIAL_TOKENS, build
-from engine.tools.base_model.warmup import WarmUp, untrained
+from engine.tools.quickstart_model.byte_tokenizer import SPECIAL_TOKENS, build
+from engine.tools.quickstart_model.warmup import WarmUp, untrained
 
 PACKAGES = ("trl==1.16.0", "torch==2.13.*", "transformers==5.23.*", "accelerate==1.15.*", "datasets==5.2.*")
 VOCABULARY, CONTEXT = 512, 512

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from engine.wire.weights.collective import Meeting, join
+from engine.wire.weights.groups import Rendezvous, join
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def bare_transfer(
         readers = [torch.ones(max(sizes), dtype=torch.uint8) for _ in range(count)]
         yield lambda: write_and_read(sizes, buffer, readers, folder), []
         return
-    meeting = Meeting("127.0.0.1", transport, timeout_s)
+    meeting = Rendezvous("127.0.0.1", transport, timeout_s)
     others = []
     for rank in range(1, count + 1):
         info = {"address": meeting.address, "rank": rank, "world": count + 1, "backend": transport, "sizes": sizes,

@@ -19,8 +19,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from engine import platform
 from engine.config import Config
 from engine.config.recipe import HOME, load
-from engine.run.run_folder import dump
-from engine.tools.base_model.warmup import ensure_quickstart_model
+from engine.run.folder import dump
+from engine.tools.quickstart_model.warmup import ensure_quickstart_model
 from engine.types import Group, Prompt, Response, Score
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def build_policy(model: Path, shared_prompt: bool, micro_batch_tokens: int) -> P
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     """What `accumulate` has added up, by Hugging Face's names; the step's denominator is not applied."""
-    from engine.model.weights import export
+    from engine.model.hf_weights import export
 
     found = {name: parameter.main_grad for name, parameter in policy.models.policy.named_parameters()}
     return dict(export(found, policy.models.policy, policy.models.shape))

@@ -18,9 +18,9 @@ from common import quickstart_model
 from engine.config.recipe import load
 from engine.data.problems import read_problems
 from engine.data.prompts import encode
-from engine.data.tokens import Tokens
+from engine.data.tokenizer import Tokenizer
 from engine.instance.embedded.engine import Engine, Request, Result
-from engine.instance.embedded.model import RolloutModel
+from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling
 from engine.types import Prompt
 
@@ -33,9 +33,9 @@ def main() -> None:
     torch.set_num_threads(1)
     config = load("infra/recipes/quickstart.toml")
     model = arguments.model or quickstart_model()
-    tokens = Tokens(model)
+    tokenizer = Tokenizer(model)
     problems = read_problems(config.data.train)
-    prompts = encode(problems, tokens.tokenizer, config.data.prompt_template, config.rollout.max_context).prompts[:32]
+    prompts = encode(problems, tokenizer.hf, config.data.prompt_template, config.rollout.max_context).prompts[:32]
     slots = config.rollout.concurrency * config.rollout.group_size
     rates: dict[bool, list[float]] = {False: [], True: []}
     with torch.inference_mode():
@@ -43,7 +43,7 @@ def main() -> None:
         engines = {flag: Engine(loaded, slots, config.rollout.max_context, deterministic=flag) for flag in rates}
         for round_number in range(arguments.rounds + 1):
             for flag, engine in engines.items():
-                rate = sample(engine, prompts, config.rollout.group_size, config.rollout.max_new_tokens, tokens.stop_ids([]))
+                rate = sample(engine, prompts, config.rollout.group_size, config.rollout.max_new_tokens, tokenizer.stop_ids([]))
                 if round_number:  # the first round warms up
                     rates[flag].append(rate)
     free, fixed = (statistics.median(rates[flag]) for flag in (False, True))

@@ -92,7 +92,7 @@ def name_of(device: torch.device) -> str:
 
 def correctness(kernel: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Our model with a shared prompt against the plain one. Raises SystemExit where a requirement is missed."""
-    from engine.model.weights import export
+    from engine.model.hf_weights import export
 
     model = build(TINY, kernel, device, dtype, recompute=False)
     groups = random_groups(37, [50, 1, 0, 200, 33], TINY.vocabulary)

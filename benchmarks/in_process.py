@@ -20,19 +20,19 @@ from engine.data.loader import PromptLoader, sampling_seed
 from engine.data.prompts import prompt_id
 from engine.errors import MetronomeError
 from engine.instance.embedded.engine import Engine, Request, Result
-from engine.instance.embedded.model import RolloutModel
+from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling
 from engine.model.tri_model import TriModel
 from engine.reward.verifiers import exact
 from engine.run.trace import Trace
 from engine.trainer.loop import Loop
 from engine.trainer.policy import Policy
-from engine.trainer.source import Work
+from engine.trainer.rollouts import Work
 from engine.types import Group, Prompt, Response, Score
 
 
 class InProcess:
-    """Rollouts (engine.trainer.source) of an engine in this process, scored by the verifier "exact"."""
+    """Rollouts (engine.trainer.rollouts) of an engine in this process, scored by the verifier "exact"."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

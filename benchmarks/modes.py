@@ -24,7 +24,7 @@ from common import random_qwen3, result, run_launcher
 
 from engine.config.recipe import HOME
 from engine.run.files import read_lines
-from engine.tools.base_model.tokenizer import build
+from engine.tools.quickstart_model.byte_tokenizer import build
 
 WARM_UP = 3
 """First steps of a run, not counted: until the modes that keep batches in flight have filled up."""

@@ -26,7 +26,7 @@ from common import quickstart_model
 
 from engine.config.recipe import load
 from engine.run.files import read_lines
-from engine.run.run_folder import dump
+from engine.run.folder import dump
 from engine.run.trace import read_spans
 
 BALANCED = {

@@ -42,17 +42,17 @@ from engine import platform
 from engine.config import Config
 from engine.config.recipe import load
 from engine.errors import MetronomeError
-from engine.launcher.conductor import Conductor
-from engine.launcher.pool.keeper import Keeper
+from engine.launcher.coordinator import Coordinator
+from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.pool import Pool
 from engine.model.tri_model import TriModel
+from engine.run.folder import RunFolder
 from engine.run.process import SHARED_MEMORY, drop_lifeline
-from engine.run.run_folder import RunFolder
 from engine.run.trace import Trace
 from engine.trainer.publish.publisher import Publisher
-from engine.trainer.publish.transport import open_transport
-from engine.wire.client import ControlClient
-from engine.wire.server import ControlServer
+from engine.trainer.publish.transports import open_transport
+from engine.wire.control_client import ControlClient
+from engine.wire.control_server import ControlServer
 from engine.wire.weights.buckets import small_first
 from engine.wire.weights.checksum import checksum
 
@@ -114,7 +114,7 @@ def policy(config: Config) -> TriModel:
 
 def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict[str, float]:
     """Medians, in seconds, of syncs and bare transfers in turn."""
-    from engine.trainer.ranks import Ranks
+    from engine.trainer.rank_group import RankGroup
 
     transport, staged = config.weights.transport, config.weights.staged
     sizes = bucket_sizes(models, config.weights.bucket_mb * 2**20)
@@ -123,7 +123,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
         control, sender = (ControlClient(side.address, name, TIMEOUT_S) for name in ("trainer", "sender"))
         try:
             open_ = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
-            publisher = Publisher(control, sender, Ranks(1, TIMEOUT_S), open_, folder / "weights", torch.float32,
+            publisher = Publisher(control, sender, RankGroup(1, TIMEOUT_S), open_, folder / "weights", torch.float32,
                                   config.weights.bucket_mb * 2**20, TIMEOUT_S)
             first_s = publisher.publish(models, 0)
             publisher.verify(models, 0)
@@ -217,13 +217,13 @@ class Launcher:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         (self.folder / "logs").mkdir(parents=True)
-        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, Keeper, synced=True)
-        conductor = Conductor(self.config, RunFolder(self.folder), Trace(self.folder / "trace", "launcher"), None,
+        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, HealthMonitor, synced=True)
+        coordinator = Coordinator(self.config, RunFolder(self.folder), Trace(self.folder / "trace", "launcher"), None,
                               SimpleNamespace(pool=self.pool))
         try:
             self.pool.spawn(self.config.rollout.instances)
             await self.pool.connect()
-            handlers = {name: self._timed(name, handler) for name, handler in conductor.handlers().items()}
+            handlers = {name: self._timed(name, handler) for name, handler in coordinator.handlers().items()}
             server = asyncio.create_task(ControlServer(self.address, handlers).serve())
             self.ready.set()
             while not self.stop.is_set() and not server.done():

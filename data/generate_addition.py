@@ -7,7 +7,7 @@ import random
 import sys
 from pathlib import Path
 
-from engine.tools.base_model.addition import worked
+from engine.tools.quickstart_model.addition import worked
 
 SEED = 2025
 TRAIN_ROWS = 4_500

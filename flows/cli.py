@@ -17,7 +17,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.run.process import drop_lifeline, watch_lifeline
 from flows import QUICKSTART
 from tasks import console
-from tasks.dry import dry_run
+from tasks.dry_run import dry_run
 
 Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are found by infra/recipes/NAME.toml")]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key, e.g. rollout.group_size=8")]
@@ -37,8 +37,8 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this run.name; what is done stays")] = False,
 ) -> None:
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
-    from tasks.cluster.server import local_server, log_prefect_to
-    from tasks.inputs import check_inputs, check_run_folder
+    from tasks.cluster.local_server import local_server, log_prefect_to
+    from tasks.input_checks import check_inputs, check_run_folder
 
     with _exit_codes():
         config = load(recipe, overrides)
@@ -64,8 +64,8 @@ def train(
     replay: Annotated[Path | None, typer.Option("--replay", help="train on a record (train.record) again")] = None,
 ) -> None:
     """Train only, without Prefect; tracked in MLflow all the same."""
-    from tasks.inputs import check_inputs, check_run_folder, with_model_folder
-    from tasks.tracking.continuing import as_begun
+    from tasks.input_checks import check_inputs, check_run_folder, with_model_folder
+    from tasks.tracking.registered_policies import as_begun
 
     with _exit_codes():
         config = load(recipe, overrides)
@@ -82,26 +82,28 @@ def train(
 
 
 def _train(config: Config, resume: bool, replay: Path | None) -> None:
-    from engine.run.folder_lock import held
-    from engine.run.run_folder import RunFolder
+    from engine.run.folder import RunFolder
+    from engine.run.lock import hold_lock
     from tasks import summary
-    from tasks.tracking import evaluation_log, recording, tracking
-    from tasks.training import run_training
+    from tasks.launcher_process import run_training
+    from tasks.tracking import evaluations, mlflow_run, tracked_run
 
     folder = RunFolder(config.folder)
-    line, evaluated = console.StepLines(config.train.steps), evaluation_log.InRun(folder)
+    line, evaluated = console.StepLines(config.train.steps), evaluations.InRun(folder)
 
     def on_step(row: dict) -> None:
         line(row)
-        tracking.log_step(row)
+        tracked_run.log_step(row)
         evaluated()
 
-    locked = held(folder.lock, f"run folder {folder.path}", 0.0)  # before MLflow: the run there may be that of a living process
-    with locked, tracking.tracked(config), console.stage("train") as say:
-        recording.log_model_input(Path(config.model.path))
+    locked = hold_lock(
+        folder.lock, f"run folder {folder.path}", 0.0
+    )  # before MLflow: the run there may be that of a living process
+    with locked, tracked_run.tracked(config), console.stage("train") as say:
+        mlflow_run.log_model_input(Path(config.model.path))
         run_training(config, resume, replay, on_step)
         say(f"{config.train.steps} steps")
-    rows = {**evaluation_log.closing(folder), **summary.training(config), "MLflow UI": tracking.ui_command(config)}
+    rows = {**evaluations.closing(folder), **summary.training(config), "MLflow UI": tracked_run.ui_command(config)}
     console.table(f"Run {config.run.name}", rows)
 
 
@@ -113,7 +115,7 @@ def evaluate(
     benchmark: Annotated[str, typer.Option(help="problem file (default: evaluate.benchmark or data.heldout)")] = "",
 ) -> None:
     """Accuracy of a model on a benchmark, with its interval; a line in the run folder's evaluations.jsonl."""
-    from tasks.inputs import check_inputs, with_model_folder
+    from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
         given = [f"model.path={model}"] if model else []
@@ -125,18 +127,18 @@ def evaluate(
 
 
 def _evaluate(config: Config) -> None:
-    from engine.launcher import evaluate as evaluation
-    from engine.run.run_folder import RunFolder
+    from engine.launcher import standalone_evaluation as evaluation
+    from engine.run.folder import RunFolder
     from tasks import summary
-    from tasks.tracking import evaluation_log, tracking
+    from tasks.tracking import evaluations, tracked_run
 
     folder, model = RunFolder(config.folder), Path(config.model.path)
     if not folder.config.exists():
         folder.create(config, resume=False)
-    tracking.check_store(config)
+    tracked_run.check_store(config)
     with console.stage("evaluate") as say:
-        say(evaluation_log.report(evaluation.evaluate(config, model, summary.weight_version(model), folder)))
-    evaluation_log.log_or_say(config)
+        say(evaluations.report(evaluation.evaluate(config, model, summary.weight_version(model), folder)))
+    evaluations.log_or_say(config)
 
 
 @app.command()
@@ -150,7 +152,7 @@ def serve(
 ) -> None:
     """One rollout instance in the foreground, with the recipe's model and rollout settings; Ctrl-C lets it leave a run."""
     from engine.instance.join import default_name, serve_alone, serve_joined
-    from tasks.inputs import with_model_folder
+    from tasks.input_checks import with_model_folder
 
     with _exit_codes():
         config = with_model_folder(load(recipe, overrides))

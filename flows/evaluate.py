@@ -6,18 +6,18 @@ from pathlib import Path
 
 from prefect import flow
 
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured
 from tasks import summary
 from tasks.console import stage
-from tasks.entry import crashed_without_tracking, settled
 from tasks.evaluate import evaluate_once
-from tasks.inputs import check_inputs, with_model_folder
-from tasks.tracking.continuing import model_folder
-from tasks.tracking.evaluation_log import log_finished
-from tasks.tracking.links import tracked_flow
-from tasks.tracking.tracking import check_store
+from tasks.flow_entry import crashed_without_tracking, settled
+from tasks.input_checks import check_inputs, with_model_folder
+from tasks.tracking.evaluations import log_finished
+from tasks.tracking.flow_links import tracked_flow
+from tasks.tracking.registered_policies import model_folder
+from tasks.tracking.tracked_run import check_store
 
 
 @flow(name="evaluate")

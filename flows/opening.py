@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.config import Config
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from flows.settings import ContinueFrom, Settings, configured
-from tasks.cluster.devices import held, npus
-from tasks.entry import Entry, crashed_without_tracking, entered, settled
-from tasks.inputs import check_inputs
-from tasks.tracking.continuing import started_from
-from tasks.tracking.links import tracked_flow
+from tasks.cluster.devices import hold_npus, npus
+from tasks.flow_entry import Entry, crashed_without_tracking, entered, settled
+from tasks.input_checks import check_inputs
+from tasks.tracking.flow_links import tracked_flow
+from tasks.tracking.registered_policies import started_from
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,5 @@ def opened(
     with crashed_without_tracking():
         config = started_from(settled(configured(recipe, settings, overrides)), recipe, continue_from)
     check_inputs(config)
-    with entered(config, resume) as entry, held(npus(config, pool_instances)), tracked_flow(config):
+    with entered(config, resume) as entry, hold_npus(npus(config, pool_instances)), tracked_flow(config):
         yield Opened(config, RunFolder(config.folder), entry, [*settings.overrides(), *overrides, f"run.seed={config.run.seed}"])

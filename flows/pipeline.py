@@ -9,27 +9,27 @@ from prefect import flow
 
 from engine.config import Config
 from engine.model.shape import content_hash
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from flows import QUICKSTART
 from flows.opening import opened
 from flows.settings import AS_RECIPE, ContinueFrom, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
-from tasks.caching import code_hash
-from tasks.cluster.companions import companions
 from tasks.cluster.events import training_finished
+from tasks.cluster.other_nodes import other_nodes
+from tasks.code_version import code_hash
 from tasks.console import stage
 from tasks.convert import convert
 from tasks.convert import describe as describe_conversion
-from tasks.entry import Entry
 from tasks.evaluate import evaluate
+from tasks.flow_entry import Entry
 from tasks.prepare import describe, describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
 from tasks.register import register
-from tasks.tracking.continuing import registered_name
-from tasks.tracking.datasets_log import log_datasets
-from tasks.tracking.evaluation_log import log_new
-from tasks.tracking.recording import log_model_input
+from tasks.tracking.datasets import log_datasets
+from tasks.tracking.evaluations import log_new
+from tasks.tracking.mlflow_run import log_model_input
+from tasks.tracking.registered_policies import registered_name
 from tasks.train import train
 
 
@@ -59,7 +59,7 @@ def pipeline(
     with opened(recipe, overrides, settings, continue_from, resume, on_rollout_pool) as run:
         entry, folder = run.entry, run.folder
         config = _before_training(run.config, entry, on_rollout_pool)
-        with companions(config, on_rollout_pool), stage("train") as say:
+        with other_nodes(config, on_rollout_pool), stage("train") as say:
             say(f"{entry.once('train', lambda: train(config, entry.resumed))} steps")
         with stage("publish") as say:
             say(published := entry.once("publish", lambda: publish(config)))

@@ -8,16 +8,16 @@ from typing import Any
 from prefect import flow
 
 from engine.model.shape import content_hash
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
-from tasks.caching import code_hash
-from tasks.cluster.companions import run_node
-from tasks.cluster.rollouts import serve_until_the_run_ends
+from tasks.cluster.other_nodes import run_node
+from tasks.cluster.rollout_node import serve_until_the_run_ends
+from tasks.code_version import code_hash
 from tasks.console import say
 from tasks.convert import convert as convert_task
 from tasks.convert import describe as describe_conversion
-from tasks.inputs import with_model_folder
+from tasks.input_checks import with_model_folder
 from tasks.prepare import describe, prepare_data
 
 

@@ -11,11 +11,11 @@ from flows.opening import opened
 from flows.settings import AS_RECIPE, ContinueFrom, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
-from tasks.cluster.companions import companions
 from tasks.cluster.events import training_finished
+from tasks.cluster.other_nodes import other_nodes
 from tasks.console import stage
 from tasks.publish import publish
-from tasks.tracking.recording import log_model_input
+from tasks.tracking.mlflow_run import log_model_input
 from tasks.train import train as train_task
 
 
@@ -45,7 +45,7 @@ def train(
             config = base_model(run.config)
             log_model_input(Path(config.model.path))
             say(config.model.path)
-        with companions(config, on_rollout_pool), stage("train") as say:
+        with other_nodes(config, on_rollout_pool), stage("train") as say:
             say(f"{entry.once('train', lambda: train_task(config, entry.resumed))} steps")
         with stage("publish") as say:
             say(entry.once("publish", lambda: publish(config)))

@@ -10,7 +10,7 @@ from prefect.cache_policies import NO_CACHE
 
 from engine.config import Config
 from engine.model.shape import read_shape
-from tasks.inputs import with_model_folder
+from tasks.input_checks import with_model_folder
 
 
 @task(name="base model", cache_policy=NO_CACHE)  # the quickstart model has a cache of its own, by content

@@ -18,13 +18,13 @@ from mlflow.artifacts import download_artifacts
 from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.run.files import read_lines
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from engine.tools.comparison import page
-from engine.tools.comparison.figures import Run, once
+from engine.tools.comparison.run_figures import ComparedRun, once
 from engine.tools.comparison.verdict import Verdict
-from tasks.stages import last_end
+from tasks.finished_stages import last_end
 from tasks.tracking.metric_names import flatten
-from tasks.tracking.recorder import STORE_ERRORS, first_line
+from tasks.tracking.write_queue import STORE_ERRORS, first_line
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 ROWS, EVALUATIONS = "evaluations.jsonl", "evaluations"
@@ -58,7 +58,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _named_apart(runs: Sequence[Run]) -> list[Run]:
+def _named_apart(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     twice = [source for source, count in Counter(run.source for run in runs).items() if count > 1]
     if twice:
         raise BadInput(f"{twice[0]} is given twice; compare needs different runs")
@@ -66,7 +66,7 @@ def _named_apart(runs: Sequence[Run]) -> list[Run]:
     return [replace(run, name=f"{run.name} #{place}") if names[run.name] > 1 else run for place, run in enumerate(runs, start=1)]
 
 
-def _read(given: str, uri: str) -> Run:
+def _read(given: str, uri: str) -> ComparedRun:
     if Path(given).is_dir():
         return from_folder(Path(given))
     if RUN_ID.fullmatch(given):
@@ -74,7 +74,7 @@ def _read(given: str, uri: str) -> Run:
     raise BadInput(f"{given}: neither a run folder nor an MLflow run id (32 hexadecimal digits)")
 
 
-def from_folder(path: Path) -> Run:
+def from_folder(path: Path) -> ComparedRun:
     """A run as its folder has it. Raises BadInput if there are no steps in it."""
     folder = RunFolder(path)
     try:
@@ -86,7 +86,7 @@ def from_folder(path: Path) -> Run:
         raise BadInput(f"{path}: no run with steps; a run folder has a steps.jsonl with at least one line")
     rows, means = _with_tables(path)
     failure = _line(last_end(folder)) if folder.failure.exists() else ""
-    return Run(path.resolve().name, str(path.resolve()), _text(flatten(config)), steps, rows, means, failure)
+    return ComparedRun(path.resolve().name, str(path.resolve()), _text(flatten(config)), steps, rows, means, failure)
 
 
 def _line(text: str) -> str:
@@ -94,7 +94,7 @@ def _line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def from_mlflow(run_id: str, uri: str = "") -> Run:
+def from_mlflow(run_id: str, uri: str = "") -> ComparedRun:
     """A run as MLflow has it. Raises BadInput for an unknown id, a store that does not answer, a run without steps."""
     store = _store(uri)
     client = mlflow.MlflowClient(store)
@@ -109,7 +109,9 @@ def from_mlflow(run_id: str, uri: str = "") -> Run:
     changed = {name.removeprefix("changed."): value for name, value in found.data.tags.items() if name.startswith("changed.")}
     source = found.data.tags.get("metronome.run_folder", "") or f"{run_id} in {store}"
     config = _text({**found.data.params, **changed})
-    return Run(found.info.run_name or run_id[:8], source, config, steps, evaluations, means, ENDS.get(found.info.status, ""))
+    return ComparedRun(
+        found.info.run_name or run_id[:8], source, config, steps, evaluations, means, ENDS.get(found.info.status, "")
+    )
 
 
 def _store(uri: str) -> str:

@@ -14,7 +14,7 @@ from prefect.cache_policies import INPUTS, TASK_SOURCE
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.commands import conversion_command
 from engine.run.process import Child
-from tasks.training import last_error
+from tasks.launcher_process import last_error
 
 LIMIT_S = 1800.0
 """A tiny model takes 10 s; a large one is read from disk three times."""
@@ -22,7 +22,7 @@ LIMIT_S = 1800.0
 
 @task(name="convert", cache_policy=INPUTS - "log" + TASK_SOURCE, persist_result=True, result_serializer="json")
 def convert(model: str, model_hash: str, code: str, log: Path) -> dict[str, Any]:
-    """The report of `engine.tools.convert`, run in a process of its own. The hashes only key the cache.
+    """The report of `engine.tools.conversion`, run in a process of its own. The hashes only key the cache.
 
     Raises BadInput for an unusable folder, MetronomeError when logits or tensors differ.
     """

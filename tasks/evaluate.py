@@ -15,13 +15,13 @@ from prefect.runtime import flow_run
 from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
 from engine.evaluation.known import done_before
-from engine.launcher import evaluate as evaluation
+from engine.launcher import standalone_evaluation as evaluation
 from engine.run.files import write_atomically
-from engine.run.run_folder import RunFolder
-from tasks.cluster.companions import evaluators
-from tasks.cluster.devices import held, npus
+from engine.run.folder import RunFolder
+from tasks.cluster.devices import hold_npus, npus
+from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.console import say
-from tasks.tracking import evaluation_log
+from tasks.tracking import evaluations
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
@@ -33,15 +33,15 @@ def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
 def evaluate(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> dict[str, Any]:
     """The new row of evaluations.jsonl; of several benchmarks the first one's, the others are printed here.
 
-    `pool_instances`: on the rollout pool, beside rollout.instances. It needs no MLflow: `tasks.tracking.evaluation_log` logs what
+    `pool_instances`: on the rollout pool, beside rollout.instances. It needs no MLflow: `tasks.tracking.evaluations` logs what
     is in evaluations.jsonl.
     """
     folder = RunFolder(config.folder)
     meeting = folder.path / "evaluations" / f"instances-{flow_run.id}-{weight_version}"
-    with evaluators(config, model, pool_instances, meeting) as place:
+    with evaluation_nodes(config, model, pool_instances, meeting) as place:
         rows = evaluation.evaluate(config, model, weight_version, folder, place)
     for row in rows[1:]:
-        say("evaluate", evaluation_log.describe(row))
+        say("evaluate", evaluations.describe(row))
     for row in rows:
         create_table_artifact(_cells(row), key="evaluation", description=f"{row['benchmark']}, weight version {weight_version}")
     return rows[0]
@@ -63,7 +63,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
         say("evaluate", f"run {config.run.name} has this evaluation of its version {weight_version} already, nothing is sampled; "
                         "another run.seed or protocol would be")
         return known[0]
-    with held(npus(config, pool_instances, training=False)):
+    with hold_npus(npus(config, pool_instances, training=False)):
         row = evaluate(config, model, weight_version, pool_instances)
     write_atomically(file, json.dumps(row))
     return row

@@ -14,15 +14,15 @@ from prefect.cache_policies import INPUTS, TASK_SOURCE
 
 from engine.config import Config
 from engine.data import prepared
+from engine.data.problem_statistics import report
 from engine.data.problems import counts
 from engine.data.prompts import encode
-from engine.data.statistics import report
-from engine.data.tokens import Tokens
+from engine.data.tokenizer import Tokenizer
 from engine.run.files import write_atomically
-from tasks.caching import code_hash
+from tasks.code_version import code_hash
 
 REPORT = "data.json"
-"""File in the run folder with everything that `engine.data.statistics.report` says."""
+"""File in the run folder with everything that `engine.data.problem_statistics.report` says."""
 
 COMPARED = (
     "source", "rows", "version", "content_hash", "problem_characters", "answer_characters", "answers", "difficulty", "skipped",
@@ -66,7 +66,7 @@ def encode_prompts(
 ) -> dict[str, Any]:
     """Figures of the training prompts in tokens. The hashes only key the cache."""
     problems = prepared.training_problems(Config.model_validate(settings))
-    encoded = encode(problems, Tokens(Path(model)).tokenizer, settings["data"]["prompt_template"], max_context)
+    encoded = encode(problems, Tokenizer(Path(model)).hf, settings["data"]["prompt_template"], max_context)
     lengths = [len(prompt.token_ids) for prompt in encoded.prompts]
     return {
         "prompts": len(encoded.prompts),

@@ -18,7 +18,7 @@ from prefect.artifacts import create_markdown_artifact, create_progress_artifact
 
 from engine.config import Config
 from engine.run.checkpoint_files import latest
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from tasks.console import duration, say
 
 UPDATE_S = 10.0

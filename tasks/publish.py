@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from engine.config import Config
 from engine.run.checkpoint_files import folder_of
 from engine.run.checkpoint_store import place_of, upload
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 
 
 @task(name="publish", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5)

@@ -9,12 +9,12 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from engine.config.recipe import load
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from tasks.console import say
-from tasks.tracking import tracking
-from tasks.tracking.champion import crown
-from tasks.tracking.continuing import CHAMPION
-from tasks.tracking.patience import patiently
+from tasks.tracking import tracked_run
+from tasks.tracking.champion_alias import crown
+from tasks.tracking.registered_policies import CHAMPION
+from tasks.tracking.retry import retry_while_away
 
 
 @task(name="register", cache_policy=NO_CACHE)
@@ -26,9 +26,9 @@ def register(name: str, policy: Path) -> str:
     `policy` is the `policy/` of a run folder, whose config and evaluations are read.
     """
     what = f"registering {name}"
-    version = patiently(what, lambda: tracking.register(name, policy))
+    version = retry_while_away(what, lambda: tracked_run.register(name, policy))
     folder = RunFolder(policy.parent)
-    verdict = patiently(what, lambda: crown(name, version, folder, load(folder.config)))
+    verdict = retry_while_away(what, lambda: crown(name, version, folder, load(folder.config)))
     text = f"`{name}` version {version} {'is now' if verdict.wins else 'is not'} `{CHAMPION}`: {verdict.reason}"
     say("register", text.replace("`", ""))
     create_markdown_artifact(text, key="registered-model", description="In MLflow's registry")

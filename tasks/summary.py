@@ -9,16 +9,16 @@ from typing import Any
 from engine.config import Config
 from engine.run.checkpoint_files import latest, step_of
 from engine.run.files import read_lines
-from engine.run.run_folder import RunFolder
-from tasks.tracking import evaluation_log
-from tasks.tracking.tracking import ui_command
+from engine.run.folder import RunFolder
+from tasks.tracking import evaluations
+from tasks.tracking.tracked_run import ui_command
 
 
 def outcome(config: Config, published: str, registered: str) -> dict[str, str]:
     """The rows of the closing table: accuracy, reward, speed, places."""
     folder = RunFolder(config.folder)
     return {
-        **evaluation_log.closing(folder),
+        **evaluations.closing(folder),
         **training(config),
         "checkpoint": published,
         "registered as": registered,
@@ -48,7 +48,7 @@ def _figures(steps: list[dict[str, Any]]) -> dict[str, str]:
 
 def accuracy(row: Mapping[str, Any]) -> str:
     """One evaluation for people: accuracy with its 95 % interval."""
-    return evaluation_log.describe(row)
+    return evaluations.describe(row)
 
 
 def weight_version(model: Path) -> int:

@@ -10,13 +10,13 @@ from prefect.runtime import task_run
 
 from engine.config import Config
 from engine.errors import CheckpointError, DeadlineError, MetronomeError, ProcessDied, Stopped, TransferError
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from tasks.console import StepLines, say
+from tasks.finished_stages import count_attempt, last_end
+from tasks.launcher_process import run_training
 from tasks.progress import Progress
-from tasks.stages import count_attempt, last_end
-from tasks.tracking import tracking
-from tasks.tracking.evaluation_log import InRun
-from tasks.training import run_training
+from tasks.tracking import tracked_run
+from tasks.tracking.evaluations import InRun
 
 RETRIES = 1_000_000
 """Prefect's count of retries never decides: `run.resumes` does, which counts those that got no further."""
@@ -47,7 +47,7 @@ def train(config: Config, resume: bool = False) -> int:
 
         def on_step(row: dict[str, Any]) -> None:
             line(row)
-            tracking.log_step(row)
+            tracked_run.log_step(row)
             progress(row)
             evaluated()
 

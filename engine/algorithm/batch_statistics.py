@@ -24,7 +24,7 @@ class BatchTokens:
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLossSettings:
     """Constants of the batch-scope losses (config: algorithm.m2_threshold and bapo_*)."""
 
     second_moment: float = 0.04
@@ -34,7 +34,7 @@ class Limits:
     step: float = 0.05
 
 
-Statistics = Callable[[BatchTokens, Limits], tuple[float, ...]]
+Statistics = Callable[[BatchTokens, BatchLossSettings], tuple[float, ...]]
 """Must not depend on the order of the tokens."""
 
 
@@ -44,7 +44,7 @@ def outward(log_ratios: Tensor, advantages: Tensor) -> Tensor:
     return log_ratios * advantages > 0
 
 
-def second_moment_limit(tokens: BatchTokens, limits: Limits) -> tuple[float]:
+def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float]:
     """The largest (log r)² that an outward token may have so that the mean over those kept is at most τ (M2PO, Algorithm 1).
 
     Lies half-way between the last token kept and the first one masked, so that rounding can't move one over it; inf where all are
@@ -60,7 +60,7 @@ def second_moment_limit(tokens: BatchTokens, limits: Limits) -> tuple[float]:
     return ((float(kept[-1]) if kept.numel() else 0.0) / 2 + masked / 2,)
 
 
-def balanced_bounds(tokens: BatchTokens, limits: Limits) -> tuple[float, float]:
+def balanced_bounds(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float, float]:
     """Bounds (c_low, c_high) of the ratio, from (a⁻, a⁺) up to (b⁻, b⁺), until tokens with A > 0 bring the target share of the
     clipped surrogate, P / (P + N) ≥ ρ0 (BAPO, eq. 8, Algorithm 1): first c_high rises, then c_low."""
     low, high = limits.low[0], limits.high[0]

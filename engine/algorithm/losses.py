@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.algorithm.batch_statistics import Limits, Statistics, balanced_bounds, outward, second_moment_limit
+from engine.algorithm.batch_statistics import BatchLossSettings, Statistics, balanced_bounds, outward, second_moment_limit
 from engine.algorithm.correction import correction
 from engine.algorithm.kl import KL
 
@@ -68,7 +68,7 @@ class Coefficients:
     mismatch: str = "none"
     """How the gains are corrected for tokens that the instance sampled with another probability ("truncate", "mask")."""
     mismatch_limit: float = 2.0
-    limits: Limits = field(default_factory=Limits)
+    limits: BatchLossSettings = field(default_factory=BatchLossSettings)
     """Of the losses of batch scope."""
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from engine.config.base import Table
+from engine.config.table import Table
 
 
 class Run(Table):

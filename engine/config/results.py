@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt, field_validator
 
-from engine.config.base import Table
+from engine.config.table import Table
 
 
 class Evaluate(Table):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from engine.config.base import Table
+from engine.config.table import Table
 
 
 class Rollout(Table):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from engine.config.base import Table
+from engine.config.table import Table
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["auto"]

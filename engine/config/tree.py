@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.config.base import Table
 from engine.config.cores import usable_cores
 from engine.config.inputs import Data, Model, Reward, Run
 from engine.config.results import Evaluate, Tracking
 from engine.config.rollouts import Rollout, Weights
+from engine.config.table import Table
 from engine.config.training import Algorithm, Attention, Checkpoint, Parallel, Platform, Train
 
 WINDOW_PER_STAGE = 4

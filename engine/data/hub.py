@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from engine.config.recipe import find
-from engine.data.files import SUFFIXES, plain
+from engine.data.problem_files import SUFFIXES, plain
 from engine.errors import BadInput
 
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>[\w.-]+))?")

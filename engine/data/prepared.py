@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.config import Config
-from engine.data.benchmarks import benchmark_paths
+from engine.data.benchmark_files import benchmark_paths
 from engine.data.cleaning import clean, with_rows
 from engine.data.overlap import Index, Overlap
 from engine.data.problems import Problems, Rejected, Row, content_hash, read_problems, short

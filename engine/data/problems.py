@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.config.recipe import find
-from engine.data.files import File, kind, parse, read_files
 from engine.data.hub import is_hub_id, read_hub
+from engine.data.problem_files import File, kind, parse, read_files
 from engine.errors import BadInput
 
 _SHOWN = 80

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedPrompts:
     """The prompts of a problem set, in its order."""
 
     prompts: tuple[Prompt, ...]
@@ -25,7 +25,7 @@ class Encoded:
     """Reason → rows left out, while reading ("no answer" …) or here ("duplicate", "over-long", "no token")."""
 
 
-def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str, max_context: int) -> Encoded:
+def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str, max_context: int) -> EncodedPrompts:
     """Put every problem into the template and tokenize it; `max_context` is in tokens, prompt and response together.
 
     `template` is a text with `{problem}`, taken as it is without special tokens, or "chat" for the tokenizer's chat
@@ -46,7 +46,7 @@ def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str
     if not prompts:
         raise BadInput(f"problem set {problems.source}: no prompt is left of {len(problems.rows)} rows "
                        f"({counts(skipped)}); rollout.max_context is {max_context} tokens")
-    return Encoded(tuple(prompts), dict(skipped))
+    return EncodedPrompts(tuple(prompts), dict(skipped))
 
 
 def prompt_id(problem: str, answer: str) -> str:

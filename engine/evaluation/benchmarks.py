@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import Config
-from engine.data.benchmarks import FORMATS, benchmark_paths
+from engine.data.benchmark_files import FORMATS, benchmark_paths
 from engine.data.prepared import heldout_problems
 from engine.data.problems import Problems, read_problems
 from engine.data.prompts import encode
-from engine.data.tokens import Tokens
+from engine.data.tokenizer import Tokenizer
 from engine.types import Prompt
 
 
@@ -20,7 +20,7 @@ class Benchmark:
     """A problem set to evaluate on."""
 
     name: str
-    """Of `engine.data.benchmarks.FORMATS`, or the file's name without suffix."""
+    """Of `engine.data.benchmark_files.FORMATS`, or the file's name without suffix."""
     problems: Problems
 
     @property
@@ -42,7 +42,7 @@ def read_benchmarks(config: Config) -> list[Benchmark]:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedBenchmark:
     """A benchmark's prompts, and what was left out of it (reason → rows)."""
 
     name: str
@@ -50,7 +50,7 @@ class Encoded:
     skipped: Mapping[str, int]
 
 
-def with_context(config: Config) -> Config:
+def with_evaluation_context(config: Config) -> Config:
     """The config for instances that are started for an evaluation: `evaluate.max_context`, if given, is their context."""
     if not config.evaluate.max_context:
         return config
@@ -58,8 +58,8 @@ def with_context(config: Config) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def encode_all(config: Config, benchmarks: Sequence[Benchmark], tokens: Tokens) -> list[Encoded]:
+def encode_benchmarks(config: Config, benchmarks: Sequence[Benchmark], tokenizer: Tokenizer) -> list[EncodedBenchmark]:
     """The benchmarks' prompts, at most `evaluate.problems` of each."""
     template, context, most = config.data.prompt_template, config.rollout.max_context, config.evaluate.problems or None
-    encoded = [(one.name, encode(one.problems, tokens.tokenizer, template, context)) for one in benchmarks]
-    return [Encoded(name, found.prompts[:most], found.skipped) for name, found in encoded]
+    encoded = [(one.name, encode(one.problems, tokenizer.hf, template, context)) for one in benchmarks]
+    return [EncodedBenchmark(name, found.prompts[:most], found.skipped) for name, found in encoded]

@@ -36,7 +36,7 @@ class Results:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ChampionVerdict:
     """What became of a challenge."""
 
     wins: bool
@@ -45,31 +45,35 @@ class Verdict:
     comparison: Paired | None = None
 
 
-def first(ours: Results | None, base: Results | None, confidence: float) -> Verdict:
+def first(ours: Results | None, base: Results | None, confidence: float) -> ChampionVerdict:
     """Whether a new policy becomes the first champion: only if it is better than the model that it was trained from.
 
     Without a comparable evaluation of that one (`base` None) any policy that was evaluated does, and the reason says so.
     """
     if ours is not None and base is None:
-        return Verdict(True, "there was no champion; not compared: there is no comparable evaluation of the base model")
+        return ChampionVerdict(True, "there was no champion; not compared: there is no comparable evaluation of the base model")
     found = challenge(ours, base, confidence, "base model")
-    return Verdict(found.wins, found.reason if ours is None else f"there was no champion; {found.reason}", found.comparison)
+    return ChampionVerdict(
+        found.wins, found.reason if ours is None else f"there was no champion; {found.reason}", found.comparison
+    )
 
 
-def challenge(ours: Results | None, theirs: Results | None, confidence: float, whom: str = "champion") -> Verdict:
+def challenge(ours: Results | None, theirs: Results | None, confidence: float, whom: str = "champion") -> ChampionVerdict:
     """Compare a new policy with the champion, or with another model that is called `whom`.
 
     Evaluations of other problems, or sampled or scored otherwise, are not compared: the champion stays, with the reason.
     """
     if ours is None:
-        return Verdict(False, "the new policy was not evaluated on the run's first benchmark")
+        return ChampionVerdict(False, "the new policy was not evaluated on the run's first benchmark")
     if theirs is None:
-        return Verdict(False, f"the {whom} has no results to compare with")
+        return ChampionVerdict(False, f"the {whom} has no results to compare with")
     if wrong := differing(ours.protocol, theirs.protocol):
-        return Verdict(False, f"its evaluation can't be compared with the {whom}'s: {', '.join(wrong)} differ (new, {whom})")
+        return ChampionVerdict(
+            False, f"its evaluation can't be compared with the {whom}'s: {', '.join(wrong)} differ (new, {whom})"
+        )
     found = compare(ours.means, theirs.means, int(ours.protocol["samples"]), confidence)
     text = (f"difference {found.difference:+.4f} [{found.ci_low:+.4f}, {found.ci_high:+.4f}] on {found.problems} problems, "
             f"p = {found.p_value:.4g}")
     if found.says_better:
-        return Verdict(True, f"better than the {whom} at {confidence:.0%} confidence: {text}", found)
-    return Verdict(False, f"not better than the {whom} at {confidence:.0%} confidence: {text}", found)
+        return ChampionVerdict(True, f"better than the {whom} at {confidence:.0%} confidence: {text}", found)
+    return ChampionVerdict(False, f"not better than the {whom} at {confidence:.0%} confidence: {text}", found)

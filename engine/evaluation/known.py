@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.data.tokens import Tokens
+from engine.data.tokenizer import Tokenizer
 from engine.evaluation import tables
-from engine.evaluation.benchmarks import encode_all, read_benchmarks, with_context
+from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.run.files import read_lines
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 
 
 def done_before(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[dict[str, Any]] | None:
@@ -25,8 +25,8 @@ def done_before(config: Config, model: Path, weight_version: int, folder: RunFol
             if (row.get("model"), row["weight_version"]) == (str(model.resolve()), weight_version)]  # fmt: skip
     if not mine:
         return None
-    config = with_context(config)
-    benchmarks = encode_all(config, read_benchmarks(config), Tokens(model))
+    config = with_evaluation_context(config)
+    benchmarks = encode_benchmarks(config, read_benchmarks(config), Tokenizer(model))
     wanted = [tables.protocol(config, each.name, each.prompts) for each in benchmarks]
     found = [next((row for row in reversed(mine) if row.get("protocol") == how), None) for how in wanted]
     rows = [row for row in found if row is not None]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import BadInput
-from engine.evaluation.figures import CONFIDENCE, t_interval
+from engine.evaluation.intervals import CONFIDENCE, t_interval
 
 FLIPS = 50_000
 """Random sign flips where the exact distribution can't be counted; the p-value's error is then at most 0.0045 (95 %)."""

@@ -10,11 +10,12 @@ from typing import Any
 
 from engine.config import Config
 from engine.evaluation import paired, tables
-from engine.evaluation.benchmarks import Encoded
-from engine.evaluation.figures import accuracy, pass_curve
-from engine.evaluation.votes import Verifier, majorities
+from engine.evaluation.benchmarks import EncodedBenchmark
+from engine.evaluation.intervals import accuracy, pass_curve
+from engine.evaluation.votes import majorities
+from engine.reward.scorer import Scorer
 from engine.run.files import append_line
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from engine.types import Group
 
 
@@ -28,7 +29,7 @@ class Subject:
 
 
 async def record(
-    config: Config, folder: RunFolder, subject: Subject, benchmark: Encoded, groups: Sequence[Group], verifier: Verifier,
+    config: Config, folder: RunFolder, subject: Subject, benchmark: EncodedBenchmark, groups: Sequence[Group], verifier: Scorer,
     more: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Vote, compute, write the table, compare with the base, append the row and return it. `more`: further keys."""

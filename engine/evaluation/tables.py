@@ -12,7 +12,7 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.evaluation.votes import Majority
 from engine.run.files import read_lines, write_atomically
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from engine.types import Group, Prompt
 
 SAME = ("benchmark", "problems_hash", "prompt_template", "reward", "samples", "temperature", "top_p", "top_k", "max_new_tokens",

@@ -11,17 +11,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from engine.reward.scorer import Scorer
 from engine.reward.verifiers import last_boxed
-from engine.types import Group, Prompt, Response, Score
-
-
-class Verifier(Protocol):
-    """What is asked of the verifier workers."""
-
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
-        """Scores of the responses, in order."""
+from engine.types import Group, Prompt, Response
 
 
 @dataclass(frozen=True)
@@ -60,14 +53,14 @@ READ: dict[str, Callable[[str], str | None]] = {"math": _boxed, "exact": _marked
 """By reward.function: the answer in a response's text; None: it abstains. Other rewards have no maj@k."""
 
 
-async def majorities(groups: Sequence[Group], reward: str, verifier: Verifier) -> list[Majority] | None:
+async def majorities(groups: Sequence[Group], reward: str, verifier: Scorer) -> list[Majority] | None:
     """The vote of each group, or None for a reward whose answers can't be read. `verifier` tells which answers are equal."""
     if reward not in READ:
         return None
     return list(await asyncio.gather(*(_majority(group, reward, verifier) for group in groups)))
 
 
-async def _majority(group: Group, reward: str, verifier: Verifier) -> Majority:
+async def _majority(group: Group, reward: str, verifier: Scorer) -> Majority:
     answers: list[_Answer] = []
     for response, score in zip(group.responses, group.scores, strict=True):
         is_right = score.value >= 1.0
@@ -84,7 +77,7 @@ async def _majority(group: Group, reward: str, verifier: Verifier) -> Majority:
     return _outcome(answers)
 
 
-async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: Verifier) -> _Answer | None:
+async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: Scorer) -> _Answer | None:
     """The answer that this vote is for: right ones are one answer; wrong ones are equal by text, else by the verifier."""
     alike = [answer for answer in answers if answer.right == is_right]
     if is_right:
@@ -99,7 +92,7 @@ async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: s
     return None
 
 
-async def _equal(gold: str, text: str, verifier: Verifier) -> bool:
+async def _equal(gold: str, text: str, verifier: Scorer) -> bool:
     """By the math verifier, in its killable workers; one that ran into its time limit says no."""
     response = Response((), (), (), (), "stop", f"\\boxed{{{text}}}", 0, "")
     (score,) = await verifier.score(Prompt("", "", gold, ()), [response])

@@ -17,10 +17,10 @@ import aiohttp
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, ProcessDied
 from engine.run.commands import instance_command
-from engine.run.instance_process import Declared
+from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child
+from engine.wire.access_token import access_token, authorization, check_address
 from engine.wire.address import ADDRESS_FILE, bracketed, http_url, launcher_address, reachable, split_address
-from engine.wire.token import access_token, authorization, check_address
 
 CALL_S = 10.0
 """What one call to the launcher may take."""
@@ -53,7 +53,7 @@ def serve_joined(config: Config, address: str, name: str, host: str, port: int, 
     path = Path(address).expanduser()
     if not path.is_dir() and path.name != ADDRESS_FILE:
         split_address(address, "--join")
-    return _run(_serve(config, name, host, port, lambda url: _Launcher(config, address, name, url, say)))
+    return _run(_serve(config, name, host, port, lambda url: _LauncherClient(config, address, name, url, say)))
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
@@ -63,7 +63,7 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
         return 130
 
 
-async def _serve(config: Config, name: str, host: str, port: int, joins: Callable[[str], _Launcher] | None) -> int:
+async def _serve(config: Config, name: str, host: str, port: int, joins: Callable[[str], _LauncherClient] | None) -> int:
     check_address(host, access_token())
     asked = _signals()
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
@@ -71,16 +71,16 @@ async def _serve(config: Config, name: str, host: str, port: int, joins: Callabl
         command, env = instance_command(config, Path(config.model.path), name, 0, port_file, port, host)
         child = Child(name, command, None, env)
         try:
-            return await _accompany(child, port_file, config.rollout.timeout_s, asked, joins)
+            return await _join_and_serve(child, port_file, config.rollout.timeout_s, asked, joins)
         finally:
             await asyncio.to_thread(child.stop)
 
 
-async def _accompany(
-    child: Child, port_file: Path, timeout_s: float, asked: asyncio.Event, joins: Callable[[str], _Launcher] | None
+async def _join_and_serve(
+    child: Child, port_file: Path, timeout_s: float, asked: asyncio.Event, joins: Callable[[str], _LauncherClient] | None
 ) -> int:
     try:
-        address = await _unless(asked, Declared(0, child, port_file).serves(timeout_s))
+        address = await _unless(asked, InstanceProcess(0, child, port_file).serves(timeout_s))
     except ProcessDied:
         if child.process.returncode < 0:
             raise
@@ -119,7 +119,7 @@ async def _unless(asked: asyncio.Event, work: Any) -> Any:  # noqa: ANN401
             task.cancel()
 
 
-class _Launcher:
+class _LauncherClient:
     """Calls to the launcher of the run."""
 
     def __init__(self, config: Config, address: str, name: str, url: str, say: Say) -> None:
@@ -131,7 +131,7 @@ class _Launcher:
         self._heard = time.monotonic()
         self._state = ""
 
-    async def __aenter__(self) -> _Launcher:
+    async def __aenter__(self) -> _LauncherClient:
         timeout = aiohttp.ClientTimeout(total=CALL_S)
         self._session = aiohttp.ClientSession(timeout=timeout, headers=authorization(access_token()))
         return self

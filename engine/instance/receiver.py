@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import BadInput, MetronomeError
-from engine.instance.staged import NOTHING, Named, Staged
+from engine.instance.staging import NOTHING, Named, StagedVersion
 from engine.wire.weights.bucket_file import BucketFile, files_at
-from engine.wire.weights.buckets import DTYPES, Spec, cuts, span, specs_of, view, views
+from engine.wire.weights.buckets import DTYPES, TensorSpec, cuts, span, specs_of, view, views
 from engine.wire.weights.checksum import checksum_as
-from engine.wire.weights.collective import BACKENDS, Group, join
+from engine.wire.weights.groups import BACKENDS, BroadcastGroup, join
 from engine.wire.weights.hf_folder import open_folder
 
 HOST = torch.device("cpu")
@@ -37,12 +37,12 @@ class Receiver:
     def __init__(self, timeout_s: float = 600.0) -> None:
         """`timeout_s`: deadline of every wait, until `connect` brings the run's own."""
         self._timeout_s = timeout_s
-        self._groups: list[Group] = []
+        self._groups: list[BroadcastGroup] = []
         self._transport = ""
         self._off = threading.Event()
         self._joining = threading.Lock()
         self._buffers = [NOTHING, NOTHING]
-        self._staged: Staged | None = None
+        self._staged: StagedVersion | None = None
 
     def connect(self, init_info: dict[str, Any], local_rank: int = 0) -> None:
         """Join the stages' groups, leaving those of an older generation; nothing to do for an empty `init_info`.
@@ -54,7 +54,7 @@ class Receiver:
         self.close()  # also calls off a connect under way, which then gives way
         with self._joining:
             self._off, self._timeout_s, self._transport = threading.Event(), timeout_s, transport
-            groups: list[Group] = []
+            groups: list[BroadcastGroup] = []
             try:
                 for address in stages:
                     groups.append(join(address, rank + local_rank, world, transport, timeout_s, self._off))
@@ -97,7 +97,7 @@ class Receiver:
         version = _version(update_info)
         self._check(update_info)
         if self._staged is None or self._staged.version != version:
-            self._staged = Staged(version, self._staged)
+            self._staged = StagedVersion(version, self._staged)
         # a file is opened now: by the time it is read its version may be complete, and its folder have another name
         file = _opened(Path(update_info["path"])) if update_info["transport"] == "file" else None
         self._staged.add(lambda buffer: self._bucket(update_info, buffer, file))
@@ -121,13 +121,13 @@ class Receiver:
             raise BadInput("/update_weights needs an update_info with a transport, or with the path of a safetensors file or "
                            "of a folder of such")
 
-    def _of_version(self, update_info: dict[str, Any]) -> Staged:
+    def _of_version(self, update_info: dict[str, Any]) -> StagedVersion:
         version = _version(update_info)
         if self._staged is None or self._staged.version != version:
             raise BadInput(f"nothing of weight version {version} was staged")
         return self._staged
 
-    def _check(self, update_info: dict[str, Any]) -> tuple[list[Spec], list[str]]:
+    def _check(self, update_info: dict[str, Any]) -> tuple[list[TensorSpec], list[str]]:
         """The bucket's tensors and their checksums; BadInput where they, or the way here, are not known."""
         transport, specs = update_info.get("transport"), specs_of(update_info)
         checksums = update_info.get("checksums")
@@ -142,7 +142,7 @@ class Receiver:
             raise BadInput(f"update_info.transport {repr_short(transport)}; known are base, staged, file, {', '.join(BACKENDS)}")
         return specs, checksums
 
-    def _group(self, update_info: dict[str, Any]) -> Group:
+    def _group(self, update_info: dict[str, Any]) -> BroadcastGroup:
         transport, stage, groups = update_info["transport"], update_info.get("stage"), self._groups
         if transport != self._transport or not groups:
             raise BadInput(f"update_info.transport {repr_short(transport)}, but no such groups were joined; "
@@ -171,7 +171,7 @@ class Receiver:
         buffer: Tensor,
         file: BucketFile | BadInput | None = None,
         places: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> tuple[list[Spec], list[Tensor], list[str], Tensor]:
+    ) -> tuple[list[TensorSpec], list[Tensor], list[str], Tensor]:
         """A bucket as it came; `file` where it was opened before."""
         specs, checksums = self._check(update_info)
         if update_info["transport"] == "file":
@@ -192,13 +192,13 @@ class Receiver:
         return specs, tensors, checksums, buffer
 
 
-def _fits(place: Tensor | None, spec: Spec, device: torch.device) -> bool:
+def _fits(place: Tensor | None, spec: TensorSpec, device: torch.device) -> bool:
     """Whether the bytes of a tensor may be received into this one."""
     return (place is not None and place.shape == spec.shape and place.dtype == DTYPES[spec.dtype] and place.is_contiguous()
             and place.device == device)
 
 
-def _leave(groups: Sequence[Group]) -> None:
+def _leave(groups: Sequence[BroadcastGroup]) -> None:
     for group in groups:
         group.close()
 
@@ -233,7 +233,7 @@ def _opened(path: Path) -> BucketFile | BadInput:
         return error
 
 
-def _check_names(file: BucketFile, specs: Sequence[Spec]) -> None:
+def _check_names(file: BucketFile, specs: Sequence[TensorSpec]) -> None:
     expected = {spec.name for spec in specs}
     if file.names != expected:
         differs = min(file.names ^ expected)
@@ -257,7 +257,7 @@ def _files(path: str) -> Iterator[Named]:
         yield from zip((spec.name for spec in specs), tensors, strict=True)
 
 
-def _verified(specs: Sequence[Spec], tensors: Sequence[Tensor], checksums: Sequence[str]) -> list[Named]:
+def _verified(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], checksums: Sequence[str]) -> list[Named]:
     for spec, tensor, expected in zip(specs, tensors, checksums, strict=True):
         if (found := checksum_as(expected, tensor)) != expected:
             raise BadInput(f"{spec.name} was corrupted on its way: its checksum is {found}, announced was {repr_short(expected)}")

@@ -7,12 +7,12 @@ from pathlib import Path
 from engine.config import Config
 from engine.config.placing import overlaps
 from engine.errors import BadInput
-from engine.model.rules import check_layout
+from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape, read_shape
 from engine.run.vllm_command import check_cores, device_of, interpreter, visible_devices
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""What the embedded engine can run: `engine.instance.embedded.model.SUPPORTED`, which takes seconds to import, by
+"""What the embedded engine can run: `engine.instance.embedded.rollout_model.SUPPORTED`, which takes seconds to import, by
 architecture."""
 
 
@@ -35,9 +35,9 @@ def check_training(config: Config) -> None:
     check_layout(check_rollouts(config), config.parallel)
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):
-        from engine.run.extensions import try_all  # torch takes seconds
+        from engine.run.user_algorithms import try_algorithms  # torch takes seconds
 
-        try_all(algorithm.advantage, algorithm.loss, algorithm.gradient_control)
+        try_algorithms(algorithm.advantage, algorithm.loss, algorithm.gradient_control)
 
 
 def check_instances(config: Config) -> None:

@@ -24,19 +24,19 @@ from engine.data.problems import Problems
 from engine.data.prompts import encode
 from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped
 from engine.launcher.checks import check_instances, check_training
-from engine.launcher.conductor import Conductor
-from engine.launcher.pool.registry import listen_address, registry
-from engine.launcher.service import rollout_service
+from engine.launcher.coordinator import Coordinator
+from engine.launcher.pool.joining import listen_address, serve_joining
+from engine.launcher.rollout_service import rollout_service
 from engine.run import record
 from engine.run.commands import agent_command, rank_arguments
-from engine.run.folder_lock import held
+from engine.run.folder import RunFolder
+from engine.run.identity import claim
+from engine.run.lock import hold_lock
 from engine.run.process import Child, drop_lifeline, hold_lifeline, watch_lifeline
-from engine.run.run_folder import RunFolder
-from engine.run.run_identity import claim
 from engine.run.trace import Trace
+from engine.wire.control_keys import CONTROL_KEY, make_keys
+from engine.wire.control_server import ControlServer
 from engine.wire.invitation import INVITATION, control_address, invite
-from engine.wire.keys import CONTROL_KEY, make_keys
-from engine.wire.server import ControlServer
 
 STOP_S = 60.0
 """How long a trainer that was told to stop may take for its checkpoint; at most `train.timeout_s`, the longest of its waits."""
@@ -48,7 +48,7 @@ TAKEOVER_S = 30.0
 """How long the launcher of a killed attempt may still hold the run folder: its lifeline ends it within a second or two."""
 
 END_S = 5.0
-"""What the agent may take to end the ranks, by force if need be (engine.trainer.elastic), before it is killed itself."""
+"""What the agent may take to end the ranks, by force if need be (engine.trainer.agent), before it is killed itself."""
 
 
 def launch(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
@@ -60,7 +60,7 @@ def launch(config: Config, resume: bool = False, replay: Path | None = None) -> 
     else:
         record.check(replay, config)
     folder = RunFolder(config.folder)
-    with held(folder.launcher_lock, f"run folder {folder.path}", TAKEOVER_S):
+    with hold_lock(folder.launcher_lock, f"run folder {folder.path}", TAKEOVER_S):
         claim(folder.path, config, resume)
         folder.create(config, resume)
         try:
@@ -85,13 +85,13 @@ class _Launcher:
         self._keys = make_keys() if config.parallel.nodes > 1 else None
         self._signal: str | None = None
         """The first signal that told the run to end."""
-        self._conductor: Conductor | None = None
+        self._coordinator: Coordinator | None = None
 
     async def run(self) -> None:
         """Bring everything up (all processes at once, each takes seconds), wait for the trainer, bring everything down."""
         self._stop_on_signals()
         if self.replay is not None:
-            await self._watched(Conductor(self.config, self.folder, self.trace), self._start_trainer())
+            await self._watched(Coordinator(self.config, self.folder, self.trace), self._start_trainer())
             return
         problems = training_problems(self.config)
         trainer = self._start_trainer()
@@ -105,15 +105,15 @@ class _Launcher:
         group_size = config.rollout.group_size
         async with (
             rollout_service(config, model, self.folder.path, config.rollout, group_size, self.trace, synced=True) as service,
-            registry(service.pool, config, self.folder.path) as routes,
+            serve_joining(service.pool, config, self.folder.path) as routes,
         ):
-            tokenizer, template = service.tokens.tokenizer, config.data.prompt_template
+            tokenizer, template = service.tokenizer.hf, config.data.prompt_template
             encoded = encode(problems, tokenizer, template, config.rollout.max_context)
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
             await service.pool.connect()
-            conductor = Conductor(config, self.folder, self.trace, loader, service)
-            routes.step = lambda: conductor.last
-            await self._watched(conductor, trainer)
+            coordinator = Coordinator(config, self.folder, self.trace, loader, service)
+            routes.step = lambda: coordinator.last
+            await self._watched(coordinator, trainer)
 
     def _start_trainer(self) -> Child:
         shutil.rmtree(self._weights_folder(), ignore_errors=True)  # half a version of a run that was killed, in another layout
@@ -121,15 +121,15 @@ class _Launcher:
         env |= {CONTROL_KEY: self._keys.public} if self._keys is not None else {}
         return Child("trainer", self._trainer_command(), log, env)
 
-    async def _watched(self, conductor: Conductor, trainer: Child) -> None:
+    async def _watched(self, coordinator: Coordinator, trainer: Child) -> None:
         """Serve the trainer's requests and watch all processes until the trainer ends."""
-        self._conductor = conductor
-        server = asyncio.create_task(ControlServer(self._address, conductor.handlers(), self._keys).serve())
+        self._coordinator = coordinator
+        server = asyncio.create_task(ControlServer(self._address, coordinator.handlers(), self._keys).serve())
         try:
-            await self._watch(trainer, server, conductor)
+            await self._watch(trainer, server, coordinator)
         finally:
             await asyncio.to_thread(trainer.stop, END_S)
-            await conductor.close()
+            await coordinator.close()
             server.cancel()
             await asyncio.gather(server, return_exceptions=True)
 
@@ -152,25 +152,25 @@ class _Launcher:
         roomy = shutil.disk_usage(self.scratch).free > 4 * needed and self.config.parallel.nodes == 1
         return (self.scratch if roomy else self.folder.path) / "weights"
 
-    async def _watch(self, trainer: Child, server: asyncio.Task[None], conductor: Conductor) -> None:
+    async def _watch(self, trainer: Child, server: asyncio.Task[None], coordinator: Coordinator) -> None:
         """Until the trainer ends. An instance's death with none left stops the run; so does the control channel's."""
         stop_by: float | None = None
         while trainer.alive:
             if server.done():
                 server.result()
-            await conductor.check()
-            if self._signal is not None and conductor.failure is None:
-                await conductor.fail(Stopped(f"ended by {self._signal}"))
-            if conductor.failure is not None:
+            await coordinator.check()
+            if self._signal is not None and coordinator.failure is None:
+                await coordinator.fail(Stopped(f"ended by {self._signal}"))
+            if coordinator.failure is not None:
                 grace_s = min(STOP_S, self.config.train.timeout_s) if self._signal is None else STOP_BY_SIGNAL_S
                 stop_by = stop_by or time.monotonic() + grace_s
                 if time.monotonic() > stop_by:
-                    raise conductor.failure
+                    raise coordinator.failure
             await asyncio.sleep(0.1)
-        if conductor.told is not None:
-            raise conductor.told
+        if coordinator.trainer_error is not None:
+            raise coordinator.trainer_error
         if trainer.process.returncode:
-            raise conductor.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
+            raise coordinator.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
 
     def _stop_on_signals(self) -> None:
         """SIGINT and SIGTERM end the run: the trainer first saves the weights before the step it is at. A second one ends it
@@ -182,7 +182,7 @@ class _Launcher:
                 loop.add_signal_handler(number, self._stop, task, signal.Signals(number).name)
 
     def _stop(self, task: asyncio.Task[None], name: str) -> None:
-        if self._signal is None and self._conductor is not None and self._conductor.is_ready:
+        if self._signal is None and self._coordinator is not None and self._coordinator.is_ready:
             self._signal = name
         else:
             task.cancel(f"ended by {name}")

@@ -8,19 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from engine.data.loader import sampling_seed
 from engine.errors import DeadlineError, MetronomeError
-from engine.launcher.pool.client import Busy, InstanceFault, InstanceGone, Refused, Sampling
+from engine.launcher.dynamic_sampling import DynamicSampling
 from engine.launcher.pool.instance import Instance
+from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused, SamplingSettings
 from engine.launcher.pool.pool import Pool
-from engine.launcher.selection import Selection
+from engine.reward.scorer import Scorer
 from engine.run.trace import Trace
 from engine.schedule import Schedule
 from engine.types import Group, Landed, Prompt, Response, Score
 
-Verdict = asyncio.Task[list[Score]]
+ScoreTask = asyncio.Task[list[Score]]
 """A response's scores, as soon as they are there."""
 
 Land = Callable[[Landed], Awaitable[None]]
@@ -33,17 +33,6 @@ BUSY_S = 0.2
 """Pause before a request is sent again that met a paused instance."""
 
 
-class Verifier(Protocol):
-    """What the producer asks of the verifier workers."""
-
-    @property
-    def per_response(self) -> bool:
-        """Whether responses are scored one by one, as they land."""
-
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
-        """Scores of the responses, in order."""
-
-
 @dataclass(eq=False)
 class _Work:
     """A group that is being generated."""
@@ -54,7 +43,7 @@ class _Work:
     seeds: list[int]
     verifying: asyncio.TaskGroup
     land: Land | None
-    done: dict[int, tuple[Response, Verdict | None]] = field(default_factory=dict)
+    done: dict[int, tuple[Response, ScoreTask | None]] = field(default_factory=dict)
     so_far: dict[int, Response] = field(default_factory=dict)
     """Responses that a weight update cut (rollout.partial), by number."""
     faults: Counter[int] = field(default_factory=Counter)
@@ -93,9 +82,9 @@ class Producer:
     def __init__(
         self,
         pool: Pool,
-        verifier: Verifier,
+        verifier: Scorer,
         decode: Callable[[Sequence[int]], str],
-        sampling: Sampling,
+        sampling: SamplingSettings,
         group_size: int,
         seed: int,
         trace: Trace,
@@ -130,12 +119,12 @@ class Producer:
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
 
-    async def until(
+    async def run_until(
         self,
         step: int,
         prompts: Iterator[tuple[int, Prompt]],
         put: Callable[[Group], Awaitable[None]],
-        selection: Selection,
+        selection: DynamicSampling,
     ) -> None:
         """Generate groups of (epoch, prompt) pairs, begun in order and numbered from 0, until the `selection` is complete.
 

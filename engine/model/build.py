@@ -30,12 +30,12 @@ from torch import Tensor
 from engine.model import linear, rotary
 from engine.model.attention import LayoutParams, SegmentAttention, params
 from engine.model.families import settings
+from engine.model.hf_weights import padded_vocabulary
 from engine.model.layout import Layout
 from engine.model.norm import HeadNorm, RMSNorm
 from engine.model.rotary import RotaryAtPositions
 from engine.model.shape import ModelShape
 from engine.model.swiglu import SwiGLU
-from engine.model.weights import padded_vocabulary
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
 
 
 def build_model(shape: ModelShape, computation: Computation | None = None) -> GPTModel:
-    """This rank's part of the model, with uninitialised weights (load them with `engine.model.weights`)."""
+    """This rank's part of the model, with uninitialised weights (load them with `engine.model.hf_weights`)."""
     computation = computation or Computation()
     config = transformer_config(shape, computation)
     tensor = config.tensor_model_parallel_size

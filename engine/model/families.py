@@ -1,7 +1,7 @@
 """The supported families, declared: which Megatron parameter is made of which Hugging Face tensors, and how it is cut.
 
 A name is a pattern: `{layer}` is the layer's number in the whole model and `{expert}` the expert's number among all, both
-from 0. `engine.model.weights` carries the rules out in both directions.
+from 0. `engine.model.hf_weights` carries the rules out in both directions.
 """
 
 from __future__ import annotations

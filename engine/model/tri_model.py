@@ -13,10 +13,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from engine.model.build import Computation, build_model, logits, row_multiple
+from engine.model.hf_weights import export
 from engine.model.layout import Layout, layout
 from engine.model.logprobs import token_logprobs
 from engine.model.shape import ModelShape
-from engine.model.weights import export
 
 Load = Callable[[GPTModel], None]
 """Puts weights into a model of this rank."""

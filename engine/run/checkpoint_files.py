@@ -113,7 +113,7 @@ def incomplete(root: Path) -> dict[Path, str]:
 
 
 def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float], run: str = "") -> None:
-    """Make a finished folder the checkpoint of a run (its number, `engine.run.run_identity`): renamed, then marked.
+    """Make a finished folder the checkpoint of a run (its number, `engine.run.identity`): renamed, then marked.
 
     One that stood there before without a marker goes.
     """

@@ -27,7 +27,7 @@ def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) 
     """Of the elastic agent on the launcher's node, which starts the trainer ranks there. `run_id`: with several nodes."""
     parallel = config.parallel
     nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
-    return python("engine.trainer.elastic", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
+    return python("engine.trainer.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
 
 
 def training_node_command(folder: Path, wait_s: float) -> list[str]:
@@ -37,12 +37,12 @@ def training_node_command(folder: Path, wait_s: float) -> list[str]:
 
 def verifier_command(connection: int, lifeline: int, spec: str) -> list[str]:
     """Of a verifier process: its end of the socket pair and of the lifeline (file descriptors), and `reward.function`."""
-    return python("engine.verifier.worker_process", str(connection), str(lifeline), spec)
+    return python("engine.verifier.worker", str(connection), str(lifeline), spec)
 
 
 def conversion_command(model: str) -> list[str]:
     """Of the check of a model folder's conversion."""
-    return python("engine.tools.convert", model)
+    return python("engine.tools.conversion", model)
 
 
 def instance_command(

@@ -16,7 +16,7 @@ LOOK_S = 0.05
 
 
 @dataclass(eq=False)
-class Declared:
+class InstanceProcess:
     """One instance of the recipe, through all its restarts."""
 
     number: int

@@ -24,7 +24,7 @@ Entry = dict[str, Any]
 """{"unit", "step", "groups"} or {"unit", "step", "landed"}: what one unit was given to train or to score, on the wire."""
 
 
-class Recorder:
+class RecordWriter:
     """Appends to `record.msgpack`: first the settings, then what each unit was given.
 
     Micro-batches are a function of these windows and need no record.

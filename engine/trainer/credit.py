@@ -11,7 +11,7 @@ from engine.algorithm.advantages import ADVANTAGES
 from engine.algorithm.shaping import overlong
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.extensions import advantage_of, loss_of
+from engine.run.user_algorithms import advantage_of, loss_of
 from engine.run.user_code import UserCode, describe
 from engine.types import Group, Response
 

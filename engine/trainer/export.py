@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 from engine.model.tri_model import TriModel
-from engine.trainer.ranks import Ranks
+from engine.trainer.rank_group import RankGroup
 from engine.wire.weights.hf_folder import join, write_sharded
 
 
-def export(models: TriModel, ranks: Ranks, base: Path, target: Path) -> None:
+def export(models: TriModel, ranks: RankGroup, base: Path, target: Path) -> None:
     """The base model's configuration and tokenizer with our weights. A collective of all ranks.
 
     Each pipeline stage's tensors are written by the rank that gathers them; the folder appears when all are there.

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.algorithm.alignment import Step
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError
-from engine.run.extensions import control_of, decided
+from engine.run.user_algorithms import control_of, decided
 from engine.run.user_code import UserCode, describe
 
 

@@ -12,7 +12,7 @@ from engine.errors import MetronomeError, RatioGapError
 from engine.run.trace import Trace
 from engine.schedule import Schedule
 from engine.trainer.policy import Policy
-from engine.trainer.source import Rollouts, Work
+from engine.trainer.rollouts import Rollouts, Work
 from engine.types import Group, Landed
 
 
@@ -83,7 +83,7 @@ class Loop:
             blocked = time.time()
             work = next(arriving, None)
             self.trace.add("wait", blocked, time.time(), step=step)
-            self.policy.tally.add_wait(time.time() - blocked)
+            self.policy.metrics.add_wait(time.time() - blocked)
             if work is None:
                 return
             yield work
@@ -120,7 +120,7 @@ class Loop:
     def _trained(self, step: int, started: float, ended: float) -> None:
         """A window that was held is trained: a piece of the step's longest work, at which the launcher hears of us."""
         self.trace.add("train", started, ended, step=step)
-        self.rollouts.alive()
+        self.rollouts.heartbeat()
 
     def _due(self, step: int) -> bool:
         every = self.config.checkpoint.every

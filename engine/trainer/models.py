@@ -11,9 +11,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from engine.config import Config
 from engine.model.build import Computation
+from engine.model.hf_weights import load
 from engine.model.shape import ModelShape, read_shape
 from engine.model.tri_model import TriModel
-from engine.model.weights import load
 from engine.platform import Platform
 from engine.wire.weights.hf_folder import open_folder
 

@@ -15,11 +15,11 @@ from typing import Any
 from engine.errors import MetronomeError
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
 from engine.wire.address import address_towards, split_address
+from engine.wire.control_keys import CONTROL_KEY
 from engine.wire.invitation import wait_for_invitation
-from engine.wire.keys import CONTROL_KEY
 
 
-def take_part(folder: Path, wait_s: float) -> None:
+def follow_invitations(folder: Path, wait_s: float) -> None:
     """Run this node's ranks of a run until it has trained; again for each attempt, when the run is resumed.
 
     Raises DeadlineError when there is no invitation that this node has not followed for `wait_s` seconds.
@@ -33,7 +33,7 @@ def take_part(folder: Path, wait_s: float) -> None:
 
 
 def _follow(invitation: dict[str, Any]) -> int:
-    from engine.trainer.elastic import run_ranks  # imports torch: seconds
+    from engine.trainer.agent import run_ranks  # imports torch: seconds
 
     os.environ |= {CONTROL_KEY: invitation["key"], "OMP_NUM_THREADS": str(invitation["threads"])}
     rendezvous = invitation["rendezvous"]
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--wait", type=float, default=600.0, help="seconds to wait for the run to begin, or to begin again")
     arguments = parser.parse_args()
     try:
-        take_part(arguments.folder, arguments.wait)
+        follow_invitations(arguments.folder, arguments.wait)
     except MetronomeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

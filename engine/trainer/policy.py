@@ -13,7 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from engine.algorithm.batch_statistics import Limits
+from engine.algorithm.batch_statistics import BatchLossSettings
 from engine.algorithm.losses import Coefficients, Loss, Terms
 from engine.algorithm.mismatch import mismatch
 from engine.config import Config
@@ -22,30 +22,30 @@ from engine.model.build import logits, row_multiple
 from engine.model.logprobs import token_logprobs
 from engine.model.tri_model import TriModel, score
 from engine.platform import Platform
-from engine.run.extensions import advantage_of, loss_of
-from engine.trainer.batch import MicroBatch, Packing
-from engine.trainer.bubble import Busy
+from engine.run.user_algorithms import advantage_of, loss_of
 from engine.trainer.credit import Credit
-from engine.trainer.early import EarlyScores
+from engine.trainer.early_scoring import EarlyScores
 from engine.trainer.gradient_control import GradientControl
-from engine.trainer.held import Held, Scored, hold
+from engine.trainer.held_windows import HeldWindows, Scored, hold_windows
+from engine.trainer.micro_batches import MicroBatch, Packing
 from engine.trainer.models import computation, open_models
 from engine.trainer.optimizer import optimizer_of, scheduler_of
-from engine.trainer.ranks import Ranks
-from engine.trainer.tally import Tally
+from engine.trainer.pipeline_bubble import ComputeTimer
+from engine.trainer.rank_group import RankGroup
+from engine.trainer.step_metrics import StepMetrics
 from engine.types import Group, Landed
 
 
 class Policy:
     """Policy, frozen copies, optimizer and schedule of one rank."""
 
-    def __init__(self, config: Config, platform: Platform, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: Config, platform: Platform, ranks: RankGroup | None = None) -> None:
         """Built by every rank at once, inside a `session` of the platform."""
         self.config = config
         self.platform = platform
-        self.ranks = ranks or Ranks(config.parallel.lockstep)
+        self.ranks = ranks or RankGroup(config.parallel.lockstep)
         self.models: TriModel = open_models(config, platform)
-        self.tally = Tally()
+        self.metrics = StepMetrics()
         self.packing = self._packing()
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
@@ -54,9 +54,9 @@ class Policy:
         self._coefficients = Coefficients(
             algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef, algorithm.kl_estimator,
             algorithm.mismatch, algorithm.mismatch_limit,
-            Limits(algorithm.m2_threshold, algorithm.bapo_share, algorithm.bapo_low, algorithm.bapo_high),
+            BatchLossSettings(algorithm.m2_threshold, algorithm.bapo_share, algorithm.bapo_low, algorithm.bapo_high),
         )  # fmt: skip
-        self._held = hold(algorithm.loss, self._loss, self._coefficients.limits, self.ranks, config.train.mode)
+        self._held = hold_windows(algorithm.loss, self._loss, self._coefficients.limits, self.ranks, config.train.mode)
         self._statistics: tuple[float, ...] = ()
         sharded = config.train.distributed_optimizer
         self.ddp = DistributedDataParallel(
@@ -67,7 +67,7 @@ class Policy:
             self.models.policy,
         )
         self._pipelined = config.parallel.pipeline > 1
-        self._busy = Busy()
+        self._busy = ComputeTimer()
         self.models.policy.config.timers = self._busy if self._pipelined else None
         self.optimizer = optimizer_of(config, self.ddp)
         self.control = GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
@@ -88,7 +88,7 @@ class Policy:
 
     def start_step(self) -> None:
         """Drop gradients and sums, also those of a half-done step."""
-        self.tally = Tally()
+        self.metrics = StepMetrics()
         self._decided = None
         self.early.clear()
         if self._held is not None:
@@ -112,35 +112,35 @@ class Policy:
             self._hold(self._held, scored)
         if self.ranks.leader:
             for group in window:
-                self.tally.add_group(group, self.packing.credit.tokens(group), self.packing.credit.unequal(group))
-        self.tally.train_s += time.perf_counter() - started
+                self.metrics.add_group(group, self.packing.credit.tokens(group), self.packing.credit.unequal(group))
+        self.metrics.train_s += time.perf_counter() - started
         return idle
 
     def score_early(self, landed: Sequence[Landed]) -> None:
         """Score responses under the frozen models before their group is complete. A collective of the unit."""
         started = time.perf_counter()
         self.early.add(landed)
-        self.tally.score_s += time.perf_counter() - started
+        self.metrics.score_s += time.perf_counter() - started
 
     def worst_gap(self) -> float:
         """The step's largest ratio gap so far in the unit. A collective of the unit."""
-        return self.ranks.worst(self.tally.max_ratio_gap)
+        return self.ranks.worst(self.metrics.max_ratio_gap)
 
     def _frozen_scores(self, batches: Sequence[MicroBatch]) -> list[Scored]:
         """Forward-only passes of old policy and reference over the window, before its 1F1B (contract 4)."""
         started = time.perf_counter()
         old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
-        self.tally.score_s += time.perf_counter() - started
+        self.metrics.score_s += time.perf_counter() - started
         return list(zip(batches, old, reference, strict=True))
 
-    def _hold(self, held: Held, window: Sequence[Scored]) -> None:
-        """Keep a window, with the policy's log-ratios in it (engine.trainer.held)."""
+    def _hold(self, held: HeldWindows, window: Sequence[Scored]) -> None:
+        """Keep a window, with the policy's log-ratios in it (engine.trainer.held_windows)."""
         models = self.models
         found = score(models.policy, [batch.layout for batch, _, _ in window], models.temperature, models.shape.vocabulary)
         log_ratios: list[Tensor | None] = []
         for (batch, old, _), logprobs in zip(window, found, strict=True):
             if logprobs is not None:
-                self.tally.worst_gap(mismatch(logprobs, batch.rollout)[0])  # contract 1 is checked as each window comes
+                self.metrics.worst_gap(mismatch(logprobs, batch.rollout)[0])  # contract 1 is checked as each window comes
             log_ratios.append(None if logprobs is None else logprobs - self._old(batch, logprobs, old))
         held.add(window, log_ratios)
 
@@ -153,7 +153,7 @@ class Policy:
             started = time.time()
             self._forward_backward(iter(window), len(window))
             ended = time.time()
-            self.tally.train_s += ended - started
+            self.metrics.train_s += ended - started
             trained(started, ended)
 
     def _forward_backward(self, window: Iterator[Scored], count: int) -> float | None:
@@ -177,7 +177,7 @@ class Policy:
         """Megatron's forward step: the micro-batch's logits, and the function that makes its loss of them."""
         batch, old, reference = next(window)
         if self.ranks.feeds:
-            self.tally.computed_tokens += batch.layout.size
+            self.metrics.computed_tokens += batch.layout.size
         return logits(model, batch.layout), partial(self._loss_of, batch, old, reference)
 
     def _loss_of(
@@ -192,7 +192,7 @@ class Policy:
             len(batch.members), _whole, self._statistics, self._sampled(batch, logprobs.detach(), old),
         )  # fmt: skip
         loss = self._loss(terms, self._coefficients)
-        self._tell(batch, logprobs.detach(), old, loss)
+        self._add_metrics(batch, logprobs.detach(), old, loss)
         return loss.total, torch.zeros((), dtype=torch.int, device=out.device), None
 
     def _old(self, batch: MicroBatch, logprobs: Tensor, old: Tensor | None) -> Tensor:
@@ -209,21 +209,21 @@ class Policy:
         for tokens that are one update old (the config refuses `algorithm.mismatch` where others occur)."""
         return torch.where(batch.behind, old, logprobs) if self.config.algorithm.old_policy == "previous" else logprobs
 
-    def _tell(self, batch: MicroBatch, logprobs: Tensor, old: Tensor, loss: Loss) -> None:
-        """Add the micro-batch's figures to the step's tally."""
-        tally = self.tally
+    def _add_metrics(self, batch: MicroBatch, logprobs: Tensor, old: Tensor, loss: Loss) -> None:
+        """Add the micro-batch's figures to the step's metrics."""
+        metrics = self.metrics
         gap, divergence = mismatch(logprobs, batch.rollout)
-        tally.worst_gap(gap)
+        metrics.worst_gap(gap)
         if not self.ranks.judges:
             return
-        tally.loss += float(loss.total.detach())
-        tally.kl += float(loss.kl)
-        tally.entropy += float(loss.entropy)
-        tally.clipped += float(loss.clipped)
-        tally.mismatch_kl += divergence
-        tally.scored_tokens += logprobs.numel()
+        metrics.loss += float(loss.total.detach())
+        metrics.kl += float(loss.kl)
+        metrics.entropy += float(loss.entropy)
+        metrics.clipped += float(loss.clipped)
+        metrics.mismatch_kl += divergence
+        metrics.scored_tokens += logprobs.numel()
         if logprobs.numel():
-            tally.old_ratio_max = max(tally.old_ratio_max, float((logprobs - old).max().exp()))
+            metrics.old_ratio_max = max(metrics.old_ratio_max, float((logprobs - old).max().exp()))
 
     def reduce(self, responses: int, trained: Callable[[float, float], None] = lambda started, ended: None) -> None:
         """Divide the sums by the step's denominator and reduce over replicas, once. Raises MetronomeError if it is not finite.
@@ -243,7 +243,9 @@ class Policy:
 
     def _step_denominator(self, responses: int) -> float:
         """By the loss' aggregation; of an advantage that counts unequal groups only, with their share (`Advantage`)."""
-        counts = self.ranks.gather({"tokens": self.tally.loss_tokens, "groups": self.tally.groups, "unequal": self.tally.unequal})
+        counts = self.ranks.gather(
+            {"tokens": self.metrics.loss_tokens, "groups": self.metrics.groups, "unequal": self.metrics.unequal}
+        )
         tokens, groups, unequal = (sum(count[name] for count in counts) for name in ("tokens", "groups", "unequal"))
         divisor = self._loss.denominator(responses, tokens, self.config.rollout.max_new_tokens)
         only_unequal = advantage_of(self.config.algorithm.advantage).only_unequal
@@ -269,8 +271,8 @@ class Policy:
 
     def figures(self) -> dict[str, float]:
         """The step's figures over all ranks, as steps.jsonl names them. A collective of all ranks."""
-        ranks = self.ranks.gather(self.tally.wire(self.ranks.leader, self.platform.peak_bytes()))
-        merged = Tally.merged(ranks, self._denominator, self._loss.aggregation == "response")
+        ranks = self.ranks.gather(self.metrics.wire(self.ranks.leader, self.platform.peak_bytes()))
+        merged = StepMetrics.merged(ranks, self._denominator, self._loss.aggregation == "response")
         return {**merged, **(self.control.figures() if self.control is not None else {})}
 
 

@@ -19,7 +19,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.model.shape import content_hash
 from engine.run.process import bind, watch_lifeline
 from engine.run.trace import Trace
-from engine.wire.client import ControlClient
+from engine.wire.control_client import ControlClient
 
 
 @record  # leaves the traceback of an unexpected error for the agent, whose message reaches the launcher
@@ -31,7 +31,7 @@ def main() -> int:
     bind(_own_cores(config))
     torch.set_num_threads(arguments.threads)
     name = f"trainer-{os.environ['RANK']}"
-    control, sender = (ControlClient(arguments.control, who, _patience(config)) for who in (name, f"{name}-weights"))
+    control, sender = (ControlClient(arguments.control, who, _transfer_timeout(config)) for who in (name, f"{name}-weights"))
     try:
         with _session(config):
             _train(config, arguments, control, sender)
@@ -44,7 +44,7 @@ def main() -> int:
         sender.close()
 
 
-def _patience(config: Config) -> float:
+def _transfer_timeout(config: Config) -> float:
     """Longer than the launcher waits for an instance, and that may take for an update: it knows the names, and gives up first."""
     return config.train.timeout_s + config.rollout.timeout_s + config.rollout.wait_s
 
@@ -84,14 +84,14 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
 
     `sender`: the weight-sending thread's own way to the launcher.
     """
-    from engine.trainer.checkpoint.checkpoint import Checkpoints
+    from engine.trainer.checkpoint.checkpoints import Checkpoints
     from engine.trainer.export import export
     from engine.trainer.loop import Loop
     from engine.trainer.policy import Policy
-    from engine.trainer.ranks import Ranks
+    from engine.trainer.rank_group import RankGroup
 
     base = Path(config.model.path)
-    ranks = Ranks(config.parallel.lockstep, _patience(config))
+    ranks = RankGroup(config.parallel.lockstep, _transfer_timeout(config))
     policy = Policy(config, platform.get(config.platform.device), ranks)
     reference_hash = content_hash(base) if config.algorithm.kl_coef > 0 else None
     checkpoints = Checkpoints(arguments.folder / "checkpoints", policy, config, reference_hash)
@@ -127,11 +127,11 @@ def _rollouts(
 ) -> Any:  # noqa: ANN401
     from engine.trainer.models import DTYPES
     from engine.trainer.publish.publisher import Publisher
-    from engine.trainer.publish.transport import open_transport
-    from engine.trainer.source import Live, Recorded
+    from engine.trainer.publish.transports import open_transport
+    from engine.trainer.rollouts import LiveRollouts, ReplayedRollouts
 
     if arguments.replay is not None:
-        return Recorded(arguments.replay, control, ranks, config.train.prompts_per_step)
+        return ReplayedRollouts(arguments.replay, control, ranks, config.train.prompts_per_step)
     publisher = Publisher(
         control,
         sender,
@@ -140,9 +140,9 @@ def _rollouts(
         arguments.weights,
         DTYPES[config.model.dtype],
         config.weights.bucket_mb * 2**20,
-        _patience(config),
+        _transfer_timeout(config),
     )
-    return Live(control, ranks, publisher, config.window_tokens)
+    return LiveRollouts(control, ranks, publisher, config.window_tokens)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.errors import BadInput
 
 ADDRESS_FILE = "rollout.address"
-"""In the run folder: host:port where instances join (engine.launcher.pool.registry)."""
+"""In the run folder: host:port where instances join (engine.launcher.pool.joining)."""
 
 
 def bracketed(host: str) -> str:

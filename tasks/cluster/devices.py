@@ -30,7 +30,7 @@ def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
     devices.
 
     `pool_instances`: those on the rollout pool. Without `training` the run only evaluates. An evaluation for which no instance is
-    asked starts one (engine.launcher.service).
+    asked starts one (engine.launcher.rollout_service).
     """
     device = config.platform.device
     if device not in ("npu", "auto") or (device == "auto" and not NPU_MANAGER.exists()):
@@ -41,7 +41,7 @@ def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
 
 
 @contextmanager
-def held(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterator[None]:
+def hold_npus(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterator[None]:
     """Hold `count` slots of a limit for the time of the body, all taken in one go: two runs never wait for each other's rest.
 
     A run that loses its lease is ended: two runs on one NPU would both fail. Raises DeadlineError, and BadInput for a limit that

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import mlflow
 
-from tasks.tracking.recording import recorder
+from tasks.tracking.mlflow_run import write_queue
 
 REDONE = "metronome.redone_steps"
 """Tag of an MLflow run: steps whose figures are those of an attempt that was cut off before its next checkpoint."""
@@ -38,7 +38,7 @@ class MetricLog:
         for name in fresh:
             self._logged.setdefault(name, set()).add(step)
         if fresh:
-            recorder().metrics(fresh, step)
+            write_queue().metrics(fresh, step)
         if len(fresh) < len(figures):
             self._tag(step)
 
@@ -52,4 +52,4 @@ class MetricLog:
     def _tag(self, step: int) -> None:
         self._redone.add(step)
         steps = ", ".join(map(str, sorted(self._redone)))
-        recorder().do(f"the tag {REDONE}", lambda: self._client.set_tag(self._run_id, REDONE, steps))
+        write_queue().do(f"the tag {REDONE}", lambda: self._client.set_tag(self._run_id, REDONE, steps))

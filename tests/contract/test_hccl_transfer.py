@@ -13,7 +13,7 @@ import torch
 
 from engine.errors import BadInput, TransferError
 from engine.trainer.publish.hccl import PACKED_BYTES, HcclTransport
-from engine.trainer.publish.transport import Snapshots, open_transport
+from engine.trainer.publish.transports import Snapshots, open_transport
 from engine.wire.weights.buckets import Buffers, pack
 
 SCHEMA = Path(__file__).with_name("hccl_weight_transfer.schema")

@@ -4,11 +4,11 @@ import threading
 from contextlib import nullcontext
 
 from engine.config.recipe import load
-from engine.launcher.evaluate import evaluate
-from engine.run.run_folder import RunFolder
+from engine.launcher.standalone_evaluation import evaluate
+from engine.run.folder import RunFolder
 from engine.wire.address import ADDRESS_FILE
 from support.runs import config_of, wait_for
-from tasks.cluster import companions, rollouts
+from tasks.cluster import other_nodes, rollout_node
 
 
 def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_path, tiny_model, monkeypatch):
@@ -18,8 +18,8 @@ def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_pat
                                    "evaluate.max_context": 48})  # fmt: skip
     folder, meeting, asked, failed = RunFolder(config.folder), tmp_path / "meeting", [], []
     folder.create(config, resume=False)
-    monkeypatch.setattr(companions, "_companion", lambda deployment, given, *_: asked.append(given) or nullcontext())
-    with companions.evaluators(config, tiny_model, 2, meeting) as place:
+    monkeypatch.setattr(other_nodes, "_flow_run_during", lambda deployment, given, *_: asked.append(given) or nullcontext())
+    with other_nodes.evaluation_nodes(config, tiny_model, 2, meeting) as place:
         [given] = asked
 
         def node():
@@ -27,7 +27,7 @@ def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_pat
             try:
                 wait_for((meeting / ADDRESS_FILE).exists, "the evaluation")
                 recipe = load(given["recipe"], [*given["overrides"], "rollout.wait_s=15"])
-                rollouts.serve_until_the_run_ends(recipe, given["join"], given["instances"], "127.0.0.1")
+                rollout_node.serve_until_the_run_ends(recipe, given["join"], given["instances"], "127.0.0.1")
             except BaseException as error:
                 failed.append(error)
                 raise

@@ -10,11 +10,11 @@ import pytest
 
 from engine.errors import RatioGapError, StaleRolloutError, WeightSyncError
 from engine.launcher.launch import launch as launch_here
-from engine.launcher.pool.client import InstanceClient
-from engine.launcher.store import SampleQueue
+from engine.launcher.pool.instance_client import InstanceClient
+from engine.launcher.sample_queue import SampleQueue
 from engine.launcher.weight_sync.sync import WeightSync
 from engine.run.files import read_lines
-from engine.trainer.checkpoint.checkpoint import complete, latest, step_of
+from engine.trainer.checkpoint.checkpoints import complete, latest, step_of
 from support.faulty_weights import TENSOR, corrupt, skip
 from support.runs import ROOT, Tree, config_of, launch, send, wait_for, write_config
 

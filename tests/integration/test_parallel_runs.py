@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from engine.errors import RatioGapError
 from engine.launcher.launch import launch as launch_here
-from engine.run.record import Recorder
+from engine.run.record import RecordWriter
 from engine.run.trace import read_spans
 from engine.tools.timeline import overlapped
-from engine.trainer.checkpoint.checkpoint import complete, latest, step_of
+from engine.trainer.checkpoint.checkpoints import complete, latest, step_of
 from engine.types import Group, Prompt, Response, Score
 from engine.wire.codec import group_to_wire
 from support.faulty_weights import corrupt
@@ -235,7 +235,7 @@ def test_replicas_that_share_experts_replay_in_lockstep(settings, tmp_path):
 
 def write_record(path, config, model):
     """Two steps of the same three groups, in windows of one and two, all taken by the only unit."""
-    recorder, draw, judge = Recorder(path, config, 0), random.Random(0), reference(model)
+    recorder, draw, judge = RecordWriter(path, config, 0), random.Random(0), reference(model)
 
     def ids(length):
         return [draw.randrange(2, 61) for _ in range(length)]

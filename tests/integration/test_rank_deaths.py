@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from engine.trainer.checkpoint.checkpoint import latest, step_of
+from engine.trainer.checkpoint.checkpoints import latest, step_of
 from support.runs import ROOT, Tree, send, wait_for
 from support.whole_runs import rank, run, start, steps
 

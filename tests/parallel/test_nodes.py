@@ -8,10 +8,10 @@ import zmq
 
 from engine.errors import DeadlineError
 from engine.run.files import read_lines
-from engine.trainer.nodes import take_part
-from engine.wire.client import ControlClient
+from engine.trainer.nodes import follow_invitations
+from engine.wire.control_client import ControlClient
+from engine.wire.control_keys import CONTROL_KEY, make_keys
 from engine.wire.invitation import INVITATION
-from engine.wire.keys import CONTROL_KEY, make_keys
 from support.ports import two_neighbours
 from support.runs import ROOT, config_of, launch, write_config
 from tasks.cluster.services import free_port
@@ -47,11 +47,11 @@ def test_two_nodes_train_what_one_does(settings, tmp_path):
 
 def test_a_node_that_is_not_asked_for_gives_up(tmp_path):
     with pytest.raises(DeadlineError, match="did not ask for other nodes within 1 s"):
-        take_part(tmp_path, 1.0)
+        follow_invitations(tmp_path, 1.0)
 
 
 def test_the_control_channel_hears_nobody_without_its_key(monkeypatch):
-    from engine.wire.keys import guard_server
+    from engine.wire.control_keys import guard_server
 
     port, keys = free_port(), make_keys()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:

@@ -204,18 +204,18 @@ def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):
     more than there are is told so."""
     code = """
 from engine.errors import BadInput, DeadlineError
-from tasks.cluster.devices import held
-with held(12):
+from tasks.cluster.devices import hold_npus
+with hold_npus(12):
     try:
-        with held(6, wait_s=3):
+        with hold_npus(6, wait_s=3):
             print("both")
     except DeadlineError as error:
         print(error)
-    with held(4, wait_s=30):
+    with hold_npus(4, wait_s=30):
         print("the rest")
 for wrong in ((17,), (1, "another")):
     try:
-        with held(*wrong):
+        with hold_npus(*wrong):
             print("held")
     except BadInput as error:
         print(error)

@@ -36,7 +36,7 @@ DEPLOY = """
 import sys
 from prefect import flow
 from prefect.automations import Automation
-from tasks import deploy, watchdog
+from tasks.cluster import deploy, watchdog
 
 deploy._make_pools({{{pool!r}: deploy.template("cpu")}})
 watchdog.install(silence_s={silence})
@@ -45,7 +45,7 @@ for name in ("lonely", "unheard"):
     found = flow.from_source(source={folder!r}, entrypoint=f"{{name}}.py:{{name}}")
     found.deploy(name, work_pool_name={pool!r}, tags=[watchdog.TAG], build=False, push=False, print_next_steps=False)
 """
-INSTALL = "from tasks import watchdog; watchdog.install()"
+INSTALL = "from tasks.cluster import watchdog; watchdog.install()"
 
 
 @pytest.fixture(scope="module")

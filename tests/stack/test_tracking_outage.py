@@ -12,7 +12,7 @@ from engine.run.files import read_lines
 from flows.cli import _evaluate
 from support.runs import config_of
 from tasks.cluster.services import Services, free_port
-from tasks.tracking import evaluation_log, patience, recording, tracking
+from tasks.tracking import evaluations, mlflow_run, retry, tracked_run
 
 pytestmark = pytest.mark.stack
 
@@ -36,7 +36,7 @@ def do_step(config, step):
     config.folder.mkdir(exist_ok=True)
     with (config.folder / "steps.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-    tracking.log_step(row)
+    tracked_run.log_step(row)
 
 
 def history(run_id):
@@ -52,7 +52,7 @@ def until(condition, what, timeout_s=60.0):
 
 def test_a_server_that_comes_back_gets_every_step_once(services, config, capsys):
     server = services["mlflow"]
-    with tracking.tracked(config) as run_id:
+    with tracked_run.tracked(config) as run_id:
         do_step(config, 0)
         until(lambda: history(run_id) == [(0, 0.0)], "step 0")
         server.stop()
@@ -72,9 +72,9 @@ def test_a_server_that_comes_back_gets_every_step_once(services, config, capsys)
 
 
 def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_named(services, config, capsys, monkeypatch):
-    monkeypatch.setattr(recording, "FLUSH_S", 2.0)
+    monkeypatch.setattr(mlflow_run, "FLUSH_S", 2.0)
     server = services["mlflow"]
-    with tracking.tracked(config) as run_id:
+    with tracked_run.tracked(config) as run_id:
         do_step(config, 0)
         until(lambda: history(run_id) == [(0, 0.0)], "step 0")
         server.stop()
@@ -91,7 +91,7 @@ def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_na
 
 def test_an_evaluation_needs_no_server_and_is_logged_when_there_is_one(services, settings, capsys, monkeypatch):
     """The command itself, with a real model and instance."""
-    monkeypatch.setattr(patience, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(retry, "AWAY_S", 2.0)
     server, before = services["mlflow"], mlflow.get_tracking_uri()
     config = config_of(settings | {"tracking.uri": server.url, "evaluate.problems": 2, "evaluate.max_new_tokens": 4})
     server.stop()
@@ -103,7 +103,7 @@ def test_an_evaluation_needs_no_server_and_is_logged_when_there_is_one(services,
     [row] = read_lines(config.folder / "evaluations.jsonl")
     server.start()
     server.wait()
-    evaluation_log.log_finished(config)
+    evaluations.log_finished(config)
     run = mlflow.get_run((config.folder / "mlflow_run_id").read_text())
     [logged] = [value for name, value in run.data.metrics.items() if name.endswith("/avg_at_k")]
     assert logged == row["avg_at_k"]
@@ -114,6 +114,6 @@ def test_an_evaluation_needs_no_server_and_is_logged_when_there_is_one(services,
 def test_a_server_that_does_not_answer_at_the_start_is_bad_input(config):
     other = config.model_copy(update={"tracking": Tracking(uri=f"http://127.0.0.1:{free_port()}")})
     started = time.monotonic()
-    with pytest.raises(BadInput, match=r"tracking\.uri = 'http://127\.0\.0\.1"), tracking.tracked(other):
+    with pytest.raises(BadInput, match=r"tracking\.uri = 'http://127\.0\.0\.1"), tracked_run.tracked(other):
         pass
     assert time.monotonic() - started < 30

@@ -15,7 +15,7 @@ from support.brake import braked, slow_down
 from support.flow_runs import patiently, processes, start, state
 from support.ports import two_neighbours
 from support.runs import ROOT, overrides, wait_for
-from tasks.cluster.companions import NOTES
+from tasks.cluster.other_nodes import NOTES
 from tasks.cluster.services import post
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
@@ -28,7 +28,7 @@ SLOW_S = 1.0
 WORKER = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 DEPLOY = f"""
 from prefect.client.orchestration import get_client
-from tasks import deploy
+from tasks.cluster import deploy
 from tasks.cluster.deploy import Choices
 
 tree = deploy.deployments("infra/recipes/quickstart.toml", [], Choices(pool="{POOL}"))

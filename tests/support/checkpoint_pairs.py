@@ -12,7 +12,7 @@ CPU = platform.get("cpu")
 
 def builder(settings, folder):
     """Makes a (policy, checkpoints) pair of the same root folder, with changed settings (`train__dtype="bfloat16"`)."""
-    from engine.trainer.checkpoint.checkpoint import Checkpoints
+    from engine.trainer.checkpoint.checkpoints import Checkpoints
     from engine.trainer.policy import Policy
 
     def built(reference_hash="hash", root=folder / "checkpoints", policy=None, **changes):

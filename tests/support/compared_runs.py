@@ -3,7 +3,7 @@
 import math
 import random
 
-from engine.tools.comparison.figures import Run
+from engine.tools.comparison.run_figures import ComparedRun
 
 
 def step(number, seconds=10.0, tokens=1000.0, reward=0.5, **more):
@@ -15,7 +15,7 @@ def run(name="one", seconds=10.0, reward=0.5, noise=0.0, steps=40, seed=0, **mor
     chance = random.Random(seed)
     draws = [(chance.gauss(0, noise), chance.gauss(0, noise / 10)) for _ in range(steps)]
     rows = [step(n, seconds * math.exp(slow), reward=reward + better) for n, (slow, better) in enumerate(draws)]
-    return Run(name, name, {"train.mode": name}, rows, **more)
+    return ComparedRun(name, name, {"train.mode": name}, rows, **more)
 
 
 def evaluation(value, low, high, **more):

@@ -36,7 +36,7 @@ def assert_same(ours, theirs, tolerance=1e-5):
 
 
 def gradients(policy, denominator):
-    from engine.model.weights import export
+    from engine.model.hf_weights import export
 
     policy.ddp.scale_gradients(1 / denominator)
     grads = {name: p.main_grad.clone() for name, p in policy.models.policy.named_parameters()}

@@ -7,8 +7,8 @@ from collections import Counter
 from engine.config import Config
 from engine.data.loader import sampling_seed
 from engine.launcher import producer
-from engine.launcher.pool import keeper
-from engine.launcher.pool.client import Sampling
+from engine.launcher.pool import health
+from engine.launcher.pool.instance_client import SamplingSettings
 from engine.launcher.pool.pool import Pool
 from engine.launcher.producer import Producer
 from engine.run.trace import Trace
@@ -25,8 +25,8 @@ class World:
     def __init__(self, folder, stack, synced, **rollout):
         config = Config(rollout=ROLLOUT | rollout)
         self.trace = Trace(folder / "trace", "launcher")
-        self.pool = Pool(config, folder, folder, keeper.Keeper, self.trace, synced)
-        self.producer = Producer(self.pool, Scores(), str, Sampling(16, 1.0, 1.0, 0), 4, 0, self.trace)
+        self.pool = Pool(config, folder, folder, health.HealthMonitor, self.trace, synced)
+        self.producer = Producer(self.pool, Scores(), str, SamplingSettings(16, 1.0, 1.0, 0), 4, 0, self.trace)
         self.stack = stack
         self.groups, self.landed = [], []
 
@@ -58,8 +58,8 @@ class World:
 
 def worlds(folder, monkeypatch):
     """Opens a world; closes it at the end of its block."""
-    monkeypatch.setattr(keeper, "LOOK_S", 0.02)
-    monkeypatch.setattr(keeper, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(health, "LOOK_S", 0.02)
+    monkeypatch.setattr(health, "BACKOFF_S", 0.01)
     monkeypatch.setattr(producer, "BUSY_S", 0.02)
 
     @contextlib.asynccontextmanager

@@ -16,7 +16,7 @@ def save_model(folder, **sizes):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from engine.tools.base_model.tokenizer import build
+    from engine.tools.quickstart_model.byte_tokenizer import build
 
     tokenizer = build(512)
     tokenizer.save_pretrained(folder)
@@ -63,7 +63,7 @@ def config_of(settings):
 
 
 def write_config(settings, folder):
-    from engine.run.run_folder import dump
+    from engine.run.folder import dump
 
     path = Path(folder) / f"{settings['run.name']}.toml"
     dump(config_of(settings), path)

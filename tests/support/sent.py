@@ -1,7 +1,7 @@
 """Requests to the engine of an instance, without its server."""
 
 from engine.instance.embedded.engine import Engine, Request
-from engine.instance.embedded.model import RolloutModel
+from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling
 
 PROMPT = (5, 9, 20, 33, 7)

@@ -11,14 +11,14 @@ import requests
 import torch
 
 from engine.config import Config
-from engine.launcher.pool.client import InstanceClient
 from engine.launcher.pool.instance import Instance
+from engine.launcher.pool.instance_client import InstanceClient
 from engine.launcher.weight_sync.probe import probe
-from engine.launcher.weight_sync.steps import Steps
+from engine.launcher.weight_sync.update_calls import UpdateCalls
 from engine.run.process import Child
 from engine.run.vllm_command import command
 from engine.wire.weights import bucket_file, buckets
-from engine.wire.weights.collective import Meeting
+from engine.wire.weights.groups import Rendezvous
 from engine.wire.weights.hf_folder import open_folder
 from support.tiny_models import VOCABULARY, reference, reference_logprobs
 
@@ -122,14 +122,14 @@ def led(client, act, dtype="float32"):
     async def run():
         async with aiohttp.ClientSession(headers=dict(client.session.headers)) as session:
             instance = Instance(InstanceClient("under-test", client.url, session, 60.0))
-            await act(Steps(probe(VOCABULARY, 32, CONTEXT, dtype), 60.0), instance)
+            await act(UpdateCalls(probe(VOCABULARY, 32, CONTEXT, dtype), 60.0), instance)
 
     asyncio.run(run())
 
 
 def self_test(client, dtype="float32"):
     """The weight sync's own; raises WeightSyncError."""
-    led(client, Steps.self_test, dtype)
+    led(client, UpdateCalls.self_test, dtype)
     client.post("/resume")
 
 
@@ -167,7 +167,7 @@ class Sender:
     """A pipeline stage's sender (gloo), in threads of the test."""
 
     def __init__(self, client, world):
-        meeting = Meeting("127.0.0.1", "gloo", 30.0)
+        meeting = Rendezvous("127.0.0.1", "gloo", 30.0)
         made = []
         gather = threading.Thread(target=lambda: made.append(meeting.gather(world)), daemon=True)
         gather.start()

@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 
 from engine.errors import BadInput, DeadlineError, ProcessDied, TransferError
 from engine.instance.receiver import OUTPUT, Receiver
-from engine.launcher.pool.client import Busy, InstanceFault, InstanceGone, Refused
 from engine.launcher.pool.instance import Instance
+from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused
 from engine.launcher.weight_sync.sync import WeightSync, probe
 from engine.trainer.publish.publisher import Publisher
-from engine.trainer.publish.transport import open_transport
+from engine.trainer.publish.transports import open_transport
 
 TIMEOUT_S = 5.0
 PROBE = probe(64, 6, 64, "float32")

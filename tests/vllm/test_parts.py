@@ -14,9 +14,9 @@ import torch
 
 from engine.errors import BadInput, TransferError
 from engine.instance.vllm import serve
-from engine.instance.vllm.extension import WorkerExtension
 from engine.instance.vllm.heads import widen
-from engine.instance.vllm.version import Version
+from engine.instance.vllm.weight_version import WeightVersionReader
+from engine.instance.vllm.worker_extension import WorkerExtension
 from engine.run import vllm_command as commands
 from support.runs import ROOT
 from support.tiny_models import save
@@ -40,7 +40,7 @@ class Workers:
 
 async def test_a_reading_that_began_before_the_reply_does_not_count_for_it():
     workers = Workers()
-    version = Version(workers.read)
+    version = WeightVersionReader(workers.read)
     early = asyncio.create_task(version.after())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -59,7 +59,7 @@ async def test_a_reading_that_began_before_the_reply_does_not_count_for_it():
 async def test_a_request_around_an_update_sees_two_versions():
     workers = Workers()
     workers.let.set()
-    version = Version(workers.read)
+    version = WeightVersionReader(workers.read)
     before = await version.before()
     workers.version = 1
     assert (before, await version.after(), await version.before()) == (0, 1, 1)

@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.run.files import read_lines
-from engine.tools.base_model.tokenizer import build
-from engine.tools.base_model.warmup import ensure_quickstart_model
+from engine.tools.quickstart_model.byte_tokenizer import build
+from engine.tools.quickstart_model.warmup import ensure_quickstart_model
 from support.runs import ROOT, Tree, base_settings, send, wait_for
 from support.tiny_models import save
 from support.whole_runs import run, spans, steps, weights

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import BadInput, MetronomeError, ProcessDied
 from engine.run.process import bind, watch_lifeline
-from engine.wire.token import access_token, check_address
+from engine.wire.access_token import access_token, check_address
 
 if TYPE_CHECKING:  # torch reads its environment when it is imported, so main() imports it after setting that
     from aiohttp import web
@@ -75,18 +75,18 @@ def _check(options: argparse.Namespace) -> None:
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    from engine.instance.bodies import Limits
     from engine.instance.embedded.app import Routes
+    from engine.instance.embedded.engine_thread import EngineThread
     from engine.instance.embedded.security import Guard
-    from engine.instance.embedded.worker import Worker
+    from engine.instance.protocol import RequestLimits
 
     engine = _engine(options)
     asked, ended = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
-    limits = Limits(engine.model.vocabulary, options.max_context, engine.model.stop_ids)
-    worker = Worker(engine, loop, ended.set)
+    limits = RequestLimits(engine.model.vocabulary, options.max_context, engine.model.stop_ids)
+    worker = EngineThread(engine, loop, ended.set)
     worker.start()
     # prompt and stop tokens
     guard = Guard(access_token(), options.max_context + engine.model.vocabulary, options.open_requests, options.read_timeout)
@@ -106,7 +106,7 @@ def _engine(options: argparse.Namespace) -> Engine:
     from transformers.utils.logging import disable_progress_bar
 
     from engine.instance.embedded.engine import Engine, Request
-    from engine.instance.embedded.model import RolloutModel
+    from engine.instance.embedded.rollout_model import RolloutModel
     from engine.instance.embedded.sampling import Sampling
 
     disable_progress_bar()

@@ -11,19 +11,19 @@ from typing import Any
 from aiohttp import web
 
 from engine.errors import BadInput, DeadlineError, TransferError
-from engine.instance import bodies
-from engine.instance.embedded import protocol
+from engine.instance import protocol
+from engine.instance.embedded import replies
 from engine.instance.embedded.engine import Conflict, Engine
-from engine.instance.embedded.metrics import CONTENT_TYPE, exposition
+from engine.instance.embedded.engine_thread import EngineThread
+from engine.instance.embedded.instance_metrics import CONTENT_TYPE, exposition
 from engine.instance.embedded.security import Guard, Handler
 from engine.instance.embedded.updates import Updates
-from engine.instance.embedded.worker import Worker
 
 
 class Routes:
     """Handlers over one worker. Whatever a handler refuses has had no effect."""
 
-    def __init__(self, worker: Worker, limits: bodies.Limits, model: str, guard: Guard) -> None:
+    def __init__(self, worker: EngineThread, limits: protocol.RequestLimits, model: str, guard: Guard) -> None:
         self._worker, self._limits, self._model, self._guard = worker, limits, model, guard
         self._updates = Updates(worker, Path(model))
         self._numbers = itertools.count()
@@ -55,11 +55,11 @@ class Routes:
 
     async def completions(self, request: web.Request) -> web.Response:
         """One response to one prompt."""
-        asked = bodies.parse_completion(bodies.parse_object(await request.read()), self._limits)
-        result = await self._worker.complete(asked.prompt, protocol.sampling_of(asked), asked.prompt_logprobs)
+        asked = protocol.parse_completion(protocol.parse_object(await request.read()), self._limits)
+        result = await self._worker.complete(asked.prompt, replies.sampling_of(asked), asked.prompt_logprobs)
         if result.finish_reason == "error" or any(value != value for value in result.prompt_logprobs or ()):
             return _error(500, "InternalServerError", f"the logits of weight version {result.version} are not finite")
-        return _json(protocol.completion_reply(next(self._numbers), self._model, asked.prompt, result))
+        return _json(replies.completion_reply(next(self._numbers), self._model, asked.prompt, result))
 
     async def health(self, request: web.Request) -> web.Response:
         """Answers once the model is loaded."""
@@ -99,25 +99,25 @@ class Routes:
 
     async def init_weight_transfer_engine(self, request: web.Request) -> web.Response:
         """Receiver.connect; nothing to do without an init_info (files need none)."""
-        info = bodies.parse_info(bodies.parse_object(await request.read()), "init_info")
+        info = protocol.parse_info(protocol.parse_object(await request.read()), "init_info")
         if info:
             await self._updates.connect(info)
         return _json({"message": "ready for weights"})
 
     async def start_weight_update(self, request: web.Request) -> web.Response:
         """Engine.start_update."""
-        bodies.parse_object(await request.read())
+        protocol.parse_object(await request.read())
         await self._updates.start()
         return _json({"message": "weight update started"})
 
     async def update_weights(self, request: web.Request) -> web.Response:
         """A bucket: received, verified and loaded, or staged."""
-        await self._updates.update(bodies.parse_info(bodies.parse_object(await request.read()), "update_info"))
+        await self._updates.update(protocol.parse_info(protocol.parse_object(await request.read()), "update_info"))
         return _json({"message": "weights loaded"})
 
     async def finish_weight_update(self, request: web.Request) -> web.Response:
         """Engine.finish_update."""
-        version = bodies.parse_version(bodies.parse_object(await request.read()))
+        version = protocol.parse_version(protocol.parse_object(await request.read()))
         await self._updates.finish(version)
         return _json({"weight_version": version})
 
@@ -130,7 +130,7 @@ class Routes:
 
 async def _nothing(request: web.Request) -> None:
     """BadInput unless the body is empty or a JSON object, which some clients must send."""
-    bodies.parse_object(await request.read() or b"{}")
+    protocol.parse_object(await request.read() or b"{}")
 
 
 @web.middleware

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from engine.errors import BadInput, MetronomeError
 from engine.instance.embedded.cache import BLOCK, KeyValueCache, Prefill, PromptCache
-from engine.instance.embedded.model import RolloutModel
+from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling, sample
-from engine.instance.embedded.weights import Named, WeightLoad
+from engine.instance.embedded.weight_load import Named, WeightLoad
 
 PROMPTS_KEPT = 8
 """Computed prompts kept, in full slots: enough for the groups that are being admitted, little beside the slots."""

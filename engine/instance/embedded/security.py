@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
-from engine.wire.token import VARIABLE, authorized
+from engine.wire.access_token import VARIABLE, authorized
 
 FAULTS = HttpProcessingError, web.RequestPayloadError, ConnectionError
 """What clients do wrong: broken HTTP, a body that can't be decoded, leaving before the answer."""

@@ -9,16 +9,16 @@ from typing import Any
 
 from engine.errors import MetronomeError
 from engine.instance.embedded.engine import Engine
-from engine.instance.embedded.weights import Named
-from engine.instance.embedded.worker import Worker
+from engine.instance.embedded.engine_thread import EngineThread
+from engine.instance.embedded.weight_load import Named
 from engine.instance.receiver import Receiver
-from engine.wire.weights.collective import BACKENDS
+from engine.wire.weights.groups import BACKENDS
 
 
 class Updates:
     """One step at a time. A step that has begun is carried out to its end, also when the client has gone."""
 
-    def __init__(self, worker: Worker, base: Path) -> None:
+    def __init__(self, worker: EngineThread, base: Path) -> None:
         """`base`: the folder that the model was loaded from."""
         self._worker = worker
         self._base = base

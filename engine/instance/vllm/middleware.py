@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from engine.errors import BadInput
-from engine.instance.vllm.routes import Refusal, Service
-from engine.wire.token import VARIABLE, access_token, authorized
+from engine.instance.vllm.routes import Refusal, VllmInstance
+from engine.wire.access_token import VARIABLE, access_token, authorized
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -42,7 +42,7 @@ class Middleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._token = access_token()
-        self._service: Service | None = None
+        self._service: VllmInstance | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass on to vLLM."""
@@ -79,10 +79,10 @@ class Middleware:
         else:
             await _send_json(send, 200, await handler(_query(scope), body))
 
-    def _of(self, scope: Scope) -> Service:
+    def _of(self, scope: Scope) -> VllmInstance:
         """Made with the first request: when vLLM builds its layers there is no engine yet."""
         if self._service is None:
-            self._service = Service(scope["app"].state.engine_client)
+            self._service = VllmInstance(scope["app"].state.engine_client)
         return self._service
 
     def _demand_token(self, scope: Scope, route: tuple[str, str]) -> None:
@@ -113,7 +113,7 @@ class Middleware:
         except TimeoutError:
             raise Refusal(408, "RequestTimeout", f"the request's body did not arrive within {READ_S:g} s") from None
 
-    async def _complete(self, scope: Scope, receive: Receive, send: Send, service: Service, body: bytes) -> None:
+    async def _complete(self, scope: Scope, receive: Receive, send: Send, service: VllmInstance, body: bytes) -> None:
         """A completion through vLLM, its reply held back until the workers said which version they hold now."""
         asked = json.dumps(service.parse_completion(body)).encode()
         headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"content-type")]

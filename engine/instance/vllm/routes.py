@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from engine.errors import BadInput, MetronomeError
-from engine.instance import bodies
-from engine.instance.vllm import requests
-from engine.instance.vllm.version import Version
+from engine.instance import protocol
+from engine.instance.vllm import request_bodies
+from engine.instance.vllm.weight_version import WeightVersionReader
 
 LOAD_S = 0.5
 """Seconds GET /load waits for the workers before it gives the version that they had last: a busy engine lives, too."""
@@ -34,17 +34,17 @@ class Refusal(MetronomeError):
         self.status, self.kind, self.headers = status, kind, headers
 
 
-class Service:
+class VllmInstance:
     """One instance: vLLM's engine, whether it is paused, which completions are under way."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401
         """`engine`: vLLM's EngineClient."""
         self._engine = engine
         config = engine.vllm_config
-        self.limits = bodies.Limits(config.model_config.get_vocab_size(), config.model_config.max_model_len,
-                                    requests.stop_ids(Path(config.model_config.model)))
+        self.limits = protocol.RequestLimits(config.model_config.get_vocab_size(), config.model_config.max_model_len,
+                                    request_bodies.stop_ids(Path(config.model_config.model)))
         self._seats = config.scheduler_config.max_num_seqs
-        self._version = Version(self._read_version)
+        self._version = WeightVersionReader(self._read_version)
         self._open = asyncio.Event()  # closed while paused
         self._open.set()
         self._idle = asyncio.Event()  # no completion between vLLM and its reply
@@ -68,7 +68,7 @@ class Service:
 
     def parse_completion(self, body: bytes) -> dict[str, Any]:
         """The body for vLLM. BadInput."""
-        return requests.completion(bodies.parse_completion(bodies.parse_object(body), self.limits))
+        return request_bodies.completion(protocol.parse_completion(protocol.parse_object(body), self.limits))
 
     @contextlib.asynccontextmanager
     async def turn(self, gone: Callable[[], Awaitable[Any]]) -> AsyncIterator[int]:
@@ -141,7 +141,7 @@ class Service:
 
     async def pause(self, query: str, body: bytes) -> dict[str, Any]:
         """Hold new completions back; answers when none is under way."""
-        bodies.parse_object(body or b"{}")
+        protocol.parse_object(body or b"{}")
         mode = parse_qs(query).get("mode", ["abort"])[-1]
         if mode not in ("abort", "wait"):
             raise BadInput(f"mode = {mode!r}; it must be abort or wait")
@@ -162,7 +162,7 @@ class Service:
 
     async def resume(self, query: str, body: bytes) -> dict[str, Any]:
         """Let completions go on. Refused during a weight update, and after one that left a mixture of weights."""
-        bodies.parse_object(body or b"{}")
+        protocol.parse_object(body or b"{}")
         async with self._control:
             if self._updating:
                 raise Refusal(409, "Conflict", "a weight update is under way; finish it before /resume")
@@ -174,7 +174,7 @@ class Service:
 
     async def reset_prefix_cache(self, query: str, body: bytes) -> dict[str, Any]:
         """Forget computed prompts. vLLM can't while a request holds some of them, and says so: then it is an error here."""
-        bodies.parse_object(body or b"{}")
+        protocol.parse_object(body or b"{}")
         for pause_s in (0.0, 0.01, 0.1, 0.5):  # what a finished request held is free a moment later
             await asyncio.sleep(pause_s)
             if await self._engine.reset_prefix_cache() is not False:
@@ -185,13 +185,13 @@ class Service:
 
     async def connect(self, query: str, body: bytes) -> dict[str, Any]:
         """Join the senders' groups."""
-        info = bodies.parse_info(bodies.parse_object(body or b"{}"), "init_info")
+        info = protocol.parse_info(protocol.parse_object(body or b"{}"), "init_info")
         await self._job("connect", info)
         return {"message": "connected"}
 
     async def start(self, query: str, body: bytes) -> dict[str, Any]:
         """Begin an update; again is to begin anew."""
-        bodies.optional_version(bodies.parse_object(body or b"{}"))
+        protocol.optional_version(protocol.parse_object(body or b"{}"))
         async with self._control:
             if self._open.is_set():
                 raise Refusal(409, "Conflict", "a weight update needs a paused instance: call /pause first")
@@ -201,7 +201,7 @@ class Service:
 
     async def update(self, query: str, body: bytes) -> dict[str, Any]:
         """One bucket: into the model, or (staged) into host memory while generation goes on."""
-        info = bodies.parse_info(bodies.parse_object(body or b"{}"), "update_info")
+        info = protocol.parse_info(protocol.parse_object(body or b"{}"), "update_info")
         if info.get("staged") is True:
             await self._workers("stage", info)
             return {"message": "receiving"}
@@ -213,7 +213,7 @@ class Service:
 
     async def finish(self, query: str, body: bytes) -> dict[str, Any]:
         """End the update; from now on the workers hold this version."""
-        version = bodies.parse_version(bodies.parse_object(body))
+        version = protocol.parse_version(protocol.parse_object(body))
         async with self._control:
             if not self._updating:
                 raise Refusal(409, "Conflict", "no weight update is under way: call /start_weight_update first")

@@ -24,7 +24,7 @@ from typing import Any
 
 from engine.errors import BadInput, MetronomeError
 from engine.run.process import LIFELINE, bind, drop_lifeline, hold_lifeline, watch_lifeline
-from engine.wire.token import access_token, authorization, check_address
+from engine.wire.access_token import access_token, authorization, check_address
 
 NAP = "METRONOME_VLLM_NAP_S"
 """Environment variable for vLLM's processes on a CPU: seconds that they sleep where vLLM gives up a turn while it waits; 0: none.
@@ -164,7 +164,7 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         "--tensor-parallel-size": str(options.tensor),
         "--logprobs-mode": "processed_logprobs",  # of what is sampled from: after the temperature
         "--generation-config": "vllm",  # not the model folder's, which may change sampling behind our back
-        "--worker-extension-cls": "engine.instance.vllm.worker.WorkerExtension",
+        "--worker-extension-cls": "engine.instance.vllm.worker_entry.WorkerExtension",
         "--middleware": "engine.instance.vllm.middleware.Middleware",
         "--allowed-origins": "[]",
     }

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.launcher.pool.breaker import Breaker
-from engine.launcher.pool.client import InstanceClient
+from engine.launcher.pool.circuit_breaker import CircuitBreaker
+from engine.launcher.pool.instance_client import InstanceClient
 from engine.run.process import Child
 from engine.run.trace import Trace
 
@@ -44,7 +44,7 @@ class Instance:
     """Seconds per group at its pace (groups that run side by side share them), smoothed; None before the first."""
     met: bool = False
     """Whether it has ever answered: a wrong address holds up no weight update."""
-    heard: float = field(default_factory=time.monotonic)
+    last_heard: float = field(default_factory=time.monotonic)
     """When it last answered (monotonic)."""
     figures: dict[str, float] = field(default_factory=dict)
     """Of its last answer to GET /load."""
@@ -56,7 +56,7 @@ class Instance:
     """When the next attempt is due (monotonic)."""
     busy: float | None = None
     """Since when it has refused every request as one that is paused (monotonic)."""
-    breaker: Breaker = field(default_factory=Breaker)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     _state: State = "starting"
     _loaded: float = field(default_factory=time.monotonic)
     _since: float = field(default_factory=time.time)

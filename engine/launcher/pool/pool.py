@@ -13,14 +13,14 @@ import aiohttp
 
 from engine.config import Config
 from engine.errors import MetronomeError, ProcessDied
-from engine.launcher.pool.client import InstanceClient
-from engine.launcher.pool.fleet import Fleet
+from engine.launcher.pool.dispatch import Dispatcher, Place
 from engine.launcher.pool.instance import Instance
-from engine.launcher.pool.places import Place, Places
-from engine.run.instance_process import Declared
+from engine.launcher.pool.instance_client import InstanceClient
+from engine.launcher.pool.processes import InstanceProcesses
+from engine.run.instance_process import InstanceProcess
 from engine.run.trace import Trace
+from engine.wire.access_token import access_token, authorization
 from engine.wire.address import http_url
-from engine.wire.token import access_token, authorization
 
 
 class Sync(Protocol):
@@ -34,19 +34,19 @@ class Sync(Protocol):
         """Bring a late instance to `version` and set its `version`. Raises MetronomeError when that failed."""
 
 
-class Keeper(Protocol):
-    """What the pool asks of its keeper (engine.launcher.pool.keeper)."""
+class Health(Protocol):
+    """What the pool asks of its health monitor (engine.launcher.pool.health)."""
 
     def start(self) -> None:
         """Begin to look after the processes."""
 
-    def attend(self, instance: Instance, declared: Declared | None) -> None:
+    def watch(self, instance: Instance, declared: InstanceProcess | None) -> None:
         """Look after an instance until it is gone."""
 
-    def departed(self, instance: Instance) -> None:
+    def handle_departure(self, instance: Instance) -> None:
         """It is gone."""
 
-    def unwanted(self, instance: Instance) -> None:
+    def do_not_restart(self, instance: Instance) -> None:
         """Do not start it again."""
 
     def catching_up(self, instance: Instance) -> bool:
@@ -64,15 +64,15 @@ class Pool:
         config: Config,
         model: Path,
         folder: Path,
-        keeper: Callable[[Pool], Keeper],
+        health: Callable[[Pool], Health],
         trace: Trace | None = None,
         synced: bool = False,
     ) -> None:
-        """`keeper`: makes what looks after this pool's instances (engine.launcher.pool.keeper).
+        """`health`: makes what looks after this pool's instances (engine.launcher.pool.health).
 
         `synced`: instances serve only after a weight sync; else (evaluation) at once, what they loaded from disk."""
         self.config = config
-        self.fleet = Fleet(config, model, folder)
+        self.processes = InstanceProcesses(config, model, folder)
         self.sync: Sync | None = None
         """Brings late instances to the current weights; None until the weight sync is there."""
         self.synced = synced
@@ -81,26 +81,26 @@ class Pool:
         self.instances: list[Instance] = []
         """All that are not gone."""
         self._trace = trace
-        self._places = Places(self.instances, config.rollout.concurrency, self._give_back)
+        self._dispatcher = Dispatcher(self.instances, config.rollout.concurrency, self._give_back)
         self._changed = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
-        self._keeper = keeper(self)
+        self._health = health(self)
         self._ends: dict[str, str] = {}
 
     # who is in it ---------------------------------------------------------------------------------------------------------
 
     def spawn(self, count: int) -> None:
         """Start so many declared instances' processes; `connect` waits for them."""
-        self.fleet.spawn(count)
+        self.processes.spawn(count)
 
     async def connect(self) -> None:
         """Wait until every declared instance serves. Raises ProcessDied or DeadlineError with its name."""
         timeout_s = self.config.rollout.timeout_s
-        for one, address in zip(self.fleet.declared, await _all(self.fleet.declared, timeout_s), strict=True):
+        for one, address in zip(self.processes.declared, await _all(self.processes.declared, timeout_s), strict=True):
             self.enter(one.name, http_url(*address), one)
-        self._keeper.start()
+        self._health.start()
 
-    def enter(self, name: str, url: str, declared: Declared | None = None) -> Instance:
+    def enter(self, name: str, url: str, declared: InstanceProcess | None = None) -> Instance:
         """Take in an instance that answers under `url`; it serves once it holds the current weights."""
         if self._session is None:
             connector, token = aiohttp.TCPConnector(limit=0), authorization(access_token())
@@ -112,7 +112,7 @@ class Pool:
         self._ends.pop(name, None)
         if not self.synced:
             self.admit(instance)
-        self._keeper.attend(instance, declared)
+        self._health.watch(instance, declared)
         self.changed()
         return instance
 
@@ -133,7 +133,7 @@ class Pool:
     def members(self) -> list[Instance]:
         """Those that must get the next version. One that is just catching up is not among them: it does so again."""
         return [one for one in self.instances
-                if one.lives and one.met and not one.leaving and not self._keeper.catching_up(one)]
+                if one.lives and one.met and not one.leaving and not self._health.catching_up(one)]
 
     def admit(self, instance: Instance) -> None:
         """It holds the current weights: it takes prompts from now on (unless it was excluded or asked to leave meanwhile)."""
@@ -156,7 +156,7 @@ class Pool:
         self.changed()
 
     def gone(self, instance: Instance, reason: str) -> None:
-        """It never comes back under this object; a declared one may be started again (Keeper)."""
+        """It never comes back under this object; a declared one may be started again (Health)."""
         if instance.state == "gone":
             return
         died = instance.child is not None and not instance.child.alive
@@ -165,13 +165,13 @@ class Pool:
         instance.client.cut(instance.reason)
         self._ends[instance.name] = instance.reason
         self.instances.remove(instance)
-        self._keeper.departed(instance)
+        self._health.handle_departure(instance)
         self.changed()
 
     def leave(self, instance: Instance) -> None:
         """It gets no new groups; once it holds none it is gone."""
         instance.leaving = True
-        self._keeper.unwanted(instance)
+        self._health.do_not_restart(instance)
         if instance.state == "serving":
             instance.state = "draining"
         if (instance.state == "draining" and not instance.groups) or instance.state in ("starting", "silent"):
@@ -192,7 +192,7 @@ class Pool:
         """
         if self.failure is not None:
             raise self.failure
-        place = await self._places.ask(avoid, first, least)
+        place = await self._dispatcher.ask(avoid, first, least)
         try:
             yield place
         finally:
@@ -210,7 +210,7 @@ class Pool:
     def changed(self) -> None:
         """Something may be possible now that was not: give out places, wake who waits for a member."""
         self._changed.set()
-        self._places.hand_out()
+        self._dispatcher.hand_out()
 
     def fault(self, instance: Instance) -> None:
         """A request to it failed; enough of them in a row and it is left alone for a while (Breaker)."""
@@ -242,12 +242,12 @@ class Pool:
             if self.failure is not None:
                 raise self.failure
             self._changed.clear()
-            await self._changed.wait()  # the keeper's look-out for rollout.wait_s ends this
+            await self._changed.wait()  # the health monitor's look-out for rollout.wait_s ends this
 
     def fail(self, error: MetronomeError) -> None:
         """Give up: everybody who waits for an instance hears why."""
         self.failure = self.failure or error
-        self._places.fail(self.failure)
+        self._dispatcher.fail(self.failure)
         self.changed()
 
     def all_gone(self) -> ProcessDied:
@@ -263,15 +263,15 @@ class Pool:
 
     async def close(self) -> None:
         """End all instances."""
-        await self._keeper.close()
+        await self._health.close()
         for instance in self.instances:
             instance.draw()
         if self._session is not None:
             await self._session.close()
-        await self.fleet.close()
+        await self.processes.close()
 
 
-async def _all(declared: list[Declared], timeout_s: float) -> list[tuple[str, int]]:
+async def _all(declared: list[InstanceProcess], timeout_s: float) -> list[tuple[str, int]]:
     """The addresses of all; the first that fails ends the wait."""
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.launcher.pool.client import InstanceFault
+from engine.launcher.pool.instance_client import InstanceFault
 
 PERTURBED_TOKENS = 8
 """How many tokens' output rows the self-test changes."""

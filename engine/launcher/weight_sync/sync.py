@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
-from engine.launcher.pool.client import Refused
 from engine.launcher.pool.instance import Instance
-from engine.launcher.weight_sync.crew import Crew, Members
+from engine.launcher.pool.instance_client import Refused
+from engine.launcher.weight_sync.participants import Participants, SyncPool
 from engine.launcher.weight_sync.probe import Probe, probe
-from engine.launcher.weight_sync.steps import Steps
+from engine.launcher.weight_sync.update_calls import UpdateCalls
 from engine.wire.weights.bucket_file import wire_of
 
 __all__ = ["Probe", "WeightSync", "probe"]
@@ -33,24 +33,30 @@ class WeightSync:
     """One per run. The trainer's sender calls open … finish in order; the pool calls catch_up at any time."""
 
     def __init__(
-        self, pool: Members, probe: Probe | None, timeout_s: float, staged: bool = False, cut: bool = False, in_turn: bool = False
+        self,
+        pool: SyncPool,
+        probe: Probe | None,
+        timeout_s: float,
+        staged: bool = False,
+        cut: bool = False,
+        in_turn: bool = False,
     ) -> None:
         """`timeout_s`: of every call; `staged`: buckets are received while the instances generate, and swapped in at finish;
         `cut`: responses under way are broken off, to be continued (rollout.partial), else they are waited for; `in_turn`: staged
         weights are swapped in by one instance after the other, while those whose turn has not come go on with the old ones."""
         self._cut, self._in_turn = cut, in_turn and staged
         self._pool, self._probe, self._timeout_s, self._staged = pool, probe, timeout_s, staged
-        self._steps = Steps(probe, timeout_s)
+        self._calls = UpdateCalls(probe, timeout_s)
         self._version: int | None = None
         self._snapshot: Path | None = None
         self._expected: list[float] | None = None
         """The trainer's log-probabilities of the probe under that version."""
-        self._told: asyncio.Future[list[float] | None] | None = None
+        self._trainer_logprobs: asyncio.Future[list[float] | None] | None = None
         """The same, of the publish under way."""
         self._checks: dict[Instance, asyncio.Task[None]] = {}
         """Comparisons under way."""
         self._unchecked = False
-        self._crew = Crew(pool)
+        self._participants = Participants(pool)
         self._sizes: list[int] = []
         self._generation = 0
         self._started = False
@@ -79,39 +85,39 @@ class WeightSync:
         await self._pool.wait_for_member()
         self._quiet.clear()
         self._started = False
-        self._told = asyncio.get_running_loop().create_future()
-        self._crew.members = self._pool.members()
+        self._trainer_logprobs = asyncio.get_running_loop().create_future()
+        self._participants.members = self._pool.members()
         if not self._staged:
-            for instance in self._crew.members:
+            for instance in self._participants.members:
                 instance.state = "updating"
         during = f"weight version {version}"
-        await self._crew.each(partial(self._prepare, during=during))
-        self._sizes = await self._crew.each(partial(self._steps.world_size, during=during))
-        if self._crew.members != self._crew.connected:
-            self._crew.connected = []
+        await self._participants.each(partial(self._prepare, during=during))
+        self._sizes = await self._participants.each(partial(self._calls.world_size, during=during))
+        if self._participants.members != self._participants.connected:
+            self._participants.connected = []
             self._generation += 1
         return {
             "generation": self._generation,
-            "members": [instance.name for instance in self._crew.members],
+            "members": [instance.name for instance in self._participants.members],
             "world_size": 1 + sum(self._sizes),
-            "connect": not self._crew.connected,
-            "local": self._crew.local,
+            "connect": not self._participants.connected,
+            "local": self._participants.local,
             "probe": list(self._probe.token_ids) if self._probe is not None else [],
         }
 
     async def connect(self, version: int, stages: list[dict[str, Any]], transport: str) -> dict[str, Any]:
         """Have all members join the stages' groups while the senders gather them. {"retry": True}: begin again with `open`."""
         sizes = self._sizes
-        ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._crew.members)}
+        ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._participants.members)}
         info = {"transport": transport, "generation": self._generation, "stages": stages, "world_size": 1 + sum(sizes),
                 "timeout_s": self._timeout_s}
 
         async def join(instance: Instance) -> None:
-            told = {"init_info": info | {"rank": ranks[instance]}}
-            await self._steps.post(instance, "/init_weight_transfer_engine", told, f"weight version {version}")
+            body = {"init_info": info | {"rank": ranks[instance]}}
+            await self._calls.post(instance, "/init_weight_transfer_engine", body, f"weight version {version}")
 
-        if await self._crew.together(join):
-            self._crew.connected = list(self._crew.members)
+        if await self._participants.together(join):
+            self._participants.connected = list(self._participants.members)
             return {}
         return {"retry": True}
 
@@ -123,31 +129,31 @@ class WeightSync:
         """
         async with self._one_bucket:
             if not self._staged and not self._started:
-                members = self._crew.members
-                await self._crew.each(partial(self._steps.start, during=f"weight version {update_info['version']}"))
+                members = self._participants.members
+                await self._participants.each(partial(self._calls.start, during=f"weight version {update_info['version']}"))
                 self._started = True
-                if self._crew.members != members and update_info.get("transport") != "file":
+                if self._participants.members != members and update_info.get("transport") != "file":
                     return {"retry": True}
             info = update_info | {"staged": self._staged}
 
             async def receive(instance: Instance) -> None:
-                await self._steps.update(instance, info)
+                await self._calls.update(instance, info)
 
             if update_info.get("transport") == "file":
-                await self._crew.each(receive)
-            elif not await self._crew.together(receive):
+                await self._participants.each(receive)
+            elif not await self._participants.together(receive):
                 return {"retry": True}
             return {}
 
     async def abort(self, version: int, reason: str) -> dict[str, Any]:
         """A sender could not send: leave out who does not answer any more, and have the groups made anew."""
-        self._crew.connected = []
+        self._participants.connected = []
 
         async def answers(instance: Instance) -> None:
             await instance.client.call("GET", "/health", timeout_s=min(PATIENCE_S, self._timeout_s))
 
-        await self._crew.each(answers)
-        self._crew.strike(self._crew.members, reason)
+        await self._participants.each(answers)
+        self._participants.strike(self._participants.members, reason)
         return {"retry": True}
 
     async def finish(self, version: int, snapshot: str | None) -> dict[str, Any]:
@@ -159,28 +165,28 @@ class WeightSync:
         async def complete(instance: Instance) -> None:
             if self._in_turn and (not instance.lives or instance.state == "updating"):
                 # it left, or was left out, before its turn; the pool may be bringing it to the weights on its own already
-                self._crew.connected = []
+                self._participants.connected = []
                 return
             if self._staged:
                 instance.state = "updating"
-                await self._steps.pause(instance, f"weight version {version}", abort=self._cut)
-                await self._steps.start(instance, f"weight version {version}")
-                await self._steps.update(instance, {"transport": "staged", "version": version})
+                await self._calls.pause(instance, f"weight version {version}", abort=self._cut)
+                await self._calls.start(instance, f"weight version {version}")
+                await self._calls.update(instance, {"transport": "staged", "version": version})
             instance.client.distrust()
-            await self._steps.swap(instance, version)
+            await self._calls.swap(instance, version)
             instance.version = version
             self._checks[instance] = asyncio.create_task(self._compare(instance, version))
             self._pool.admit(instance)
 
-        await (self._crew.in_turn if self._in_turn else self._crew.each)(complete)
+        await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
         self._version, self._snapshot = version, Path(snapshot) if snapshot else None
-        self._crew.succeeded()
+        self._participants.succeeded()
         return {}
 
     def expect(self, expected: list[float] | None) -> None:
         """The trainer's log-probabilities of the probe under the version that was opened last; None or []: it has none."""
-        if self._told is not None and not self._told.done():
-            self._told.set_result(expected or None)
+        if self._trainer_logprobs is not None and not self._trainer_logprobs.done():
+            self._trainer_logprobs.set_result(expected or None)
 
     async def checked(self) -> dict[str, Any]:
         """After `finish` and `expect`: every member computes with the trainer's weights, or is left out and its responses are
@@ -194,22 +200,22 @@ class WeightSync:
                 checks[instance].cancel()
                 await asyncio.gather(checks[instance], return_exceptions=True)
 
-        await self._crew.each(check)
-        self._expected = await self._trainers()
+        await self._participants.each(check)
+        self._expected = await self._wait_for_trainer_logprobs()
         self._checks, self._unchecked = {}, False
         self._quiet.set()
         return {}
 
     async def _compare(self, instance: Instance, version: int) -> None:
-        await self._steps.compare(instance, version, self._trainers)
+        await self._calls.compare(instance, version, self._wait_for_trainer_logprobs)
         if instance.state in ("serving", "draining"):  # else it was left out meanwhile: it catches up before it counts again
             instance.client.trust()
 
-    async def _trainers(self) -> list[float] | None:
+    async def _wait_for_trainer_logprobs(self) -> list[float] | None:
         """The trainer's log-probabilities, once it has told them."""
-        assert self._told is not None
+        assert self._trainer_logprobs is not None
         try:
-            return await asyncio.wait_for(asyncio.shield(self._told), self._timeout_s)
+            return await asyncio.wait_for(asyncio.shield(self._trainer_logprobs), self._timeout_s)
         except TimeoutError:
             raise DeadlineError(f"the trainer did not tell its log-probabilities of the fixed tokens under weight version "
                                 f"{self._version} within {self._timeout_s:g} s") from None
@@ -236,8 +242,8 @@ class WeightSync:
             version, expected = self._version, self._expected
             try:
                 await self._load_snapshot(instance, version)
-                await self._steps.swap(instance, version)
-                await self._steps.compare(instance, version, partial(_known, expected))
+                await self._calls.swap(instance, version)
+                await self._calls.compare(instance, version, partial(_known, expected))
             except (Refused, BadInput):
                 if self._version == version and self._quiet.is_set():
                     raise
@@ -251,12 +257,12 @@ class WeightSync:
         if self._snapshot is None:
             raise MetronomeError(f"{instance.name}: weight version {version} left no snapshot to load")
         files = await self._files(self._snapshot)
-        await self._steps.pause(instance, f"weight version {version}", abort=True)
-        await self._steps.start(instance, f"weight version {version}")
+        await self._calls.pause(instance, f"weight version {version}", abort=True)
+        await self._calls.start(instance, f"weight version {version}")
         for number, file in enumerate(files):
             info = {**await asyncio.to_thread(wire_of, file), "transport": "file", "version": version, "stage": 0,
                     "bucket": number, "path": str(file)}
-            await self._steps.update(instance, info)
+            await self._calls.update(instance, info)
 
     async def _files(self, snapshot: Path) -> list[Path]:
         """The buckets of a snapshot, once it is whole."""
@@ -279,13 +285,13 @@ class WeightSync:
                                 f"{self._timeout_s:g} s") from None
 
     async def self_test(self, instance: Instance) -> None:
-        """Steps.self_test: raises WeightSyncError when the instance does not follow the weights it is given."""
-        await self._steps.self_test(instance)
+        """UpdateCalls.self_test: raises WeightSyncError when the instance does not follow the weights it is given."""
+        await self._calls.self_test(instance)
 
     async def _prepare(self, instance: Instance, during: str) -> None:
         await self._test_once(instance)
         if not self._staged:
-            await self._steps.pause(instance, during, abort=self._cut)
+            await self._calls.pause(instance, during, abort=self._cut)
 
     async def _test_once(self, instance: Instance) -> None:
         if instance not in self._tested:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.run.files import write_atomically
-from engine.tools.comparison import benchmarks, figures
-from engine.tools.comparison.benchmarks import Difference
-from engine.tools.comparison.figures import Row, Run
+from engine.tools.comparison import accuracy, run_figures
+from engine.tools.comparison.accuracy import Difference
+from engine.tools.comparison.run_figures import ComparedRun, Row
 from engine.tools.comparison.verdict import Verdict, differences, percent, verdicts
 from engine.tools.timeline import COLORS
 
@@ -44,7 +44,7 @@ NOTES = (
 )
 
 
-def write(runs: Sequence[Run], target: Path) -> list[Verdict]:
+def write(runs: Sequence[ComparedRun], target: Path) -> list[Verdict]:
     """Write the page and return what it says of each run against the first."""
     found = verdicts(runs)
     content = json.dumps(_finite(_content(runs, found)), separators=(",", ":")).replace("</", "<\\/")
@@ -54,32 +54,32 @@ def write(runs: Sequence[Run], target: Path) -> list[Verdict]:
     return found
 
 
-def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+def summary(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
     """Columns and a row per run, for the page and the console."""
-    names = benchmarks.names(list(runs))
+    names = accuracy.names(list(runs))
     columns = ["run", "mode", "steps", "wall time", "s/step", "tokens/s/device", "reward at the end", *names]
     return columns, [_row(run, names) for run in runs]
 
 
-def _row(run: Run, names: Sequence[str]) -> list[str]:
-    seconds = sum(figures.elapsed(run).values(), 0.0) and max(figures.elapsed(run).values())
-    rewards = [value for _, value in figures.series(run, "reward_mean")]
+def _row(run: ComparedRun, names: Sequence[str]) -> list[str]:
+    seconds = sum(run_figures.elapsed(run).values(), 0.0) and max(run_figures.elapsed(run).values())
+    rewards = [value for _, value in run_figures.series(run, "reward_mean")]
     end = rewards[-max(1, math.ceil(len(rewards) / 5)):]
     return [
-        run.name, run.mode, _steps(run), f"{seconds:,.0f} s", _text(figures.breakdown(run)["step_s"], ".2f"),
-        _text(figures.speed(figures.counted(run)), ",.0f"), _text(sum(end) / len(end) if end else math.nan, ".3f"),
+        run.name, run.mode, _steps(run), f"{seconds:,.0f} s", _text(run_figures.breakdown(run)["step_s"], ".2f"),
+        _text(run_figures.speed(run_figures.counted(run)), ",.0f"), _text(sum(end) / len(end) if end else math.nan, ".3f"),
         *(_accuracy(run, name) for name in names),
     ]  # fmt: skip
 
 
-def _steps(run: Run) -> str:
+def _steps(run: ComparedRun) -> str:
     if run.complete:
         return str(len(run.steps))
     return f"{run.trained} of {run.planned}, {'failed' if run.failure else 'unfinished'}"
 
 
-def _accuracy(run: Run, name: str) -> str:
-    row = benchmarks.last(run, name)
+def _accuracy(run: ComparedRun, name: str) -> str:
+    row = accuracy.last(run, name)
     if row is None:
         return "not evaluated"
     interval = f" [{row['ci_low']:.3f}, {row['ci_high']:.3f}]" if "ci_low" in row and "ci_high" in row else ""
@@ -90,7 +90,7 @@ def _text(value: float, form: str) -> str:
     return "unknown" if math.isnan(value) else format(value, form)
 
 
-def _content(runs: Sequence[Run], found: Sequence[Verdict]) -> dict[str, Any]:
+def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str, Any]:
     """What the page's script reads."""
     columns, rows = summary(runs)
     return {
@@ -108,7 +108,7 @@ def _content(runs: Sequence[Run], found: Sequence[Verdict]) -> dict[str, Any]:
     }
 
 
-def _charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     drawn = [
         _chart(runs, "reward_mean", "Mean reward over steps", "step"),
         _chart(runs, "reward_mean", "Mean reward over wall time", "minutes", timed=True),
@@ -120,11 +120,11 @@ def _charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [chart for chart in drawn if chart["lines"]]
 
 
-def _chart(runs: Sequence[Run], key: str, title: str, x: str, timed: bool = False, zero: bool = False) -> dict[str, Any]:
+def _chart(runs: Sequence[ComparedRun], key: str, title: str, x: str, timed: bool = False, zero: bool = False) -> dict[str, Any]:
     lines = []
     for number, run in enumerate(runs):
-        times = figures.elapsed(run) if timed else {}
-        points = [(times[step] / 60 if timed else step, value) for step, value in figures.series(run, key)]
+        times = run_figures.elapsed(run) if timed else {}
+        points = [(times[step] / 60 if timed else step, value) for step, value in run_figures.series(run, key)]
         if points:
             lines.append({"run": number, "points": thinned(points)})
     return {"title": title, "x": x, "zero": zero, "lines": lines}
@@ -139,10 +139,10 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
 
 
-def _bars(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _bars(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     bars = []
     for number, run in enumerate(runs):
-        means = figures.breakdown(run)
+        means = run_figures.breakdown(run)
         parts = [(name, means[key]) for key, (name, _) in PARTS.items() if not math.isnan(means[key])]
         if not math.isnan(means["step_s"]):
             rollout = 0.0 if math.isnan(means["rollout_s"]) else means["rollout_s"]
@@ -150,11 +150,11 @@ def _bars(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return bars
 
 
-def _forest(runs: Sequence[Run], found: Sequence[Verdict]) -> list[dict[str, Any]]:
+def _forest(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> list[dict[str, Any]]:
     """A group per benchmark with the runs' accuracies, and one with the differences from the first run."""
     groups = []
-    for name in benchmarks.names(list(runs)):
-        rows = [(number, run, benchmarks.last(run, name)) for number, run in enumerate(runs)]
+    for name in accuracy.names(list(runs)):
+        rows = [(number, run, accuracy.last(run, name)) for number, run in enumerate(runs)]
         drawn = [
             {"run": number, "label": f"{run.name}: {_accuracy(run, name)}", "hint": _sampled(row), "value": row["avg_at_k"],
              "low": row["ci_low"], "high": row["ci_high"]}

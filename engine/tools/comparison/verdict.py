@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.tools.comparison import benchmarks, figures
-from engine.tools.comparison.benchmarks import Difference
-from engine.tools.comparison.figures import Interval, Row, Run
+from engine.tools.comparison import accuracy as accuracies
+from engine.tools.comparison import run_figures
+from engine.tools.comparison.accuracy import Difference
+from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
 
 CONFIDENCE = 0.95
 """Of all intervals of a kind (speed, reward, accuracy) together: of k each has 1 - 0.05 / k (Bonferroni). There is one for each
@@ -28,8 +29,8 @@ PLACES = ("run.name", "run.output", "tracking.uri", "tracking.experiment", "chec
 class Verdict:
     """One run against the first."""
 
-    run: Run
-    base: Run
+    run: ComparedRun
+    base: ComparedRun
     speed: Interval
     """Ratio of tokens/s/device."""
     reward: Interval
@@ -43,10 +44,10 @@ class Verdict:
     """What else the difference may come from."""
 
 
-def verdicts(runs: Sequence[Run]) -> list[Verdict]:
+def verdicts(runs: Sequence[ComparedRun]) -> list[Verdict]:
     """Each run but the first against the first."""
     others = len(runs) - 1
-    sure, sure_of_accuracy = confidence(others), confidence(others * len(benchmarks.names(list(runs))))
+    sure, sure_of_accuracy = confidence(others), confidence(others * len(accuracies.names(list(runs))))
     return [_verdict(run, runs[0], sure, sure_of_accuracy) for run in runs[1:]]
 
 
@@ -60,33 +61,33 @@ def percent(level: float) -> str:
     return f"{level:.1%}".replace(".0%", "%")
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+def differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """Config keys whose values differ, with each run's value ("not set" where it has none); names and places left out."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     rows = {key: [run.config.get(key, "not set") for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
-def _verdict(run: Run, base: Run, sure: float, sure_of_accuracy: float) -> Verdict:
-    speed = figures.speed_ratio(run, base, sure)
-    reward = figures.reward_difference(run, base, sure)
-    pairs = figures.common(run, base, "step_s")
-    found = [benchmarks.difference(run, base, name, sure_of_accuracy) for name in benchmarks.names([run, base])]
+def _verdict(run: ComparedRun, base: ComparedRun, sure: float, sure_of_accuracy: float) -> Verdict:
+    speed = run_figures.speed_ratio(run, base, sure)
+    reward = run_figures.reward_difference(run, base, sure)
+    pairs = run_figures.common(run, base, "step_s")
+    found = [accuracies.difference(run, base, name, sure_of_accuracy) for name in accuracies.names([run, base])]
     accuracy = tuple(one for one in found if one is not None)
     who = _who(run), _who(base)
     level = percent(sure)
-    steps = len(figures.common(run, base, "tokens_per_s_per_device", figures.WARM_UP))
+    steps = len(run_figures.common(run, base, "tokens_per_s_per_device", run_figures.WARM_UP))
     sentences = [
         _faster(who, speed, level, steps),
         *(_as_accurate(who, one) for one in accuracy),
         _as_rewarded(who, reward, level, bool(accuracy)),
         *_wall_time(run, base, pairs),
     ]
-    answer = _answer(who, speed if steps >= figures.MIN_STEPS else UNKNOWN, accuracy, reward)
+    answer = _answer(who, speed if steps >= run_figures.MIN_STEPS else UNKNOWN, accuracy, reward)
     return Verdict(run, base, speed, reward, accuracy, answer, tuple(sentences), tuple(_cautions(run, base)))
 
 
-def _who(run: Run) -> str:
+def _who(run: ComparedRun) -> str:
     return run.name if run.name == run.mode else f"{run.name} ({run.mode})"
 
 
@@ -124,7 +125,7 @@ def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> st
     if math.isnan(ratio.value):
         return f"Speed: {who[0]} and {who[1]} have no steps in common after the warm-up, the first step."
     told = f"{ratio.value:.2f} times the tokens/s/device of {who[1]}"
-    if not ratio.known or steps < figures.MIN_STEPS:
+    if not ratio.known or steps < run_figures.MIN_STEPS:
         return f"Speed: {who[0]} had {told}, but {steps} common steps after the warm-up are too few to say how sure that is."
     sure = f"{level} interval {ratio.low:.2f} to {ratio.high:.2f}, {steps} common steps"
     if ratio.low > 1:
@@ -161,7 +162,7 @@ def _sided(who: tuple[str, str], found: Interval, level: str, kind: str, agreed:
     return f"no difference shown ({sure}); one of more than {most:.3f} is unlikely."
 
 
-def _wall_time(run: Run, base: Run, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
+def _wall_time(run: ComparedRun, base: ComparedRun, pairs: Sequence[tuple[Row, Row]]) -> list[str]:
     if not pairs:
         return []
     mine, theirs = (sum(pair[side]["step_s"] for pair in pairs) for side in (0, 1))
@@ -169,7 +170,7 @@ def _wall_time(run: Run, base: Run, pairs: Sequence[tuple[Row, Row]]) -> list[st
     return [f"Wall time of the {which}: {run.name} {mine:,.0f} s, {base.name} {theirs:,.0f} s."]
 
 
-def _cautions(run: Run, base: Run) -> list[str]:
+def _cautions(run: ComparedRun, base: ComparedRun) -> list[str]:
     told = [_ended(one) for one in (base, run) if not one.complete]
     others = [key for key in differences([base, run]) if key != "train.mode"]
     if others:
@@ -180,7 +181,7 @@ def _cautions(run: Run, base: Run) -> list[str]:
     return told
 
 
-def _ended(run: Run) -> str:
+def _ended(run: ComparedRun) -> str:
     done = f"{run.trained} of {run.planned} steps"
     if run.failure:
         return f"{run.name} failed after {done}: {run.failure}"

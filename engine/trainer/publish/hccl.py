@@ -14,7 +14,7 @@ import torch
 
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.wire.weights.buckets import Bucket
-from engine.wire.weights.collective import own_address
+from engine.wire.weights.groups import own_address
 
 PACKED_BYTES = 256 * 2**20
 """Of vllm-ascend's own packing inside a bucket; sender and receivers must agree on it."""

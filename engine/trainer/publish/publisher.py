@@ -15,8 +15,8 @@ from torch import Tensor
 from engine import errors
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
 from engine.trainer.publish.background import Background
-from engine.trainer.publish.pipeline import Pipeline
-from engine.trainer.publish.transport import Snapshots, Transport
+from engine.trainer.publish.send_pipeline import SendPipeline
+from engine.trainer.publish.transports import Snapshots, Transport
 from engine.wire.weights.buckets import Bucket, Buffers, pack, small_first, title
 
 ATTEMPTS = 6
@@ -26,7 +26,7 @@ UNDER_WAY = 3
 UNWRITTEN = "a snapshot of the weights was not written"
 
 
-class Model(Protocol):
+class PublishedModel(Protocol):
     """What is published."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
@@ -40,8 +40,8 @@ class Model(Protocol):
         of each replica."""
 
 
-class Members(Protocol):
-    """What the publisher asks of the ranks (engine.trainer.ranks)."""
+class PublishRanks(Protocol):
+    """What the publisher asks of the ranks (engine.trainer.rank_group)."""
 
     exports: bool
     """Whether this rank takes part in the export."""
@@ -56,8 +56,8 @@ class Members(Protocol):
         """Every rank's message, in rank order, on every rank."""
 
 
-class Control(Protocol):
-    """The way to the launcher (engine.wire.client)."""
+class ControlChannel(Protocol):
+    """The way to the launcher (engine.wire.control_client)."""
 
     def ask(self, operation: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
         """Send a request and wait for its reply."""
@@ -73,9 +73,9 @@ class Publisher:
 
     def __init__(
         self,
-        control: Control,
-        sender: Control,
-        ranks: Members,
+        control: ControlChannel,
+        sender: ControlChannel,
+        ranks: PublishRanks,
         transport: Callable[[Snapshots], Transport],
         folder: Path,
         dtype: torch.dtype,
@@ -86,9 +86,9 @@ class Publisher:
         `dtype`: of the instances' weights; `timeout_s`: of each bucket, longer than the launcher's patience with one."""
         self._control, self._sender, self._ranks = control, sender, ranks
         self._dtype, self._bucket_bytes, self._timeout_s = dtype, bucket_bytes, timeout_s
-        told = ranks.gather({"stage": ranks.stage, "exports": ranks.exports})
-        self._stages = 1 + max(one["stage"] for one in told)
-        self._alone = sum(one["exports"] and one["stage"] == ranks.stage for one in told) == 1
+        gathered = ranks.gather({"stage": ranks.stage, "exports": ranks.exports})
+        self._stages = 1 + max(one["stage"] for one in gathered)
+        self._alone = sum(one["exports"] and one["stage"] == ranks.stage for one in gathered) == 1
         """Whether this stage's tensors can be gathered without any other rank."""
         self._snapshots = Snapshots(folder, self._stages)
         self._transport = transport(self._snapshots)
@@ -102,15 +102,15 @@ class Publisher:
         self._outlived = threading.Event()
         """Set when the parameters change before `_write_snapshot` is through."""
 
-    def _make_pipeline(self) -> Pipeline:
+    def _make_pipeline(self) -> SendPipeline:
         self._buffers = Buffers(UNDER_WAY, self._timeout_s, self._transport.device)
         if self._transport.groups:
             steps, counted = [self._announce] if self._alone else [self._announce, self._snapshots.write], 1
         else:
             steps, counted = [self._write, self._announce], 2
-        return Pipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
+        return SendPipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
 
-    def publish(self, model: Model, version: int) -> float:
+    def publish(self, model: PublishedModel, version: int) -> float:
         """Return once every instance holds exactly this version by its checksums, and serves it; `verify` must follow. Returns
         the seconds it took (exposed sync).
 
@@ -123,12 +123,12 @@ class Publisher:
             if self._attempt(model, version, opened):
                 self._probed = opened["probe"]
                 self._ranks.from_first(partial(self._finish, version))
-                if not self._later:
+                if not self._snapshot_after_sync:
                     self._complete_snapshot(version)
                 return time.perf_counter() - started
         raise WeightSyncError(f"weight version {version} could not be sent: instances failed in each of {ATTEMPTS} attempts")
 
-    def verify(self, model: Model, version: int) -> None:
+    def verify(self, model: PublishedModel, version: int) -> None:
         """After `publish`, while the instances generate already: compare what they make of the version with what we do. No
         response that it sampled is given to anybody before.
 
@@ -136,7 +136,7 @@ class Publisher:
         """
         expected = self._probe(model, self._probed)
         self._ranks.from_first(lambda: self._control.ask("sync_verify", version=version, expected=expected))
-        if self._later:
+        if self._snapshot_after_sync:
             self._outlived.clear()
             self._snapshot = Background(lambda: self._write_snapshot(model, version), UNWRITTEN)
 
@@ -165,7 +165,7 @@ class Publisher:
     def _finish(self, version: int) -> dict[str, Any]:
         return self._control.ask("sync_finish", version=version, snapshot=str(self._snapshots.place(version)))
 
-    def _attempt(self, model: Model, version: int, opened: dict[str, Any]) -> bool:
+    def _attempt(self, model: PublishedModel, version: int, opened: dict[str, Any]) -> bool:
         """Send all stages in turn. False to begin again."""
         if self._transport.groups and opened["connect"] and not self._connect(version, opened):
             return False
@@ -181,10 +181,10 @@ class Publisher:
         """Make the stages' groups with the instances. False to begin again."""
         sends = self._ranks.writes
         meeting = self._caught(lambda: {"at": self._transport.meet(opened["local"])} if sends else {})
-        told = self._ranks.gather({"stage": self._ranks.stage, **meeting})
-        if not self._agreed_of(told):
+        gathered = self._ranks.gather({"stage": self._ranks.stage, **meeting})
+        if not self._all_agreed(gathered):
             return False
-        stages = [one["at"] for one in sorted((one for one in told if "at" in one), key=lambda one: one["stage"])]
+        stages = [one["at"] for one in sorted((one for one in gathered if "at" in one), key=lambda one: one["stage"])]
         gather = partial(self._transport.gather, opened["world_size"])
         joining = Background(gather, "the groups of the weight transfer were not made") if sends else None
         name = self._transport.name
@@ -199,7 +199,7 @@ class Publisher:
 
     # buckets --------------------------------------------------------------------------------------------------------------
 
-    def _gather(self, model: Model, version: int, stage: int) -> None:
+    def _gather(self, model: PublishedModel, version: int, stage: int) -> None:
         """Hand the stage's buckets to the pipeline as they fill. All of its ranks go through all of its tensors."""
         if self._ranks.stage != stage or not self._ranks.exports:
             return
@@ -244,12 +244,12 @@ class Publisher:
             raise Retry(str(error)) from None
 
     @property
-    def _later(self) -> bool:
+    def _snapshot_after_sync(self) -> bool:
         """Whether the snapshot is written after the sync, which then has cores and memory to itself: where it needs no other
         rank. Else each bucket is written once it is sent."""
         return self._alone and self._transport.groups and self._pipeline is not None
 
-    def _write_snapshot(self, model: Model, version: int) -> None:
+    def _write_snapshot(self, model: PublishedModel, version: int) -> None:
         """The buckets that were sent, gathered again: the parameters wait for it (`settle`)."""
         for bucket, info in zip(self._packed(model.tensors()), self._sending, strict=True):
             self._snapshots.write(bucket, info)
@@ -271,12 +271,12 @@ class Publisher:
 
         self._snapshot = Background(complete, UNWRITTEN)
 
-    def _probe(self, model: Model, token_ids: list[int]) -> list[float]:
+    def _probe(self, model: PublishedModel, token_ids: list[int]) -> list[float]:
         """On all ranks, what the last stage's know."""
         if not token_ids:
             return []
-        told = self._ranks.gather({"probe": model.probe(token_ids)})
-        return next((one["probe"] for one in told if one["probe"]), [])
+        gathered = self._ranks.gather({"probe": model.probe(token_ids)})
+        return next((one["probe"] for one in gathered if one["probe"]), [])
 
     # agreement ------------------------------------------------------------------------------------------------------------
 
@@ -291,10 +291,10 @@ class Publisher:
 
     def _agreed(self, outcome: dict[str, Any]) -> bool:
         """Whether all ranks were successful; False to begin again. Raises a rank's error on all."""
-        return self._agreed_of(self._ranks.gather(outcome))
+        return self._all_agreed(self._ranks.gather(outcome))
 
-    def _agreed_of(self, told: list[dict[str, Any]]) -> bool:
-        for one in told:
+    def _all_agreed(self, gathered: list[dict[str, Any]]) -> bool:
+        for one in gathered:
             if "error" in one:
                 raise getattr(errors, one["error"], MetronomeError)(one["message"])
-        return not any(one.get("retry") for one in told)
+        return not any(one.get("retry") for one in gathered)

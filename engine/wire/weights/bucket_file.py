@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.errors import BadInput
-from engine.wire.weights.buckets import Bucket, Spec, view
+from engine.wire.weights.buckets import Bucket, TensorSpec, view
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 """safetensors' names."""
@@ -111,15 +111,15 @@ class BucketFile:
         """Its tensors."""
         return frozenset(self._places)
 
-    def specs(self) -> list[Spec]:
+    def specs(self) -> list[TensorSpec]:
         """Its tensors in the file's order; BadInput for a dtype that does not travel."""
         for name, (dtype, *_) in self._places.items():
             if dtype not in TORCHS:
                 raise BadInput(f"{self.path}: {name} is {dtype}; weights are one of {', '.join(TORCHS)}")
         places = sorted(self._places.items(), key=lambda entry: entry[1][2])
-        return [Spec(name, TORCHS[dtype], shape) for name, (dtype, shape, *_) in places]
+        return [TensorSpec(name, TORCHS[dtype], shape) for name, (dtype, shape, *_) in places]
 
-    def read(self, buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+    def read(self, buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Read the file, once, into a uint8 buffer on the host of at least `nbytes`; views of it. BadInput where the file
         holds another dtype or shape, or is cut off meanwhile."""
         left = memoryview(buffer.numpy())[: self.nbytes]
@@ -134,7 +134,7 @@ class BucketFile:
             raise BadInput(f"{self.path}: not a whole safetensors file: it is cut off")
         return [self._tensor(buffer, spec) for spec in specs]
 
-    def _tensor(self, buffer: Tensor, spec: Spec) -> Tensor:
+    def _tensor(self, buffer: Tensor, spec: TensorSpec) -> Tensor:
         dtype, shape, begin, end = self._places[spec.name]
         if (dtype, shape) != (DTYPES[spec.dtype], spec.shape) or end - begin != spec.nbytes:
             raise BadInput(f"{self.path}: {spec.name} is {dtype} {list(shape)}, announced was "

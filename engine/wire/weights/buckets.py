@@ -28,7 +28,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """A tensor of a bucket."""
 
     name: str
@@ -41,7 +41,7 @@ class Spec:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def specs_of(update_info: dict[str, Any]) -> list[Spec]:
+def specs_of(update_info: dict[str, Any]) -> list[TensorSpec]:
     """What an update_info says of its tensors; BadInput where it says nothing whole."""
     names, dtypes, shapes = (update_info.get(key) for key in ("names", "dtypes", "shapes"))
     lists = [value if isinstance(value, list) else None for value in (names, dtypes, shapes)]
@@ -63,7 +63,7 @@ def title(update_info: dict[str, Any]) -> str:
     return f"weight version {update_info['version']}{place}"
 
 
-def _spec(name: Any, dtype: Any, shape: Any) -> Spec:  # noqa: ANN401
+def _spec(name: Any, dtype: Any, shape: Any) -> TensorSpec:  # noqa: ANN401
     if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
         raise BadInput(f"update_info: tensor {repr_short(name)} of dtype {repr_short(dtype)}; expected a name and one of "
                        f"{', '.join(DTYPES)}")
@@ -71,20 +71,20 @@ def _spec(name: Any, dtype: Any, shape: Any) -> Spec:  # noqa: ANN401
         raise BadInput(f"update_info: {name} has the shape {repr_short(shape)}; expected a list of sizes")
     if math.prod(shape) >= 2**40:
         raise BadInput(f"update_info: {name} of shape {repr_short(shape)} is larger than any tensor")
-    return Spec(name, dtype, tuple(shape))
+    return TensorSpec(name, dtype, tuple(shape))
 
 
-def span(specs: Sequence[Spec]) -> int:
+def span(specs: Sequence[TensorSpec]) -> int:
     """Bytes of a bucket."""
     return sum(spec.nbytes for spec in specs)
 
 
-def views(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """The tensors of a bucket, of the uint8 buffer [≥ span] that holds them (a copy of one that begins at an odd place)."""
     return [view(cut, spec) for cut, spec in zip(cuts(buffer, specs), specs, strict=True)]
 
 
-def cuts(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
+def cuts(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """uint8 [nbytes] for each of the tensors, one behind the other."""
     offset, found = 0, []
     for spec in specs:
@@ -93,7 +93,7 @@ def cuts(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
     return found
 
 
-def view(data: Tensor, spec: Spec) -> Tensor:
+def view(data: Tensor, spec: TensorSpec) -> Tensor:
     """Bytes [spec.nbytes] as the tensor they are."""
     dtype = DTYPES[spec.dtype]
     data = data if data.storage_offset() % dtype.itemsize == 0 else data.clone()
@@ -105,7 +105,7 @@ class Bucket:
     """Tensors of one stage, ready to be sent."""
 
     number: int
-    specs: list[Spec]
+    specs: list[TensorSpec]
     tensors: list[Tensor]
     """Contiguous, in the dtype that travels; one for each spec."""
     buffer: Tensor
@@ -197,7 +197,7 @@ def small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[t
     yield from left
 
 
-def _ready(tensor: Tensor, spec: Spec, room: Tensor) -> Tensor:
+def _ready(tensor: Tensor, spec: TensorSpec, room: Tensor) -> Tensor:
     """The tensor itself if it can be sent as it is, else a copy in `room`."""
     dtype = DTYPES[spec.dtype]
     if tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == room.device:
@@ -207,8 +207,8 @@ def _ready(tensor: Tensor, spec: Spec, room: Tensor) -> Tensor:
     return room.view(dtype).view(spec.shape).copy_(tensor)
 
 
-def _spec_of(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Spec:
+def _spec_of(name: str, tensor: Tensor, dtype: torch.dtype | None) -> TensorSpec:
     dtype = dtype or tensor.dtype
     if dtype not in NAMES:
         raise BadInput(f"{name} is {dtype}; weights travel as one of {', '.join(DTYPES)}")
-    return Spec(name, NAMES[dtype], tuple(tensor.shape))
+    return TensorSpec(name, NAMES[dtype], tuple(tensor.shape))

@@ -52,7 +52,7 @@ class Side:
 
     def __init__(self, folder, changes, root, policy=None):
         from engine import platform
-        from engine.trainer.checkpoint.checkpoint import Checkpoints
+        from engine.trainer.checkpoint.checkpoints import Checkpoints
         from engine.trainer.policy import Policy
         from support.runs import config_of
 
@@ -77,7 +77,7 @@ class Side:
 
     def gradient(self, seed, file):
         """Hugging Face's tensors of the gradient, whole; not under the distributed optimizer, which scatters it."""
-        from engine.model.weights import export
+        from engine.model.hf_weights import export
 
         self.accumulate(seed)
         model, rank = self.policy.models.policy, self.policy.ranks.rank
@@ -223,7 +223,7 @@ def there(folder, name, changes, rounding):
 
 def killed(folder, ports):
     """A complete checkpoint, then one that is being written, while training goes on, when all ranks are killed."""
-    from engine.trainer.checkpoint.checkpoint_writer import Snapshot
+    from engine.trainer.checkpoint.writer import Snapshot
 
     with ranks(TP2, ports) as mine:
         if not mine:

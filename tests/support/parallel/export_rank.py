@@ -16,8 +16,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).res
 from engine import platform  # noqa: E402
 from engine.config import recipe  # noqa: E402
 from engine.trainer.models import open_models  # noqa: E402
-from engine.trainer.publish.transport import open_transport  # noqa: E402
-from engine.trainer.ranks import Ranks  # noqa: E402
+from engine.trainer.publish.transports import open_transport  # noqa: E402
+from engine.trainer.rank_group import RankGroup  # noqa: E402
 from support.weights_double import TIMEOUT_S, Client, Launcher, Verifying  # noqa: E402
 
 
@@ -52,7 +52,7 @@ def main():
     weights = load_file(base / "model.safetensors")
     sizes = {name: getattr(config.parallel, name) for name in ("tensor", "pipeline", "context", "expert")}
     with platform.session(platform.get("cpu"), 0, **sizes):
-        watched, ranks = Watched(open_models(config, platform.get("cpu"))), Ranks()
+        watched, ranks = Watched(open_models(config, platform.get("cpu"))), RankGroup()
         client = Client("a", base)
         client.held = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
         launcher = Launcher([client], fixed=None)

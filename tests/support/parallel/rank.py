@@ -22,8 +22,8 @@ from engine import platform  # noqa: E402
 from engine.algorithm.advantages import advantage  # noqa: E402
 from engine.config import recipe  # noqa: E402
 from engine.model import linear  # noqa: E402
+from engine.model.hf_weights import export  # noqa: E402
 from engine.model.logprobs import token_logprobs  # noqa: E402
-from engine.model.weights import export  # noqa: E402
 from engine.trainer.policy import Policy  # noqa: E402
 from engine.types import Landed  # noqa: E402
 from support.parallel.cases import CLIP, ENTROPY_COEF, KL_COEF, OLD_SCALE, REFERENCE_SCALE, Case, make_groups  # noqa: E402
@@ -97,7 +97,7 @@ def step(case: Case, folder: Path) -> dict:
     policy = open_policy(case, folder)
     groups = make_groups(case.groups)
     found = []
-    tell = policy._tell
+    tell = policy._add_metrics
 
     def overhear(batch, logprobs, old, loss):
         if policy.ranks.judges:
@@ -112,7 +112,7 @@ def step(case: Case, folder: Path) -> dict:
             policy.accumulate(window)
         policy.reduce(sum(len(group.responses) for group in before))
         policy.update()
-    policy._tell = overhear
+    policy._add_metrics = overhear
     policy.start_step()
     for window in case.windows(policy.ranks.unit, policy.ranks.units):
         if case.early:

@@ -22,11 +22,11 @@ from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.data.problems import read_problems
 from engine.data.prompts import encode
-from engine.launcher.conductor import Conductor
-from engine.launcher.service import rollout_service
-from engine.run.run_folder import RunFolder
+from engine.launcher.coordinator import Coordinator
+from engine.launcher.rollout_service import rollout_service
+from engine.run.folder import RunFolder
 from engine.run.trace import Trace
-from engine.wire.server import ControlServer
+from engine.wire.control_server import ControlServer
 
 RANK = Path(__file__).with_name("runs_rank.py")
 
@@ -60,34 +60,34 @@ async def _run(jobs: list[Job], deadline: float) -> None:
     trace = Trace(place / "trace", "launcher")
     try:
         async with rollout_service(config, model, place, config.rollout, group_size, trace, synced=True) as service:
-            encoded = encode(read_problems(config.data.train), service.tokens.tokenizer, "{problem}", config.rollout.max_context)
+            encoded = encode(read_problems(config.data.train), service.tokenizer.hf, "{problem}", config.rollout.max_context)
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
             await service.pool.connect()
             for job in jobs:
                 folder = RunFolder(job.folder)
                 rollouts = () if job.replay else (loader, service)
-                conductor = Conductor(job.config, folder, Trace(folder.trace, "launcher"), *rollouts)
-                await _watch(job, conductor, ranks, place, deadline)
+                coordinator = Coordinator(job.config, folder, Trace(folder.trace, "launcher"), *rollouts)
+                await _watch(job, coordinator, ranks, place, deadline)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
 
 
-async def _watch(job: Job, conductor: Conductor, ranks: list[subprocess.Popen], place: Path, deadline: float) -> None:
-    server = asyncio.create_task(ControlServer(_address(job), conductor.handlers()).serve())
+async def _watch(job: Job, coordinator: Coordinator, ranks: list[subprocess.Popen], place: Path, deadline: float) -> None:
+    server = asyncio.create_task(ControlServer(_address(job), coordinator.handlers()).serve())
     try:
         while not all((job.folder / f"done-{rank}").exists() for rank in range(len(ranks))):
-            await conductor.check()
+            await coordinator.check()
             said = "\n".join(f"rank {path.stem}: {path.read_text()[-2500:]}" for path in sorted(place.glob("rank-*.log")))
             assert time.monotonic() < deadline, f"{job.config.run.name} did not end in time\n{said}"
             assert not any(process.poll() for process in ranks), f"{job.config.run.name}: a rank ended\n{said}"
             assert not server.done(), f"{job.config.run.name}: {server.exception()}"
-            if conductor.failure is not None:
-                raise conductor.failure
+            if coordinator.failure is not None:
+                raise coordinator.failure
             await asyncio.sleep(0.05)
     finally:
-        await conductor.close()
+        await coordinator.close()
         server.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await server

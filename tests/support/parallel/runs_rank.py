@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from engine.config.recipe import load  # noqa: E402
 from engine.trainer import rank  # noqa: E402
-from engine.wire.client import ControlClient  # noqa: E402
+from engine.wire.control_client import ControlClient  # noqa: E402
 
 
 def main():

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.algorithm.batch_statistics import BatchTokens, Limits, balanced_bounds, positive_share, second_moment_limit
+from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens, balanced_bounds, positive_share, second_moment_limit
 from engine.algorithm.losses import LOSSES, Coefficients, Terms
 
 NAMES = ("m2po", "bapo")
-LIMITS = Limits()
+LIMITS = BatchLossSettings()
 values = st.lists(st.tuples(st.floats(-2, 2), st.floats(-1.5, 1.5)), min_size=1, max_size=12)
 """(advantage, log-ratio) of each token."""
 

@@ -5,7 +5,7 @@ import pytest
 from engine.config import Config
 from engine.config.recipe import HOME, load
 from engine.errors import BadInput
-from engine.run.run_folder import dump
+from engine.run.folder import dump
 
 
 def test_overrides_are_toml_or_strings():

@@ -6,8 +6,8 @@ import pytest
 
 from engine.config.recipe import load
 from engine.data.prepared import file_hashes, heldout_problems, prepare, training_problems, version
+from engine.data.problem_statistics import answer_kind, report
 from engine.data.problems import Problems, Row
-from engine.data.statistics import answer_kind, report
 from engine.errors import BadInput
 
 FILLER = "in the town of Euclid on the river Gauss where every child knows that numbers are beautiful and kind"

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from engine.evaluation.votes import Majority, majorities
-from engine.launcher.workers import VerifierPool
+from engine.launcher.verifier_pool import VerifierPool
 from engine.types import Group, Prompt, Response, Score
 
 

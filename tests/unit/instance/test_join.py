@@ -13,9 +13,9 @@ import pytest
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, ProcessDied
 from engine.instance import join
-from engine.launcher.pool.keeper import Keeper
+from engine.launcher.pool.health import HealthMonitor
+from engine.launcher.pool.joining import serve_joining
 from engine.launcher.pool.pool import Pool
-from engine.launcher.pool.registry import registry
 from support.scripted import SERVES, Sync, until
 
 CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "instances": 0})
@@ -23,11 +23,11 @@ CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "in
 
 @contextlib.asynccontextmanager
 async def launcher(folder):
-    pool = Pool(CONFIG, folder, folder, Keeper, synced=True)
+    pool = Pool(CONFIG, folder, folder, HealthMonitor, synced=True)
     pool.sync = Sync(version=2)
     await pool.connect()
     try:
-        async with registry(pool, CONFIG, folder):
+        async with serve_joining(pool, CONFIG, folder):
             yield pool
     finally:
         await pool.close()
@@ -42,7 +42,7 @@ async def guest(tmp_path, monkeypatch):
     said, tasks = [], []
 
     def start(address=tmp_path):
-        serving = join._serve(CONFIG, "guest", "127.0.0.1", 0, lambda url: join._Launcher(
+        serving = join._serve(CONFIG, "guest", "127.0.0.1", 0, lambda url: join._LauncherClient(
             CONFIG, str(address), "guest", url, said.append))
         tasks.append(asyncio.create_task(serving))
         return tasks[-1]

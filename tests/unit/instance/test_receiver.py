@@ -17,7 +17,7 @@ from engine.instance.receiver import EMBEDDING, OUTPUT, PERTURBED, Receiver
 from engine.wire.weights import bucket_file
 from engine.wire.weights.buckets import Buffers, pack
 from engine.wire.weights.checksum import checksum, device_checksum
-from engine.wire.weights.collective import Meeting, join
+from engine.wire.weights.groups import Rendezvous, join
 from support.tiny_models import save
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -142,7 +142,7 @@ def test_the_self_tests_weights_are_the_base_but_for_the_output_rows(tmp_path, s
 @pytest.fixture
 def group():
     """A sender's group and two receivers in it, in threads of this process."""
-    meeting, receivers = Meeting("127.0.0.1", "gloo", PATIENCE_S), [Receiver(), Receiver()]
+    meeting, receivers = Rendezvous("127.0.0.1", "gloo", PATIENCE_S), [Receiver(), Receiver()]
     info = {"transport": "gloo", "generation": 1, "stages": [meeting.address], "world_size": 3, "timeout_s": PATIENCE_S}
     with ThreadPoolExecutor(4) as threads:
         joined = [threads.submit(receiver.connect, info | {"rank": 1}, rank) for rank, receiver in enumerate(receivers)]
@@ -229,7 +229,7 @@ def test_closing_calls_off_whoever_waits(group):
 
 
 def test_a_meeting_that_is_called_off_ends_for_all():
-    meeting = Meeting("127.0.0.1", "gloo", PATIENCE_S)
+    meeting = Rendezvous("127.0.0.1", "gloo", PATIENCE_S)
     with ThreadPoolExecutor(2) as threads:
         gathering = threads.submit(meeting.gather, 3)  # the third never comes
         joining = threads.submit(join, meeting.address, 1, 3, "gloo", PATIENCE_S, threading.Event())
@@ -244,12 +244,12 @@ def test_a_meeting_that_is_called_off_ends_for_all():
 
 def test_who_does_not_come_in_time_is_named():
     with pytest.raises(DeadlineError, match="rank 1 of the weight transfer did not come within 0.2 s"):
-        Meeting("127.0.0.1", "gloo", 0.2).gather(2)
+        Rendezvous("127.0.0.1", "gloo", 0.2).gather(2)
 
 
 MEMBER = """
 import sys, threading, torch
-from engine.wire.weights.collective import join
+from engine.wire.weights.groups import join
 group = join({"host": "127.0.0.1", "port": int(sys.argv[1])}, 1, 2, "gloo", 60.0, threading.Event())
 print("in", flush=True)
 sys.stdin.read()
@@ -257,7 +257,7 @@ sys.stdin.read()
 
 
 def test_a_process_that_is_killed_in_a_broadcast_fails_it_at_once_and_one_that_stands_still_by_the_deadline():
-    meeting = Meeting("127.0.0.1", "gloo", 3.0)
+    meeting = Rendezvous("127.0.0.1", "gloo", 3.0)
     member = subprocess.Popen([sys.executable, "-c", MEMBER, str(meeting.address["port"])], cwd=ROOT, text=True,
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:

@@ -9,7 +9,7 @@ from engine.launcher.checks import EMBEDDED, check_instances, check_rollouts, ch
 from engine.run.vllm_command import MARKER, PYTHON
 from support.runs import config_of
 from support.tiny_models import save
-from tasks.inputs import check_inputs
+from tasks.input_checks import check_inputs
 
 
 def a_config(folder, **tables):
@@ -18,7 +18,7 @@ def a_config(folder, **tables):
 
 
 def test_the_embedded_engines_families_are_those_that_its_model_names():
-    from engine.instance.embedded.model import SUPPORTED
+    from engine.instance.embedded.rollout_model import SUPPORTED
 
     configs = {kind: type(AutoConfig.for_model(kind)).__name__ for kind in SUPPORTED}
     assert sorted(EMBEDDED) == sorted(name.removesuffix("Config") + "ForCausalLM" for name in configs.values())

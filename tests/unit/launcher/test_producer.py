@@ -10,7 +10,7 @@ import pytest
 from engine.config import Config
 from engine.errors import DeadlineError
 from engine.launcher import producer
-from engine.launcher.pool.client import Busy, Sampling
+from engine.launcher.pool.instance_client import Busy, SamplingSettings
 from engine.launcher.producer import Producer
 from engine.types import Prompt, Response, Score
 
@@ -56,7 +56,7 @@ class World:
         self.groups.append(group.prompt.id)
 
     async def run(self, *prompts):
-        made = Producer(self, self, lambda ids: "", Sampling(8, 1.0, 1.0, 0), 1, 0, self)
+        made = Producer(self, self, lambda ids: "", SamplingSettings(8, 1.0, 1.0, 0), 1, 0, self)
         async with asyncio.timeout(10):
             await made.run(0, [(0, Prompt(name, "", "", (1, 2))) for name in prompts], self.put)
 

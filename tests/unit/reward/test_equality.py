@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.launcher.workers import VerifierPool
+from engine.launcher.verifier_pool import VerifierPool
 from engine.reward.answers import tidy
 from engine.reward.equality import canonical, number, same
 from engine.reward.verifiers import math
 from engine.types import Prompt, Response
-from engine.verifier.resolve import load_reward
-from engine.verifier.worker_process import MEMORY
+from engine.verifier.reward_function import load_reward
+from engine.verifier.worker import MEMORY
 from support.changed_answers import changed, value
 from support.hostile_strings import hostile
 from support.spellings import SPELLINGS, bare

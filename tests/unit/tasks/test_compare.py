@@ -8,19 +8,19 @@ import pytest
 from engine.config import Config, Tracking, Train
 from engine.config import Run as RunTable
 from engine.errors import BadInput
-from engine.run.run_folder import RunFolder
-from engine.tools.comparison import figures
+from engine.run.folder import RunFolder
+from engine.tools.comparison import run_figures
 from engine.tools.comparison.verdict import differences
 from support.compared_runs import evaluation, step
 from tasks.compare import compare, from_folder, from_mlflow
-from tasks.tracking import tracking
-from tasks.tracking.evaluation_log import log_new
+from tasks.tracking import tracked_run
+from tasks.tracking.evaluations import log_new
 
 
 def _fail_in_mlflow(config, ids):
-    with tracking.tracked(config) as run_id:
+    with tracked_run.tracked(config) as run_id:
         ids.append(run_id)
-        tracking.log_step(step(0))
+        tracked_run.log_step(step(0))
         raise BadInput("by the test")
 
 
@@ -44,15 +44,15 @@ def stored(tmp_path_factory):
     uri = f"sqlite:///{output / 'mlflow.db'}"
     config = Config(run=RunTable(name="run", output=str(output)), train=Train(steps=12), tracking=Tracking(uri=uri))
     rows = [step(n, reward=n / 12, loss=0.1, versions_seen=[n]) for n in range(12)]
-    with tracking.tracked(config) as run_id:
+    with tracked_run.tracked(config) as run_id:
         for row in rows:
-            tracking.log_step(row)
-        tracking.log_evaluation(evaluation(0.5, 0.4, 0.6))
+            tracked_run.log_step(row)
+        tracked_run.log_evaluation(evaluation(0.5, 0.4, 0.6))
     folder = output / "copied"
     folder.mkdir()
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:8], *rows[6:]]))
     (folder / "evaluations.jsonl").write_text(json.dumps(evaluation(0.5, 0.4, 0.6)) + "\n")
-    from engine.run.run_folder import dump
+    from engine.run.folder import dump
 
     dump(config, folder / "config.toml")
     return folder, run_id, uri
@@ -62,8 +62,8 @@ def test_a_folder_and_an_mlflow_run_read_the_same(stored):
     folder, run_id, uri = stored
     one, other = from_folder(folder), from_mlflow(run_id, uri)
     assert differences([one, other]) == {}
-    assert figures.series(one, "reward_mean") == figures.series(other, "reward_mean")
-    assert figures.elapsed(one) == figures.elapsed(other)
+    assert run_figures.series(one, "reward_mean") == run_figures.series(other, "reward_mean")
+    assert run_figures.elapsed(one) == run_figures.elapsed(other)
     for key in ("avg_at_k", "ci_low", "ci_high", "step", "weight_version", "benchmark"):
         assert one.evaluations[0][key] == other.evaluations[0][key]
 
@@ -80,12 +80,12 @@ def test_tables_of_evaluations_come_back_from_mlflow(stored, tmp_path):
     uri = stored[2]
     config = Config(run=RunTable(name="run", output=str(tmp_path)), tracking=Tracking(uri=uri))
     row = evaluation(0.5, 0.4, 0.6, table="evaluations/b.jsonl", pass_curve={"1": 0.5})
-    with tracking.tracked(config) as run_id:
+    with tracked_run.tracked(config) as run_id:
         (config.folder / "evaluations").mkdir()
         (config.folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
         (config.folder / "evaluations/b.jsonl").write_text(json.dumps({"prompt_id": "x", "mean": 0.5}) + "\n")
         (config.folder / "steps.jsonl").write_text(json.dumps(step(0)) + "\n")
-        tracking.log_step(step(0))
+        tracked_run.log_step(step(0))
         log_new(RunFolder(config.folder))
     for found in (from_folder(config.folder), from_mlflow(run_id, uri)):
         assert list(found.evaluations) == [row]
@@ -116,4 +116,4 @@ def test_a_store_that_is_not_there_is_not_made(stored, tmp_path):
 def _store():
     before = mlflow.get_tracking_uri()
     yield
-    tracking._use(before)  # MLflow's own function would set the environment for the tests that follow, too
+    tracked_run._use(before)  # MLflow's own function would set the environment for the tests that follow, too

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from engine.config import Config
-from engine.data.tokens import Tokens
-from engine.evaluation.benchmarks import encode_all, read_benchmarks, with_context
+from engine.data.tokenizer import Tokenizer
+from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.known import done_before
 from engine.evaluation.results import Subject, record
-from engine.launcher import evaluate as evaluation
+from engine.launcher import standalone_evaluation as evaluation
 from engine.run.files import read_lines
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from engine.types import Group, Response, Score
 from support.runs import config_of
 from tasks import evaluate
-from tasks.entry import crashed_without_tracking
-from tasks.tracking.patience import TrackingAway
+from tasks.flow_entry import crashed_without_tracking
+from tasks.tracking.retry import TrackingAway
 
 
 def test_a_flow_run_that_is_started_again_does_not_evaluate_again(tmp_path, monkeypatch):
@@ -43,8 +43,8 @@ def test_a_deployed_flow_run_ends_as_crashed_without_mlflow(monkeypatch):
 
 def evaluated(config, model, version):
     """As an evaluation leaves it in the run folder, with one wrong response to each problem."""
-    folder, config = RunFolder(config.folder), with_context(config)
-    [benchmark] = encode_all(config, read_benchmarks(config), Tokens(model))
+    folder, config = RunFolder(config.folder), with_evaluation_context(config)
+    [benchmark] = encode_benchmarks(config, read_benchmarks(config), Tokenizer(model))
     response = Response((1, 2), (0.0, 0.0), ((0, version),), (True, True), "stop", "?", 0, "i")
     groups = [Group(0, index, prompt, (response,), (Score(0.0),)) for index, prompt in enumerate(benchmark.prompts)]
     return asyncio.run(record(config, folder, Subject(str(model.resolve()), version), benchmark, groups, None, {"seconds": 1.0}))

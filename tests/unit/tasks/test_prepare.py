@@ -7,8 +7,8 @@ from engine.config import Config, Run
 from engine.config.recipe import load
 from engine.data import prepared
 from tasks.prepare import _settings, describe, page, prepare
-from tasks.tracking import tracking
-from tasks.tracking.datasets_log import log_datasets
+from tasks.tracking import tracked_run
+from tasks.tracking.datasets import log_datasets
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_the_cache_depends_on_what_changes_the_rows_and_on_nothing_else(config):
 
 def test_both_sets_are_inputs_of_the_mlflow_run(config):
     found = prepare.fn(_settings(config), {}, "")
-    with tracking.tracked(config.model_copy(update={"run": Run(name="mine", output=config.run.output)})) as run:
+    with tracked_run.tracked(config.model_copy(update={"run": Run(name="mine", output=config.run.output)})) as run:
         log_datasets(found)
     entries = mlflow.get_run(run).inputs.dataset_inputs
     inputs = {tag.value: entry for entry in entries for tag in entry.tags if tag.key.endswith("context")}

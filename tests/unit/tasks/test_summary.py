@@ -4,7 +4,7 @@ import json
 
 from engine.config import Config
 from engine.run.files import append_line
-from engine.run.run_folder import RunFolder
+from engine.run.folder import RunFolder
 from tasks.summary import training, weight_version
 
 

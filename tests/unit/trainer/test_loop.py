@@ -18,7 +18,7 @@ class Calls:
     def __init__(self, failing=""):
         self.calls, self.failing = [], failing
         self.models = SimpleNamespace(copy_policy_to_old=lambda: self.calls.append("copy"))
-        self.tally = SimpleNamespace(add_wait=lambda seconds: None)
+        self.metrics = SimpleNamespace(add_wait=lambda seconds: None)
 
     def __getattr__(self, name):
         def call(*arguments, **named):
@@ -47,7 +47,7 @@ def test_gradient_control_decides_before_anything_moves_and_held_windows_are_sig
     policy, rollouts = Calls(), Calls()
     assert run(tmp_path, policy, rollouts) == [1]
     assert policy.calls == ["start_step", "reduce", "decide", "copy", "update", "figures"]
-    assert rollouts.calls == ["publish", "start", "verify", "work", "settle", "alive"]
+    assert rollouts.calls == ["publish", "start", "verify", "work", "settle", "heartbeat"]
 
 
 def test_the_time_blocked_in_the_comparison_of_weights_is_a_part_of_the_step_of_its_own(tmp_path):

@@ -43,9 +43,9 @@ def test_gradients_equal_hugging_face(settings, tiny_model, shared, temperature,
     policy.start_step()
     policy.accumulate(groups)
     assert_same(gradients(policy, 8), hf_gradients(tiny_model, groups, temperature))
-    assert policy.tally.trained_tokens == 4 * 9 * 2 + 27 + 21
+    assert policy.metrics.trained_tokens == 4 * 9 * 2 + 27 + 21
     if shared and budget == 4096:
-        assert policy.tally.computed_tokens == 2 * 9 + 27 + 21
+        assert policy.metrics.computed_tokens == 2 * 9 + 27 + 21
 
 
 def test_masked_tokens_leave_the_gradient(settings, tiny_model):
@@ -77,7 +77,7 @@ def test_previous_is_the_policy_before_the_last_update(settings):
     before = {name: p.detach().clone() for name, p in policy.models.policy.named_parameters()}
     policy.start_step()
     policy.accumulate([group])
-    assert policy.tally.old_ratio_max == pytest.approx(1.0, abs=1e-6)
+    assert policy.metrics.old_ratio_max == pytest.approx(1.0, abs=1e-6)
     policy.reduce(4)
     policy.models.copy_policy_to_old()
     policy.update()
@@ -87,7 +87,7 @@ def test_previous_is_the_policy_before_the_last_update(settings):
         assert not torch.equal(old, after[name])
     policy.start_step()
     policy.accumulate([group])
-    assert policy.tally.old_ratio_max > 1.0 + 1e-4
+    assert policy.metrics.old_ratio_max > 1.0 + 1e-4
 
 
 def test_updates_are_adamw_with_schedule_and_clipping(settings):

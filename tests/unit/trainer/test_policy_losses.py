@@ -68,7 +68,7 @@ def hf_step(folder, groups, loss, estimator, old_scale):
 @pytest.mark.parametrize("budget", [4096, 30])
 @pytest.mark.parametrize("loss", ESTIMATORS)
 def test_a_steps_gradient_with_every_loss_equals_hugging_face(settings, tiny_model, loss, budget):
-    from engine.model.weights import export
+    from engine.model.hf_weights import export
 
     estimator = ESTIMATORS[loss]
     policy = a_policy(settings, algorithm__loss=loss, algorithm__advantage=estimator, algorithm__kl_coef=0,

@@ -6,7 +6,7 @@ import pytest
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.record import Recorder, check, plan, read
+from engine.run.record import RecordWriter, check, plan, read
 from engine.trainer.replay import Replay
 from engine.types import Group, Landed, Prompt, Response, Score
 from engine.wire.codec import group_to_wire, landed_to_wire
@@ -24,7 +24,7 @@ def group(index, step=0):
 
 def recorded(path, steps=2, config=CONFIG, start=0):
     """Steps of three groups: unit 1 scores one response early and trains two of the groups, one at a time."""
-    recorder = Recorder(path, config, start)
+    recorder = RecordWriter(path, config, start)
     for step in range(start, steps):
         recorder.add(step, 1, {"landed": [landed_to_wire(Landed(step, 2, 0, (1, 2, 3), (5, 6)))]})
         recorder.add(step, 0, {"groups": [group(0, step)]})
@@ -56,7 +56,7 @@ def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
 
 def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
     path = recorded(tmp_path / "record.msgpack", steps=3)
-    Recorder(path, CONFIG, 1)
+    RecordWriter(path, CONFIG, 1)
     assert {entry["step"] for entry in read(path)} == {0}
     recorded(path, steps=3, start=1)
     assert [indices(Replay(path, 1, 3).entries(step)) for step in range(3)] == [["landed", [2], [1]]] * 3
@@ -66,9 +66,9 @@ def test_a_resumed_run_with_other_settings_can_not_go_on_with_its_record(tmp_pat
     path = recorded(tmp_path / "record.msgpack")
     other = Config(model=MODEL, parallel={"data": 1}, train={"prompts_per_step": 3})
     with pytest.raises(BadInput, match=r"--resume: parallel\.data is 1, but the record was taken with 2"):
-        Recorder(path, other, 1)
+        RecordWriter(path, other, 1)
     assert len(list(read(path))) == 8  # and nothing is lost
-    Recorder(path, other, 0)  # all steps are done again: a new record
+    RecordWriter(path, other, 0)  # all steps are done again: a new record
     assert list(read(path)) == []
 
 

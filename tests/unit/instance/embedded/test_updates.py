@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 
 from engine.errors import BadInput, TransferError
 from engine.instance.embedded.engine import Conflict, Engine
-from engine.instance.embedded.model import RolloutModel
+from engine.instance.embedded.engine_thread import EngineThread
+from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling
 from engine.instance.embedded.updates import Updates
-from engine.instance.embedded.worker import Worker
 from engine.wire.weights import bucket_file
 from engine.wire.weights.buckets import Buffers, pack
-from engine.wire.weights.collective import Meeting
+from engine.wire.weights.groups import Rendezvous
 from support.tiny_models import save
 
 PROMPT = (5, 9, 20, 33, 7)
@@ -32,7 +32,7 @@ async def served(folders):
     """A worker over an engine with the first folder's weights, and its updates."""
     torch.set_grad_enabled(False)
     engine = Engine(RolloutModel(str(folders[0]), 128), slots=2, max_context=128)
-    worker = Worker(engine, asyncio.get_running_loop(), lambda: None)
+    worker = EngineThread(engine, asyncio.get_running_loop(), lambda: None)
     worker.start()
     updates = Updates(worker, folders[0])
     yield worker, updates
@@ -116,7 +116,7 @@ async def sent(bucket, group, updates, info):
 @pytest.fixture
 async def group(served):
     _, updates = served
-    meeting = Meeting("127.0.0.1", "gloo", 5.0)
+    meeting = Rendezvous("127.0.0.1", "gloo", 5.0)
     gathering = asyncio.create_task(asyncio.to_thread(meeting.gather, 2))
     await updates.connect({"transport": "gloo", "generation": 1, "stages": [meeting.address], "rank": 1, "world_size": 2,
                            "timeout_s": 5.0})  # fmt: skip

@@ -7,14 +7,14 @@ import pytest
 
 from engine.config import Config
 from engine.errors import MetronomeError
-from engine.launcher.pool.client import Refused, Sampling
+from engine.launcher.dynamic_sampling import DynamicSampling
+from engine.launcher.pool.instance_client import Refused, SamplingSettings
 from engine.launcher.producer import Producer
-from engine.launcher.selection import Selection
 from engine.types import Prompt, Score
 from support.pool_world import PROMPTS, ROLLOUT, worlds
 from support.scripted import Scores, Scripted, until
 
-PARTIAL = Sampling(16, 1.0, 1.0, 0, partial=True)
+PARTIAL = SamplingSettings(16, 1.0, 1.0, 0, partial=True)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ async def test_every_response_comes_exactly_once_within_the_limits(world):
 
 async def test_groups_that_are_scored_as_a_whole(world):
     async with world() as w:
-        w.producer = Producer(w.pool, Scores(per_response=False), str, Sampling(16, 1.0, 1.0, 0), 4, 0, w.trace)
+        w.producer = Producer(w.pool, Scores(per_response=False), str, SamplingSettings(16, 1.0, 1.0, 0), 4, 0, w.trace)
         bad, _ = await w.join("a")
         await w.join("b")
         bad.status = 500
@@ -91,8 +91,8 @@ async def test_dropped_connections_are_sent_again(world):
 
 
 async def test_a_response_that_fails_everywhere_ends_the_run_by_name(world, monkeypatch):
-    monkeypatch.setattr("engine.launcher.pool.breaker.FIRST_S", 0.01)
-    monkeypatch.setattr("engine.launcher.pool.breaker.LONGEST_S", 0.01)
+    monkeypatch.setattr("engine.launcher.pool.circuit_breaker.FIRST_S", 0.01)
+    monkeypatch.setattr("engine.launcher.pool.circuit_breaker.LONGEST_S", 0.01)
     async with world() as w:
         (await w.join("a"))[0].status = 500
         with pytest.raises(MetronomeError, match=r"step 3, generating: response \d to prompt p0 failed 10 times, .*a: POST "
@@ -143,17 +143,17 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
             return [Score(float(prompt.id[1:]) % 2 * response.seed) for response in responses]
 
     async with world() as w:
-        w.producer = Producer(w.pool, Odd(), str, Sampling(16, 1.0, 1.0, 0), 4, 0, w.trace)
+        w.producer = Producer(w.pool, Odd(), str, SamplingSettings(16, 1.0, 1.0, 0), 4, 0, w.trace)
         (a, _), (b, _) = await w.join("a"), await w.join("b")
         a.delay_s, b.delay_s = 0.03, 0.01
-        selection = Selection(3, 30)
+        selection = DynamicSampling(3, 30)
 
         async def put(group):
             w.groups.extend(selection.decide(group))
 
         endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
         async with asyncio.timeout(10):
-            await w.producer.until(3, endless, put, selection)
+            await w.producer.run_until(3, endless, put, selection)
         assert [(group.index, group.prompt.id) for group in w.groups] == [(0, "p1"), (1, "p3"), (2, "p5")]
         assert selection.used == 6
         assert next(endless)[1].id in {"p6", "p7", "p8", "p9"}  # as many more as two instances hold
@@ -165,7 +165,7 @@ async def test_a_group_that_is_being_put_when_the_selection_is_complete_is_put(w
     """A put may take its time (statistics over the batch); what else arrives meanwhile must not call it off."""
     async with world() as w:
         await w.join("a")
-        selection, arrived = Selection(1, 30), []
+        selection, arrived = DynamicSampling(1, 30), []
 
         async def put(group):
             arrived.append(group.index)
@@ -176,7 +176,7 @@ async def test_a_group_that_is_being_put_when_the_selection_is_complete_is_put(w
 
         endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
         async with asyncio.timeout(10):
-            await w.producer.until(3, endless, put, selection)
+            await w.producer.run_until(3, endless, put, selection)
         assert len(w.groups) == 1
 
 

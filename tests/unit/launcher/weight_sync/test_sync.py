@@ -8,7 +8,7 @@ import torch
 
 from engine.errors import MetronomeError, WeightSyncError
 from engine.instance.receiver import OUTPUT
-from engine.launcher.pool.client import InstanceFault, InstanceGone
+from engine.launcher.pool.instance_client import InstanceFault, InstanceGone
 from engine.launcher.weight_sync.probe import probe
 from support.weights_double import TIMEOUT_S, Client, Model, base_folder, publisher, starting, weights
 
@@ -121,7 +121,7 @@ def test_one_that_hangs_holds_nobody_up_longer_than_the_pool_lets_it(start, tmp_
 ])
 def test_one_that_does_not_answer_is_left_out_with_the_phase_in_which_it_did_not(start, tmp_path, route, number, during):
     launcher = start(2, b=on(route, number, hang))
-    launcher.sync._steps.timeout_s = 1.0
+    launcher.sync._calls.timeout_s = 1.0
     publisher(launcher, "file", tmp_path).publish(Model(5), 5)
     assert [holds(client, 5, 5) for client in launcher.clients] == [True, route == "/v1/completions"]
     assert launcher.pool.reasons["b"].startswith(f"b: {route} answered 503: b: no answer")

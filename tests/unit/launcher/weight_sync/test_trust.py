@@ -6,7 +6,7 @@ import time
 import pytest
 
 from engine.errors import MetronomeError, WeightSyncError
-from engine.launcher.pool.client import InstanceGone
+from engine.launcher.pool.instance_client import InstanceGone
 from engine.launcher.weight_sync.probe import probe
 from support.weights_double import PROBE, Model, base_folder, publisher, starting
 

@@ -7,21 +7,21 @@ import re
 
 import pytest
 
-from engine.evaluation.figures import interval
-from engine.tools.comparison import benchmarks, figures, page
-from engine.tools.comparison.figures import Run, once
+from engine.evaluation.intervals import interval
+from engine.tools.comparison import accuracy, page, run_figures
+from engine.tools.comparison.run_figures import ComparedRun, once
 from engine.tools.comparison.verdict import differences, verdicts
 from support.compared_runs import evaluation, run, step
 
 
 def test_speed_is_tokens_by_time_and_not_the_mean_of_speeds():
     rows = [step(0, seconds=10, tokens=1000), step(1, seconds=90, tokens=1000)]
-    assert figures.speed(rows) == pytest.approx(2000 / 100)
+    assert run_figures.speed(rows) == pytest.approx(2000 / 100)
 
 
 def test_a_steps_time_adds_up():
-    means = figures.breakdown(run())
-    assert sum(means[key] for key in (*figures.PARTS, "other_s")) == pytest.approx(means["step_s"])
+    means = run_figures.breakdown(run())
+    assert sum(means[key] for key in (*run_figures.PARTS, "other_s")) == pytest.approx(means["step_s"])
     assert means["other_s"] == pytest.approx(0.5)
 
 
@@ -30,14 +30,14 @@ def test_of_a_redone_step_the_last_line_counts():
 
 
 def test_elapsed_time_of_a_run_whose_first_steps_are_missing_starts_there():
-    assert figures.elapsed(Run("x", "x", {}, [step(5), step(6)])) == {5: 10.0, 6: 20.0}
+    assert run_figures.elapsed(ComparedRun("x", "x", {}, [step(5), step(6)])) == {5: 10.0, 6: 20.0}
 
 
 def test_the_speed_interval_covers_the_true_ratio_as_often_as_it_says():
     """200 pairs of runs with a true ratio of 1.25 and 20 % noise per step."""
     hits = 0
     for seed in range(200):
-        found = figures.speed_ratio(run(seconds=8, noise=0.2, seed=seed), run(noise=0.2, seed=1000 + seed), 0.95)
+        found = run_figures.speed_ratio(run(seconds=8, noise=0.2, seed=seed), run(noise=0.2, seed=1000 + seed), 0.95)
         hits += found.low <= 1.25 <= found.high
     assert 180 <= hits <= 199, hits
 
@@ -46,7 +46,7 @@ def test_the_speed_interval_holds_where_the_machines_load_changes_slowly():
     """200 pairs of runs as above, but with AR(1) noise, correlation 0.8 of neighbours; blocks of n^(1/3) steps gave 158."""
     hits = 0
     for seed in range(200):
-        found = figures.speed_ratio(slow_noise(8.0, seed), slow_noise(10.0, 1000 + seed), 0.95)
+        found = run_figures.speed_ratio(slow_noise(8.0, seed), slow_noise(10.0, 1000 + seed), 0.95)
         hits += found.low <= 1.25 <= found.high
     assert 172 <= hits <= 199, hits
 
@@ -58,12 +58,12 @@ def slow_noise(seconds, seed, alike=0.8, noise=0.2):
     for number in range(120):
         rows.append(step(number, seconds * math.exp(now)))
         now = alike * now + math.sqrt(1 - alike**2) * chance.gauss(0, noise)
-    return Run("slow", "slow", {}, rows)
+    return ComparedRun("slow", "slow", {}, rows)
 
 
 @pytest.mark.parametrize("steps", [1, 5, 6, 7, 11, 39, 200])
 def test_blocks_are_few_and_take_each_step_once(steps):
-    found = figures.blocks(range(steps))
+    found = run_figures.blocks(range(steps))
     assert [step for block in found for step in block] == list(range(steps))
     assert len(found) == min(steps, 6)
     assert max(map(len, found)) - min(map(len, found)) <= 1
@@ -79,13 +79,13 @@ def test_the_verdict_on_speed(seconds, word):
 def test_few_steps_and_no_common_steps_give_no_interval():
     few = verdicts([run("sync", steps=5), run("periodic", 8.0, steps=5)])[0]
     assert "4 common steps after the warm-up are too few" in few.sentences[0]
-    late = Run("periodic", "p", {}, [step(n) for n in range(100, 120)])
+    late = ComparedRun("periodic", "p", {}, [step(n) for n in range(100, 120)])
     none = verdicts([run("sync"), late])[0]
     assert "no steps in common" in none.sentences[0]
 
 
 def test_missing_keys_leave_gaps_and_end_nothing(tmp_path):
-    bare = Run("bare", "bare", {}, [{"step": n} for n in range(20)])
+    bare = ComparedRun("bare", "bare", {}, [{"step": n} for n in range(20)])
     found = page.write([run("sync"), bare], tmp_path / "page.html")
     assert "no steps in common" in found[0].sentences[0]
     assert page.summary([bare])[1][0][4:7] == ["unknown", "unknown", "unknown"]
@@ -107,15 +107,15 @@ def test_a_paired_difference_sees_what_the_intervals_do_not():
 def test_the_difference_of_two_wilson_intervals_is_newcombes():
     """Newcombe 1998, table II (a): 56/70 - 48/80 = 0.2, method 10 gives 0.0524 to 0.3339."""
     wilson = [interval([1.0] * right + [0.0] * (n - right)) for right, n in ((56, 70), (48, 80))]
-    found = benchmarks.unpaired(evaluation(0.8, *wilson[0]), evaluation(0.6, *wilson[1]), 0.95)
+    found = accuracy.unpaired(evaluation(0.8, *wilson[0]), evaluation(0.6, *wilson[1]), 0.95)
     assert (found.low, found.high) == (pytest.approx(0.0524, abs=1e-4), pytest.approx(0.3339, abs=1e-4))
 
 
 def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
     base = {**evaluation(0.1, 0.05, 0.2), "step": 0, "weight_version": 0}
-    assert benchmarks.difference(run(evaluations=[base]), run(evaluations=[base]), "b", 0.95) is None
+    assert accuracy.difference(run(evaluations=[base]), run(evaluations=[base]), "b", 0.95) is None
     twice = [evaluation(0.5, 0.4, 0.6), evaluation(0.6, 0.5, 0.7)]
-    assert benchmarks.last(run(evaluations=twice), "b")["avg_at_k"] == 0.6, "evaluated again: the newest counts"
+    assert accuracy.last(run(evaluations=twice), "b")["avg_at_k"] == 0.6, "evaluated again: the newest counts"
     late = {**evaluation(0.5, 0.4, 0.6), "step": 30, "weight_version": 30}
     found = verdicts([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
     assert "Careful: after 40 and 30 updates" in found.sentences[1]
@@ -124,8 +124,8 @@ def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
 
 def test_a_run_from_before_a_part_was_measured_has_it_in_other():
     old = run()
-    old = Run(old.name, old.source, old.config, [{key: row[key] for key in row if key != "check_s"} for row in old.steps])
-    assert figures.breakdown(old)["other_s"] == pytest.approx(0.8)
+    old = ComparedRun(old.name, old.source, old.config, [{key: row[key] for key in row if key != "check_s"} for row in old.steps])
+    assert run_figures.breakdown(old)["other_s"] == pytest.approx(0.8)
     assert [dict(bar["parts"]).get("compare weights") for bar in page._bars([run(), old])] == [pytest.approx(0.3), None]
 
 
@@ -150,8 +150,8 @@ def test_several_benchmarks_widen_the_intervals_of_accuracy(tmp_path):
 
 
 def test_other_settings_are_named_and_places_are_not():
-    one = Run("a", "a", {"train.mode": "sync", "run.seed": "0", "run.output": "x"}, [step(0)])
-    other = Run("b", "b", {"train.mode": "periodic", "run.seed": "1", "run.output": "y"}, [step(0)])
+    one = ComparedRun("a", "a", {"train.mode": "sync", "run.seed": "0", "run.output": "x"}, [step(0)])
+    other = ComparedRun("b", "b", {"train.mode": "periodic", "run.seed": "1", "run.output": "y"}, [step(0)])
     assert differences([one, other]) == {"train.mode": ["sync", "periodic"], "run.seed": ["0", "1"]}
     assert "also differ in run.seed" in " ".join(verdicts([one, other])[0].cautions)
 
@@ -180,9 +180,9 @@ def test_without_enough_steps_and_benchmarks_the_answer_claims_nothing():
 
 def test_runs_that_did_not_end_well_are_marked(tmp_path):
     planned = {"train.steps": "12"}
-    whole = Run("whole", "whole", planned, [step(n) for n in range(12)])
-    dead = Run("dead", "dead", planned, [step(n) for n in range(7)], failure="the trainer died")
-    cut = Run("cut", "cut", planned, [step(n) for n in range(3)])
+    whole = ComparedRun("whole", "whole", planned, [step(n) for n in range(12)])
+    dead = ComparedRun("dead", "dead", planned, [step(n) for n in range(7)], failure="the trainer died")
+    cut = ComparedRun("cut", "cut", planned, [step(n) for n in range(3)])
     found = page.write([whole, dead, cut], tmp_path / "page.html")
     assert "dead failed after 7 of 12 steps: the trainer died" in found[0].cautions
     assert "cut has only 3 of 12 steps: it goes on or was ended." in found[1].cautions

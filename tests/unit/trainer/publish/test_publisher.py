@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.errors import WeightSyncError
-from engine.launcher.pool.client import InstanceGone
-from engine.trainer.publish.transport import GroupTransport, open_transport
+from engine.launcher.pool.instance_client import InstanceGone
+from engine.trainer.publish.transports import GroupTransport, open_transport
 from engine.wire.weights.bucket_file import wire_of
 from support.weights_double import TIMEOUT_S, Client, Launcher, Model, Verifying, base_folder, publisher, weights
 
@@ -17,7 +17,7 @@ STAGES = (("lm_head.weight", "a"), ("b", "c", "d"))
 
 
 class Place:
-    """A rank's side of engine.trainer.ranks.Ranks, all ranks being threads here."""
+    """A rank's side of engine.trainer.rank_group.RankGroup, all ranks being threads here."""
 
     def __init__(self, shared, number):
         self._shared, self._number = shared, number

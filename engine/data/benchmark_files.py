@@ -1,0 +1,140 @@
+"""Benchmarks by name or file: where their files are looked for, which columns they have, and the form they are brought to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.config.recipe import find
+from engine.data.hub import read_hub
+from engine.data.problem_files import SUFFIXES, parse, read_files
+from engine.errors import BadInput
+from engine.reward.verifiers import last_boxed
+from engine.run.files import write_atomically
+
+PROBLEM = ("problem", "question")
+"""Columns with the problem's text, in order of preference."""
+ANSWER = ("answer", "final_answer")
+"""Columns with the gold answer; a list of several is joined by commas."""
+SOLUTION = ("solution",)
+r"""Columns whose last \boxed{…} is the answer where there is no column of answers."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """What is known of a benchmark."""
+
+    hub: str
+    """Its id on the Hugging Face hub."""
+    split: str
+    problems: int
+    """How many the hub's version has; another number is reported, not refused (AMC comes in two versions)."""
+    files: tuple[str, ...]
+    """Names of its local files, without suffix; also of folders with a test file in them."""
+
+
+FORMATS: dict[str, Format] = {
+    "aime24": Format("HuggingFaceH4/aime_2024", "train", 30, ("aime24", "aime_2024", "aime2024")),
+    "aime25": Format("math-ai/aime25", "test", 30, ("aime25", "aime_2025", "aime2025")),
+    "amc": Format("math-ai/amc23", "test", 40, ("amc", "amc23", "amc_2023")),
+    "math500": Format("HuggingFaceH4/MATH-500", "test", 500, ("math500", "math_500", "MATH-500")),
+    "minerva": Format("math-ai/minervamath", "test", 272, ("minerva", "minerva_math", "minervamath")),
+    "olympiadbench": Format("math-ai/olympiadbench", "test", 674, ("olympiadbench", "olympiad_bench", "OlympiadBench")),
+}
+"""By the name that `evaluate.benchmark` takes. Hub ids and sizes: as the datasets' pages had them in October 2026."""
+
+
+def benchmark_paths(config: Config) -> dict[str, str]:
+    """Name → problem set that `read_problems` reads, of all that `evaluate.benchmark` names, in order; {} if it is empty.
+
+    A file's name is its own without suffix. Raises BadInput for one that is named twice or can't be found; the message says
+    where it was looked for.
+    """
+    found: dict[str, str] = {}
+    for given in config.evaluate.benchmarks:
+        name = given.lower() if given.lower() in FORMATS else Path(given).stem
+        if name in found:
+            raise BadInput(f"evaluate.benchmark names {name!r} twice; names of files without suffix must differ too")
+        found[name] = _path(given, config)
+    return found
+
+
+def _path(given: str, config: Config) -> str:
+    known = FORMATS.get(given.lower())
+    if known is None:
+        return _normal(given, config)
+    cached = _cache(config) / f"{given.lower()}.jsonl"
+    path = next(_candidates(known, config), None) or (cached if cached.is_file() else _fetched(given.lower(), known, config))
+    return _normal(str(path), config)
+
+
+def _candidates(known: Format, config: Config) -> Iterator[Path]:
+    """Local files that a benchmark may lie in: in evaluate.folder, else beside the problem sets of `data`."""
+    for folder in _folders(config):
+        for stem in known.files:
+            for suffix in SUFFIXES:
+                for path in (folder / f"{stem}{suffix}", folder / stem / f"test{suffix}"):
+                    if path.is_file():
+                        yield path
+
+
+def _folders(config: Config) -> list[Path]:
+    if config.evaluate.folder:
+        return [Path(config.evaluate.folder).expanduser()]
+    local = [path for path in (config.data.train, config.data.heldout) if path and "://" not in path]
+    return list(dict.fromkeys(find(path).parent for path in local))
+
+
+def _cache(config: Config) -> Path:
+    return Path(config.run.output) / "benchmarks"
+
+
+def _normal(path: str, config: Config) -> str:
+    """A file with the columns problem and answer: the path itself, or a copy of it brought to that form."""
+    if "://" in path or not (found := find(path)).is_file():
+        return path  # `read_problems` reads it, or says what is wrong
+    (file,) = read_files(path)
+    rows = [row for _, row in parse(file)]
+    if not rows or all("problem" in row and "answer" in row for row in rows):
+        return path
+    copy = _cache(config) / hashlib.sha256(file.content).hexdigest()[:12] / f"{found.stem}.jsonl"
+    _write(copy, rows)
+    return str(copy)
+
+
+def brought_to_form(row: Mapping[str, Any]) -> dict[str, Any]:
+    r"""A row with the columns problem and answer, beside those it has.
+
+    The answer is the column's text (a list of several joined by commas), else the last \boxed{…} of the solution.
+    """
+    problem = next((row[key] for key in PROBLEM if row.get(key)), None)
+    answer = next((row[key] for key in ANSWER if row.get(key) not in (None, "", [])), None)
+    if isinstance(answer, list):
+        answer = ", ".join(map(str, answer))
+    if answer is None:
+        solution = next((row[key] for key in SOLUTION if isinstance(row.get(key), str)), "")
+        answer = last_boxed(solution)
+    return {**row, "problem": problem, "answer": answer}
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(json.dumps(brought_to_form(row)) + "\n" for row in rows))
+
+
+def _fetched(name: str, known: Format, config: Config) -> Path:
+    """Fetch it from the hub, once; kept under run.output."""
+    try:
+        rows = read_hub(f"{known.hub}:{known.split}")
+    except BadInput as error:
+        places = " or ".join(str(folder) for folder in _folders(config))
+        raise BadInput(f"benchmark {name!r}: {places} (evaluate.folder) has none of {', '.join(known.files)} as "
+                       f"{', '.join(SUFFIXES)}, and the hub gives none: {error}") from None
+    path = _cache(config) / f"{name}.jsonl"
+    _write(path, [row for _, row in rows])
+    return path

@@ -1,0 +1,107 @@
+"""The thread that owns the engine, and how the event loop talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from engine.errors import DeadlineError, MetronomeError
+from engine.instance.embedded.engine import Engine, Request, Result
+from engine.instance.embedded.sampling import Sampling
+
+T = TypeVar("T")
+
+STOP_S = 30.0
+"""Seconds the thread may take to finish the step it is in."""
+
+
+class EngineThread:
+    """Runs the engine's steps in a thread; calls cross by a queue and are carried out between steps."""
+
+    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, on_end: Callable[[], None]) -> None:
+        """`on_end` is called in `loop` when the thread ends, whether asked to or by an error."""
+        self._engine, self._loop, self._on_end = engine, loop, on_end
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; from now on only it touches the engine."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its current step; what was running gets no reply."""
+        self._calls.put(None)
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            raise DeadlineError(f"the engine's thread did not finish its step within {STOP_S:g} s")
+
+    async def complete(self, prompt: tuple[int, ...], sampling: Sampling, score_prompt: bool = False) -> Result:
+        """Sample one response; when the awaiting task is cancelled, so is the request."""
+        future: asyncio.Future[Result] = self._loop.create_future()
+        request = Request(prompt, sampling, lambda result: self._resolve(future, result), score_prompt)
+        self._calls.put(lambda: self._submit(request, future))
+        try:
+            return await future
+        finally:
+            if future.cancelled():
+                self._calls.put(lambda: self._engine.cancel(request))
+
+    def _submit(self, request: Request, future: asyncio.Future[Result]) -> None:
+        try:
+            self._engine.submit(request)
+        except MetronomeError as error:
+            self._loop.call_soon_threadsafe(_fail, future, error)
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Carry out a function of the engine between two steps; its MetronomeErrors are raised here."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def carry_out() -> None:
+            try:
+                self._resolve(future, function(self._engine))
+            except MetronomeError as error:
+                self._loop.call_soon_threadsafe(_fail, future, error)
+
+        self._calls.put(carry_out)
+        return await future
+
+    async def pause(self, abort: bool) -> None:
+        """Engine.pause, until nothing runs."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._calls.put(lambda: self._engine.pause(abort, lambda: self._resolve(future, None)))
+        await future
+
+    def _resolve(self, future: asyncio.Future[T], value: T) -> None:
+        self._loop.call_soon_threadsafe(_succeed, future, value)
+
+    def _run(self) -> None:
+        try:
+            while self._carry_out_calls():
+                if self._engine.busy:
+                    self._engine.step()
+        finally:
+            self._loop.call_soon_threadsafe(self._on_end)
+
+    def _carry_out_calls(self) -> bool:
+        """All calls that have come in; waits for one when there is nothing to decode. False when asked to stop."""
+        wait = not self._engine.busy  # without a deadline: being idle is no fault
+        while wait or not self._calls.empty():
+            wait = False
+            call = self._calls.get()
+            if call is None:
+                return False
+            call()
+        return True
+
+
+def _succeed(future: asyncio.Future[T], value: T) -> None:
+    if not future.done():  # else cancelled: the client has gone
+        future.set_result(value)
+
+
+def _fail(future: asyncio.Future[T], error: MetronomeError) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,232 @@
+"""A Llama-shaped Hugging Face model as a rollout instance runs it: prefill of one prompt, decoding of many slots.
+
+The modules of transformers cost more than the arithmetic of a small model, so the forward is written out here over the
+same parameters. Where several projections are computed as one, their parameters become views of the joint tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.errors import BadInput
+from engine.instance.embedded.cache import KeyValueCache
+from engine.instance.embedded.inference_linear import linear
+
+SUPPORTED = ("qwen3", "qwen2", "llama")
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+SCORED_ROWS = 256
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer index, q [n, heads, dim], k and v [n, kv heads, dim]) -> [n, heads * dim]"""
+
+
+class RolloutModel:
+    """Weights (float32) and forward passes of one causal language model on the CPU. Belongs to one thread."""
+
+    def __init__(self, folder: str, max_context: int) -> None:
+        """Load a Hugging Face folder; BadInput unless SUPPORTED, with full attention and static rotary positions."""
+        self.hf = _load(folder)
+        config = self.hf.config
+        base = self.hf.model
+        self.vocabulary: int = self.hf.lm_head.weight.shape[0]
+        self.stop_ids = _stop_ids(self.hf, folder)
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = base.layers[0].self_attn.head_dim
+        self.layers = [Layer(block) for block in base.layers]
+        self.embed: Tensor = base.embed_tokens.weight
+        self.head = self.hf.lm_head.weight, self.hf.lm_head.bias
+        self.norm = Norm(base.norm)
+        self.cos, self.sin = _rotary_tables(base.rotary_emb, max_context)
+
+    def prefill(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values [layers, kv heads, dim, len(ids)] of one prompt, and the logits [vocabulary] after it."""
+        keys, values, hidden = self._prompt(ids)
+        return keys, values, self._logits(hidden[-1:])[0]
+
+    def scored_prefill(self, ids: list[int]) -> tuple[tuple[Tensor, Tensor, Tensor], list[float]]:
+        """`prefill`, and the log-probabilities (temperature 1) of ids[1:], each after those before it; one forward for both."""
+        keys, values, hidden = self._prompt(ids)
+        targets = torch.tensor(ids[1:])[:, None]
+        scores = [value  # logits of so many rows at a time: of a long prompt with a large vocabulary they are gigabytes
+                  for rows, wanted in zip(hidden[:-1].split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True)
+                  for value in self._logits(rows).log_softmax(-1).gather(1, wanted)[:, 0].tolist()]
+        return (keys, values, self._logits(hidden[-1:])[0]), scores
+
+    def _prompt(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values, and the hidden states [len(ids), hidden]."""
+        keys, values = [], []
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys.append(k.permute(1, 2, 0))
+            values.append(v.permute(1, 2, 0))
+            return _causal(index, q, k, v)
+
+        hidden = self._forward(torch.tensor(ids), torch.arange(len(ids)), attend)
+        return torch.stack(keys), torch.stack(values), hidden
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache, length: int) -> Tensor:
+        """Logits [n, vocabulary] after one more token in each of the cache's first n slots.
+
+        tokens [n] are put at positions [n] (all below `length`); attention reads the slots' first `length` entries and
+        ignores those behind a row's position.
+        """
+        n, rows, scale = len(tokens), torch.arange(len(tokens)), self.head_dim**-0.5
+        ahead = torch.arange(length) > positions[:, None]
+        mask = torch.zeros(n, length).masked_fill_(ahead, float("-inf"))
+        mask = mask.repeat_interleave(self.kv_heads, 0)[:, None]
+
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = cache.keys[index, :n], cache.values[index, :n]
+            keys[rows, :, :, positions] = k
+            values[rows, :, :, positions] = v
+            keys, values = (x[..., :length].flatten(0, 1) for x in (keys, values))
+            grouped = q.reshape(n * self.kv_heads, -1, self.head_dim)
+            scores = torch.baddbmm(mask, grouped, keys, alpha=scale)
+            return torch.bmm(scores.softmax(-1), values.transpose(1, 2)).view(n, -1)
+
+        return self._logits(self._forward(tokens, positions, attend))
+
+    def refresh(self) -> None:
+        """Call after the Hugging Face parameters changed in place."""
+        for layer in self.layers:
+            layer.refresh()
+
+    def _forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        hidden = F.embedding(ids, self.embed)
+        # one copy per head here saves a slow broadcast over short rows in every layer
+        heads = self.layers[0].heads + self.kv_heads
+        cos, sin = (table[positions].expand(-1, heads, -1).contiguous() for table in (self.cos, self.sin))
+        for index, layer in enumerate(self.layers):
+            hidden = layer.forward(index, hidden, cos, sin, attend)
+        return self.norm(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, *self.head)
+
+
+class Layer:
+    """One decoder block over rows of hidden states [n, hidden]; what the rows are to each other is up to `attend`."""
+
+    def __init__(self, block: nn.Module) -> None:
+        attention, mlp = block.self_attn, block.mlp
+        self.attention = attention
+        self.head_dim: int = attention.head_dim
+        self.heads = attention.q_proj.out_features // self.head_dim
+        self.kv_heads = attention.k_proj.out_features // self.head_dim
+        self.qkv = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = attention.o_proj.weight, attention.o_proj.bias
+        self.gate_up = _fuse(mlp.gate_proj, mlp.up_proj)
+        self.down = mlp.down_proj.weight, mlp.down_proj.bias
+        self.activation = mlp.act_fn
+        self.norm_in, self.norm_mlp = Norm(block.input_layernorm), Norm(block.post_attention_layernorm)
+        self.norm_qk = Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recompute what is derived from the parameters: the weight [heads + kv heads, dim] of q's and k's norm."""
+        if self.norm_qk is not None:
+            q, k = self.attention.q_norm.weight, self.attention.k_norm.weight
+            self.norm_qk.weight = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
+
+    def forward(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The block's output [n, hidden]; cos and sin are [n, heads + kv heads, dim]."""
+        q, k, v = self._queries_keys_values(self.norm_in(hidden), cos, sin)
+        hidden = hidden + linear(attend(index, q, k, v), *self.out)
+        gate, up = linear(self.norm_mlp(hidden), *self.gate_up).chunk(2, -1)
+        return hidden + linear(self.activation(gate) * up, *self.down)
+
+    def _queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        joint = linear(x, *self.qkv).view(len(x), -1, self.head_dim)
+        qk, v = joint[:, :-self.kv_heads], joint[:, -self.kv_heads:]
+        if self.norm_qk is not None:
+            qk = self.norm_qk(qk)
+        # rotate_half(x) * sin of the Hugging Face models, with the sign in the sine
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
+        return qk[:, :self.heads], qk[:, self.heads:], v
+
+
+class Norm:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension; the weight may have more dimensions than that."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.weight: Tensor = norm.weight
+        self.eps = torch.tensor(float(norm.variance_epsilon))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The normalised x, same shape. A few per cent of a step faster than F.rms_norm, which is seven operations."""
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(self.weight)
+
+
+def _causal(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend: the rows are one sequence."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1).flatten(1)
+
+
+def _load(folder: str) -> nn.Module:
+    if not (Path(folder) / "config.json").is_file():
+        raise BadInput(f"--model {folder}: no config.json there; a Hugging Face model folder is needed")
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise BadInput(f"--model {folder}: {error}") from None
+    if found["missing_keys"]:  # transformers would go on with random ones
+        raise BadInput(f"--model {folder}: its files lack {sorted(found['missing_keys'])[0]}")
+    _check_supported(model, folder)
+    return model.eval().requires_grad_(False)
+
+
+def _check_supported(model: nn.Module, folder: str) -> None:
+    kind = model.config.model_type
+    if kind not in SUPPORTED:
+        raise BadInput(f"--model {folder}: model_type {kind!r}; the embedded engine runs {', '.join(SUPPORTED)}")
+    if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
+        raise BadInput(f"--model {folder}: sliding-window attention; the embedded engine runs full attention only")
+    if model.model.rotary_emb.rope_type not in STATIC_ROPE:
+        raise BadInput(f"--model {folder}: rope_type {model.model.rotary_emb.rope_type!r} changes with the length; "
+                       f"the embedded engine runs {', '.join(STATIC_ROPE)}")
+
+
+def _stop_ids(model: nn.Module, folder: str) -> frozenset[int]:
+    """End-of-sequence ids of the generation config (else of the config) and of the tokenizer, where there is one."""
+    ids = model.generation_config.eos_token_id
+    ids = model.config.eos_token_id if ids is None else ids
+    found = set(ids) if isinstance(ids, list) else {ids}
+    if (Path(folder) / "tokenizer_config.json").is_file():
+        found.add(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id)
+    return frozenset(found - {None})
+
+
+def _rotary_tables(rotary: nn.Module, length: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [length, 1, dim] of every position; the first half of sin negated, see Layer."""
+    cos, sin = rotary(torch.empty(0), torch.arange(length)[None])
+    half = sin.shape[-1] // 2
+    sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+    return cos[0, :, None].contiguous(), sin[:, None]
+
+
+def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of all parts as one projection. The parts' parameters become views: updating them updates it."""
+    biases = [part.bias for part in parts if part.bias is not None]
+    return _join([part.weight for part in parts]), _join(biases) if biases else None
+
+
+def _join(parameters: list[nn.Parameter]) -> Tensor:
+    joined = torch.cat([parameter.data for parameter in parameters])
+    for parameter, rows in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = rows
+    return joined
+

@@ -1,0 +1,161 @@
+"""Bodies of requests to an instance, whichever engine it runs: what is malformed is refused by name, without effect.
+
+Standard library only: it also runs in vLLM's environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from reprlib import repr as repr_short
+from typing import Any
+
+from engine.errors import BadInput
+
+HUGE = 1e300
+SEEDS = range(-(2**63), 2**63)
+COMPLETION_KEYS = frozenset({"prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids",
+                             "ignore_eos", "n", "logprobs", "return_token_ids", "model", "prompt_logprobs", "continued"})
+FIXED = {"n": 1, "logprobs": 0, "return_token_ids": True, "prompt_logprobs": 0}
+"""Keys with a single served value (or null)."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What a model and an instance allow."""
+
+    vocabulary: int
+    max_context: int
+    stop_ids: frozenset[int]
+    """End-of-sequence ids, which always stop unless a request says ignore_eos."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A /v1/completions body that can be served."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    """At most what the context leaves room for."""
+    temperature: float
+    top_p: float
+    top_k: int
+    """0 is off."""
+    seed: int | None
+    stop_ids: frozenset[int]
+    prompt_logprobs: bool
+    """Whether the log-probabilities of the prompt are asked for."""
+    continued: int = 0
+    """So many of the prompt's last tokens are the response so far: its random numbers go on behind them."""
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object; BadInput for anything else."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise BadInput("the body must be a JSON object")
+    return value
+
+
+def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completion:
+    """BadInput names the first key of a /v1/completions body that can't be served as asked."""
+    if unknown := sorted(body.keys() - COMPLETION_KEYS):
+        raise BadInput(f"unknown key {repr_short(unknown[0])}; served are {', '.join(sorted(COMPLETION_KEYS))}")
+    _fixed(body)
+    prompt = _ids(body, "prompt", limits.vocabulary)
+    room = limits.max_context - len(prompt)
+    if not prompt or room < 1:
+        raise BadInput(f"prompt has {len(prompt)} tokens; it must have 1 to {limits.max_context - 1}, "
+                       f"to leave room for a response in the context of {limits.max_context}")
+    stop = frozenset(_ids(body, "stop_token_ids", limits.vocabulary))
+    ignore_eos = body.get("ignore_eos", False)
+    if not isinstance(ignore_eos, bool):
+        raise BadInput(f"ignore_eos = {repr_short(ignore_eos)}; it must be true or false")
+    return Completion(
+        prompt=prompt,
+        max_tokens=min(_integer(body, "max_tokens", 16, range(1, 2**31)), room),
+        temperature=_temperature(body),
+        top_p=_top_p(body),
+        top_k=max(_integer(body, "top_k", 0, range(-1, 2**31)), 0),
+        seed=_integer(body, "seed", None, SEEDS),
+        stop_ids=stop if ignore_eos else stop | limits.stop_ids,
+        prompt_logprobs=body.get("prompt_logprobs") is not None,
+        continued=_integer(body, "continued", 0, range(len(prompt))),
+    )
+
+
+def parse_info(body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The init_info or update_info of a body; {} where it is absent."""
+    info = body.get(key, {})
+    if not isinstance(info, dict):
+        raise BadInput(f"{key} = {repr_short(info)}; it must be an object")
+    return info
+
+
+def parse_version(body: Mapping[str, Any]) -> int:
+    """The version of a /finish_weight_update body."""
+    version: int | None = optional_version(body)
+    if version is None:
+        raise BadInput('/finish_weight_update needs {"weight_version": N}, N >= 0')
+    return version
+
+
+def optional_version(body: Mapping[str, Any]) -> int | None:
+    """The `weight_version` of a body that need not have one."""
+    version: int | None = _integer(body, "weight_version", None, range(2**63))
+    return version
+
+
+def _fixed(body: Mapping[str, Any]) -> None:
+    for key, value in FIXED.items():
+        given = body.get(key)
+        if given is not None and (type(given) is not type(value) or given != value):
+            raise BadInput(f"{key} = {repr_short(given)}; only {key} = {json.dumps(value)} is served")
+    if not isinstance(body.get("model", ""), str):
+        raise BadInput(f"model = {repr_short(body['model'])}; it must be a string")
+
+
+def _ids(body: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, ...]:
+    ids = body.get(key, [])
+    if not isinstance(ids, list):
+        raise BadInput(f"{key} must be a list of token ids, not {type(ids).__name__}")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise BadInput(f"{key} contains {repr_short(token)}; token ids are integers from 0 to {vocabulary - 1}")
+    return tuple(ids)
+
+
+def _integer(body: Mapping[str, Any], key: str, default: Any, allowed: range) -> Any:  # noqa: ANN401
+    value = body.get(key)
+    if value is None:
+        return default
+    if type(value) is not int or value not in allowed:
+        raise BadInput(f"{key} = {repr_short(value)}; it must be an integer from {allowed.start} to {allowed.stop - 1}")
+    return value
+
+
+def _number(body: Mapping[str, Any], key: str) -> float:
+    value = body.get(key)
+    if value is None:
+        return 1.0
+    if type(value) not in (int, float) or not abs(value) < HUGE:
+        raise BadInput(f"{key} = {repr_short(value)}; it must be a finite number")
+    return float(value)
+
+
+def _temperature(body: Mapping[str, Any]) -> float:
+    temperature = _number(body, "temperature")
+    if temperature != 0 and not 0.01 <= temperature <= 100:  # outside, float32 logits / temperature lose their meaning
+        raise BadInput(f"temperature = {temperature!r}; it must be 0 (greedy) or from 0.01 to 100")
+    return temperature
+
+
+def _top_p(body: Mapping[str, Any]) -> float:
+    top_p = _number(body, "top_p")
+    if not 0 < top_p <= 1:
+        raise BadInput(f"top_p = {top_p!r}; it must be above 0 and at most 1")
+    return top_p

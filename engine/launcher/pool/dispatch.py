@@ -1,0 +1,96 @@
+"""Room on the instances: who waits for it, and who gets the next group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from engine.errors import MetronomeError
+from engine.launcher.pool.instance import Instance
+
+
+@dataclass(frozen=True)
+class Place:
+    """Room for one group on an instance."""
+
+    instance: Instance
+    trial: bool
+    """Whether only one request may be sent: its breaker was open."""
+
+
+@dataclass(frozen=True)
+class _Waiter:
+    """Somebody waits for a place."""
+
+    place: asyncio.Future[Place]
+    avoid: Collection[Instance]
+    least: int | None
+
+
+class Dispatcher:
+    """A group goes to the instance that will probably finish it first; who waits is served in order of asking."""
+
+    def __init__(self, instances: list[Instance], concurrency: int, give_back: Callable[[Place], None]) -> None:
+        """`instances`: those of the pool, now and later; `concurrency`: groups in flight on each; `give_back`: takes a place
+        that was given to somebody who no longer wants it."""
+        self._instances = instances
+        self._concurrency = concurrency
+        self._give_back = give_back
+        self._waiting: deque[_Waiter] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
+        """Wait for a place; the limits are those of the requests under way and rollout.wait_s (`fail`).
+
+        `avoid`: others, if any serve; `first`: before all who wait already; `least`: of this weight version or a later one.
+        """
+        asked = _Waiter(asyncio.get_running_loop().create_future(), avoid, least)
+        (self._waiting.appendleft if first else self._waiting.append)(asked)
+        self.hand_out()
+        try:
+            return await asked.place
+        except asyncio.CancelledError:
+            place = asked.place
+            if place.done() and not place.cancelled() and place.exception() is None:
+                self._give_back(place.result())
+            raise
+
+    def hand_out(self) -> None:
+        """Give places to those who wait, in order of asking, as long as there are any."""
+        while self._waiting:
+            asked = self._waiting[0]
+            if not asked.place.done():
+                if (best := self._pick(asked.avoid, asked.least)) is None:
+                    break
+                best.groups += 1
+                asked.place.set_result(Place(best, best.breaker.begin()))
+            self._waiting.popleft()
+        self._wake_later()
+
+    def fail(self, error: MetronomeError) -> None:
+        """All who wait hear why there will be none."""
+        while self._waiting:
+            place = self._waiting.popleft().place
+            if not place.done():
+                place.set_exception(error)
+
+    def _pick(self, avoid: Collection[Instance], least: int | None) -> Instance | None:
+        serving = [instance for instance in self._instances if instance.state == "serving" and instance.breaker.passes]
+        if least is not None:
+            serving = [instance for instance in serving if instance.version is not None and instance.version >= least]
+        others = [instance for instance in serving if instance not in avoid] or serving
+        free = [instance for instance in others if instance.groups < self._concurrency]
+        known = [instance.group_s for instance in serving if instance.group_s is not None]
+        untried = min(known, default=1.0)  # a new one is taken for as fast as the fastest
+        return min(free, key=lambda one: (one.groups + 1) * (one.group_s or untried), default=None)
+
+    def _wake_later(self) -> None:
+        """Look again when the first open breaker lets its trial pass."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waits = [one.breaker.wait_s for one in self._instances if one.state == "serving" and one.breaker.wait_s > 0]
+        if self._waiting and waits:
+            self._timer = asyncio.get_running_loop().call_later(min(waits), self.hand_out)

@@ -1,0 +1,213 @@
+"""The launcher's side of a rollout instance: one protocol for every engine (contract 5), token ids across it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from engine.errors import DeadlineError, MetronomeError
+from engine.types import Prompt, Response
+
+
+class InstanceGone(MetronomeError):
+    """The connection to the instance failed or broke, or the pool gave the instance up. Its requests go to another one."""
+
+
+class InstanceFault(MetronomeError):
+    """The instance answered with an error of its own (5xx) or with something that is no reply to the request."""
+
+
+class Refused(MetronomeError):
+    """The instance refused the request (4xx): a mistake of ours, sending it again would not help."""
+
+
+class Busy(Refused):
+    """The instance can't take the request now (BUSY), or an update broke it off; later it can."""
+
+
+BUSY = (408, 409, 429)
+"""It waited too long for the request's body; it is paused or being updated; it holds too many requests."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How responses are sampled."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...] = ()
+    partial: bool = False
+    """Whether a response that a pause broke off is kept, to be continued (rollout.partial)."""
+
+
+class InstanceClient:
+    """HTTP calls to one rollout instance; every call has a deadline, and `cut` ends those under way.
+
+    Between `distrust` and `trust` the instance may sample, but its responses are held back: none that new weights sampled
+    leaves before they were compared with the trainer's. A `cut` loses what is held.
+    """
+
+    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
+        self.name = name
+        self.url = url
+        self._session = session
+        self._timeout_s = timeout_s
+        self._under_way: set[asyncio.Timeout] = set()
+        self._cut: dict[asyncio.Timeout, str] = {}
+        self._cuts = 0
+        self._trusted = asyncio.Event()
+        self._trusted.set()
+
+    async def call(
+        self, method: str, route: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """The JSON object that the instance answers; `timeout_s` defaults to rollout.timeout_s.
+
+        Raises InstanceGone (connection broken, or cut), InstanceFault (5xx or bad reply), DeadlineError, Busy (409 …) and
+        Refused (other 4xx); each names instance and route.
+        """
+        try:
+            async with self._limited(f"{method} {route}", timeout_s):
+                async with self._session.request(method, self.url + route, json=body, allow_redirects=False) as answer:
+                    status, raw = answer.status, await answer.read()
+        except aiohttp.ClientResponseError as error:
+            raise InstanceFault(f"{self.name}: {method} {route}: no HTTP answer: {error.message}") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise InstanceGone(f"{self.name}: {method} {route}: {type(error).__name__} {error}") from None
+        return _object(f"{self.name}: {method} {route}", status, raw)
+
+    @asynccontextmanager
+    async def _limited(self, what: str, timeout_s: float | None = None) -> AsyncIterator[None]:
+        """Until the deadline, or `cut`."""
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        scope = asyncio.timeout(limit)
+        try:
+            async with scope:
+                self._under_way.add(scope)
+                yield
+        except TimeoutError:
+            if reason := self._cut.pop(scope, None):
+                raise InstanceGone(f"{self.name}: {what} was given up: {reason}") from None
+            raise DeadlineError(f"{self.name}: no answer to {what} in {limit:g} s") from None
+        finally:
+            self._under_way.discard(scope)
+            self._cut.pop(scope, None)
+
+    def distrust(self) -> None:
+        """It gets weights that are not compared with the trainer's yet: hold its responses back."""
+        self._trusted.clear()
+
+    def trust(self, anew: bool = False) -> None:
+        """It computes with the trainer's weights: let its responses go. `anew`: it was left out before, so what was asked of it
+        since is lost, as by a `cut`: other weights may have sampled that."""
+        self._cuts += anew
+        self._trusted.set()
+
+    async def _until_trusted(self, cuts: int) -> None:
+        """For a response that was asked for after so many cuts. Raises InstanceGone when it was cut since, DeadlineError."""
+        if cuts == self._cuts and not self._trusted.is_set():
+            async with self._limited("POST /v1/completions, whose weights were to be compared with the trainer's"):
+                await self._trusted.wait()
+        if cuts != self._cuts:
+            raise InstanceGone(f"{self.name}: POST /v1/completions was given up meanwhile")
+
+    def cut(self, reason: str) -> None:
+        """End every call under way with InstanceGone: whoever waits for this instance goes on without it."""
+        self._cuts += 1
+        now = asyncio.get_running_loop().time()
+        for scope in self._under_way - self._cut.keys():
+            if not scope.expired():  # else its own deadline has just ended it
+                self._cut[scope] = reason
+                scope.reschedule(now)
+
+    async def complete(self, prompt: Prompt, sampling: SamplingSettings, seed: int, so_far: Response | None = None) -> Response:
+        """Sample one response, or go on with one; its text is left empty (the caller has the tokenizer).
+
+        Returns once the weights that sampled it are trusted. Raises what `call` raises. With `sampling.partial` one that a pause
+        broke off comes back with finish_reason "abort".
+        """
+        begun, cuts = so_far.token_ids if so_far is not None else (), self._cuts
+        reply = await self.call(
+            "POST",
+            "/v1/completions",
+            {
+                "prompt": [*prompt.token_ids, *begun],
+                "max_tokens": sampling.max_new_tokens - len(begun),
+                **({"continued": len(begun)} if begun else {}),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": seed,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "n": 1,
+                "logprobs": 0,
+                "return_token_ids": True,
+            },
+        )
+        await self._until_trusted(cuts)
+        try:
+            return joined(so_far, self._response(reply, seed, sampling.partial))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InstanceFault(f"{self.name}: its reply to POST /v1/completions is not one: "
+                                f"{type(error).__name__} {error}; it begins {str(reply)[:200]}") from None
+
+    def _response(self, reply: dict[str, Any], seed: int, partial: bool) -> Response:
+        choice = reply["choices"][0]
+        token_ids = tuple(map(int, choice["token_ids"]))
+        logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
+        finish = ("stop", "length", "abort") if partial else ("stop", "length")
+        if choice["finish_reason"] == "abort" and not (partial and token_ids):
+            raise Busy(f"{self.name}: a pause broke off the response after {len(token_ids)} tokens")
+        if len(token_ids) != len(logprobs) or choice["finish_reason"] not in finish:
+            raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, "
+                             f"finish_reason {choice['finish_reason']!r}")
+        return Response(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            versions=tuple((int(start), int(version)) for start, version in reply["weight_versions"]),
+            loss_mask=(True,) * len(token_ids),
+            finish_reason=choice["finish_reason"],
+            text="",
+            seed=seed,
+            instance=self.name,
+        )
+
+
+def joined(so_far: Response | None, more: Response) -> Response:
+    """A response and its continuation as one: tokens, log-probabilities and weight versions are those they were sampled with."""
+    if so_far is None:
+        return more
+    begun = len(so_far.token_ids)
+    later = tuple((begun + start, version) for start, version in more.versions)
+    if later and so_far.versions and later[0][1] == so_far.versions[-1][1]:
+        later = later[1:]  # the same weights as before the cut
+    return dataclasses.replace(
+        more,
+        token_ids=so_far.token_ids + more.token_ids,
+        logprobs=so_far.logprobs + more.logprobs,
+        versions=so_far.versions + later,
+        loss_mask=so_far.loss_mask + more.loss_mask,
+    )
+
+
+def _object(call: str, status: int, raw: bytes) -> dict[str, Any]:
+    """The JSON object of an answer; an empty body (vLLM's /health) is an empty one."""
+    if status != 200:
+        kind = Busy if status in BUSY else Refused if 400 <= status < 500 else InstanceFault
+        raise kind(f"{call} answered {status}: {raw[:500].decode(errors='replace')}")
+    try:
+        value = json.loads(raw) if raw.strip() else {}
+    except ValueError:
+        raise InstanceFault(f"{call} answered 200 with no JSON: {raw[:200]!r}") from None
+    if not isinstance(value, dict):
+        raise InstanceFault(f"{call} answered 200 with {type(value).__name__}, expected a JSON object")
+    return value

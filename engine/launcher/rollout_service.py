@@ -1,0 +1,57 @@
+"""Instances, verifiers and producer together, for training and for evaluation alike."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import Config, Evaluate, Rollout
+from engine.data.tokenizer import Tokenizer
+from engine.launcher.pool.health import HealthMonitor
+from engine.launcher.pool.instance_client import SamplingSettings
+from engine.launcher.pool.pool import Pool
+from engine.launcher.producer import Producer
+from engine.launcher.verifier_pool import VerifierPool
+from engine.run.trace import Trace
+
+
+@dataclass(frozen=True)
+class RolloutService:
+    """What is needed to generate and score groups."""
+
+    pool: Pool
+    producer: Producer
+    tokenizer: Tokenizer
+    verifier: VerifierPool
+
+
+@asynccontextmanager
+async def rollout_service(
+    config: Config, model: Path, folder: Path, settings: Rollout | Evaluate, group_size: int, trace: Trace, synced: bool = False,
+    joined: bool = False,
+) -> AsyncIterator[RolloutService]:  # fmt: skip
+    """Start instances and verifiers, load the tokenizer meanwhile; end all when the body is left, however.
+
+    `settings` say how responses are sampled. With `synced` (training) instances serve once they were given weights, else
+    (evaluation) what is on disk. The recipe may declare none where others join, in training or with `joined`; else at least one
+    is started. They may still be loading when the body is entered: `pool.connect()` waits for them.
+    """
+    pool = Pool(config, model, folder, HealthMonitor, trace, synced)
+    reward = config.reward
+    log = folder / "logs" / "verifier.log"
+    verifier = VerifierPool(reward.function, reward.workers, reward.timeout_s, reward.on_error, log=log)
+    try:
+        pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
+        tokenizer, _ = await asyncio.gather(asyncio.to_thread(Tokenizer, model), verifier.start())
+        stop = tokenizer.stop_ids(config.rollout.stop)
+        partial = synced and config.rollout.partial
+        sampling = SamplingSettings(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k, stop, partial)
+        producer = Producer(pool, verifier, tokenizer.decode, sampling, group_size, config.run.seed, trace)
+        yield RolloutService(pool, producer, tokenizer, verifier)
+    finally:
+        verifier.close()
+        await pool.close()
+        trace.flush()

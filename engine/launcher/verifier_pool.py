@@ -1,0 +1,216 @@
+"""Verifiers in processes of their own, so that one that hangs, crashes or leaks can be killed (notes/field.md, 7)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
+from engine.reward.verifiers import BUILT_IN
+from engine.run.commands import verifier_command
+from engine.run.process import Child
+from engine.types import Prompt, Response, Score
+from engine.wire import verifier_messages
+
+
+class VerifierPool:
+    """Scores responses in `workers` processes, one call per process at a time; belongs to the event loop of `start`.
+
+    Use it as `async with VerifierPool(...) as pool`, or call `start` and `close`.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        workers: int = 1,
+        timeout_s: float = 10.0,
+        on_error: Literal["stop", "zero"] = "stop",
+        start_timeout_s: float = 120.0,
+        log: Path | None = None,
+    ) -> None:
+        """`spec`: reward.function. `timeout_s`: limit of a call, `start_timeout_s`: of loading the reward (seconds).
+
+        `log`: file for what the reward prints; without one it goes to this process's stderr.
+        """
+        self._spec = spec
+        self._timeout_s = timeout_s
+        self._on_error = on_error
+        self._workers = [_VerifierProcess(f"verifier {index}", spec, start_timeout_s, log) for index in range(workers)]
+        self._idle: asyncio.Queue[_VerifierProcess] = asyncio.Queue()
+
+    async def start(self) -> None:
+        """Start all workers and wait until each has loaded the reward.
+
+        Raises BadInput if the reward can't be loaded, DeadlineError if that takes longer than `start_timeout_s`.
+        """
+        try:
+            for worker in self._workers:
+                worker.launch()
+            for worker in self._workers:
+                await worker.ready()
+                self._idle.put_nowait(worker)
+        finally:
+            if self._idle.qsize() < len(self._workers):
+                self.close()
+
+    @property
+    def per_response(self) -> bool:
+        """Whether the reward wants one response per call, as soon as it lands; known after `start`."""
+        return self._workers[0].per_response
+
+    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+        """One score for each response, in order. A group reward needs the whole group in one call.
+
+        A call beyond the limit scores 0, "timeout". A reward that raises, returns no number or ends its process scores
+        0, "error" with on_error = "zero" and raises RewardError with "stop".
+        """
+        if not self.per_response:
+            return await self._score(prompt, responses)
+        return [score for response in responses for score in await self._score(prompt, [response])]
+
+    def close(self) -> None:
+        """Kill all workers and what they started, at once. Calls under way and later ones raise ProcessDied."""
+        for worker in self._workers:
+            worker.close()
+
+    async def __aenter__(self) -> VerifierPool:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    async def _score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+        request = verifier_messages.pack(verifier_messages.call(prompt, responses, text_only=self._spec in BUILT_IN))
+        try:
+            answer = await self._ask(request)
+            if "error" in answer:
+                raise RewardError(answer["error"])
+            return verifier_messages.scores(answer)
+        except TimeoutError:
+            return [Score(0.0, "timeout", f"no score within {self._timeout_s:g} s")] * len(responses)
+        except RewardError as error:
+            what = f'reward.function = "{self._spec}", prompt {prompt.id}: {error}'
+            if self._on_error == "stop" and self._spec not in BUILT_IN:  # a built-in one fails by the response alone
+                raise RewardError(what) from None
+            return [Score(0.0, "error", what)] * len(responses)
+
+    async def _ask(self, request: bytes) -> dict[str, Any]:
+        # No deadline of its own: every call ahead of this one ends within its limit, and so does every restart.
+        worker = await self._idle.get()
+        try:
+            return await worker.ask(request, self._timeout_s)
+        finally:
+            self._idle.put_nowait(worker)
+
+
+class _VerifierProcess:
+    """One verifier process and the connection to it; replaced by a fresh process after a call that did not end well."""
+
+    def __init__(self, name: str, spec: str, start_timeout_s: float, log: Path | None) -> None:
+        self.per_response = False
+        self._child: Child | None = None
+        self._name = name
+        self._spec = spec
+        self._start_timeout_s = start_timeout_s
+        self._log = log
+        self._closed = False
+        self._writer: asyncio.StreamWriter | None = None
+
+    def launch(self) -> None:
+        """Start the process; `ready` waits until it can be asked. No await, so no `close` can come between."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._spawn(theirs.fileno())
+        self._writer = None
+        self._loading = asyncio.create_task(self._load(ours))
+        # The error is raised by `ready`; when nobody asks any more, asyncio need not complain that it was not.
+        self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def ready(self) -> None:
+        """Wait until the process has loaded the reward; raises what went wrong, for every caller anew."""
+        await asyncio.shield(self._loading)
+
+    async def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+        """Send a call, wait for its answer. Raises TimeoutError after `timeout_s`, RewardError if the process ends."""
+        self._check_open()
+        await self.ready()
+        answer = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._exchange(request)
+            return answer
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._check_open()
+            raise RewardError(f"its process {self._how_it_ended()}") from None
+        finally:
+            if answer is None and not self._closed:
+                # Timed out, died or cancelled: what this process says next would be taken for another call's answer.
+                self._kill()
+                self.launch()
+
+    def close(self) -> None:
+        """Kill the process and start no other."""
+        self._closed = True
+        self._kill()
+
+    def _spawn(self, connection: int) -> None:
+        pipe, self._lifeline = os.pipe()
+        try:
+            command = verifier_command(connection, pipe, self._spec)
+            self._child = Child(self._name, command, self._log, pass_fds=(connection, pipe))
+        finally:
+            os.close(pipe)
+
+    async def _load(self, connection: socket.socket) -> None:
+        self._reader, self._writer = await asyncio.open_connection(sock=connection)
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                hello = await self._receive()
+        except TimeoutError:
+            raise DeadlineError(f'{self._name}: reward.function = "{self._spec}" was not loaded within '
+                                f"{self._start_timeout_s:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self._check_open()
+            how = self._how_it_ended()
+            raise BadInput(f'reward.function = "{self._spec}": while loading it, its process {how}') from None
+        if "bad_input" in hello:
+            raise BadInput(hello["bad_input"])
+        self.per_response = hello["per_response"]
+
+    async def _exchange(self, request: bytes) -> dict[str, Any]:
+        assert self._writer is not None, "`ready` comes first"
+        self._writer.write(request)
+        await self._writer.drain()
+        return await self._receive()
+
+    async def _receive(self) -> dict[str, Any]:
+        head = await self._reader.readexactly(verifier_messages.LENGTH.size)
+        message: dict[str, Any] = verifier_messages.unpack(await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head)))
+        return message
+
+    def _kill(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            if self._writer is not None:
+                self._writer.close()
+            os.close(self._lifeline)
+            child.stop(grace_s=0.0)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ProcessDied(f"{self._name} was closed, with its pool, while a response was to be scored")
+
+    def _how_it_ended(self) -> str:
+        """For messages; the connection is closed already, so the exit status is there within moments."""
+        assert self._child is not None, "only `ask` and `_load` ask, while there is a process"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.process.wait(1.0)
+        return self._child.how_it_ended()

@@ -1,0 +1,113 @@
+"""Advantages, losses and gradient controls by their name, or a user's own by "file.py:function", tried once before it trains."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+
+from engine.algorithm.advantages import ADVANTAGES, Advantage
+from engine.algorithm.alignment import CONTROLS, Control, Step
+from engine.algorithm.batch_statistics import BatchTokens
+from engine.algorithm.losses import LOSSES, Coefficients, Loss, PolicyLoss, Terms
+from engine.errors import BadInput
+from engine.run.user_code import UserCode, describe, load_function
+
+
+@cache
+def advantage_of(spec: str) -> Advantage:
+    """The advantage of `algorithm.advantage`. A user's function takes (rewards [G], lengths [G]) and gives [G].
+
+    Raises BadInput with the reason for one that can't be loaded, or that fails on a group of four, or wants the whole batch.
+    """
+    if spec in ADVANTAGES:
+        return ADVANTAGES[spec]
+    function, file = load_function("algorithm.advantage", spec, _names(ADVANTAGES), "(rewards, lengths)")
+    found = next((known for known in ADVANTAGES.values() if known.compute is function), Advantage(function, least=1))
+    with UserCode() as attempt:
+        found(torch.tensor([1.0, 0.0, 0.5, 0.0]), torch.tensor([3.0, 1.0, 2.0, 2.0]))
+    _check("algorithm.advantage", spec, file, attempt)
+    if found.scope == "batch":
+        raise BadInput(f'algorithm.advantage = "{spec}": scope "batch" is for the advantages that ship; your own takes a group')
+    return found
+
+
+@cache
+def loss_of(spec: str) -> PolicyLoss:
+    """The loss of `algorithm.loss`. A user's function takes (terms, coefficients) and gives ([T] gains, [T] bool clipped).
+
+    It is summed as "grpo" is, unless its file registers it with `@loss(name, aggregation, statistics)`. Raises BadInput as
+    `advantage_of`.
+    """
+    if spec in LOSSES:
+        return LOSSES[spec]
+    function, file = load_function("algorithm.loss", spec, _names(LOSSES), "(terms, coefficients)")
+    found = next((known for known in LOSSES.values() if known.gain is function), PolicyLoss(function))
+    with UserCode() as attempt:
+        _try(found)
+    _check("algorithm.loss", spec, file, attempt)
+    return found
+
+
+@cache
+def control_of(spec: str) -> Control:
+    """The gradient control of `algorithm.gradient_control`. A user's function takes a Step and gives a factor, or None.
+
+    Raises BadInput as `advantage_of`, for one that fails at any of a few cosines or gives neither None nor a finite number.
+    """
+    if spec in CONTROLS:
+        return CONTROLS[spec]
+    function, file = load_function("algorithm.gradient_control", spec, _names(CONTROLS), "(step)")
+    with UserCode() as attempt:
+        for count, cosine in enumerate((0.0, 0.02, -0.2, 0.9, -1.0)):
+            decided(function, Step(cosine, [0.1] * count, 0.05, 0.3))
+    _check("algorithm.gradient_control", spec, file, attempt)
+    return function
+
+
+def try_algorithms(advantage: str, loss: str, control: str) -> None:
+    """Load a run's advantage, loss and gradient control and try those that are a user's own. Raises BadInput."""
+    advantage_of(advantage)
+    loss_of(loss)
+    if control != "none":
+        control_of(control)
+
+
+def decided(decide: Control, step: Step) -> float | None:
+    """What a gradient control decides. Raises ValueError unless it is None or a finite number."""
+    found = decide(step)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        raise ValueError(f"a gradient control gives a finite number or None, got {found!r} for the cosine {step.cosine:g}")
+    return float(found)
+
+
+def _try(loss: PolicyLoss) -> None:
+    """Two responses of two tokens and one."""
+    logprobs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
+    old, ones = torch.tensor([-1.1, -0.5, -1.9]), torch.ones(3)
+    advantages, number = torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1])
+    coefficients = Coefficients(0.2, 0.2, 0.0, 0.0)
+    tokens = BatchTokens((logprobs - old).detach(), advantages)
+    statistics = loss.statistics(tokens, coefficients.limits) if loss.statistics is not None else ()
+    weights = torch.tensor([0.5, 0.5, 1.0])
+    terms = Terms(logprobs, old, None, ones, advantages, weights, old, number, 2, statistics=statistics)
+    gain, clipped = loss.gain(terms, coefficients)
+    if gain.shape != (3,) or clipped.shape != (3,):
+        raise ValueError(f"for 3 tokens it gave gains of shape {list(gain.shape)} and clipped of shape {list(clipped.shape)}")
+    result: Loss = loss(terms, coefficients)
+    result.total.backward()
+    if logprobs.grad is None or not bool(torch.isfinite(logprobs.grad).all()):
+        raise ValueError("its gains carry no finite gradient of terms.logprobs")
+
+
+def _names(known: dict[str, Any]) -> str:
+    return ", ".join(f'"{name}"' for name in known)
+
+
+def _check(key: str, spec: str, file: str, attempt: UserCode) -> None:
+    if attempt.error is not None:
+        raise BadInput(f'{key} = "{spec}": it failed when it was tried: {describe(attempt.error, file)}')

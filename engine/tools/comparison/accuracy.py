@@ -1,0 +1,86 @@
+"""Accuracy of two runs on the same benchmark: paired by problem where both have a table, else from their intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from engine.evaluation import paired
+from engine.evaluation.tables import differing
+from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
+
+
+@dataclass(frozen=True)
+class Difference:
+    """avg@k of one run minus another's, both as trained at last."""
+
+    benchmark: str
+    interval: Interval
+    paired: bool
+    problems: int
+    p_value: float | None = None
+    """Two-sided, of the paired sign-flip test."""
+    better: int = 0
+    """Problems on which the first is better."""
+    worse: int = 0
+    notes: tuple[str, ...] = ()
+    """What makes the two hard to compare: other weight versions, another protocol."""
+    level: float = 0.95
+    """Of the interval."""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether the test, where there is one, finds a difference at the interval's level. With few unequal problems the t
+        interval is too narrow: five right ones more and none less is p = 0.06."""
+        return self.p_value is None or self.p_value <= 1 - self.level
+
+
+def last(run: ComparedRun, benchmark: str) -> Row | None:
+    """The run's last evaluation on a benchmark with trained weights (version above 0); None if there is none."""
+    rows = [row for row in run.evaluations if row["benchmark"] == benchmark and row.get("weight_version", row["step"]) > 0]
+    return max(reversed(rows), key=lambda row: row["step"]) if rows else None  # of several at one step the newest
+
+
+def names(runs: list[ComparedRun]) -> list[str]:
+    """Benchmarks of any run, in order of appearance."""
+    return list(dict.fromkeys(row["benchmark"] for run in runs for row in run.evaluations))
+
+
+def difference(one: ComparedRun, other: ComparedRun, benchmark: str, confidence: float) -> Difference | None:
+    """None unless both have evaluated trained weights on it."""
+    mine, theirs = last(one, benchmark), last(other, benchmark)
+    if mine is None or theirs is None:
+        return None
+    notes = _notes(mine, theirs)
+    ours, their = (run.tables.get(row.get("table", "")) for run, row in ((one, mine), (other, theirs)))
+    if ours and their and ours.keys() == their.keys() and mine.get("samples") == theirs.get("samples"):
+        found = paired.compare(ours, their, int(mine.get("samples", 1)), confidence)
+        interval = Interval(found.difference, found.ci_low, found.ci_high)
+        return Difference(benchmark, interval, True, found.problems, found.p_value, found.better, found.worse, notes,
+                          confidence)  # fmt: skip
+    problems = int(min(mine.get("problems", 0), theirs.get("problems", 0)))
+    return Difference(benchmark, unpaired(mine, theirs, confidence), False, problems, notes=notes, level=confidence)
+
+
+def unpaired(mine: Row, theirs: Row, confidence: float) -> Interval:
+    """Difference of two avg@k from their own 95 % intervals (Newcombe 1998, method 10, scaled to the confidence)."""
+    gap = mine["avg_at_k"] - theirs["avg_at_k"]
+    if any(key not in row for row in (mine, theirs) for key in ("ci_low", "ci_high")):
+        return Interval(gap, -math.inf, math.inf)
+    scale = statistics.NormalDist().inv_cdf(0.5 + confidence / 2) / statistics.NormalDist().inv_cdf(0.975)
+    down = math.hypot(mine["avg_at_k"] - mine["ci_low"], theirs["ci_high"] - theirs["avg_at_k"])
+    up = math.hypot(mine["ci_high"] - mine["avg_at_k"], theirs["avg_at_k"] - theirs["ci_low"])
+    return Interval(gap, gap - scale * down, gap + scale * up)
+
+
+def _notes(mine: Row, theirs: Row) -> tuple[str, ...]:
+    found = []
+    if mine["step"] != theirs["step"]:
+        found.append(f"after {mine['step']} and {theirs['step']} updates")
+    if "protocol" in mine and "protocol" in theirs:
+        if unlike := differing(mine["protocol"], theirs["protocol"]):
+            found.append("evaluated differently: " + ", ".join(unlike))
+    elif mine.get("problems") != theirs.get("problems") or mine.get("samples") != theirs.get("samples"):
+        found.append("evaluated on different numbers of problems or samples")
+    return tuple(found)

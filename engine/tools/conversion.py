@@ -1,0 +1,121 @@
+"""Checks a conversion: `python -m engine.tools.conversion FOLDER` prints one JSON line (see ConversionReport).
+
+The Megatron model built from a Hugging Face folder must give the Hugging Face model's logits and convert back to the
+very same tensors. Runs in a process of its own, because it sets up Megatron's parallel state.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.errors import BadInput, MetronomeError
+from engine.model.shape import ModelShape, content_hash, read_shape
+from engine.platform import get, single
+from engine.run.process import watch_lifeline
+from engine.wire.weights.hf_folder import Reader, open_folder
+
+TOLERANCE = 1e-4
+"""Largest difference of fp32 logits that is rounding."""
+TOKENS = 64
+"""Length of the random text whose logits are compared."""
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What was found; `check` raises instead when a tolerance is broken."""
+
+    architecture: str
+    parameters: int
+    content_hash: str
+    max_logit_error: float
+    round_trip_identical: bool
+    weight_bytes: int
+    """The converted weights, in fp32."""
+    peak_bytes: int
+    """Most memory of the process while it converted, there and back: libraries, the weights, and what came on top."""
+
+
+def check(folder: Path) -> ConversionReport:
+    """Build the Megatron model of the folder and compare. Raises BadInput (folder) or MetronomeError (conversion)."""
+    shape = read_shape(folder)
+    model = _convert(folder, shape)
+    _check_round_trip(model, folder, shape)
+    peak = get("cpu").peak_bytes()
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    ids = torch.randint(shape.vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    ours = _ours(model, ids)
+    del model  # before another of its size comes
+    error = float((ours - _theirs(folder, ids)).abs().max())
+    if not error <= TOLERANCE:
+        raise MetronomeError(f"{folder}: conversion is wrong: logits differ by {error:.3g} (limit {TOLERANCE:g})")
+    return ConversionReport(shape.architecture, sum(sizes), content_hash(folder), error, True, 4 * sum(sizes), peak)
+
+
+def _convert(folder: Path, shape: ModelShape) -> torch.nn.Module:
+    from engine.model.build import build_model
+    from engine.model.hf_weights import load
+
+    model = build_model(shape)
+    with open_folder(folder) as files:
+        load(model, files.read, shape)
+    return model
+
+
+def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -> None:
+    """Every tensor of the folder comes back bit by bit, and no other."""
+    from engine.model.hf_weights import export
+
+    with open_folder(folder) as files:
+        left = set(files.names)
+        for name, tensor in export(dict(model.named_parameters()), model, shape):
+            if not torch.equal(tensor, files.read(name).float()):
+                raise MetronomeError(f"{folder}: conversion is wrong: tensor {name} does not come back as it was")
+            left.remove(name)
+        if unknown := sorted(name for name in left if not _redundant(name, files, shape)):
+            raise BadInput(f"{folder}: tensor {unknown[0]} is not one of a {shape.architecture}"
+                           + (f" (nor are {len(unknown) - 1} others)" if unknown[1:] else ""))
+
+
+def _redundant(name: str, files: Reader, shape: ModelShape) -> bool:
+    """Some folders hold a tied embedding twice, or the rotary frequencies, which config.json gives already."""
+    if name == "lm_head.weight" and shape.tied:
+        return torch.equal(files.read(name), files.read("model.embed_tokens.weight"))
+    return name.endswith(".rotary_emb.inv_freq")
+
+
+def _ours(model: torch.nn.Module, ids: list[int]) -> Tensor:
+    from engine.model.build import logits
+    from engine.model.layout import layout
+
+    with torch.no_grad():
+        return logits(model, layout([(ids[:1], [ids[1:]])]))
+
+
+def _theirs(folder: Path, ids: list[int]) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    with torch.no_grad():
+        return reference(torch.tensor([ids])).logits[0, :-1]
+
+
+def main() -> int:
+    """Print the report as JSON; 2 on bad input, 1 when the conversion is wrong, with the reason on stderr."""
+    watch_lifeline()
+    try:
+        with single(get("cpu")):
+            print(json.dumps(asdict(check(Path(sys.argv[1])))))
+    except MetronomeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, BadInput) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

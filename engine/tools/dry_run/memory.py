@@ -1,0 +1,194 @@
+"""What a device of the run must hold, term by term. Bytes; each term carries the formula it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.config import WINDOW_PER_STAGE, Config
+from engine.config.training import Parallel
+from engine.model.shape import ModelShape
+from engine.tools.dry_run.sizes import Parameters, layer_elements, rank_parameters
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2}
+
+RESERVE_GIB = 4.0
+"""Kept free on a trainer's device: the driver's context, buffers of collectives, fragmentation. Our allowance, not measured."""
+ENGINE_GIB = 3.0
+"""The same on a rollout device, with the peak of vLLM's own profiling run. Our allowance, not measured."""
+ENGINE_SHARE = 0.9
+"""Share of a device's memory that vLLM takes: a little less than its default (gpu_memory_utilization, 0.92 in vLLM 0.32)."""
+CHUNK_BYTES, CHUNKS = 2**28, 3
+"""Log-probabilities are taken in chunks of so many bytes, up to three of them at a time (engine.model.logprobs)."""
+BUCKETS = 3
+"""Buckets of `weights.bucket_mb` under way in a weight sync (engine.trainer.publish.publisher)."""
+
+
+def readable(amount: float) -> str:
+    """Bytes in GiB, small amounts in MiB."""
+    return f"{amount / GIB:.1f} GiB" if amount >= GIB / 10 else f"{amount / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand."""
+
+    name: str
+    bytes: float
+    formula: str
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one device needs and has."""
+
+    who: str
+    terms: tuple[Term, ...]
+    available: float
+    """Bytes."""
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return sum(term.bytes for term in self.terms)
+
+    @property
+    def fits(self) -> bool:
+        """Whether it does."""
+        return self.total <= self.available
+
+    def summed(self) -> str:
+        """The sum, written out in GiB."""
+        parts = " + ".join(f"{term.name} {readable(term.bytes)}" for term in self.terms)
+        return f"{parts} = {readable(self.total)}, and it has {readable(self.available)}"
+
+
+def trainer_need(shape: ModelShape, config: Config) -> Need:
+    """Of the trainer rank that needs most: under a pipeline the first and the last stage differ, so all are computed."""
+    needs = [_stage_need(shape, config, stage) for stage in range(config.parallel.pipeline)]
+    return max(needs, key=lambda need: need.total)
+
+
+def _stage_need(shape: ModelShape, config: Config, stage: int) -> Need:
+    held = rank_parameters(shape, config.parallel, stage)
+    terms = (*_states(held, config), *_working(shape, config, stage), Term("reserve", RESERVE_GIB * GIB, "our allowance"))
+    who = f"trainer rank of stage {stage + 1} of {config.parallel.pipeline}"
+    return Need(who, tuple(term for term in terms if term.bytes), config.platform.memory_gib * GIB)
+
+
+def _states(held: Parameters, config: Config) -> Iterator[Term]:
+    """Everything of the parameters' size."""
+    size, count = BYTES[config.train.dtype], held.total
+    yield Term("weights", count * size, f"{count / 1e6:,.1f} M parameters × {size} bytes")
+    yield Term("gradients", count * 4, "parameters × 4 bytes (fp32)")
+    yield optimizer_term(held, config)
+    copies = frozen_copies(config)
+    on_device = min(1, copies) if config.train.offload else copies
+    yield Term("frozen", on_device * count * size, f"{on_device} × weights (old policy, reference)")
+    if config.algorithm.gradient_control != "none":
+        yield Term("last gradient", count * 4, "gradients (algorithm.gradient_control)")
+
+
+def optimizer_term(held: Parameters, config: Config) -> Term:
+    """Adam's two moments in fp32, and the fp32 master weights where weights are bf16; ZeRO stage 1 shares both (Rajbhandari
+    et al., arXiv:1910.02054 §3.1)."""
+    each = 12 if config.train.dtype == "bfloat16" else 8
+    parallel = config.parallel
+    replicas = parallel.data * parallel.context if config.train.distributed_optimizer else 1
+    expert_replicas = max(1, replicas * parallel.tensor // parallel.expert) if config.train.distributed_optimizer else 1
+    amount = each * (held.shared / replicas + held.experts / expert_replicas)
+    shared = f" / {replicas} replicas" if replicas > 1 else ""
+    return Term("optimizer", amount, f"parameters × {each} bytes{shared}")
+
+
+def frozen_copies(config: Config) -> int:
+    """Models beside the policy: old policy and reference."""
+    return (config.algorithm.old_policy == "previous") + (config.algorithm.kl_coef > 0)
+
+
+def host_bytes(shape: ModelShape, config: Config) -> float:
+    """Host memory per trainer rank for frozen models that wait there (train.offload)."""
+    held = rank_parameters(shape, config.parallel, 0).total
+    return frozen_copies(config) * held * BYTES[config.train.dtype] if config.train.offload else 0.0
+
+
+def row_tokens(config: Config) -> int:
+    """Tokens of the largest micro-batch, on one context rank."""
+    longest = max(config.train.micro_batch_tokens, config.rollout.max_context)
+    return -(-longest // config.parallel.context)
+
+
+def _working(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
+    """Activations of the micro-batches in flight, what the head adds, and the weight sync's buckets."""
+    yield activations(shape, config, stage)
+    yield from _peak(shape, config, stage)
+    if config.weights.transport in ("nccl", "hccl"):
+        yield Term("sync buckets", BUCKETS * config.weights.bucket_mb * 2**20, f"{BUCKETS} × weights.bucket_mb")
+
+
+def activations(shape: ModelShape, config: Config, stage: int) -> Term:
+    """Kept from forward to backward. Under 1F1B stage s of p holds p − s micro-batches (Narayanan et al., arXiv:2104.04473)."""
+    parallel, size, tokens = config.parallel, BYTES[config.train.dtype], row_tokens(config)
+    flight = min(parallel.pipeline - stage, WINDOW_PER_STAGE * parallel.pipeline)
+    layers = shape.layers // parallel.pipeline
+    each = _input_elements(shape, config) if config.train.recompute else layer_elements(shape, parallel)
+    what = "layer inputs alone (recompute)" if config.train.recompute else "elements a layer"
+    formula = f"{tokens:,} tokens × {layers} layers × {each:,} {what} × {size} bytes × {flight} in flight"
+    return Term("activations", float(tokens) * layers * each * size * flight, formula)
+
+
+def _input_elements(shape: ModelShape, config: Config) -> int:
+    return shape.hidden // (config.parallel.tensor if config.parallel.sequence else 1)
+
+
+def _peak(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
+    """Beside the activations, at the worst moment: the logits with their gradient, or one layer's backward pass."""
+    parallel, size, tokens = config.parallel, BYTES[config.train.dtype], row_tokens(config)
+    again = layer_elements(shape, parallel) if config.train.recompute else 0
+    layer = tokens * (again + 4 * shape.intermediate // parallel.tensor) * size
+    width = -(-shape.vocabulary // parallel.tensor)
+    chunks = CHUNKS * min(CHUNK_BYTES, tokens * width * 4)
+    head = tokens * size * (2 * width + 3 * shape.hidden) + chunks if stage == parallel.pipeline - 1 else 0
+    if head >= layer:
+        formula = f"{tokens:,} tokens × 2 × {width:,} × {size} bytes, hidden states, fp32 chunks"
+        yield Term("logits", head, formula)
+    else:
+        yield Term("one layer's backward", layer, f"{tokens:,} tokens × its elements × {size} bytes")
+
+
+@dataclass(frozen=True)
+class Room:
+    """The key-value cache of one rollout instance."""
+
+    per_token: int
+    """Bytes of one token on each of the instance's devices: 2 · layers · key-value heads · head size · bytes / tensor."""
+    tokens: int
+    """That it has room for."""
+    wanted: int
+    """Tokens of all its slots at full length."""
+
+
+def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
+    """Of one device of a rollout instance. vLLM gives what is left to the key-value cache; one response at full length must fit,
+    the embedded engine reserves all slots."""
+    rollout, size = config.rollout, BYTES[config.model.dtype]
+    weights = rank_parameters(shape, _alone(config), 0).total * size
+    heads = max(1, shape.kv_heads // rollout.tensor)
+    per_token = 2 * shape.layers * heads * shape.head_dim * size
+    wanted = rollout.concurrency * rollout.group_size * rollout.max_context
+    vllm = rollout.engine == "vllm"
+    share = ENGINE_SHARE if vllm else 1.0
+    least = rollout.max_context if vllm else wanted
+    terms = (
+        Term("weights", weights, f"{weights / size / 1e6:,.1f} M parameters × {size} bytes"),
+        Term("engine", ENGINE_GIB * GIB if vllm else 0.0, "our allowance"),
+        Term("key-value cache", per_token * least, f"{least:,} tokens × {per_token:,} bytes, at least"),
+    )
+    need = Need("rollout device", tuple(term for term in terms if term.bytes), share * config.platform.memory_gib * GIB)
+    left = need.available - need.total + per_token * least
+    return need, Room(per_token, max(0, int(left // per_token)), wanted)
+
+
+def _alone(config: Config) -> Parallel:
+    return Parallel(tensor=config.rollout.tensor)

@@ -1,0 +1,177 @@
+"""A run on paper: layout, memory per device and the arithmetic of a batch, without devices, weights or data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.config import Config
+from engine.config.placing import joining_nodes, overlaps, places
+from engine.errors import BadInput
+from engine.launcher.checks import EMBEDDED
+from engine.model.layout_rules import check_layout
+from engine.model.shape import ModelShape
+from engine.tools.dry_run.known_models import shape_of
+from engine.tools.dry_run.memory import Need, Room, host_bytes, instance_need, readable, trainer_need
+from engine.tools.dry_run.sizes import total_parameters
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a recipe comes to."""
+
+    config: Config
+    shape: ModelShape
+    source: str
+    """Where the shape comes from."""
+    trainer: Need
+    instance: Need
+    cache: Room
+
+    @property
+    def instances(self) -> int:
+        """Those that the run starts and those that are to join it."""
+        return self.config.rollout.instances + self.config.rollout.joining
+
+    @property
+    def devices(self) -> int:
+        """Of training and rollouts together."""
+        return self.config.parallel.ranks + self.instances * self.config.rollout.tensor
+
+
+def plan(config: Config) -> RunPlan:
+    """The run on paper. Raises BadInput with every reason why it can't be."""
+    shape, source = shape_of(config.model.path)
+    check_layout(shape, config.parallel)
+    instance, cache = instance_need(shape, config)
+    made = RunPlan(config, shape, source, trainer_need(shape, config), instance, cache)
+    if reasons := [*_lengths(made), *_batch(made), *_devices(made), *_memory(made)]:
+        raise BadInput("this can't run as it stands: " + (reasons[0] if len(reasons) == 1 else _listed(reasons)))
+    return made
+
+
+def _listed(reasons: list[str]) -> str:
+    return "".join(f"\n  - {reason}" for reason in reasons)
+
+
+def _lengths(made: RunPlan) -> Iterator[str]:
+    config, shape = made.config, made.shape
+    longest, budget = config.rollout.max_context, config.train.micro_batch_tokens
+    for key, tokens in (("rollout.max_context", longest), ("evaluate.max_context", config.evaluate.max_context)):
+        if tokens > shape.context:
+            yield f"{key} = {tokens:,} is more than the {shape.context:,} positions that the model was made for"
+    if budget < longest:
+        yield (f"train.micro_batch_tokens = {budget:,} is below the longest sequence, rollout.max_context = {longest:,}: one "
+               "response would be a micro-batch larger than the budget")
+
+
+def _batch(made: RunPlan) -> Iterator[str]:
+    config = made.config
+    if config.parallel.units > config.train.prompts_per_step:
+        yield (f"{config.parallel.units} replicas (parallel.data) and train.prompts_per_step = {config.train.prompts_per_step}: "
+               "a replica trains whole groups, so some would never train")
+
+
+def _devices(made: RunPlan) -> Iterator[str]:
+    config, given = made.config, made.config.platform.devices
+    if given and made.devices > given:
+        yield f"{_device_sum(made)} = {made.devices} devices, and platform.devices gives {given}"
+    parallel, node = config.parallel, config.platform.devices_per_node
+    if parallel.ranks_per_node > node:
+        yield (f"parallel.nodes = {parallel.nodes} puts {parallel.ranks_per_node} trainer ranks on each node, which has {node} "
+               "devices (platform.devices_per_node)")
+    if config.rollout.tensor > node:
+        yield (f"rollout.tensor = {config.rollout.tensor} is more than a node has (platform.devices_per_node = {node}): an "
+               "instance runs on one node")
+    if config.places_on_devices:
+        yield from overlaps(config)
+        if config.rollout.instances and (beyond := sorted({one for one in config.rollout.devices if not 0 <= one < node})):
+            yield f"rollout.devices names {beyond}, and a node has 0 to {node - 1} (platform.devices_per_node)"
+    if config.rollout.engine == "vllm" and made.shape.heads % config.rollout.tensor:
+        yield f"rollout.tensor = {config.rollout.tensor} does not divide the model's {made.shape.heads} attention heads"
+    if config.rollout.engine == "embedded" and made.shape.architecture not in EMBEDDED:
+        yield f'rollout.engine = "embedded" does not run {made.shape.architecture}'
+
+
+def _memory(made: RunPlan) -> Iterator[str]:
+    for need in (made.trainer, made.instance):
+        if not need.fits:
+            yield f"too little memory on a {need.who}: {need.summed()}"
+
+
+def _device_sum(made: RunPlan) -> str:
+    parallel, rollout = made.config.parallel, made.config.rollout
+    ranks = " × ".join(str(size) for size in (parallel.tensor, parallel.pipeline, parallel.context, parallel.data))
+    return f"training {ranks} (tensor × pipeline × context × data) + rollouts {made.instances} × {rollout.tensor}"
+
+
+def sections(made: RunPlan) -> dict[str, dict[str, str]]:
+    """The plan as titled two-column tables."""
+    return {
+        "Model": _model(made),
+        "Devices": {"in all": f"{_device_sum(made)} = {made.devices}", **dict(_spare(made))},
+        f"Memory of a {made.trainer.who}": _terms(made.trainer) | _host(made),
+        f"Memory of a {made.instance.who}": _terms(made.instance) | _cache(made.cache),
+        "A step": _step(made),
+    }
+
+
+def _model(made: RunPlan) -> dict[str, str]:
+    shape = made.shape
+    return {
+        made.config.model.path: f"{total_parameters(shape):,} parameters ({shape.architecture}, {made.source})",
+        "layers": f"{shape.layers} of {shape.hidden}, {shape.heads} heads, {shape.kv_heads} key-value heads",
+        "positions": f"{made.config.rollout.max_context:,} used of {shape.context:,}",
+    }
+
+
+def _spare(made: RunPlan) -> Iterator[tuple[str, str]]:
+    given = made.config.platform.devices
+    if given:
+        yield "given", f"{given} (platform.devices)" + (f", {given - made.devices} stay idle" if given > made.devices else "")
+    training = f"{made.config.parallel.nodes} for training ({made.config.parallel.ranks_per_node} ranks each)"
+    apart = f"{joining_nodes(made.config)} for rollouts that join"
+    yield "nodes", f"of {made.config.platform.devices_per_node} devices: {training}, {apart}"
+    if placed := list(places(made.config)):
+        yield "places", "; ".join(placed)
+    if not made.instances:
+        yield "note", "rollout.instances and rollout.joining are 0: all instances join, their devices are not counted"
+
+
+def _terms(need: Need) -> dict[str, str]:
+    rows = {term.name: f"{readable(term.bytes):>10}  {term.formula}" for term in need.terms}
+    return rows | {"sum": f"{readable(need.total):>10}  of {readable(need.available)}"}
+
+
+def _host(made: RunPlan) -> dict[str, str]:
+    held = host_bytes(made.shape, made.config)
+    return {"on the host": f"{readable(held):>10}  frozen models of one rank (train.offload)"} if held else {}
+
+
+def _cache(room: Room) -> dict[str, str]:
+    fits = f"room for {room.tokens:,} tokens"
+    short = room.tokens < room.wanted
+    return {"cache": f"{fits}; all slots at full length would fill {room.wanted:,}" + (": they take turns then" if short else "")}
+
+
+def _step(made: RunPlan) -> dict[str, str]:
+    config = made.config
+    train, rollout = config.train, config.rollout
+    responses = train.prompts_per_step * rollout.group_size
+    whole = max(1, train.micro_batch_tokens // rollout.max_context)
+    slots = made.instances * rollout.concurrency
+    rows = {
+        "batch": f"{train.prompts_per_step} prompts × {rollout.group_size} responses = {responses:,} responses, "
+                 f"at most {responses * rollout.max_context:,} tokens",
+        "replicas": f"{config.parallel.units}, each about {train.prompts_per_step / config.parallel.units:g} groups",
+        "micro-batch": f"{train.micro_batch_tokens:,} tokens, {whole} responses at full length; "
+                       f"at most {math.ceil(responses / whole):,} a step",
+        "window": f"up to {config.window_tokens:,} tokens",
+        "run": f"{train.steps} steps of mode {train.mode}, {train.steps * responses:,} responses",
+    }  # fmt: skip
+    if slots:
+        waves = train.prompts_per_step / slots
+        rows["rollouts"] = (f"{slots} groups in flight ({made.instances} instances × {rollout.concurrency}), {waves:.1f} waves"
+                            + (": slots stay empty" if waves < 1 and train.mode in ("sync", "periodic") else ""))
+    return rows

@@ -1,0 +1,88 @@
+"""Threads one behind the other: while the last bucket is sent, the next is written and the one after it gathered."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.errors import DeadlineError, MetronomeError
+from engine.wire.weights.buckets import Bucket
+
+Work = tuple[Bucket, dict[str, Any]]
+Step = Callable[[Bucket, dict[str, Any]], object]
+
+
+class SendPipeline:
+    """Puts buckets through steps, each in a thread of its own, in order; a bucket's memory comes back after the last step.
+
+    After an error the buckets that follow are dropped, until `restart`.
+    """
+
+    def __init__(self, steps: Sequence[Step], release: Callable[[Bucket], None], counted: int, timeout_s: float) -> None:
+        """`counted`: how many of the steps `wait` waits for; the others go on in the background."""
+        self._steps = steps
+        self._release = release
+        self._counted = counted
+        self._timeout_s = timeout_s
+        self._queues: list[queue.Queue[Work]] = [queue.Queue() for _ in steps]
+        self._changed = threading.Condition()
+        self._put = 0
+        self._passed = [0] * len(steps)
+        self._error: BaseException | None = None
+        for number in range(len(steps)):
+            threading.Thread(target=self._run, args=(number,), name=f"send-weights-{number}", daemon=True).start()
+
+    def put(self, bucket: Bucket, info: dict[str, Any]) -> None:
+        """Hand a bucket in."""
+        with self._changed:
+            self._put += 1
+        self._queues[0].put((bucket, info))
+
+    def wait(self) -> None:
+        """Until all buckets are through the counted steps. Raises the error of a step; DeadlineError."""
+        self._wait(self._counted, "sent")
+
+    def drain(self) -> None:
+        """Until all buckets are through all steps, and forget an error."""
+        self._wait(len(self._steps), "written")
+
+    def idle(self) -> None:
+        """Until nothing is under way, or the deadline."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._passed[-1] == self._put, self._timeout_s)
+
+    def restart(self) -> None:
+        """Wait until nothing is under way, and forget an error."""
+        try:
+            self.drain()
+        except MetronomeError:
+            with self._changed:
+                self._error = None
+            self.drain()
+
+    def _wait(self, steps: int, what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._passed[steps - 1] == self._put, self._timeout_s):
+                raise DeadlineError(f"{self._put - self._passed[steps - 1]} buckets of weights were not {what} within "
+                                    f"{self._timeout_s:g} s")
+            if self._error is not None:
+                raise self._error
+
+    def _run(self, number: int) -> None:
+        while True:
+            bucket, info = self._queues[number].get()  # without a deadline: being idle is no fault
+            if self._error is None:
+                try:
+                    self._steps[number](bucket, info)
+                except BaseException as error:  # noqa: BLE001 - raised again in `wait`
+                    self._error = error
+            if number + 1 < len(self._steps):
+                self._queues[number + 1].put((bucket, info))
+            else:
+                self._release(bucket)
+            del bucket, info  # else this thread would hold the tensors until the next bucket comes
+            with self._changed:
+                self._passed[number] += 1
+                self._changed.notify_all()

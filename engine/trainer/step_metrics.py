@@ -1,0 +1,139 @@
+"""What a step adds up while it runs, and the report it becomes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from typing import Any
+
+from engine.schedule import staleness
+from engine.trainer.micro_batches import trained_tokens
+from engine.types import Group
+
+TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
+
+
+@dataclass
+class StepMetrics:
+    """What one rank adds up over a step. Only ranks that speak for something add it (engine.trainer.rank_group)."""
+
+    rewards: list[float] = field(default_factory=list)
+    statuses: list[str] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    truncated: int = 0
+    versions: set[int] = field(default_factory=set)
+    staleness: int = 0
+    continued: int = 0
+    trained_tokens: int = 0
+    computed_tokens: int = 0
+    scored_tokens: int = 0
+    loss_tokens: int = 0
+    groups: int = 0
+    unequal: int = 0
+    """Groups whose rewards differ."""
+    loss: float = 0.0
+    kl: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    old_ratio_max: float = 0.0
+    max_ratio_gap: float = 0.0
+    mismatch_kl: float = 0.0
+    train_s: float = 0.0
+    score_s: float = 0.0
+    wait_first_s: float = 0.0
+    wait_s: float = 0.0
+
+    def add_group(self, group: Group, loss_tokens: int, unequal: bool) -> None:
+        """Count a group's responses and scores; `loss_tokens` of its response tokens are trained."""
+        self.groups += 1
+        self.loss_tokens += loss_tokens
+        self.unequal += unequal
+        self.rewards += [score.value for score in group.scores]
+        self.statuses += [score.status for score in group.scores]
+        self.lengths += [len(response.token_ids) for response in group.responses]
+        self.truncated += sum(response.truncated for response in group.responses)
+        self.versions |= {version for response in group.responses for _, version in response.versions}
+        self.staleness += sum(staleness(group.step, response) for response in group.responses)
+        self.continued += sum(len(response.versions) > 1 for response in group.responses)
+        self.trained_tokens += trained_tokens(group)
+
+    def add_wait(self, seconds: float) -> None:
+        """Count time blocked on the queue."""
+        if not self.lengths:
+            self.wait_first_s += seconds
+        self.wait_s += seconds
+
+    def worst_gap(self, gap: float) -> None:
+        """Keep the largest ratio gap; NaN wins over everything, so that it can't hide."""
+        self.max_ratio_gap = gap if math.isnan(gap) else max(self.max_ratio_gap, gap)
+
+    def wire(self, leader: bool, peak_bytes: int) -> dict[str, Any]:
+        """What the rank tells the others at the end of the step."""
+        return {**asdict(self), "versions": sorted(self.versions), "leader": leader, "peak_bytes": peak_bytes}
+
+    @staticmethod
+    def merged(ranks: Sequence[dict[str, Any]], denominator: float, by_response: bool = True) -> dict[str, Any]:
+        """The keys of steps.jsonl that the trainer knows, from every rank's `wire`.
+
+        The loss is divided by its own denominator. KL, entropy and clip fraction are means over responses of their means over
+        tokens, or means over all tokens, as the loss aggregates. Times are means over the units (their leaders), in seconds.
+        """
+        whole = StepMetrics(**{name: merge([rank[name] for rank in ranks]) for name, merge in MERGED.items()})
+        leaders = [rank for rank in ranks if rank["leader"]]
+        for name in TIMES:
+            setattr(whole, name, sum(rank[name] for rank in leaders) / len(leaders))
+        memory = [round(rank["peak_bytes"] / 2**30, 3) for rank in ranks]
+        return {**whole._figures(denominator, by_response), "memory_peak_gib": memory}
+
+    def _figures(self, denominator: float, by_response: bool) -> dict[str, Any]:
+        count = max(1, len(self.rewards))
+        weight = count if by_response else max(1, self.loss_tokens)
+        mean = sum(self.rewards) / count
+        return {
+            "versions_seen": sorted(self.versions),
+            "staleness_mean": self.staleness / count,
+            "continued": self.continued,
+            "reward_mean": mean,
+            "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in self.rewards) / count),
+            "response_length_mean": sum(self.lengths) / count,
+            "truncated": self.truncated,
+            "reward_timeouts": self.statuses.count("timeout"),
+            "reward_errors": self.statuses.count("error"),
+            "trained_tokens": self.trained_tokens,
+            "computed_tokens": self.computed_tokens,
+            "equal_groups": self.groups - self.unequal,
+            "loss": self.loss / denominator,
+            "kl": self.kl / weight,
+            "entropy": self.entropy / weight,
+            "clip_fraction": self.clipped / weight,
+            "old_ratio_max": self.old_ratio_max,
+            "max_ratio_gap": self.max_ratio_gap,
+            "mismatch_kl": self.mismatch_kl / max(1, self.scored_tokens),
+            "train_s": self.train_s,
+            "score_s": self.score_s,
+            "wait_first_s": self.wait_first_s,
+            "wait_s": self.wait_s,
+        }
+
+
+def _worst(values: Iterable[float]) -> float:
+    """The largest; NaN wins, so that it can't hide."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+MERGED: dict[str, Callable[[list[Any]], Any]] = {
+    **dict.fromkeys(("rewards", "statuses", "lengths"), _all),
+    "versions": lambda found: set(_all(found)),
+    **dict.fromkeys(("staleness", "continued", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
+    **dict.fromkeys(("loss_tokens", "groups", "unequal"), sum),
+    **dict.fromkeys(("loss", "kl", "entropy", "clipped", "mismatch_kl"), sum),
+    **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _worst),
+}
+"""How each figure of the ranks becomes one of the step."""

@@ -1,0 +1,141 @@
+"""The verifier process: loads the reward, then scores one call after the other until the launcher hangs up.
+
+Run by `engine.launcher.verifier_pool` as `python -m engine.verifier.worker SOCKET LIFELINE SPEC`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import inspect
+import math
+import numbers
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from engine.errors import BadInput, RewardError
+from engine.reward.verifiers import BUILT_IN
+from engine.run.process import watch_lifeline
+from engine.run.user_code import UserCode, describe
+from engine.types import Prompt, Response, Score
+from engine.verifier.reward_function import RewardFunction, load_reward
+from engine.wire import verifier_messages
+
+MEMORY = 512 * 2**20
+"""Bytes of address space for the built-in verifiers: a response such as 9^{9^{9}} may not take the host's memory with it. A
+user's reward is not limited: it may hold a model."""
+
+
+def main(socket_fd: int, lifeline_fd: int, spec: str) -> None:
+    """Serve the launcher at the other end of `socket_fd`; returns when it closes."""
+    die_on_close(lifeline_fd)
+    if spec in BUILT_IN and hasattr(resource, "RLIMIT_AS"):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    watch_lifeline()
+    _print_to_stderr()
+    with socket.socket(fileno=socket_fd) as launcher:
+        launcher.set_inheritable(False)
+        try:
+            reward = load_reward(spec)
+        except BadInput as error:
+            launcher.sendall(verifier_messages.pack({"bad_input": str(error)}))
+            return
+        launcher.sendall(verifier_messages.pack({"per_response": reward.per_response}))
+        with asyncio.Runner() as runner:  # one loop for all calls, so that an async reward may keep its connections
+            _serve(launcher, reward, runner)
+
+
+def die_on_close(pipe: int) -> None:
+    """Have the kernel kill this process group as soon as the other end of `pipe`, which nobody writes to, closes.
+
+    The lifeline's thread can't do that while a reward holds the interpreter lock, as a regular expression that
+    backtracks for ever does. Where there is no such signal (macOS), that thread is all there is.
+    """
+    if not hasattr(fcntl, "F_SETSIG"):
+        return
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def score(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]) -> list[Score]:
+    """One call of the reward; `runner` runs an async one.
+
+    Raises RewardError if it raises, or returns anything but one finite number (or Score) for each response.
+    """
+    result: object = None
+    with UserCode() as attempt:
+        result = _call(reward, runner, prompt, responses)
+    if attempt.error is not None:
+        raise RewardError(f"raised {describe(attempt.error, reward.file)}")
+    if isinstance(result, str | dict) or not isinstance(result, Iterable):
+        raise RewardError(f"returned {type(result).__name__}, expected a list of {len(responses)} scores")
+    values = list(result)
+    if len(values) != len(responses):
+        raise RewardError(f"returned {len(values)} scores for {len(responses)} responses")
+    return [_checked(value, index) for index, value in enumerate(values)]
+
+
+def _call(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]) -> object:
+    if reward.per_response:
+        return [_finished(reward.call(prompt, response), runner) for response in responses]
+    return _finished(reward.call(prompt, responses), runner)
+
+
+def _finished(result: object, runner: asyncio.Runner) -> object:
+    """The result of a plain function as it is, of an async one once it has run."""
+    return runner.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Any) -> object:  # noqa: ANN401
+    return await result
+
+
+def _checked(value: object, index: int) -> Score:
+    result = value if isinstance(value, Score) else Score(value)  # type: ignore[arg-type]
+    number: object = result.value
+    if not isinstance(number, numbers.Real) or not math.isfinite(number):
+        raise RewardError(f"returned {number!r:.80} for response {index}, expected a finite number or a Score")
+    return Score(float(number), str(result.status), str(result.detail))
+
+
+def _serve(launcher: socket.socket, reward: RewardFunction, runner: asyncio.Runner) -> None:
+    while (message := _receive(launcher)) is not None:
+        try:
+            scores = score(reward, runner, *verifier_messages.parse_call(message))
+        except RewardError as error:
+            launcher.sendall(verifier_messages.pack({"error": str(error)}))
+        else:
+            launcher.sendall(verifier_messages.pack({"scores": [(s.value, s.status, s.detail) for s in scores]}))
+
+
+def _receive(launcher: socket.socket) -> dict[str, Any] | None:
+    """The next message; None when the launcher has hung up. Waits without limit: the lifeline ends it otherwise."""
+    head = _read(launcher, verifier_messages.LENGTH.size)
+    return verifier_messages.unpack(_read(launcher, *verifier_messages.LENGTH.unpack(head))) if head else None
+
+
+def _read(launcher: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = launcher.recv(count - len(data))
+        if not part:
+            return b""
+        data += part
+    return bytes(data)
+
+
+def _print_to_stderr() -> None:
+    """A reward's print goes where its errors go, line by line, so that it is there even if the process is killed."""
+    os.dup2(2, 1)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

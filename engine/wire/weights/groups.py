@@ -1,0 +1,217 @@
+"""Broadcast groups of a pipeline stage's sender and all instances (torch.distributed; needs torch alone, no vllm).
+
+The sender is rank 0 and holds a TCPStore where the others find it. Members meet in the store, with a deadline, before the
+group is made: whoever died on the way leaves nobody in a constructor that can't be called off. Every wait in a group has
+a deadline, and `close` calls it off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.errors import BadInput, DeadlineError, TransferError
+from engine.wire.address import address_towards
+
+BACKENDS = ("gloo", "nccl")
+REACH_S = 10.0
+"""The sender listens before anybody is told its address: who does not reach it by then never will."""
+POLL_S = 0.0005
+"""How often a transfer under way is looked at: a bucket takes hundreds of times longer."""
+
+
+class Rendezvous:
+    """The sender's store: where the members of its stage's group find each other."""
+
+    def __init__(self, host: str, backend: str, timeout_s: float) -> None:
+        """`host`: an address of this machine that the instances reach; a free port of it is taken."""
+        self.host = host
+        self._backend = backend
+        self._timeout_s = timeout_s
+        self._store = _serve_store(host, timeout_s)
+        self._off = threading.Event()
+
+    @property
+    def address(self) -> dict[str, str | int]:
+        """What the members need to know of this stage."""
+        return {"host": self.host, "port": self._store.port}
+
+    def gather(self, world: int) -> BroadcastGroup:
+        """Wait for the members (ranks 1 … world − 1) and make the group. TransferError when called off, DeadlineError."""
+        try:
+            with _store_errors("the members of the weight transfer"):
+                for rank in range(1, world):
+                    _await_key(self._store, f"here/{rank}", self._timeout_s, self._off, f"rank {rank} of the weight transfer")
+                self._store.set("go", b"1")
+                return BroadcastGroup(self._store, 0, world, self._backend, self.host, self._timeout_s)
+        except (DeadlineError, TransferError):
+            self._store.set("off", b"1")
+            raise
+
+    def call_off(self) -> None:
+        """The group will not be made: nobody waits any longer. Who comes yet hears of it, as long as this object is kept."""
+        self._off.set()
+        self._store.set("off", b"1")
+
+
+def _serve_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """A store on that address alone (torch would listen on all, and look up names of mapped addresses for seconds)."""
+    listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = int(listening.getsockname()[1])
+    return dist.TCPStore(host, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False,
+                         master_listen_fd=listening.detach())  # fmt: skip
+
+
+def join(
+    address: dict[str, object], rank: int, world: int, backend: str, timeout_s: float, off: threading.Event
+) -> BroadcastGroup:
+    """Become a member of the group that a `Rendezvous` gathers. Raises TransferError when it, or `off`, calls off;
+    DeadlineError."""
+    host, port = address.get("host"), address.get("port")
+    if not isinstance(host, str) or type(port) is not int or not 0 < port < 65536:
+        raise BadInput(f"init_info.stages: {address!r} is no address; expected {{\"host\": ..., \"port\": ...}}")
+    with _store_errors(f"the sender of the weights at {host}:{port}"):
+        _await_port(host, port, timeout_s, off)
+        store = dist.TCPStore(host, port, None, False, timedelta(seconds=min(timeout_s, REACH_S)))
+        store.set_timeout(timedelta(seconds=timeout_s))
+        store.set(f"here/{rank}", b"1")
+        _await_key(store, "go", timeout_s, off, f"the sender of the weights at {host}:{port} and the other members")
+        return BroadcastGroup(store, rank, world, backend, address_towards(host), timeout_s)
+
+
+@contextlib.contextmanager
+def _store_errors(whom: str) -> Iterator[None]:
+    """torch's errors of stores and rendezvous (RuntimeErrors all of them) under our name."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferError(f"no connection with {whom}: {str(error).splitlines()[0]}") from None
+
+
+def _await_key(store: dist.Store, key: str, timeout_s: float, off: threading.Event, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not store.check([key]):
+        if off.is_set() or store.check(["off"]):
+            raise TransferError(f"the weight transfer was called off while it waited for {what}")
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"{what} did not come within {timeout_s:g} s")
+        time.sleep(0.005)
+
+
+def _await_port(host: str, port: int, timeout_s: float, off: threading.Event) -> None:
+    """Until somebody listens there: torch's own way of waiting can't be called off."""
+    deadline = time.monotonic() + min(timeout_s, REACH_S)
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+            return
+        except OSError as error:
+            reason = error
+        if off.is_set():
+            raise TransferError(f"the weight transfer was called off while it looked for its sender at {host}:{port}")
+        if time.monotonic() > deadline:
+            raise TransferError(f"the sender of the weights at {host}:{port} can't be reached: {reason}")
+        time.sleep(0.02)
+
+
+def own_address(loopback: bool) -> str:
+    """An address of this machine that the instances reach: 127.0.0.1 if all are on it."""
+    if loopback:
+        return "127.0.0.1"
+    found = socket.gethostbyname(socket.gethostname())
+    if ipaddress.ip_address(found).is_loopback:
+        raise BadInput(f"the name of this machine, {socket.gethostname()}, means {found}: instances on other machines can't "
+                       "reach that; give the machine's own address in /etc/hosts")
+    return found
+
+
+class BroadcastGroup:
+    """A stage's sender (rank 0) and receivers."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, backend: str, own: str, timeout_s: float) -> None:
+        """`own`: this machine's address towards the others. Called by all members at once."""
+        self.backend = backend
+        self._timeout_s = timeout_s
+        self._store = store  # the sender's lives as long as the group
+        self._made: dist.ProcessGroup | None = _make(store, rank, world, backend, own, timeout_s)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        """Where receivers' buffers must lie: on the device of the thread that joined; other threads begin with device 0."""
+        self._last: list[dist.Work] = []
+        self._closed = threading.Event()
+
+    def broadcast(self, *pieces: Tensor) -> Transfer:
+        """Begin to send (rank 0) or receive pieces of memory, contiguous and of the same sizes on all members."""
+        if self._made is None:
+            raise TransferError("the weight transfer was closed")
+        made = self._made
+        self._last = [made.broadcast(piece, 0) for piece in pieces]
+        return Transfer(self._last, self._closed, self._timeout_s)
+
+    def close(self) -> None:
+        """Leave. Whoever waits in a transfer of this group gets TransferError now; the others when they notice."""
+        self._closed.set()
+        made, self._made = self._made, None
+        if made is None:
+            return
+        if self.backend == "nccl":
+            made.abort()
+        threading.Thread(target=_let_go, args=([*self._last, made],), name="leave-group", daemon=True).start()
+        self._last = []
+
+
+def _let_go(held: list[Any]) -> None:
+    """Drop [transfers under way …, group] once the transfers have ended by their time-out: gloo would wait for them with the
+    interpreter locked."""
+    while not all(work.is_completed() for work in held[:-1]):
+        time.sleep(0.05)
+    held.clear()
+
+
+def _make(store: dist.Store, rank: int, world: int, backend: str, own: str, timeout_s: float) -> dist.ProcessGroup:
+    wait, place = timedelta(seconds=timeout_s), dist.PrefixStore("group", store)
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = wait
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+        return dist.ProcessGroupGloo(place, rank, world, options)
+    if backend == "nccl":
+        if not torch.cuda.is_available():
+            raise BadInput("transport nccl: this process sees no CUDA device; use gloo or file")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = wait
+        return dist.ProcessGroupNCCL(place, rank, world, options)
+    raise BadInput(f"transport {backend!r}; groups are made of {', '.join(BACKENDS)}")
+
+
+class Transfer:
+    """Broadcasts under way."""
+
+    def __init__(self, works: list[dist.Work], closed: threading.Event, timeout_s: float) -> None:
+        self._works = works
+        self._closed = closed
+        self._timeout_s = timeout_s
+
+    def wait(self) -> None:
+        """Until the bytes are through. TransferError when a member died or the group was closed, DeadlineError."""
+        deadline = time.monotonic() + self._timeout_s
+        while not all(work.is_completed() for work in self._works):
+            if self._closed.is_set():
+                raise TransferError("the weight transfer was closed while a bucket was under way")
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"a bucket of weights was not through within {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise TransferError(f"a member of the weight transfer failed: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,87 @@
+"""A Prefect API server of our own for the time of one run: `python -m tasks.cluster.local_server FD` serves on an open socket.
+
+Prefect's own ephemeral server is a plain subprocess that outlives a killed flow; this one holds our lifeline.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.errors import MetronomeError
+from engine.run.process import Child, python, watch_lifeline
+
+STARTUP_S = 180.0
+"""7 s on an idle machine, 14 s the first time (the database is made)."""
+
+
+class LocalServer:
+    """A server that is starting in the background."""
+
+    def __init__(self, child: Child, url: str) -> None:
+        self._child = child
+        self._url = url
+
+    def wait(self) -> None:
+        """Until it serves. Raises MetronomeError with how it ended if it does not."""
+        try:
+            urllib.request.urlopen(f"{self._url}/health", timeout=STARTUP_S).close()
+        except (urllib.error.URLError, OSError) as error:
+            how = self._child.how_it_ended()
+            raise MetronomeError(f"the local Prefect server does not answer ({error}); it {how}") from None
+
+
+@contextmanager
+def local_server(output: Path) -> Iterator[LocalServer | None]:
+    """Start a server with its database under `<output>/prefect`; None when PREFECT_API_URL names one already.
+
+    Enter it before Prefect is imported: Prefect hears of it by environment variables, which it reads then.
+    The parent opens the socket, so that there is no port to guess and a request before start-up waits in the backlog.
+    """
+    if os.environ.get("PREFECT_API_URL"):
+        yield None
+        return
+    home = (output / "prefect").resolve()
+    home.mkdir(parents=True, exist_ok=True)
+    os.environ["PREFECT_HOME"] = str(home)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        environment = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
+        arguments = python("tasks.cluster.local_server", str(listener.fileno()))
+        child = Child("Prefect server", arguments, home / "server.log", environment, [listener.fileno()])
+    os.environ["PREFECT_API_URL"] = url
+    try:
+        yield LocalServer(child, url)
+    finally:
+        child.stop(grace_s=1.0)
+        del os.environ["PREFECT_API_URL"]
+
+
+def log_prefect_to(path: Path) -> None:
+    """Prefect's own lines (tracebacks among them) go to a file: the console is for the run. Call after the import."""
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logger = logging.getLogger("prefect")
+    logger.handlers, logger.propagate = [handler], False
+
+
+def main() -> None:
+    """Serve until the parent ends."""
+    watch_lifeline()
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    server = uvicorn.Server(uvicorn.Config(create_app(), log_level="error", lifespan="on"))
+    server.run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Rollout instances of a run on a work pool of their own: what that pool's worker does (tasks/cluster/other_nodes.py asks for
+them)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from engine.config import Config
+from engine.errors import BadInput, DeadlineError
+from engine.instance.join import default_name
+from engine.run.folder import dump
+from engine.run.process import Child, stop_all
+from engine.run.vllm_command import VISIBLE, device_of, interpreter, visible_devices
+from engine.wire.address import launcher_address, split_address
+from tasks.console import say
+
+POLL_S = 1.0
+STOP_S = 10.0
+"""What instances may take to leave the run before they are killed."""
+
+
+def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -> None:
+    """Start `count` instances that join a run, and end them once its launcher has been away for rollout.wait_s.
+
+    `join`: host:port of the launcher, or the run folder, or its rollout.address. Each has devices of its own (`own_devices`).
+    Raises BadInput when there are too few, DeadlineError when no launcher is there for as long at the start, ProcessDied when an
+    instance dies while the run goes on.
+    """
+    devices = own_devices(config, count)
+    with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
+        recipe = Path(scratch) / "config.toml"
+        dump(_elsewhere(config), recipe)
+        children = []
+        try:
+            for number, mine in enumerate(devices):
+                children.append(_instance(recipe, join, host, f"{default_name()}-{number}", mine))
+            _accompany(children, join, config.rollout.wait_s)
+        finally:
+            stop_all(children, STOP_S)
+
+
+def own_devices(config: Config, count: int) -> list[dict[str, str]]:
+    """Environment of each of `count` instances on this node: the next rollout.tensor devices, of those that this process may see
+    where its environment says so; empty on a CPU. Raises BadInput when they do not suffice."""
+    kind = device_of(interpreter(), config.platform.device) if config.rollout.engine == "vllm" else "cpu"
+    if kind not in VISIBLE:
+        return [{} for _ in range(count)]
+    variable, tensor = VISIBLE[kind], config.rollout.tensor
+    needed, given = count * tensor, os.environ.get(variable)
+    seen = list(map(str, range(needed))) if given is None else visible_devices(kind)
+    if len(seen) < needed:
+        raise BadInput(f"{variable}={given}: {count} instances of rollout.tensor = {tensor} need {needed} devices; set "
+                       "platform.devices_per_node to what a node of the rollout pool has")
+    return [{variable: ",".join(seen[first : first + tensor])} for first in range(0, needed, tensor)]
+
+
+def _elsewhere(config: Config) -> Config:
+    """Without rollout.devices: they are those of the instances that the run starts itself, on its own node."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"devices": []})})
+
+
+def _instance(recipe: Path, join: str, host: str, name: str, environment: Mapping[str, str]) -> Child:
+    log = recipe.parent / f"{name}.log"
+    command = [sys.executable, "-m", "flows.cli", "serve", str(recipe), "--join", join, "--host", host, "--name", name]
+    return Child(f"rollout instance {name}", command, log, environment)
+
+
+def _accompany(children: Sequence[Child], join: str, wait_s: float) -> None:
+    met, heard = False, time.monotonic()
+    while True:
+        if _answers(join):
+            if not met:
+                say("rollouts", f"{len(children)} instances join the run at {join}")
+            met, heard = True, time.monotonic()
+            for child in children:
+                child.check()
+        elif time.monotonic() - heard > wait_s:
+            break
+        time.sleep(POLL_S)
+    if not met:
+        raise DeadlineError(f"no launcher answers at {join} within {wait_s:.0f} s (rollout.wait_s): has the run begun?")
+    say("rollouts", f"the run at {join} has ended")
+
+
+def _answers(join: str) -> bool:
+    """Whether a launcher listens there now."""
+    try:
+        socket.create_connection(split_address(launcher_address(join), "join"), timeout=5.0).close()
+    except OSError:  # not there, or a run folder without the file yet
+        return False
+    return True

@@ -1,0 +1,14 @@
+"""`run.dry`: print what a recipe comes to, and start nothing."""
+
+from __future__ import annotations
+
+from engine.config import Config
+from engine.tools.dry_run import plan, sections
+from tasks import console
+
+
+def dry_run(config: Config) -> None:
+    """Print the plan. Raises BadInput with every reason why the recipe can't run."""
+    for title, rows in sections(plan(config)).items():
+        console.table(title, rows)
+    print("\nNothing was started. Memory is computed, not measured: docs/ascend.md says what it covers.")

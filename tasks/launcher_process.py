@@ -1,0 +1,115 @@
+"""Starts the launcher and follows what it writes; whatever ends this function ends the launcher with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine import errors
+from engine.config import Config
+from engine.errors import BadInput, MetronomeError, ProcessDied
+from engine.run.commands import launcher_command
+from engine.run.folder import RunFolder, dump
+from engine.run.process import Child
+from engine.tools.timeline import draw
+
+POLL_S = 0.3
+"""How often steps.jsonl is looked at."""
+STOP_S = 9.0
+"""What the launcher may take to end its own children before it is killed (and they with it, by their lifelines)."""
+
+
+class LineFollower:
+    """New whole lines of a JSON-lines file that another process appends to, and may cut back (a resumed run does)."""
+
+    def __init__(self, path: Path) -> None:
+        """Lines that are in the file already are not new."""
+        self._path = path
+        self._inode = 0
+        self._position = 0
+        self._seen: set[bytes] = set()
+        self.new()
+
+    def new(self) -> list[dict[str, Any]]:
+        """Lines not seen before. A half-written last line waits for its end; a file that is not there yet is empty."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            self._rewind_if_replaced(file.fileno())
+            file.seek(self._position)
+            whole = file.read().rpartition(b"\n")[0]
+        if whole:
+            self._position += len(whole) + 1
+        fresh = [line for line in whole.split(b"\n") if line and line not in self._seen]
+        self._seen.update(fresh)
+        return [json.loads(line) for line in fresh]
+
+    def _rewind_if_replaced(self, descriptor: int) -> None:
+        """A cut file is a new file: read it from its start, where the kept lines are known by their text."""
+        inode = os.fstat(descriptor).st_ino
+        if inode != self._inode:
+            self._inode, self._position = inode, 0
+
+
+def run_training(
+    config: Config,
+    resume: bool = False,
+    replay: Path | None = None,
+    on_step: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> RunFolder:
+    """Train in a launcher process; `on_step` gets each line of steps.jsonl as it appears. `model.path` is a folder.
+
+    Raises what ended the run: BadInput, or another MetronomeError with the launcher's message. No process is left.
+    """
+    folder = RunFolder(config.folder)
+    folder.failure.unlink(missing_ok=True)  # of an earlier attempt
+    follower = LineFollower(folder.steps)
+    with tempfile.TemporaryDirectory(prefix="metronome-config-") as scratch:
+        file = Path(scratch) / "config.toml"
+        dump(config, file)
+        child = Child("launcher", launcher_command(file, resume, replay), folder.logs / "launcher.log")
+        try:
+            code = _follow(child, follower, on_step)
+        finally:
+            child.stop(STOP_S)
+    draw(folder.path)
+    if code:
+        raise _failure(child, folder, code)
+    return folder
+
+
+def _follow(child: Child, follower: LineFollower, on_step: Callable[[dict[str, Any]], None]) -> int:
+    """Hand on every new line until the launcher ends; its exit status."""
+    while True:
+        try:
+            code: int | None = child.process.wait(POLL_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        for row in follower.new():
+            on_step(row)
+        if code is not None:
+            return code
+
+
+def _failure(child: Child, folder: RunFolder, code: int) -> MetronomeError:
+    """The error that the launcher left behind, or how it died if it could not leave one."""
+    if code == 2:  # perhaps before the run folder was touched: a reason in there may be an earlier run's
+        return BadInput(last_error(child))
+    if folder.failure.exists():
+        told = json.loads(folder.failure.read_text())
+        kind = getattr(errors, told["error"], MetronomeError)
+        return kind(told["message"])
+    return ProcessDied(f"the launcher {child.how_it_ended()}")
+
+
+def last_error(child: Child) -> str:
+    """The message of the launcher's last `error: ` line."""
+    assert child.log is not None
+    lines = child.log.read_text(errors="replace").splitlines()
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return told[-1] if told else f"the launcher {child.how_it_ended()}"

@@ -1,0 +1,123 @@
+"""The alias `champion` of a registered model: moved to a new version only if a paired comparison says that it is better."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import mlflow
+from mlflow.entities.model_registry import ModelVersion
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.evaluation import tables
+from engine.evaluation.champion import ChampionVerdict, Results, challenge, first
+from engine.model.shape import content_hash
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder
+from tasks.code_version import code_version
+from tasks.prepare import REPORT
+from tasks.tracking.registered_policies import CHAMPION
+from tasks.tracking.write_queue import first_line
+
+RESULTS = "policy_evaluation-{}.json"
+"""Artifact of the run beside `policy/`, by the version: the protocol and every problem's mean, for later comparisons."""
+REASON = "metronome.champion"
+"""Tag of a version: why it became champion, or did not."""
+TAG_LIMIT = 5000
+"""Characters of a tag's value that MLflow takes."""
+
+
+def crown(name: str, version: str, folder: RunFolder, config: Config) -> ChampionVerdict:
+    """Store the new version's lineage and results with it, and move the alias to it if it is better than the champion.
+
+    May be repeated: a version that has the alias keeps it, with the reason of the first time.
+    """
+    client, own = mlflow.MlflowClient(), results(folder, config)
+    made = client.get_model_version(name, version)
+    for key, value in lineage(folder, config).items():
+        client.set_model_version_tag(name, version, f"metronome.{key}", value[:TAG_LIMIT])
+    if own is not None:
+        client.log_dict(made.run_id, own.as_dict(), RESULTS.format(version))
+    champion = _champion(client, name)
+    if champion is not None and str(champion.version) == version:
+        return ChampionVerdict(True, champion.tags.get(REASON, "it has the alias already"))
+    verdict = _verdict(champion, own, base_results(folder, config, own), config.evaluate.confidence)
+    client.set_model_version_tag(name, version, REASON, verdict.reason[:TAG_LIMIT])
+    if verdict.wins:
+        client.set_registered_model_alias(name, CHAMPION, version)
+    return verdict
+
+
+def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
+    """Where a policy comes from: base model, data, config, code, steps, and what its evaluation said."""
+    base, row = Path(config.model.path), final_evaluation(folder, config)
+    report = folder.path / REPORT
+    data = json.loads(report.read_text())["train"]["version"] if report.exists() else "unknown"
+    found = {
+        "base_model": str(base),
+        "start": config.model.start,
+        "base_model_hash": content_hash(base),
+        "data": config.data.train,
+        "data_version": data,
+        "config_hash": hashlib.sha256(folder.config.read_bytes()).hexdigest(),
+        "code_version": code_version(),
+        "steps": str(config.train.steps),
+        "mode": config.train.mode,
+        "run_folder": str(folder.path.resolve()),
+    }
+    if config.model.continued_from:
+        found["continued_from"] = config.model.continued_from
+    if row is not None:
+        found |= {"benchmark": row["benchmark"], "avg_at_k": f"{row['avg_at_k']:.6f}",
+                  "interval": f"{row['ci_low']:.6f} to {row['ci_high']:.6f}", "protocol": json.dumps(row["protocol"])}
+    return found
+
+
+def final_evaluation(folder: RunFolder, config: Config) -> dict | None:
+    """The last row of evaluations.jsonl on the run's final policy and first benchmark; None if there is none."""
+    policy, wanted = str(folder.policy.resolve()), config.train.steps
+    rows = [row for row in read_lines(folder.evaluations)
+            if row.get("model") == policy and row["weight_version"] == wanted and "protocol" in row]
+    first = rows[0]["benchmark"] if rows else ""
+    return next((row for row in reversed(rows) if row["benchmark"] == first), None)
+
+
+def results(folder: RunFolder, config: Config) -> Results | None:
+    """The final policy's per-problem results; None if it was not evaluated."""
+    row = final_evaluation(folder, config)
+    return None if row is None else Results(row["protocol"], tables.means(folder.path / row["table"]))
+
+
+def base_results(folder: RunFolder, config: Config, own: Results | None) -> Results | None:
+    """Those of the model that the run began with, evaluated as the final policy was; None if it was not."""
+    if own is None:
+        return None
+    base = Path(config.model.path).resolve()
+    for row in read_lines(folder.evaluations):
+        trained = row.get("in_run") and row["weight_version"] > 0  # such rows name the base model, too
+        if trained or "protocol" not in row or Path(row["model"]).resolve() != base:
+            continue
+        if not tables.differing(own.protocol, row["protocol"]) and (folder.path / row["table"]).is_file():
+            return Results(row["protocol"], tables.means(folder.path / row["table"]))
+    return None
+
+
+def _verdict(champion: ModelVersion | None, own: Results | None, base: Results | None, confidence: float) -> ChampionVerdict:
+    if champion is None:
+        return first(own, base, confidence)
+    try:
+        stored = mlflow.artifacts.load_dict(f"runs:/{champion.run_id}/{RESULTS.format(champion.version)}")
+        theirs = Results.of(stored)
+    except (mlflow.MlflowException, OSError, BadInput) as error:
+        return ChampionVerdict(
+            False, f"the results of the champion (version {champion.version}) can't be read: {first_line(error)}"
+        )
+    return challenge(own, theirs, confidence)
+
+
+def _champion(client: mlflow.MlflowClient, name: str) -> ModelVersion | None:
+    """The version that has the alias now; None if none has."""
+    aliases = client.get_registered_model(name).aliases
+    return client.get_model_version(name, aliases[CHAMPION]) if CHAMPION in aliases else None

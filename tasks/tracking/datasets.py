@@ -1,0 +1,50 @@
+"""The problem sets of a run as MLflow datasets: which rows it was trained on and which it never saw."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow.data.dataset_source import DatasetSource
+from mlflow.data.dataset_source_registry import resolve_dataset_source
+from mlflow.data.huggingface_dataset_source import HuggingFaceDatasetSource
+from mlflow.data.meta_dataset import MetaDataset
+from mlflow.entities import Dataset, DatasetInput, InputTag
+
+from tasks.tracking.mlflow_run import write_queue
+
+DIGEST = 32
+"""Hex digits of a version that MLflow keeps (it takes up to 36)."""
+
+
+def log_datasets(found: Mapping[str, Any]) -> None:
+    """Log a report of `tasks.prepare.prepare_data` as inputs of the tracked run: contexts "training" and "evaluation".
+
+    The digest is the version: a hash of the rows themselves. Whole hashes and counts are tags.
+    """
+    client, own = mlflow.MlflowClient(), write_queue()
+    for name, context in (("train", "training"), ("heldout", "evaluation")):
+        figures = found[name]
+        dataset = MetaDataset(_source(figures["source"]), name=_name(figures["source"]), digest=figures["version"][:DIGEST])
+        tags = {"version": figures["version"], "content_hash": figures["content_hash"], "rows": str(figures["rows"])}
+        labels = [InputTag(key, value) for key, value in {"mlflow.data.context": context, **tags}.items()]
+        entry = DatasetInput(Dataset(**dataset.to_dict()), labels)
+        own.do(f"the data set {dataset.name}", partial(client.log_inputs, own.run_id, datasets=[entry]))
+    own.do("the data version", lambda: client.set_tag(own.run_id, "metronome.data_version", found["train"]["version"]))
+
+
+def _source(source: str) -> DatasetSource:
+    whole = source.partition(" (held out")[0]
+    if "://" not in whole and not Path(whole).exists():
+        return HuggingFaceDatasetSource(path=whole.partition(":")[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that two of MLflow's own classes could hold the address
+        return resolve_dataset_source(whole)
+
+
+def _name(source: str) -> str:
+    return source.rstrip("/").rpartition("/")[2]

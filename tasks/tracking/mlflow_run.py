@@ -1,0 +1,152 @@
+"""The recording of one run in MLflow: its recorder, its parameters, its files and how it ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow.entities import LoggedModelInput, Param, RunTag
+
+from engine.config import Config
+from engine.errors import MetronomeError
+from engine.model.shape import content_hash
+from engine.run.folder import RunFolder
+from engine.run.identity import identity
+from tasks.console import complain
+from tasks.tracking.metric_names import flatten, metric_name
+from tasks.tracking.retry import retry_while_away
+from tasks.tracking.write_queue import FLUSH_S, STORE_ERRORS, MachineLoad, WriteQueue, first_line
+
+PARAMETER_LIMIT = 6000
+"""Characters of a parameter's value that MLflow takes."""
+PARAMETERS_AT_ONCE = 100
+"""Parameters in one request; MLflow takes no more."""
+SAMPLES = 20
+"""About so many steps' response samples are copied to MLflow; the run folder has those of every step."""
+HURRY_S = 4.0
+"""What a run that failed or was cancelled waits for the tracking server at its end."""
+FILES = ("config.toml", "data.json", "steps.jsonl", "evaluations.jsonl", "timeline.html", "failure.json")
+"""Files of the run folder that become artifacts at the end."""
+
+NUMBER = "metronome.run_id"
+"""Tag with the run's own number (engine.run.identity): its checkpoints have it, so that it outlives the run folder."""
+
+_current: list[tuple[WriteQueue, Config]] = []
+
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # MLflow's 7 take four minutes; the recorder tries again anyway
+
+
+def write_queue() -> WriteQueue:
+    """Of the run that is tracked now. Raises MetronomeError outside `tasks.tracking.tracked_run.tracked`."""
+    if not _current:
+        raise MetronomeError("nothing is tracked now: this must run inside `with tracking.tracked(config):`")
+    return _current[-1][0]
+
+
+@contextmanager
+def mlflow_run(config: Config, known: str | None, keeps_status: bool = False) -> Iterator[mlflow.ActiveRun]:
+    """The body in an MLflow run (`known`: its id, None for a new one) with a recorder and samples of the machine's load.
+
+    What the run folder holds at the end becomes artifacts. A body that raises leaves the run as FAILED, one that is cancelled
+    or interrupted as KILLED; with `keeps_status` a known run ends as what it was. Raises TrackingAway.
+    """
+    before, run = _started(config, known)
+    own = WriteQueue(run.info.run_id)
+    load = MachineLoad(own, run.info.run_id, run.info.start_time)
+    _current.append((own, config))
+    status, patience = "KILLED", HURRY_S
+    try:
+        _log_config(own, config, run)
+        yield run
+        status, patience = "FINISHED", FLUSH_S
+    except Exception:
+        status = "FAILED"
+        raise
+    finally:
+        load.close()
+        _log_files(own, config.folder)
+        _current.pop()
+        _end(before if before and keeps_status else status, own.close(patience))
+
+
+def _started(config: Config, known: str | None) -> tuple[str | None, mlflow.ActiveRun]:
+    """A known run's status until now, and the run, which is active from now on."""
+    if known is None:
+        return None, mlflow.start_run(run_name=config.run.name)
+    what = f"going on with the MLflow run {known}"
+    before = retry_while_away(what, lambda: str(mlflow.MlflowClient().get_run(known).info.status))
+    return before, retry_while_away(what, lambda: mlflow.start_run(run_id=known))
+
+
+def log_samples(step: int) -> None:
+    """The response samples of about every (train.steps / 20)th step and of the last one."""
+    own, config = _current[-1]
+    sample = RunFolder(config.folder).responses / f"step-{step:06d}.jsonl"
+    due = step % max(1, config.train.steps // SAMPLES) == 0 or step == config.train.steps - 1
+    if due and sample.exists():
+        own.artifact(sample, "responses")
+
+
+def log_model_input(path: Path) -> None:
+    """The base model as an input of the run: an external model with path and content hash, made once per experiment.
+
+    In the background: reading a large model for its hash takes a while.
+    """
+    client, own = mlflow.MlflowClient(), write_queue()
+
+    def link() -> None:
+        digest = content_hash(path)
+        experiment = client.get_run(own.run_id).info.experiment_id
+        filter_string = f"tags.content_hash = '{digest}'"
+        known = client.search_logged_models([experiment], filter_string=filter_string, max_results=1)
+        model = known[0] if known else mlflow.create_external_model(
+            metric_name(path.name).replace(".", "_"), source_run_id=own.run_id, model_type="base", experiment_id=experiment,
+            params={"path": str(path), "content_hash": digest}, tags={"content_hash": digest})
+        client.log_inputs(own.run_id, models=[LoggedModelInput(model.model_id)])
+
+    own.do("the base model", link)
+
+
+def cut(value: str) -> str:
+    """A parameter's value within MLflow's limit; one that is cut says so."""
+    note = f" ... ({len(value)} characters; whole in config.toml)"
+    return value if len(value) <= PARAMETER_LIMIT else value[:PARAMETER_LIMIT - len(note)] + note
+
+
+def _log_config(own: WriteQueue, config: Config, run: Any) -> None:  # noqa: ANN401
+    """Parameters, cut to MLflow's limit. They can't be changed: what a resumed run changes is a tag `changed.KEY`."""
+    client, run_id, before = mlflow.MlflowClient(), run.info.run_id, run.data.params
+    parameters = {name: cut(str(value)) for name, value in flatten(config.model_dump(mode="json")).items()}
+    fresh = [Param(name, value) for name, value in parameters.items() if name not in before]
+    changed = {f"changed.{name}": value for name, value in parameters.items() if before.get(name, value) != value}
+    tags = {"metronome.run_folder": str(config.folder.resolve()), "metronome.mode": config.train.mode, **changed}
+    if number := identity(config.folder):
+        tags[NUMBER] = number
+    for start in range(0, len(fresh), PARAMETERS_AT_ONCE):
+        part = fresh[start:start + PARAMETERS_AT_ONCE]
+        own.do("parameters", partial(client.log_batch, run_id, params=part))
+    own.do("tags", lambda: client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()]))
+
+
+def _log_files(own: WriteQueue, folder: Path) -> None:
+    for path in (folder / name for name in FILES):
+        if path.exists():
+            own.artifact(path)
+
+
+def _end(status: str, missing: list[str]) -> None:
+    """Set the run's status; when the server is away it stays as running, which is said."""
+    if missing:  # it has been waited for already
+        os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"], before = "0", os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]
+    try:
+        mlflow.end_run(status)
+    except STORE_ERRORS as error:
+        complain(f"warning: MLflow still shows this run as RUNNING, which is {status}: {first_line(error)}")
+    finally:
+        if missing:
+            os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = before

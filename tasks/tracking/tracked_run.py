@@ -1,0 +1,184 @@
+"""MLflow: one run per run folder, straight to sqlite unless a tracking URI is given; no server, no telemetry.
+
+A store that can't be used when a run begins is an error. Later, what is recorded waits until it answers
+(tasks/tracking/write_queue.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlflow
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.model.shape import content_hash
+from engine.run.checkpoint_files import latest, step_of
+from engine.run.files import read_lines, write_atomically
+from engine.run.folder import RunFolder
+from engine.run.identity import identity
+from tasks.console import complain
+from tasks.tracking.metric_log import MetricLog
+from tasks.tracking.metric_names import metric_name, numbers
+from tasks.tracking.mlflow_run import NUMBER, log_samples, mlflow_run, write_queue
+from tasks.tracking.retry import retry_while_away
+from tasks.tracking.write_queue import first_line, refused
+
+RUN_ID = "mlflow_run_id"
+"""File in the run folder with the id of its MLflow run, so that a resumed run goes on in the same one."""
+
+POLICY_HASH = "metronome.policy_hash"
+"""Tag of a registered version: content of its files."""
+
+_step_logs: dict[str, MetricLog] = {}
+"""By MLflow run."""
+
+logging.getLogger("mlflow").setLevel(logging.WARNING)
+logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+def tracking_uri(config: Config) -> str:
+    """`tracking.uri`, else MLFLOW_TRACKING_URI, else the sqlite store in `run.output`."""
+    given = config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI")
+    return given or f"sqlite:///{Path(config.run.output).resolve() / 'mlflow.db'}"
+
+
+def ui_command(config: Config) -> str:
+    """The address of the MLflow server; of a store without one the command that opens it, with this environment's mlflow."""
+    if tracking_uri(config).startswith(("http://", "https://")):
+        return tracking_uri(config)
+    mlflow_command = Path(sys.executable).with_name("mlflow")
+    if mlflow_command.is_relative_to(Path.cwd()):
+        mlflow_command = mlflow_command.relative_to(Path.cwd())
+    return shlex.join([str(mlflow_command), "ui", "--backend-store-uri", tracking_uri(config)])
+
+
+@contextmanager
+def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
+    """Track the body in the run folder's MLflow run (made if there is none yet); yields its id.
+
+    A folder without one that has a number is looked up by that: the run's folder was lost, and it goes on from its checkpoints.
+    Raises BadInput for a store that MLflow refuses or, for a new run, that is away; TrackingAway for one that is away for long
+    when a run goes on or is evaluated. A body that raises leaves the run marked as failed, one that is interrupted as killed; an
+    `evaluation` of a run leaves it as it was. MLflow writes what is queued when the run ends.
+    """
+    config.folder.mkdir(parents=True, exist_ok=True)
+    id_file = config.folder / RUN_ID
+    known = id_file.read_text().strip() if id_file.exists() else None
+    try:
+        if known is None and not evaluation:
+            known = _found(config)
+        elif known is None:
+            known = retry_while_away("logging the evaluation", lambda: _found(config))
+        else:
+            retry_while_away(f"going on with the MLflow run {known}", lambda: _connect(config))
+    except mlflow.MlflowException as error:
+        raise _unusable(config, error) from None
+    with mlflow_run(config, known, keeps_status=evaluation) as run:
+        if not id_file.exists():
+            write_atomically(id_file, run.info.run_id)
+        _start_step_log(run.info.run_id, config, known is not None)
+        yield run.info.run_id
+
+
+def check_store(config: Config) -> None:
+    """Before an evaluation, which needs no store: raises BadInput for one that MLflow refuses, and says when one is away."""
+    try:
+        _connect(config)
+    except mlflow.MlflowException as error:
+        if refused(error):
+            raise _unusable(config, error) from None
+        complain(f"warning: MLflow ({tracking_uri(config)}) does not answer: {first_line(error)}. The evaluation goes on, it is "
+                 "logged afterwards")
+
+
+def _unusable(config: Config, error: mlflow.MlflowException) -> BadInput:
+    return BadInput(f"tracking.uri = {tracking_uri(config)!r}, experiment {config.tracking.experiment!r}: "
+                    f"MLflow can't use it: {first_line(error)}")
+
+
+def _start_step_log(run_id: str, config: Config, resumed: bool) -> None:
+    """Steps go to this run from now on; what it lacks of steps that a checkpoint covers is logged first."""
+    folder = RunFolder(config.folder)
+    rows = list(read_lines(folder.steps)) if resumed else []
+    _step_logs[run_id] = log = retry_while_away("reading the steps in MLflow", lambda: MetricLog(run_id, resumed))
+    checkpoint = latest(folder.checkpoints)
+    covered = 0 if checkpoint is None else step_of(checkpoint)
+    log.fill((row["step"], numbers(row)) for row in rows if row["step"] < covered)
+
+
+def log_step(row: Mapping[str, Any]) -> None:
+    """Every number of a line of steps.jsonl, at its step, once (tasks.tracking.metric_log); of some steps the response samples
+    too."""
+    _step_logs[write_queue().run_id](row["step"], numbers(row))
+    log_samples(row["step"])
+
+
+def log_evaluation(row: Mapping[str, Any]) -> None:
+    """The figures of a line of evaluations.jsonl as `benchmark/avg_at_k` and so on."""
+    benchmark = metric_name(row["benchmark"])
+    figures = {f"{benchmark}/{name}": value for name, value in numbers(row).items()}
+    write_queue().metrics(figures, row["step"], f"evaluation of {benchmark} at step {row['step']}")
+
+
+def register(name: str, policy: Path) -> str:
+    """Store a Hugging Face folder with the active run and register it as a version of model `name`; its version.
+
+    A second time, after a kill say, it is the version that was made the first time: the run's with this content.
+    """
+    run = mlflow.active_run()
+    assert run is not None
+    client, digest = mlflow.MlflowClient(), content_hash(policy)
+    made = [version for version in client.search_model_versions(f"name = '{name}' and run_id = '{run.info.run_id}'")
+            if version.tags.get(POLICY_HASH) == digest]
+    if made:
+        return str(made[0].version)
+    mlflow.log_artifacts(str(policy), "policy")
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name, description="Policies post-trained by Metronome")
+    source = mlflow.get_artifact_uri("policy")
+    return str(client.create_model_version(name, source, run.info.run_id, tags={POLICY_HASH: digest}).version)
+
+
+def _connect(config: Config) -> str:
+    """Id of the experiment, which is the current one from now on."""
+    _use(tracking_uri(config))
+    experiment = _experiment(config)
+    mlflow.set_experiment(experiment_id=experiment)
+    return experiment
+
+
+def _found(config: Config) -> str | None:
+    """Id of the newest MLflow run of this name with the run folder's number; None if there is none in the experiment."""
+    experiment, number = _connect(config), identity(config.folder)
+    if not number.isalnum():  # none, or not one of ours: it comes from a checkpoint
+        return None
+    runs = mlflow.MlflowClient().search_runs([experiment], f"tags.`{NUMBER}` = '{number}'")
+    return next((str(run.info.run_id) for run in runs if run.info.run_name == config.run.name), None)
+
+
+def _use(uri: str) -> None:
+    """Set MLflow's store, and not the environment variable that MLflow sets along: that one is the user's word on later runs."""
+    before = os.environ.get("MLFLOW_TRACKING_URI")
+    mlflow.set_tracking_uri(uri)
+    if before is None:
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
+    else:
+        os.environ["MLFLOW_TRACKING_URI"] = before
+
+
+def _experiment(config: Config) -> str:
+    """Id of the experiment; ours keeps its artifacts beside the sqlite store, not in the current folder."""
+    found = mlflow.get_experiment_by_name(config.tracking.experiment)
+    if found is not None:
+        return str(found.experiment_id)
+    ours = tracking_uri(config).startswith("sqlite:")
+    artifacts = (Path(config.run.output).resolve() / "mlartifacts").as_uri() if ours else None
+    return str(mlflow.create_experiment(config.tracking.experiment, artifact_location=artifacts))

@@ -1,0 +1,98 @@
+"""avg@k, pass@k, maj@k and their intervals against closed forms, enumerations and simulated coverage."""
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.evaluation.intervals import accuracy, interval, pass_at, pass_curve, t_interval
+
+
+def test_wilson_interval_of_a_known_case():
+    # 8 of 10: Wilson 95 % interval 0.490 … 0.943 (Brown, Cai and DasGupta 2001, table 1's formula)
+    found = accuracy([[1.0]] * 8 + [[0.0]] * 2)
+    assert found["avg_at_k"] == pytest.approx(0.8)
+    assert (found["ci_low"], found["ci_high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+
+
+def test_none_right_is_not_certain():
+    found = accuracy([[0.0]] * 30)
+    assert found["ci_low"] == 0.0
+    assert found["ci_high"] == pytest.approx(0.1135, abs=1e-3)
+
+
+def test_figures_of_a_small_case():
+    found = accuracy([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], [0.5, 0.0, 1.0])
+    assert found["avg_at_k"] == pytest.approx(0.5)
+    assert found["pass_at_k"] == pytest.approx(2 / 3)
+    assert found["maj_at_k"] == pytest.approx(0.5)
+    assert "maj_at_k" not in accuracy([[1.0]])
+
+
+def test_rewards_outside_zero_and_one_have_students_interval():
+    found = accuracy([[-0.02], [-0.01], [1.2], [-0.01]])
+    assert found["avg_at_k"] == pytest.approx(0.29)
+    # t(0.975, 3) = 3.18245 (tables); sample standard deviation sqrt(1.1042 / 3)
+    assert found["ci_high"] - found["avg_at_k"] == pytest.approx(3.18245 * 0.606685 / 2, rel=1e-5)
+    assert found["pass_at_k"] == 0.25
+
+
+def test_students_interval_of_five_values():
+    # mean 3, s = sqrt(2.5), t(0.975, 4) = 2.77645
+    assert t_interval([1, 2, 3, 4, 5]) == pytest.approx((3 - 1.96324, 3 + 1.96324), abs=1e-4)
+
+
+@given(st.integers(1, 9), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples, data):
+    correct, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
+    answers = [number < correct for number in range(samples)]
+    subsets = list(itertools.combinations(answers, k))
+    assert pass_at(samples, correct, k) == pytest.approx(sum(any(subset) for subset in subsets) / len(subsets))
+
+
+def test_pass_at_k_of_published_form():
+    # 1 - prod_{i=n-c+1}^{n} (1 - k/i), Chen et al. 2021's own program
+    for n, c, k in ((200, 13, 10), (8, 3, 4), (100, 1, 100)):
+        product = math.prod(1 - k / i for i in range(n - c + 1, n + 1))
+        assert pass_at(n, c, k) == pytest.approx(1 - product)
+    with pytest.raises(ValueError, match="not defined"):
+        pass_at(8, 3, 9)
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=8, max_size=8), min_size=1, max_size=12))
+def test_pass_curve_rises_from_avg_to_pass(values):
+    curve = pass_curve(values)
+    assert list(curve) == ["1", "2", "4", "8"]
+    assert list(curve.values()) == sorted(curve.values())
+    found = accuracy(values)
+    assert curve["1"] == pytest.approx(found["avg_at_k"])
+    assert curve["8"] == pytest.approx(found["pass_at_k"])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 16))
+def test_an_interval_holds_the_mean_and_shrinks_with_more_samples_only(values, samples):
+    low, high = interval(values, samples)
+    assert 0 <= low <= statistics.fmean(values) + 1e-9
+    assert statistics.fmean(values) - 1e-9 <= high <= 1
+    wide_low, wide_high = interval(values, 1)
+    assert wide_low <= low + 1e-9
+    assert high <= wide_high + 1e-9
+
+
+def test_intervals_cover_the_truth_when_samples_of_a_problem_hang_together():
+    """30 problems, 8 samples each, difficulties from Beta(0.5, 1.5), mean 0.25: 95 % intervals must hold it about 95 times."""
+    draw, held, trials = random.Random(1), 0, 1500
+    widths = []
+    for _ in range(trials):
+        chances = [draw.betavariate(0.5, 1.5) for _ in range(30)]
+        means = [sum(draw.random() < chance for _ in range(8)) / 8 for chance in chances]
+        low, high = interval(means, 8)
+        held += low <= 0.25 <= high
+        widths.append(high - low)
+    assert 0.93 <= held / trials <= 0.975
+    # as if 240 independent samples it would be 0.109 wide and hold it in two of three cases; as if 30, 0.30 wide
+    assert 0.17 < statistics.fmean(widths) < 0.26

@@ -1,0 +1,179 @@
+"""The launcher's routes: who may join and leave, what is refused without effect, what is shown."""
+
+import asyncio
+import contextlib
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.config import Config
+from engine.errors import BadInput, ProcessDied
+from engine.launcher.pool.health import HealthMonitor
+from engine.launcher.pool.joining import listen_address, serve_joining
+from engine.launcher.pool.pool import Pool
+from support.scripted import Scripted, until
+
+GOOD = {"name": "guest", "url": "http://127.0.0.1:4711"}
+
+
+@contextlib.asynccontextmanager
+async def running(folder, **rollout):
+    """(pool, routes, call): `call` sends a request to a registry that really listens."""
+    config = Config(rollout={"heartbeat_s": 0.2, "wait_s": 5, "instances": 0, **rollout})
+    pool = Pool(config, folder, folder, HealthMonitor)
+    await pool.connect()
+    try:
+        async with serve_joining(pool, config, folder) as routes, aiohttp.ClientSession() as session:
+            base = f"http://{(folder / 'rollout.address').read_text().strip()}"
+
+            async def call(method, route, body=None, **more):
+                async with session.request(method, base + route, json=body, **more) as answer:
+                    return answer.status, await (answer.text() if route == "/metrics" else answer.json())
+
+            yield pool, routes, call
+    finally:
+        await pool.close()
+    assert not (folder / "rollout.address").exists()
+
+
+async def test_an_instance_joins_serves_leaves_and_is_not_taken_in_again_by_itself(tmp_path):
+    async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
+        guest = {"name": "guest", "url": url}
+        assert (await call("POST", "/join", guest))[0] == 200
+        await until(lambda: pool.serving == 1, "it")
+        assert await call("POST", "/join", guest | {"again": True}) == (200, {"state": "serving"})
+        assert len(pool.instances) == 1
+        assert await call("POST", "/leave", {"name": "guest"}) == (200, {"state": "gone"})
+        assert (await call("GET", "/status"))[1]["instances"] == []
+        assert (await call("POST", "/join", guest | {"again": True}))[0] == 410
+        assert (await call("POST", "/join", guest))[0] == 200  # by hand, it may
+
+
+async def test_a_draining_instance_stays_until_it_has_finished(tmp_path):
+    async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
+        guest = {"name": "guest", "url": url}
+        await call("POST", "/join", guest)
+        await until(lambda: pool.serving == 1, "it")
+        async with pool.borrow():
+            assert await call("POST", "/leave", {"name": "guest"}) == (200, {"state": "draining"})
+            assert (await call("POST", "/join", guest))[0] == 410
+            assert (await call("GET", "/status"))[1]["instances"][0]["state"] == "draining"
+        assert (await call("GET", "/status"))[1]["instances"] == []
+
+
+async def test_a_name_belongs_to_one_living_instance(tmp_path):
+    async with running(tmp_path, heartbeat_s=0.1) as (pool, _, call), Scripted().serving() as other:
+        first = Scripted()
+        async with first.serving() as url:
+            await call("POST", "/join", {"name": "guest", "url": url})
+            status, reply = await call("POST", "/join", {"name": "guest", "url": other})
+            assert (status, url in reply["error"]["message"]) == (409, True)
+        await until(lambda: pool.find("guest").state == "silent", "its silence")
+        assert (await call("POST", "/join", {"name": "guest", "url": other}))[0] == 200
+        await until(lambda: pool.serving == 1, "the new one")
+        assert [one.client.url for one in pool.instances] == [other]
+
+
+URLS = ("", 7, "127.0.0.1:4711", "https://127.0.0.1:4711", "http://127.0.0.1", "http://127.0.0.1:x", "http://127.0.0.1:4711/",
+        "http://u:p@127.0.0.1:4711", "http://10.0.0.1:4711", "http://example.com:80", "http://127.0.0.1:99999", "http://[::1:4711")
+NAMES = ("", "../x", 7, "a" * 101)
+BAD = [{}, {"name": "guest"}, {"url": GOOD["url"]}, GOOD | {"again": "yes"},
+       *(GOOD | {"name": name} for name in NAMES), *(GOOD | {"url": url} for url in URLS)]
+
+
+async def test_malformed_requests_are_refused_without_effect(tmp_path):
+    async with running(tmp_path) as (pool, _, call):
+        for body in BAD:
+            status, reply = await call("POST", "/join", body)
+            assert status == 400, (body, reply)
+        for raw in (b"", b"{", b"[]", b"\xff", b"[" * 5000):
+            assert (await call("POST", "/join", data=raw))[0] == 400
+            assert (await call("POST", "/leave", data=raw))[0] == 400
+        assert (await call("POST", "/leave", {"name": "nobody"}))[0] == 404
+        assert (await call("POST", "/join", GOOD | {"padding": "x" * 100_000}))[0] == 413
+        assert (await call("GET", "/nothing"))[0] == 404
+        assert (await call("GET", "/join"))[0] == 405
+        assert pool.instances == []
+
+
+async def test_the_token_is_demanded_on_every_route_and_sent_to_instances(tmp_path, monkeypatch):
+    monkeypatch.setenv("METRONOME_TOKEN", "secret")
+    right = {"Authorization": "Bearer secret"}
+    seen = []
+
+    class Asked(Scripted):
+        async def load(self, request):
+            seen.append(request.headers.get("Authorization"))
+            return await super().load(request)
+
+    async with running(tmp_path) as (pool, _, call), Asked().serving() as url:
+        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
+            for method, route in (("POST", "/join"), ("POST", "/leave"), ("GET", "/status"), ("GET", "/none")):
+                assert (await call(method, route, GOOD, headers=headers))[0] == 401
+        assert pool.instances == []
+        assert (await call("POST", "/join", {"name": "guest", "url": url}, headers=right))[0] == 200
+        assert (await call("POST", "/join", {"name": "far", "url": "http://10.255.0.1:9"}, headers=right))[0] == 200
+        await until(lambda: seen, "a heartbeat")
+        assert set(seen) == {"Bearer secret"}
+
+
+def test_listening_off_loopback_needs_the_token(monkeypatch):
+    monkeypatch.delenv("METRONOME_TOKEN", raising=False)
+    assert listen_address("127.0.0.1:80") == ("127.0.0.1", 80)
+    assert listen_address("[::1]:0") == ("::1", 0)
+    with pytest.raises(BadInput, match=r"rollout\.listen 0\.0\.0\.0.*METRONOME_TOKEN"):
+        listen_address("0.0.0.0:80")
+    for wrong in ("", "127.0.0.1", ":80", "127.0.0.1:http", "127.0.0.1:99999", "somewhere:80"):
+        with pytest.raises(BadInput, match=r"rollout\.listen"):
+            listen_address(wrong)
+    monkeypatch.setenv("METRONOME_TOKEN", "secret")
+    assert listen_address("0.0.0.0:80") == ("0.0.0.0", 80)
+
+
+async def test_a_port_that_is_taken(tmp_path):
+    async with Scripted().serving() as url:
+        with pytest.raises(BadInput, match=r"rollout\.listen = '127.0.0.1:\d+'"):
+            async with running(tmp_path, listen=url.removeprefix("http://")):
+                pass
+
+
+async def test_status_and_metrics_say_the_same(tmp_path):
+    async with running(tmp_path) as (pool, routes, call), Scripted().serving() as url:
+        routes.step = lambda: {"step": 4, "loss": -0.25, "versions_seen": [4]}
+        await call("POST", "/join", {"name": "guest", "url": url})
+        await until(lambda: pool.serving == 1 and "running" in pool.instances[0].figures, "it")
+        pool.instances[0].version = 4
+        status = (await call("GET", "/status"))[1]
+        one = status["instances"][0]
+        assert (status["pool_size"], status["step"], one["state"], one["version"], one["running"]) == (1, 4, "serving", 4, 0)
+        text = (await call("GET", "/metrics"))[1]
+        samples = {(s.name, tuple(sorted(s.labels.items()))): s.value
+                   for family in text_string_to_metric_families(text) for s in family.samples}
+        guest = ("instance", "guest")
+        assert samples["metronome_pool_size", ()] == 1
+        assert samples["metronome_step_loss", ()] == -0.25
+        for key in ("running", "waiting", "version", "restarts", "tokens_per_s", "groups"):
+            assert samples[f"metronome_pool_instance_{key}", (guest,)] == one[key]
+        assert samples["metronome_pool_instance_state", (guest, ("state", "serving"))] == 1
+        assert samples["metronome_pool_instance_state", (guest, ("state", "silent"))] == 0
+        assert samples["metronome_pool_instance_breaker", (("breaker", "closed"), guest)] == 1
+
+
+@pytest.mark.parametrize(("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("silent", 0), ("starting", 0)])
+async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state, size):
+    async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
+        await call("POST", "/join", {"name": "guest", "url": url})
+        await until(lambda: pool.serving == 1, "it")
+        pool.instances[0].state = state
+        told = (await call("GET", "/status"))[1]["pool_size"], (await call("GET", "/metrics"))[1]
+        assert (pool.size, told[0]) == (size, size)
+        assert f"\nmetronome_pool_size {size}.0\n" in told[1]
+
+
+async def test_nobody_joins_a_run_that_is_ending(tmp_path):
+    async with running(tmp_path) as (pool, _, call):
+        pool.fail(ProcessDied("no rollout instance is left"))
+        status, reply = await call("POST", "/join", GOOD)
+        assert (status, "no rollout instance is left" in reply["error"]["message"]) == (503, True)
+        await asyncio.sleep(0)

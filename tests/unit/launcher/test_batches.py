@@ -1,0 +1,87 @@
+"""Where a step's prompts begin under dynamic sampling. Groups are made by hand, at once."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from engine.config import Config
+from engine.data.loader import PromptLoader
+from engine.errors import BadInput, MetronomeError
+from engine.launcher.batches import BatchGenerator
+from engine.types import Group, Prompt, Response, Score
+
+PROMPTS = [Prompt(f"p{n}", str(n), "", (1, n)) for n in range(10)]
+
+
+class Producer:
+    """Tries prompts one after the other; `unequal` says of which the scores differ."""
+
+    def __init__(self, unequal):
+        self.unequal, self.tried = unequal, []
+
+    async def run_until(self, step, prompts, put, selection):
+        number = 0
+        while not selection.complete:
+            epoch, prompt = next(prompts)
+            self.tried.append((step, epoch, prompt.id))
+            response = Response((5,), (-0.5,), ((0, 0),), (True,), "stop", "a", 0, "instance-0")
+            await put(Group(step, number, prompt, (response,) * 2, (Score(1.0), Score(0.0 if self.unequal(prompt) else 1.0))))
+            await asyncio.sleep(0)
+            number += 1
+
+
+def generation(unequal=lambda prompt: int(prompt.problem) % 3 == 0, batches=10):
+    async def notify():
+        pass
+
+    config = Config(algorithm={"dynamic_sampling": True, "dynamic_sampling_batches": batches}, train={"prompts_per_step": 2})
+    producer = Producer(unequal)
+    return BatchGenerator(config, PromptLoader(PROMPTS, 0, 2), SimpleNamespace(producer=producer), notify), producer
+
+
+async def generate(made, steps):
+    """All at once, as in the modes that keep batches in flight."""
+    batches = []
+    for step in steps:
+        batch, before = made.begin(step)
+        batch.task = asyncio.create_task(made.fill(step, batch, before))
+        batches.append(batch)
+    async with asyncio.timeout(5):
+        await asyncio.gather(*(batch.task for batch in batches))
+    return batches
+
+
+async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_over_a_resume():
+    made, producer = generation()
+    made.resume_at(0, None)
+    batches = await generate(made, range(4))
+    loader = PromptLoader(PROMPTS, 0, 2)
+    stream = [loader.at(position) for position in range(batches[-1].next_position)]
+    assert [(epoch, identity) for _, epoch, identity in producer.tried] == [(epoch, prompt.id) for epoch, prompt in stream]
+    assert batches[-1].next_position > len(PROMPTS)
+    kept = sum(int(prompt.problem) % 3 == 0 for _, prompt in stream)
+    assert sum(batch.reward_tried * batch.prompts_used for batch in batches) == pytest.approx(len(stream) - kept / 2)
+    assert sum(batch.prompts_used for batch in batches) == batches[-1].next_position
+    kept = [group.prompt.id for batch in batches for group in batch.queue.lease(0, 1000)]
+    assert kept == [prompt.id for _, prompt in stream if int(prompt.problem) % 3 == 0]
+
+    resumed, again = generation()
+    resumed.resume_at(2, batches[1].next_position)
+    later = await generate(resumed, range(2, 4))
+    assert again.tried == [one for one in producer.tried if one[0] >= 2]
+    assert [batch.next_position for batch in later] == [batch.next_position for batch in batches[2:]]
+
+
+async def test_a_batch_that_finds_too_few_fails_and_the_next_one_does_not_begin():
+    made, producer = generation(unequal=lambda prompt: False, batches=3)
+    made.resume_at(0, None)
+    with pytest.raises(MetronomeError, match="step 0: of 6 prompts only 0 have"):
+        await generate(made, range(2))
+    assert {step for step, *_ in producer.tried} == {0}
+
+
+def test_a_checkpoint_without_a_position_is_refused():
+    made, _ = generation()
+    with pytest.raises(BadInput, match="the checkpoint before step 3 says nothing of the prompts that were used"):
+        made.resume_at(3, None)

@@ -1,0 +1,260 @@
+"""The launcher's side of the control channel: who waits, who is silent. Requests are made in this process, groups by hand."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from engine.config import Config
+from engine.data.loader import PromptLoader
+from engine.errors import BadInput, DeadlineError, RatioGapError
+from engine.launcher import run_state
+from engine.launcher.coordinator import Coordinator
+from engine.launcher.liveness import Liveness
+from engine.run.folder import RunFolder
+from engine.run.trace import Trace
+from engine.types import Group, Prompt, Response, Score
+
+PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
+LIMIT_S = 0.4
+
+
+def group(index):
+    response = Response((5, 6), (-0.5, -1.25), ((0, 0),), (True, True), "stop", "a", 0, "instance-0")
+    return Group(0, index, PROMPT, (response,), (Score(1.0),))
+
+
+class Rollouts:
+    """What a conductor needs of a service: groups come when the test puts them."""
+
+    def __init__(self):
+        self.pool = SimpleNamespace(working=1, failure=None)
+        self.producer = self
+        self.come = asyncio.Queue()
+
+    async def run(self, step, prompts, put, land=None):
+        for _ in prompts:
+            if (index := await self.come.get()) is None:
+                return  # a mistake of ours: it ends with groups missing
+            await put(group(index))
+
+
+@pytest.fixture
+def conduct(tmp_path):
+    """A conductor of two units whose step of so many groups has begun, its handlers, and where its groups come from."""
+
+    async def begin(groups, **train):
+        config = Config(parallel={"data": 2}, rollout={"timeout_s": 1.2},
+                        train={"prompts_per_step": groups, "timeout_s": LIMIT_S, **train})  # fmt: skip
+        loader = PromptLoader([PROMPT] * groups, 0, groups)
+        rollouts = Rollouts()
+        coordinator = Coordinator(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"), loader, rollouts)
+        handlers = coordinator.handlers()
+        await handlers["ready"]({"start": 0})
+        await handlers["start_batch"]({"step": 0})
+        return coordinator, handlers, rollouts.come
+
+    return begin
+
+
+async def work(handlers, unit, hang=lambda leased: False):
+    """Lease and train until the end of the step; the indices of the groups. Stops asking once `hang` says so."""
+    mine, trained = [], []
+    while True:
+        reply = await handlers["lease"]({"step": 0, "unit": unit, "budget": 1, "trained": trained})
+        trained = [one["index"] for one in reply.get("groups", ())]
+        mine += trained
+        if reply.get("end") or hang(mine):
+            return mine
+
+
+async def watch(coordinator):
+    """As the launcher does, until the conductor fails."""
+    while coordinator.failure is None:
+        await coordinator.check()
+        await asyncio.sleep(0.02)
+    return coordinator.failure
+
+
+async def test_a_step_ends_for_all_units_also_for_one_that_got_nothing(conduct):
+    coordinator, handlers, come = await conduct(1)
+    units = [asyncio.create_task(work(handlers, unit)) for unit in (0, 1)]
+    watching = asyncio.create_task(watch(coordinator))
+    come.put_nowait(0)
+    async with asyncio.timeout(5):
+        assert sorted(await asyncio.gather(*units)) == [[], [0]]
+    assert not watching.done()
+    watching.cancel()
+    await coordinator.close()
+
+
+async def test_waiting_for_groups_is_not_silence_however_long(conduct):
+    coordinator, handlers, come = await conduct(2)
+    units = [asyncio.create_task(work(handlers, unit)) for unit in (0, 1)]
+    watching = asyncio.create_task(watch(coordinator))
+    for index in (1, 0):
+        await asyncio.sleep(3 * LIMIT_S)
+        come.put_nowait(index)
+    async with asyncio.timeout(5):
+        assert sorted(sum(await asyncio.gather(*units), [])) == [0, 1]
+    assert not watching.done()
+    watching.cancel()
+    await coordinator.close()
+
+
+async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
+    coordinator, handlers, come = await conduct(2)
+    come.put_nowait(0)
+    assert await work(handlers, 1, hang=bool) == [0]
+    other = asyncio.create_task(work(handlers, 0))
+    async with asyncio.timeout(LIMIT_S + 3):
+        failure = await watch(coordinator)
+    assert isinstance(failure, DeadlineError)
+    assert str(failure).startswith("no sign of life of unit 1 of the trainer in 0.4 s (train.timeout_s); its log: ")
+    with pytest.raises(DeadlineError, match="unit 1"):  # it hears of it, and ends
+        await other
+    await coordinator.close()
+
+
+async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct, monkeypatch):
+    monkeypatch.setattr(run_state, "SIGN_OF_LIFE_S", 60.0)  # nobody asks again meanwhile
+    coordinator, handlers, _ = await conduct(2, timeout_s=100)
+    other = asyncio.create_task(work(handlers, 0))
+    await asyncio.sleep(0.05)
+    await handlers["failed"]({"error": "RatioGapError", "message": "they disagree"})
+    with pytest.raises(RatioGapError, match="they disagree"):
+        await asyncio.wait_for(other, 20)
+    assert isinstance(coordinator.trainer_error, RatioGapError)
+    await coordinator.close()
+
+
+async def test_a_unit_that_is_done_with_its_replay_of_a_step_waits_for_the_others_and_hears_of_their_errors(tmp_path):
+    config = Config(parallel={"data": 2})
+    coordinator = Coordinator(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"))
+    replayed = coordinator.handlers()["replay_progress"]
+    for step in (0, 1):
+        assert await replayed({"step": step, "unit": 1, "done": False}) == {}
+        first = asyncio.create_task(replayed({"step": step, "unit": 0, "done": True}))
+        await asyncio.sleep(0.05)
+        assert not first.done()
+        assert await replayed({"step": step, "unit": 1, "done": True}) == {"end": True}
+        assert await first == {"end": True}
+    assert await replayed({"step": 2, "unit": 0, "done": True}) == {}  # a sign of life
+    first = asyncio.create_task(replayed({"step": 2, "unit": 0, "done": True}))
+    await asyncio.sleep(0.05)
+    await coordinator.handlers()["failed"]({"error": "RatioGapError", "message": "they disagree"})
+    with pytest.raises(RatioGapError, match="they disagree"):
+        await first
+
+
+async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_is_cut(conduct, tmp_path):
+    coordinator, handlers, _ = await conduct(2)
+    ours = (await handlers["ready"]({"start": 0, "prompts": None}))["prompts"]
+    other = PromptLoader([PROMPT] * 3, 0, 2).fingerprint
+    (tmp_path / "steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    with pytest.raises(BadInput, match=r"not those that its checkpoint was trained on.*evaluate\.benchmark"):
+        await handlers["ready"]({"start": 1, "prompts": other})
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2
+    assert await handlers["ready"]({"start": 1, "prompts": ours}) == {"prompts": ours}
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 1
+    await coordinator.close()
+
+
+async def test_a_trainer_may_take_longer_to_get_ready_than_it_may_be_silent_later(tmp_path):
+    config = Config(rollout={"timeout_s": 1.2}, train={"timeout_s": LIMIT_S})
+    coordinator = Coordinator(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"))
+    await asyncio.sleep(2 * LIMIT_S)
+    await coordinator.check()
+    assert coordinator.failure is None
+    with_keys = r"no sign of life of the trainer in 1.6 s \(train.timeout_s \+ rollout.timeout_s\)"
+    async with asyncio.timeout(5):
+        with pytest.raises(DeadlineError, match=with_keys):
+            raise await watch(coordinator)
+
+
+def test_a_request_that_is_being_answered_is_no_silence():
+    silence = Liveness()
+    silence.expect(2)
+    with silence.answering(0):
+        time.sleep(0.1)
+        assert silence.longer_than(0.05) == "unit 1 of the trainer"
+        silence.excuse(1)
+        assert silence.longer_than(0.05) is None
+    assert silence.longer_than(0.05) is None
+    time.sleep(0.1)
+    assert silence.longer_than(0.05) == "the trainer"
+
+
+async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_for_it(conduct):
+    """They have something to do from the start of the batch on; the first rank asks for the comparison for all of them."""
+    coordinator, handlers, come = await conduct(2)
+
+    class Slow:
+        def expect(self, expected):
+            pass
+
+        async def checked(self):
+            await asyncio.sleep(3 * LIMIT_S)
+            return {}
+
+        async def close(self):
+            pass
+
+    coordinator._publishing.sync = Slow()
+    watching = asyncio.create_task(watch(coordinator))
+    async with asyncio.timeout(5):
+        assert await handlers["sync_verify"]({"version": 0, "expected": []}) == {}
+    await coordinator.check()
+    assert not watching.done()
+    come.put_nowait(0)
+    assert await work(handlers, 1, hang=bool) == [0]
+    other = asyncio.create_task(work(handlers, 0))
+    async with asyncio.timeout(LIMIT_S + 3):
+        assert "no sign of life of unit 1 of the trainer" in str(await watching)  # afterwards each has its own clock again
+    with pytest.raises(DeadlineError, match="unit 1"):
+        await other
+    await coordinator.close()
+
+
+async def test_a_generation_that_ends_without_all_groups_fails_the_run(conduct):
+    coordinator, handlers, come = await conduct(2)
+    other = asyncio.create_task(work(handlers, 0))
+    come.put_nowait(0)
+    come.put_nowait(None)
+    async with asyncio.timeout(5):
+        failure = await watch(coordinator)
+    assert str(failure) == "step 0: its generation ended with 1 of 2 groups, so the trainer would wait for ever"
+    with pytest.raises(type(failure), match="1 of 2 groups"):
+        await other
+    await coordinator.close()
+
+
+async def test_a_mistake_in_the_swap_of_weights_is_seen(conduct):
+    coordinator, _, _ = await conduct(1)
+
+    async def swap():
+        raise KeyError("a mistake of ours")
+
+    publishing = coordinator._publishing
+    publishing._swap = asyncio.create_task(publishing._swap_in_background(swap(), []))
+    with pytest.raises(KeyError, match="a mistake of ours"):
+        await watch(coordinator)
+    await coordinator.close()
+
+
+async def test_long_work_of_the_trainer_is_no_silence_as_long_as_it_says_so(conduct):
+    coordinator, handlers, come = await conduct(1)
+    come.put_nowait(0)
+    await asyncio.gather(work(handlers, 0), work(handlers, 1))  # from now on no unit asks for anything
+    for _ in range(4):
+        await asyncio.sleep(LIMIT_S / 2)
+        assert await handlers["heartbeat"]({"unit": 1}) == {}
+        await coordinator.check()
+    assert coordinator.failure is None
+    async with asyncio.timeout(5):
+        failure = await watch(coordinator)
+    assert "no sign of life of the trainer" in str(failure)
+    with pytest.raises(DeadlineError):
+        await handlers["heartbeat"]({"unit": 1})
+    await coordinator.close()

@@ -1,0 +1,257 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
+from engine.launcher.verifier_pool import VerifierPool
+from engine.types import Prompt, Response, Score
+
+PROMPT = Prompt("0123456789abcdef", "1+1=", "2", (5, 6, 7), {"level": 3, "big": 2**80, "nested": {"a": [None, 0.5]}})
+
+
+def response(text: str = "#2", seed: int = 2**62) -> Response:
+    return Response((8, 9), (-0.5, -1.5), ((0, 4),), (True, False), "length", text, seed, "rollout-0")
+
+
+@pytest.fixture
+def reward(tmp_path):
+    def write(body: str, name: str = "reward") -> str:
+        file = tmp_path / "user_reward.py"
+        file.write_text(body)
+        return f"{file}:{name}"
+
+    return write
+
+
+def alive(pid: int) -> bool:
+    """Whether the process still runs; one that only waits for its parent to look at it doesn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until_dead(pid: int) -> None:
+    """It would run for 1000 s if nobody ended it; on a busy machine an end takes more than the usual moment."""
+    deadline = time.monotonic() + 10.0
+    while alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still alive after 10 s"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("spec", ["exact", "math"])
+async def test_built_in(spec):
+    async with VerifierPool(spec) as pool:
+        assert pool.per_response
+        scores = await pool.score(PROMPT, [response(r"\boxed{2}#2"), response("#3")])
+        assert [score.value for score in scores] == [1.0, 0.0]
+
+
+async def test_user_reward_sees_everything(reward):
+    spec = reward("""
+        from engine.types import Prompt, Response
+        def reward(prompt, responses):
+            assert isinstance(prompt, Prompt) and all(isinstance(r, Response) for r in responses)
+            return [float(repr((prompt, r)) == open(__file__ + ".expected").read()) for r in responses]
+    """.replace("\n        ", "\n"))
+    Path(spec.split(":")[0] + ".expected").write_text(repr((PROMPT, response())))
+    async with VerifierPool(spec) as pool:
+        assert not pool.per_response
+        assert await pool.score(PROMPT, [response(), response(seed=1)]) == [Score(1.0), Score(0.0)]
+
+
+async def test_half_a_character_crosses():
+    async with VerifierPool("exact") as pool:
+        assert await pool.score(PROMPT, [response("#\ud83d")]) == [Score(0.0, detail="\ud83d")]
+
+
+async def test_kinds_of_numbers(reward):
+    spec = reward("import numpy\nfrom engine.types import Score\n"
+                  "def reward(prompt, responses): return (1, True, numpy.float32(0.5), Score(-2.0, detail='why'))")
+    async with VerifierPool(spec) as pool:
+        scores = await pool.score(PROMPT, [response()] * 4)
+    assert scores == [Score(1.0), Score(1.0), Score(0.5), Score(-2.0, "ok", "why")]
+
+
+async def test_async_rewards_share_one_loop(reward):
+    spec = reward("import asyncio\nloops = set()\nasync def reward(prompt, responses):\n    await asyncio.sleep(0)\n"
+                  "    loops.add(asyncio.get_running_loop())\n    return [len(loops)] * len(responses)")
+    async with VerifierPool(spec) as pool:
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+
+
+async def test_per_response_reward(reward):
+    spec = reward("from engine.reward import per_response\n@per_response\nasync def reward(prompt, response):\n"
+                  "    return float(response.text == '#' + prompt.answer)")
+    async with VerifierPool(spec) as pool:
+        assert pool.per_response
+        assert await pool.score(PROMPT, [response("#2"), response("#1")]) == [Score(1.0), Score(0.0)]
+
+
+async def test_print_does_not_disturb(reward, tmp_path):
+    spec = reward("import os, sys\nprint('loading')\ndef reward(prompt, responses):\n    print('scoring ' * 5000)\n"
+                  "    os.write(1, b'raw')\n    sys.stdout.write('no newline')\n    return [1.0]")
+    async with VerifierPool(spec, log=tmp_path / "verifier.log") as pool:
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+    log = (tmp_path / "verifier.log").read_text()
+    assert "loading" in log
+    assert "scoring scoring" in log
+
+
+HANGS = {
+    "python": "while True: pass",
+    "sleep": "import time; time.sleep(1000)",
+    "holds the interpreter lock": "import re; re.match('(a|a)*b', 'a' * 60)",
+    "ignores SIGTERM": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n        while True: pass",
+}
+
+
+@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS.keys())
+async def test_hanging_call_scores_zero_and_the_next_one_works(reward, hang):
+    spec = reward(f"def reward(prompt, responses):\n    if responses[0].text == 'hang':\n        {hang}\n"
+                  "    return [1.0] * len(responses)")
+    async with VerifierPool(spec, timeout_s=0.3) as pool:
+        start = time.monotonic()
+        assert [s.status for s in await pool.score(PROMPT, [response("hang"), response()])] == ["timeout"] * 2
+        assert time.monotonic() - start < 5.0
+        assert await pool.score(PROMPT, [response(), response()]) == [Score(1.0)] * 2
+
+
+async def test_only_the_hanging_response_of_a_per_response_reward_is_lost():
+    power = r"\boxed{9^{9^{9^{9}}}}"
+    async with VerifierPool("math", timeout_s=1.0) as pool:
+        scores = await pool.score(PROMPT, [response(r"\boxed{2}"), response(power), response(r"\boxed{2}")])
+    assert [score.value for score in scores] == [1.0, 0.0, 1.0]
+    assert scores[1].status in ("ok", "timeout")
+
+
+async def test_a_hanging_call_does_not_hold_up_the_other_worker(reward):
+    spec = reward("import time\ndef reward(prompt, responses):\n"
+                  "    time.sleep(60 if responses[0].text == 'hang' else 0)\n    return [1.0]")
+    async with VerifierPool(spec, workers=2, timeout_s=2.0) as pool:
+        hanging = asyncio.create_task(pool.score(PROMPT, [response("hang")]))
+        for _ in range(20):
+            assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+        assert not hanging.done()
+        assert (await hanging)[0].status == "timeout"
+
+
+WRONG = {
+    "raise ValueError('no such thing')": r"raised ValueError: no such thing \(.*user_reward\.py, LINE\)",
+    "return int('x')": r"raised ValueError: invalid literal.*user_reward\.py, LINE",
+    "import json; json.loads('{')": r"raised JSONDecodeError: .*user_reward\.py, LINE\)",
+    "return [1.0]": "returned 1 scores for 2 responses",
+    "return 1.0": "returned float, expected a list of 2 scores",
+    "return None": "returned NoneType, expected a list of 2 scores",
+    "return 'no'": "returned str, expected a list of 2 scores",
+    "return [1.0, None]": "returned None for response 1",
+    "return ['1', 1]": "returned '1' for response 0, expected a finite number or a Score",
+    "return [1.0, float('nan')]": "returned nan for response 1",
+    "return [float('inf'), 0]": "returned inf for response 0",
+    "import os; os._exit(3)": "its process exited with 3",
+    "import sys; sys.exit(4)": "its process exited with 4",
+    "import os; os.kill(os.getpid(), 11)": "its process was ended by SIGSEGV",
+}
+
+
+async def test_wrong_rewards_stop_with_the_reason(reward):
+    body = "".join(f"    if responses[0].text == {body!r}:\n        {body}\n" for body in WRONG)
+    spec = reward(f"def reward(prompt, responses):\n{body}")
+    async with VerifierPool(spec) as pool:
+        for index, (body, message) in enumerate(WRONG.items()):
+            with pytest.raises(RewardError, match=message.replace("LINE", f"line {3 + 2 * index}")) as raised:
+                await pool.score(PROMPT, [response(body), response()])
+            assert f'reward.function = "{spec}", prompt 0123456789abcdef: ' in str(raised.value)
+
+
+@pytest.mark.parametrize("body", ["raise ValueError('no')", "return [1.0, 2.0]", "import os; os._exit(3)"])
+async def test_wrong_reward_may_score_zero(reward, body):
+    spec = reward(f"def reward(prompt, responses):\n    if responses[0].text == 'wrong':\n        {body}\n"
+                  "    return [1.0]\n")
+    async with VerifierPool(spec, on_error="zero") as pool:
+        (score,) = await pool.score(PROMPT, [response("wrong")])
+        assert (score.value, score.status) == (0.0, "error")
+        assert "prompt 0123456789abcdef" in score.detail
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+
+
+async def test_loading_problems_surface_at_start(reward):
+    with pytest.raises(BadInput, match=r"user_reward\.py can't be loaded: ZeroDivisionError.*line 1"):
+        await VerifierPool(reward("1 / 0"), workers=2).start()
+    with pytest.raises(BadInput, match="while loading it, its process exited with 7"):
+        await VerifierPool(reward("import sys; sys.exit(7)")).start()
+    with pytest.raises(DeadlineError, match="was not loaded within 0.5 s"):
+        await VerifierPool(reward("import time; time.sleep(60)"), start_timeout_s=0.5).start()
+
+
+async def test_a_cancelled_call_does_not_answer_the_next_one(reward):
+    spec = reward("import time\ndef reward(prompt, responses):\n    seconds = float(responses[0].text)\n"
+                  "    time.sleep(seconds)\n    return [seconds]")
+    async with VerifierPool(spec) as pool:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.score(PROMPT, [response("0.3")]), 0.1)
+        assert await pool.score(PROMPT, [response("0")]) == [Score(0.0)]
+
+
+async def test_close_ends_everything_at_once(reward, tmp_path):
+    spec = reward("import os, subprocess, pathlib\ndef reward(prompt, responses):\n"
+                  "    child = subprocess.Popen(['sleep', '1000'])\n"
+                  f"    note = pathlib.Path({str(tmp_path)!r}, f'pids-{{os.getpid()}}')\n"
+                  "    note.write_text(f'{os.getpid()} {child.pid}')\n"
+                  "    while len(responses) > 1: pass\n    return [1.0]")
+    pool = VerifierPool(spec, workers=2, on_error="zero")
+    await pool.start()
+    hanging = asyncio.create_task(pool.score(PROMPT, [response(), response()]))
+    await pool.score(PROMPT, [response()])
+    async with asyncio.timeout(20):
+        while len(list(tmp_path.glob("pids-*"))) < 2:
+            await asyncio.sleep(0.02)
+    pool.close()
+    for call in (hanging, pool.score(PROMPT, [response()])):
+        with pytest.raises(ProcessDied, match="verifier . was closed"):
+            await call
+    pids = [int(pid) for file in tmp_path.glob("pids-*") for pid in file.read_text().split()]
+    for pid in pids:
+        until_dead(pid)
+    assert len(pids) == 4
+
+
+LAUNCHER = """
+import asyncio, sys
+from engine.launcher.verifier_pool import VerifierPool
+from engine.types import Prompt, Response
+async def main():
+    pool = VerifierPool(sys.argv[1], timeout_s=600)
+    await pool.start()
+    await pool.score(Prompt("", "", "", ()), [Response((), (), (), (), "stop", "", 0, "")])
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS.keys())
+def test_workers_die_with_a_killed_launcher(reward, hang):
+    spec = reward("import os, subprocess\ndef reward(prompt, responses):\n"
+                  "    child = subprocess.Popen(['sleep', '1000'])\n"
+                  f"    print(os.getpid(), child.pid)\n    if True:\n        {hang}\n    return [1.0]")
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, spec], stderr=subprocess.PIPE, text=True)
+    pids: list[int] = []
+    try:
+        pids = [int(pid) for pid in launcher.stderr.readline().split()]
+        assert len(pids) == 2
+        assert all(alive(pid) for pid in pids)
+        os.kill(launcher.pid, signal.SIGKILL)
+        for pid in pids:
+            until_dead(pid)
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
+        launcher.kill()
+        launcher.wait(10)
+        launcher.stderr.close()

@@ -1,0 +1,56 @@
+import subprocess
+import sys
+
+import pytest
+
+from engine.errors import BadInput
+from engine.run.lock import hold_lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from engine.run.lock import hold_lock
+with hold_lock(Path(sys.argv[1]), "run folder a", 0.0):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """(lock file, a process that holds it)."""
+    file = tmp_path / "a/lock"
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(file)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield file, process
+    process.kill()
+    process.wait()
+
+
+def test_who_holds_it_is_named(holder):
+    file, process = holder
+    with (
+        pytest.raises(BadInput, match=rf"run folder a is in use by process {process.pid} on "),
+        hold_lock(file, "run folder a", 0.0),
+    ):
+        pass
+
+
+def test_a_killed_holder_gives_it_back(holder):
+    file, process = holder
+    said = []
+    process.kill()
+    with hold_lock(file, "run folder a", 10.0, said.append):
+        pass
+    with hold_lock(file, "run folder a", 0.0):  # and so does one that is through
+        pass
+    assert len(said) <= 1
+
+
+def test_who_waits_says_so_once(holder):
+    file, process = holder
+    said = []
+    with pytest.raises(BadInput, match=r"waited 1 s"), hold_lock(file, "run folder a", 1.2, said.append):
+        pass
+    assert len(said) == 1
+    assert "waiting up to 1 s" in said[0]

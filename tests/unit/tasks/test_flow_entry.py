@@ -1,0 +1,67 @@
+"""How a flow run enters its run folder again. Prefect's runtime is told its flow run by the environment."""
+
+import pytest
+
+from engine.config.recipe import load
+from engine.errors import BadInput
+from engine.run.folder import RunFolder
+from engine.run.identity import identity
+from tasks.finished_stages import last_end
+from tasks.flow_entry import begun_by_this_flow, entered, settled
+from tasks.tracking.retry import TrackingAway
+
+
+@pytest.fixture
+def flow_run(monkeypatch):
+    """Makes this process that of a flow run."""
+    return lambda number: monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ROOT_FLOW_RUN_ID", number)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes the recipe with a learning rate and reads it, as a start of the flow does."""
+
+    def written(rate, *overrides):
+        (tmp_path / "my.toml").write_text(f'[run]\noutput = "{tmp_path}/runs"\n[train]\nlearning_rate = {rate}\n')
+        return load(tmp_path / "my.toml", overrides)
+
+    return written
+
+
+def killed(*arguments, **more):
+    raise KeyboardInterrupt
+
+
+def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with(flow_run, recipe, monkeypatch):
+    flow_run("night")
+    config = settled(recipe(1e-6))
+    with entered(config, resume=False):
+        number = identity(config.folder)
+    again = settled(recipe(1e-3, "run.name=edited"))
+    assert again == config
+    with entered(again, resume=False) as entry:
+        assert entry.resumed
+    assert identity(config.folder) == number != ""
+
+    flow_run("a person's, the next morning")
+    name = f"run.name={config.run.name}"
+    with pytest.raises(BadInput, match="exists already"), entered(settled(recipe(1e-3, name)), resume=False):
+        pass
+    with monkeypatch.context() as patch:  # killed before it has written its config
+        patch.setattr(RunFolder, "create", killed)
+        with pytest.raises(KeyboardInterrupt), entered(settled(recipe(1e-3, name)), resume=True):
+            pass
+    assert not begun_by_this_flow(RunFolder(config.folder))
+    with entered(settled(recipe(1e-3, name)), resume=True):
+        assert load(RunFolder(config.folder).config).train.learning_rate == 1e-3
+
+
+def test_a_deployed_flow_run_that_mlflow_is_away_from_ends_as_crashed(flow_run, recipe, monkeypatch):
+    flow_run("night")
+    config = settled(recipe(1e-6))
+    with pytest.raises(TrackingAway), entered(config, resume=False):
+        raise TrackingAway("MLflow did not answer")
+    monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "nightly")
+    with pytest.raises(SystemExit, match="MLflow did not answer"), entered(config, resume=False):
+        raise TrackingAway("MLflow did not answer")
+    assert last_end(RunFolder(config.folder)) == "MLflow did not answer"

@@ -1,0 +1,80 @@
+import json
+import sys
+
+import pytest
+
+from engine.config import Config, Model, Run
+from engine.errors import BadInput, ProcessDied, RatioGapError
+from engine.run.files import append_line
+from engine.run.folder import RunFolder
+from engine.run.process import Child
+from tasks.launcher_process import LineFollower, _failure, run_training
+
+
+def test_follower_gives_each_line_once_and_waits_for_a_half_written_one(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    follower = LineFollower(path)
+    assert follower.new() == []
+    with path.open("a") as file:
+        file.write('{"step": 0}\n{"st')
+        file.flush()
+        assert follower.new() == [{"step": 0}]
+        assert follower.new() == []
+        file.write('ep": 1}\n')
+        file.flush()
+        assert follower.new() == [{"step": 1}]
+
+
+def test_follower_of_a_resumed_run_gives_only_the_steps_done_again(tmp_path):
+    folder = RunFolder(tmp_path)
+    for step in range(4):
+        append_line(folder.steps, {"step": step, "loss": 0.1 * step})
+    follower = LineFollower(folder.steps)
+    assert follower.new() == []
+    folder.cut(2)
+    append_line(folder.steps, {"step": 2, "loss": 7.0})
+    assert follower.new() == [{"step": 2, "loss": 7.0}]
+    append_line(folder.steps, {"step": 3, "loss": 8.0})
+    assert follower.new() == [{"step": 3, "loss": 8.0}]
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """A child that printed a line and exited with 2."""
+    code = "import sys; print('error: no such thing'); sys.exit(2)"
+    child = Child("launcher", [sys.executable, "-c", code], tmp_path / "launcher.log")
+    child.process.wait(30)
+    child.stop()
+    return child
+
+
+def test_the_launchers_own_error_is_raised(tmp_path, ended):
+    folder = RunFolder(tmp_path)
+    folder.fail(RatioGapError("weights differ"))
+    failure = _failure(ended, folder, 1)
+    assert isinstance(failure, RatioGapError)
+    assert str(failure) == "weights differ"
+
+
+def test_a_launcher_that_left_no_reason_died(tmp_path, ended):
+    failure = _failure(ended, RunFolder(tmp_path), -9)
+    assert isinstance(failure, ProcessDied)
+    assert "no such thing" in str(failure)
+
+
+def test_the_message_of_bad_input_comes_from_the_log_not_from_an_earlier_failure(tmp_path, ended):
+    folder = RunFolder(tmp_path)
+    folder.fail(RatioGapError("weights differ"))
+    failure = _failure(ended, folder, 2)
+    assert isinstance(failure, BadInput)
+    assert str(failure) == "no such thing"
+
+
+def test_bad_input_that_only_the_launcher_sees_is_bad_input_here(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    config = Config(run=Run(name="mine", output=str(tmp_path)), model=Model(path=str(model)))
+    with pytest.raises(BadInput, match=r"model\.path|safetensors"):
+        run_training(config)
+    assert not (tmp_path / "mine" / "config.toml").exists()  # no run: the name stays free

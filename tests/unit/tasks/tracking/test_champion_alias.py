@@ -1,0 +1,262 @@
+"""The alias `champion` against a real MLflow store: moved, left, refused; lineage and evaluations as they are logged."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+from hashlib import sha256
+from importlib import metadata
+
+import mlflow
+import pytest
+
+from engine.config import Config
+from engine.config.recipe import load
+from engine.evaluation.benchmarks import EncodedBenchmark
+from engine.evaluation.results import Subject, record
+from engine.launcher.drain_evaluation import dropped
+from engine.run.files import append_line, read_lines
+from engine.run.folder import RunFolder, dump
+from engine.types import Group, Prompt, Response, Score
+from tasks import code_version
+from tasks.code_version import OURS, tree_hash
+from tasks.prepare import REPORT
+from tasks.tracking import evaluations, tracked_run
+from tasks.tracking.champion_alias import crown
+
+SAMPLES = 4
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """One store for all tests: making it takes MLflow seconds. Models and runs have names of their own."""
+    folder = tmp_path_factory.mktemp("output")
+    (folder / "base").mkdir()
+    (folder / "base/config.json").write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow sets it to the store that it used last
+        yield folder
+
+
+def group(index, right):
+    """A problem with so many right answers of SAMPLES."""
+    texts = [f"#{7 if number < right else number}" for number in range(SAMPLES)]
+    responses = tuple(Response((1, 2), (0.0, 0.0), ((0, 2),), (True, True), "stop", text, 0, "i") for text in texts)
+    scores = tuple(Score(float(number < right)) for number in range(SAMPLES))
+    return Group(0, index, Prompt(f"problem-{index}", f"{index}?", "7", (1,)), responses, scores)
+
+
+def finished(output, name, right, **evaluate):
+    """A run folder whose final policy was evaluated: `right` answers of SAMPLES per problem."""
+    config = Config.model_validate({
+        "run": {"name": name, "output": str(output)}, "model": {"path": str(output / "base")}, "train": {"steps": 2},
+        "evaluate": {"samples": SAMPLES, **evaluate},
+    })  # fmt: skip
+    folder = RunFolder(config.folder)
+    folder.create(config, resume=False)
+    folder.policy.mkdir()
+    (folder.policy / "config.json").write_text("{}")
+    dump(config, folder.config)
+    for model, version, counts in ((output / "base", 0, [0] * len(right)), (folder.policy, 2, right)):
+        groups = [group(index, count) for index, count in enumerate(counts)]
+        subject = Subject(str(model.resolve()), version)
+        asyncio.run(record(config, folder, subject, EncodedBenchmark("sums", (), {}), groups, None, {"seconds": 1.0}))
+    return config, folder
+
+
+def registered(config, folder, name="model"):
+    """As the pipeline's end: (verdict, the new model version, the number of the one that is champion now, if any)."""
+    with tracked_run.tracked(config):
+        evaluations.log_new(folder)
+        version = tracked_run.register(name, folder.policy)
+        verdict = crown(name, version, folder, config)
+    client = mlflow.MlflowClient()
+    champion = client.get_registered_model(name).aliases.get("champion")
+    return verdict, client.get_model_version(name, version), None if champion is None else int(champion)
+
+
+def test_the_champion_moves_only_when_the_comparison_says_so(output):
+    first, version, champion = registered(*finished(output, "first", [1, 2, 1, 0, 2, 1, 1, 0, 2, 1]))
+    assert (first.wins, champion) == (True, 1)
+    assert first.reason.startswith("there was no champion; better than the base model at 95% confidence: difference +0.2750")
+    assert first.comparison.p_value == pytest.approx(2 / 2**8)  # eight of ten went up, two are equal
+    assert version.tags["metronome.steps"] == "2"
+    assert version.tags["metronome.base_model"] == str(output / "base")
+    assert float(version.tags["metronome.avg_at_k"]) == pytest.approx(11 / 40)
+    assert {"base_model_hash", "data_version", "config_hash", "code_version", "protocol", "run_folder", "champion"} <= {
+        tag.removeprefix("metronome.") for tag in version.tags
+    }
+    assert version.tags["metronome.start"] == "base"
+    assert "metronome.continued_from" not in version.tags
+
+    with tracked_run.tracked(load(output / "first/config.toml")):  # killed behind the alias: done again, it says the same
+        folder = RunFolder(output / "first")
+        again = tracked_run.register("model", folder.policy)
+        verdict = crown("model", again, folder, load(folder.config))
+    assert (again, verdict.wins, verdict.reason) == (str(version.version), True, first.reason)
+
+    close, version, champion = registered(*finished(output, "close", [1, 2, 2, 0, 2, 1, 1, 1, 2, 0]))
+    assert not close.wins
+    assert champion == 1
+    assert version.tags["metronome.champion"].startswith("not better than the champion at 95% confidence: difference +0.0250")
+
+    better, version, champion = registered(*finished(output, "better", [3, 3, 2, 1, 4, 2, 3, 2, 4, 3]))
+    assert better.wins
+    assert better.comparison.p_value == pytest.approx(2 / 2**10)  # all ten went up
+    assert (champion, int(version.version)) == (3, 3)
+    assert "better than the champion at 95% confidence" in version.tags["metronome.champion"]
+
+
+def test_the_first_is_champion_only_if_it_is_better_than_its_base(output):
+    config, folder = finished(output, "no-better", [0, 1, 0, 0, 1, 0, 0])  # the base had none right
+    found, _, champion = registered(config, folder, "no-better")
+    assert (found.wins, champion) == (False, None)
+    assert found.reason.startswith("there was no champion; not better than the base model at 95% confidence: difference +0.0714")
+
+    config, folder = finished(output, "no-base", [1, 2, 1, 0, 2, 1])
+    base, final = read_lines(folder.evaluations)
+    inside = {**final, "model": base["model"], "weight_version": 1, "in_run": True}  # the policy in training is not the base
+    folder.evaluations.write_text("".join(json.dumps(row) + "\n" for row in (inside, final)))
+    found, _, champion = registered(config, folder, "no-base")
+    assert (found.wins, champion) == (True, 1)
+    assert found.reason == "there was no champion; not compared: there is no comparable evaluation of the base model"
+
+    config, folder = finished(output, "not-evaluated", [4] * 6)
+    folder.evaluations.unlink()
+    found, _, champion = registered(config, folder, "not-evaluated")
+    assert (found.wins, champion) == (False, None)
+
+
+def test_what_cant_be_compared_leaves_the_champion_with_the_reason(output):
+    registered(*finished(output, "other-first", [1, 2, 1, 1, 2, 1]), "other")
+    other, version, champion = registered(*finished(output, "other-warmer", [4] * 6, temperature=0.7), "other")
+    assert (other.wins, champion) == (False, 1)
+    assert other.reason == "its evaluation can't be compared with the champion's: temperature (0.7, 1.0) differ (new, champion)"
+    other, _, champion = registered(*finished(output, "other-more", [4] * 7), "other")
+    assert (other.wins, champion) == (False, 1)
+    assert "problems_hash" in other.reason
+
+    config, folder = finished(output, "other-not-evaluated", [4] * 6)
+    folder.evaluations.unlink()
+    other, _, champion = registered(config, folder, "other")
+    assert (other.wins, champion) == (False, 1)
+    assert other.reason == "the new policy was not evaluated on the run's first benchmark"
+
+    client = mlflow.MlflowClient()
+    client.set_registered_model_alias("other", "champion", "4")  # one without results
+    other, _, champion = registered(*finished(output, "other-again", [4] * 6), "other")
+    assert (other.wins, champion) == (False, 4)
+    assert other.reason.startswith("the results of the champion (version 4) can't be read")
+
+
+def test_evaluations_are_logged_once_with_their_tables(output):
+    config, folder = finished(output, "logged", [1, 2, 4])
+    with tracked_run.tracked(config) as run_id:
+        assert len(evaluations.log_new(folder)) == 2
+        assert evaluations.log_new(folder) == []
+    evaluations._queued.clear()  # another process
+    with tracked_run.tracked(config):
+        assert evaluations.log_new(folder) == []
+    client = mlflow.MlflowClient()
+    history = client.get_metric_history(run_id, "sums/avg_at_k")
+    assert [(metric.step, metric.value) for metric in history] == [(0, 0.0), (2, pytest.approx(7 / 12))]
+    assert client.get_metric_history(run_id, "sums/maj_at_k")[1].value == pytest.approx((1 / 4 + 1 + 1) / 3)
+    assert client.get_metric_history(run_id, "sums/against/difference")[0].value == pytest.approx(7 / 12)
+    tables = sorted(item.path for item in client.list_artifacts(run_id, "evaluations"))
+    assert tables == sorted(row["table"] for row in read_lines(folder.evaluations))
+    text = mlflow.artifacts.load_text(f"runs:/{run_id}/{tables[1]}")
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["right"] for row in rows] == [1, 2, 4]
+    assert len(rows[0]["responses"]) == SAMPLES
+
+
+def test_the_closing_table_compares_base_and_trained(output):
+    _, folder = finished(output, "closing", [1, 2, 4])
+    table = evaluations.closing(folder)
+    assert table["accuracy before"].startswith("avg@4 0.000 [0.000, 0.561]")
+    assert "pass@4 1.000" in table["accuracy after"]
+    assert "on 3 problems of sums" in table["accuracy after"]
+    assert table["difference"].startswith("+0.583 [")
+    assert table["difference"].endswith("p = 0.25; better on 3, worse on 0 of 3 problems")
+
+
+def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_table(output, capsys):
+    config, folder = finished(output, "inside", [1, 2, 4])
+    with tracked_run.tracked(config):
+        evaluated = evaluations.InRun(folder)
+        evaluated()
+        assert "evaluate" not in capsys.readouterr().out  # before and after the run: the task says those
+        groups = [group(index, 1) for index in range(3)]
+        more = {"in_run": True, "seconds": 2.0, "exposed_s": 0.5}
+        subject = Subject(str(output / "base"), 1)
+        asyncio.run(record(config, folder, subject, EncodedBenchmark("sums", (), {}), groups, None, more))
+        append_line(dropped(folder), {"weight_version": 2, "reason": "too late", "exposed_s": 3.0})
+        evaluated()
+        evaluated()
+    said = capsys.readouterr().out
+    assert said.count("version 1: avg@4 0.250") == 1
+    assert "took 2.0 s, of which training waited 0.5 s" in said
+    assert said.count("version 2 dropped: too late; training waited 3.0 s") == 1
+    closing = evaluations.closing(folder)
+    assert closing["evaluated in the run"] == "1 times, 1 dropped (too late); training waited 3.5 s for it"
+
+
+def test_the_lineage_of_a_policy_names_what_it_was_made_of(output):
+    config, folder = finished(output, "night", [1, 2, 1])
+    start = {"start": "nightly", "continued_from": "models:/nights/6"}
+    config = config.model_copy(update={"model": config.model.model_copy(update=start)})
+    dump(config, folder.config)
+    report = {"train": {"version": "5e884898da28", "rows": 3}, "heldout": {"version": "other"}}
+    (folder.path / REPORT).write_text(json.dumps(report))
+    _, version, _ = registered(load(folder.config), folder, "nights")
+    tags = {key.removeprefix("metronome."): value for key, value in version.tags.items()}
+    assert tags["base_model"] == str(output / "base")
+    assert tags["base_model_hash"] == sha256(b"config.json" + sha256(b"{}").digest()).hexdigest()
+    assert (tags["start"], tags["continued_from"]) == ("nightly", "models:/nights/6")
+    assert tags["data_version"] == "5e884898da28"
+    assert tags["config_hash"] == sha256(folder.config.read_bytes()).hexdigest()
+    assert (tags["steps"], tags["mode"]) == ("2", "periodic")
+    assert tags["run_folder"] == str(output / "night")
+    assert (tags["benchmark"], tags["avg_at_k"]) == ("sums", f"{4 / 12:.6f}")
+    assert json.loads(tags["protocol"])["samples"] == SAMPLES
+
+
+def test_the_code_version_is_that_of_all_our_code(tmp_path):
+    for folder in OURS:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "one.py").write_text("one")
+    seen = {tree_hash(tmp_path)}
+    for folder, name in (("engine", "one.py"), ("tasks", "one.py"), ("flows", "two.py"), ("infra", "recipe.toml")):
+        (tmp_path / folder / name).write_text("other")
+        seen.add(tree_hash(tmp_path))
+    (tmp_path / "infra/recipe.toml").rename(tmp_path / "infra/renamed.toml")
+    seen.add(tree_hash(tmp_path))
+    assert len(seen) == 6
+    (tmp_path / "tasks/__pycache__").mkdir()
+    (tmp_path / "tasks/__pycache__/one.pyc").write_text("compiled")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/tour.md").write_text("not code")
+    assert tree_hash(tmp_path) in seen
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_the_code_version_names_the_commit_and_that_files_differ_from_it(tmp_path, monkeypatch):
+    def git(*arguments):
+        command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.setattr(code_version, "HOME", tmp_path)
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/one.py").write_text("one")
+    assert "commit" not in code_version.code_version()
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    clean = code_version.code_version().split()
+    assert clean[:4] == [metadata.version("metronome"), "commit", git("rev-parse", "HEAD"), "code"]
+    (tmp_path / "engine/one.py").write_text("two")
+    changed = code_version.code_version().split()
+    assert changed[2] == clean[2] + "-dirty"
+    assert changed[4] != clean[4]
+    (tmp_path / ".git/HEAD").unlink()  # git refuses
+    assert code_version.code_version().split()[:3] == [metadata.version("metronome"), "commit", "unknown"]

@@ -1,0 +1,113 @@
+"""Where a nightly run starts, against a real MLflow store."""
+
+import shutil
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from engine.data.loader import PromptLoader, sampling_seed
+from engine.errors import BadInput
+from engine.run.folder import dump
+from engine.types import Prompt
+from support.runs import config_of
+from tasks.tracking import tracked_run
+from tasks.tracking.registered_policies import START_TAG, as_begun, model_folder, started_from
+
+RECIPE = "infra/recipes/nightly.toml"
+
+
+@pytest.fixture
+def config(settings):
+    return config_of(settings)
+
+
+def register(config, name="metronome-nightly", alias=None, start="base"):
+    """What a finished run leaves in the registry: a version of the model with the policy's folder, and how the run began."""
+    (config.folder / tracked_run.RUN_ID).unlink(missing_ok=True)  # each is a night's run of its own
+    with tracked_run.tracked(config):
+        version = tracked_run.register(name, Path(config.model.path))
+    client = mlflow.MlflowClient(tracked_run.tracking_uri(config))
+    client.set_model_version_tag(name, version, START_TAG, start)
+    if alias:
+        client.set_registered_model_alias(name, alias, version)
+
+
+def first_batch(config):
+    """Of forty prompts the first eight, each with the seed of its first response."""
+    batch = PromptLoader([Prompt(str(n), "", "", (1,)) for n in range(40)], config.run.seed, 8).batch(0)
+    return {(prompt.id, sampling_seed(config.run.seed, 0, prompt.id, 0)) for prompt in batch}
+
+
+def test_nights_in_a_row(config, capsys):
+    output = Path(config.run.output)
+    assert started_from(config, RECIPE, "base") == config
+    assert started_from(config, RECIPE, "latest").model.path == config.model.path
+    assert "no run has registered a policy of metronome-nightly yet" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="no run has registered a policy of metronome-nightly"):
+        model_folder(config, RECIPE, "latest")
+    assert model_folder(config, RECIPE, "").model.path == config.model.path
+
+    register(config)
+    with pytest.raises(BadInput, match="no version of metronome-nightly has the alias champion"):
+        started_from(config, RECIPE, "champion")
+    begun = started_from(config, RECIPE, "latest")
+    assert Path(begun.model.path).name == "metronome-nightly-1"
+    for file in Path(config.model.path).iterdir():
+        assert (Path(begun.model.path) / file.name).read_bytes() == file.read_bytes()
+
+    register(config, alias="champion")
+    register(config, "metronome-other")
+    register(config)
+    latest, champion = (Path(started_from(config, RECIPE, start).model.path) for start in ("latest", "champion"))
+    assert [path.name for path in (latest, champion)] == ["metronome-nightly-3", "metronome-nightly-2"]
+    assert model_folder(config, RECIPE, "latest").model.path == str(latest)
+
+    dump(begun, config.folder / "config.toml")  # a run that began two nights ago, resumed now
+    assert started_from(config, RECIPE, "latest") == begun
+
+    assert as_begun(config) == begun  # by a command that does not say how it began
+    other = config.model_copy(update={"model": config.model.model_copy(update={"path": "elsewhere"})})
+    dump(other, config.folder / "config.toml")  # a run that was not continued may be given another model
+    assert as_begun(config) == config
+
+    (config.folder / "config.toml").unlink()
+    shutil.rmtree(output / "mlartifacts")
+    shutil.rmtree(output / "models")
+    with pytest.raises((mlflow.MlflowException, OSError)):
+        started_from(config, RECIPE, "latest")
+    assert not (output / "models/metronome-nightly-3").exists()  # not half of it either
+
+
+def test_each_night_draws_other_prompts_and_goes_on_from_the_night_before(config, tmp_path):
+    """Not from what a colleague has tried between them, from whatever policy."""
+    base = Path(config.model.path)
+
+    def night():
+        """One that trains and registers: (version it went on from, its config)."""
+        begun = started_from(config, RECIPE, "nightly")
+        dump(begun, config.folder / "config.toml")
+        assert started_from(config, RECIPE, "nightly") == begun  # resumed
+        (config.folder / "config.toml").unlink()
+        register(config, start=begun.model.start)
+        return begun.model.continued_from.removeprefix("models:/metronome-nightly/"), begun
+
+    (tmp_path / "run").mkdir(exist_ok=True)
+    from_first, first = night()
+    from_second, second = night()
+    register(config)  # the trials of a day: versions 3 and 4
+    register(config, start="latest")
+    from_third, third = night()
+    from_fourth, fourth = night()
+    assert [from_first, from_second, from_third, from_fourth] == ["", "1", "2", "5"]
+    assert Path(first.model.path) == base
+    assert Path(fourth.model.path).name == "metronome-nightly-5"
+    assert [one.run.seed for one in (first, second, third, fourth)] == [0, 1, 4, 5]
+    drawn = [first_batch(one) for one in (first, second, third, fourth)]
+    assert not any(one & other for index, one in enumerate(drawn) for other in drawn[:index])
+    prompts = [{prompt for prompt, _ in one} for one in drawn]
+    assert all(one != other for index, one in enumerate(prompts) for other in prompts[:index])
+
+    again = started_from(second, RECIPE, "base")  # a night's config.toml as the recipe of a trial: no night
+    assert again.model.start == "base"
+    assert Path(again.model.path).name == "metronome-nightly-1"

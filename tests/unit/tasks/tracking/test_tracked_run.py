@@ -1,0 +1,255 @@
+import json
+import shutil
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import mlflow
+import pytest
+
+from engine.config import Checkpoint, Config, Run, Tracking, Train
+from engine.errors import BadInput
+from engine.run.files import append_line
+from engine.run.folder import RunFolder
+from engine.run.identity import claim, identity
+from engine.run.lock import hold_lock
+from engine.types import StepReport
+from flows.cli import _train
+from tasks.tracking import evaluations, metric_log, mlflow_run, retry, tracked_run, write_queue
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return Config(run=Run(name="mine", output=str(tmp_path_factory.mktemp("runs"))), train=Train(steps=3))
+
+
+def report(step):
+    """A line of steps.jsonl with every key."""
+    return {field.name: [0] if field.name == "versions_seen" else float(step) for field in fields(StepReport)} | {"step": step}
+
+
+@pytest.fixture(scope="module")
+def run(config):
+    """A tracked run of two steps, resumed for a third, then registered."""
+    with tracked_run.tracked(config) as first:
+        for step in range(2):
+            tracked_run.log_step(report(step))
+        tracked_run.log_evaluation({"step": 0, "benchmark": "aime@24", "problems": 4, "skipped": {}, "avg_at_k": 0.5})
+    policy = config.folder / "policy"
+    policy.mkdir()
+    (policy / "config.json").write_text("{}")
+    with tracked_run.tracked(config) as second:
+        tracked_run.log_step(report(2))
+        versions = [tracked_run.register("metronome-test", policy) for _ in range(2)]
+        (policy / "config.json").write_text('{"trained": "on"}')
+        versions.append(tracked_run.register("metronome-test", policy))
+    assert first == second, "a resumed run goes on in the same MLflow run"
+    assert versions == ["1", "1", "2"], "the same policy is registered once, however often it is tried"
+    return mlflow.get_run(first)
+
+
+def test_every_number_of_every_step_is_a_metric(run):
+    names = {field.name for field in fields(StepReport)} - {"step", "versions_seen"}
+    assert names <= set(run.data.metrics)
+    assert "versions_seen" not in run.data.metrics
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+def test_evaluations_are_metrics_under_their_benchmark(run):
+    assert run.data.metrics["aime_24/avg_at_k"] == 0.5
+
+
+def test_parameters_are_the_flat_config(run):
+    assert run.data.params["train.steps"] == "3"
+    assert run.data.params["rollout.group_size"] == "8"
+
+
+def test_everything_lies_under_the_output_folder(config, run):
+    output = Path(config.run.output).resolve()
+    assert (output / "mlflow.db").is_file()
+    version = mlflow.MlflowClient().get_model_version("metronome-test", "2")
+    assert version.run_id == run.info.run_id
+    assert (Path(version.source.removeprefix("file://")) / "config.json").is_file()
+    assert str(output) in version.source
+
+
+def test_a_store_that_mlflow_refuses_is_bad_input(config, tmp_path):
+    other = config.model_copy(update={"tracking": Tracking(uri=f"file:{tmp_path}/store")})
+    with pytest.raises(BadInput, match=r"tracking\.uri"), tracked_run.tracked(other):
+        pass
+
+
+@pytest.mark.parametrize(("error", "status"), [(BadInput, "FAILED"), (KeyboardInterrupt, "KILLED")])
+def test_a_body_that_raises_marks_the_run(config, error, status):
+    other = config.model_copy(update={"run": Run(name=status, output=config.run.output)})
+    with pytest.raises(error), tracked_run.tracked(other) as number:
+        raise error
+    assert mlflow.get_run(number).info.status == status
+
+
+def test_a_resumed_run_has_every_step_once(config):
+    """Steps 0-4 are done, 2 is lost on its way to MLflow, the checkpoint is before step 3; then 3-5 are done (again)."""
+    other = config.model_copy(update={"run": Run(name="resumed", output=config.run.output)})
+    folder = RunFolder(other.folder)
+    with tracked_run.tracked(other) as first:
+        for step in range(5):
+            append_line(folder.steps, {"step": step, "loss": float(step), "versions_seen": [step]})
+            if step != 2:
+                tracked_run.log_step({"step": step, "loss": float(step)})
+    there = folder.checkpoints / "step-000003"
+    there.mkdir(parents=True)
+    (there / "_SUCCESS.json").write_text('{"step": 3, "files": {}}')
+    with tracked_run.tracked(other) as second:
+        folder.cut(3)
+        for step in range(3, 6):
+            tracked_run.log_step({"step": step, "loss": 10.0 + step})
+    assert first == second
+    client = mlflow.MlflowClient()
+    points = sorted((point.step, point.value) for point in client.get_metric_history(first, "loss"))
+    assert points == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 15.0)]
+    assert client.get_run(first).data.tags[metric_log.REDONE] == "3, 4"
+
+
+def test_two_crashes_before_the_first_checkpoint_leave_every_step_once(config):
+    """The second attempt cuts steps.jsonl to nothing and dies: only MLflow knows what it has."""
+    other = config.model_copy(update={"run": Run(name="crashed-twice", output=config.run.output)})
+    folder = RunFolder(other.folder)
+    for attempt, steps in ((0, 3), (1, 0), (2, 3)):
+        with tracked_run.tracked(other) as number:
+            folder.cut(0)
+            for step in range(steps):
+                append_line(folder.steps, {"step": step, "loss": attempt + step})
+                tracked_run.log_step({"step": step, "loss": attempt + step})
+    history = mlflow.MlflowClient().get_metric_history(number, "loss")
+    assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path):
+    """By the number in its published checkpoint; a new run of the same name, with a number of its own, does not."""
+    place = Checkpoint(path=str(tmp_path))
+    other = config.model_copy(update={"run": Run(name="lost", output=config.run.output), "checkpoint": place})
+    claim(other.folder, other, resume=False)
+    with tracked_run.tracked(other) as first:
+        for step in range(3):
+            tracked_run.log_step({"step": step, "loss": float(step)})
+    published = tmp_path / "lost/step-000002"
+    published.mkdir(parents=True)
+    (published / "_SUCCESS.json").write_text(json.dumps({"step": 2, "files": {}, "run": identity(other.folder)}))
+    shutil.rmtree(other.folder)
+    claim(other.folder, other, resume=True)
+    with tracked_run.tracked(other) as second:
+        for step in (2, 3):
+            tracked_run.log_step({"step": step, "loss": 10.0 + step})
+    assert second == first == (other.folder / tracked_run.RUN_ID).read_text()
+    history = mlflow.MlflowClient().get_metric_history(first, "loss")
+    assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0)]
+
+    shutil.rmtree(other.folder)
+    anew = other.model_copy(update={"checkpoint": Checkpoint()})
+    claim(anew.folder, anew, resume=False)
+    with tracked_run.tracked(anew) as third:
+        assert third != first
+
+
+def test_an_evaluation_leaves_its_run_as_it_was(config):
+    other = config.model_copy(update={"run": Run(name="evaluated", output=config.run.output)})
+    with tracked_run.tracked(other) as number:
+        pass
+    for status in ("FINISHED", "KILLED", "RUNNING"):  # the last: a process that trains
+        mlflow.MlflowClient().update_run(number, status)
+        with pytest.raises(BadInput), tracked_run.tracked(other, evaluation=True):
+            raise BadInput("the evaluation's instance died")
+        assert mlflow.get_run(number).info.status == status
+
+
+def test_a_known_run_waits_for_a_store_that_is_away_and_a_new_one_does_not(config, monkeypatch):
+    other = config.model_copy(update={"run": Run(name="waits", output=config.run.output)})
+    monkeypatch.setattr(retry, "RETRY_S", (0.01,))
+    monkeypatch.setattr(retry, "AWAY_S", 0.2)
+    here, calls = mlflow.get_experiment_by_name, []
+
+    def away(name):
+        calls.append(name)
+        raise mlflow.MlflowException("connection refused")
+
+    def back_soon(name):
+        return away(name) if len(calls) < 3 else here(name)
+
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", away)
+    with pytest.raises(BadInput, match="connection refused"), tracked_run.tracked(other):
+        pass
+    assert len(calls) == 1
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", here)
+    with tracked_run.tracked(other) as first:
+        pass
+    calls.clear()
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", back_soon)
+    with tracked_run.tracked(other) as second:
+        assert first == second
+    monkeypatch.setattr(mlflow, "get_experiment_by_name", away)
+    with pytest.raises(retry.TrackingAway, match=f"MLflow run {first}: MLflow did not answer for 0 s: connection refused"):
+        with tracked_run.tracked(other):
+            pass
+
+
+def test_a_training_that_is_refused_for_the_lock_does_not_touch_the_run_in_mlflow(config):
+    other = config.model_copy(update={"run": Run(name="living", output=config.run.output)})
+    folder = RunFolder(other.folder)
+    with hold_lock(folder.lock, "the living one", 0.0):
+        with pytest.raises(BadInput, match=r"run folder .*living is in use by process"):
+            _train(other, resume=True, replay=None)
+    assert not (other.folder / tracked_run.RUN_ID).exists()
+
+
+@pytest.fixture
+def evaluated(config, monkeypatch, request):
+    """A config whose run folder has one evaluation; the recorder waits for MLflow 0.1 s at the end of a run."""
+    monkeypatch.setattr(write_queue, "RETRY_S", (0.02,))
+    monkeypatch.setattr(mlflow_run, "FLUSH_S", 0.1)
+    other = config.model_copy(update={"run": Run(name=request.node.name, output=config.run.output)})
+    row = {"step": 3, "weight_version": 3, "benchmark": "b", "avg_at_k": 0.5, "table": "evaluations/b.jsonl"}
+    (other.folder / "evaluations").mkdir(parents=True)
+    append_line(other.folder / row["table"], {"prompt_id": "x", "mean": 0.5})
+    append_line(RunFolder(other.folder).evaluations, row)
+    return other
+
+
+def accuracies(config):
+    run_id = (config.folder / tracked_run.RUN_ID).read_text()
+    return [point.value for point in mlflow.MlflowClient().get_metric_history(run_id, "b/avg_at_k")]
+
+
+def test_an_artifact_store_that_is_away_leaves_no_figure_to_be_logged_twice(evaluated, monkeypatch):
+    def away(*_):
+        raise ConnectionError("no bucket")
+
+    monkeypatch.setattr(retry, "AWAY_S", 0.2)
+    for attempt in range(2):
+        monkeypatch.setattr(evaluations, "_queued", set())  # a new process
+        with monkeypatch.context() as patched:
+            patched.setattr(mlflow.MlflowClient, "log_artifact", away)
+            with pytest.raises(retry.TrackingAway, match="all evaluations of run"):
+                evaluations.log_finished(evaluated)
+        assert accuracies(evaluated) == [], attempt
+    monkeypatch.setattr(evaluations, "_queued", set())
+    monkeypatch.setattr(retry, "AWAY_S", 30.0)
+    evaluations.log_finished(evaluated)
+    evaluations.log_finished(evaluated)
+    assert accuracies(evaluated) == [0.5]
+
+
+def test_an_artifact_store_that_comes_back_is_waited_for_longer_than_a_run_waits_at_its_end(evaluated, monkeypatch):
+    here, asked = mlflow.MlflowClient.log_artifact, []
+
+    def back_later(*arguments):
+        asked.append(time.monotonic())
+        if asked[-1] < asked[0] + 1.0:  # ten times FLUSH_S
+            raise ConnectionError("no bucket")
+        here(*arguments)
+
+    monkeypatch.setattr(retry, "AWAY_S", 30.0)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_artifact", back_later)
+    evaluations.log_finished(evaluated)
+    assert accuracies(evaluated) == [0.5]
+    assert evaluations.missing(RunFolder(evaluated.folder)) == []

@@ -1,0 +1,206 @@
+"""`run.dry`: the papers' recipes can run, impossible ones are refused with the reason; all without devices or weights."""
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.config.recipe import HOME, load
+from engine.config.training import Parallel
+from engine.errors import BadInput
+from engine.tools.dry_run import plan, sections
+from engine.tools.dry_run.known_models import KNOWN, shape_of
+from engine.tools.dry_run.sizes import rank_parameters, total_parameters
+from support.paper_recipes import DEVICES
+
+PAPERS = "infra/recipes/papers"
+PARAMETERS = {  # as transformers counts them in the published models, tied output layers once
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-Math-7B": 7_615_616_512,
+    "Qwen2.5-Math-7B-32k": 7_615_616_512,
+    "Qwen2.5-32B": 32_763_876_352,
+    "DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.2-3B-Instruct": 3_212_749_824,
+    "quickstart": 1_017_600,
+}
+
+
+def recipe(name, *overrides):
+    return load(f"{PAPERS}/{name}.toml", overrides)
+
+
+def test_every_paper_recipe_is_known_here():
+    assert {path.stem for path in (HOME / PAPERS).glob("*.toml")} == set(DEVICES)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_number_says_where_it_comes_from(name):
+    """Beside it or beside its table's name: a place in the paper, or that it is our choice."""
+    of_table = ""
+    for line in (HOME / PAPERS / f"{name}.toml").read_text().splitlines():
+        setting, _, said = line.partition("#")
+        if setting.startswith("["):
+            of_table = said
+        else:
+            assert not setting or said or of_table, f"{name}: {line}"
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_paper_recipes_can_run(name):
+    made = plan(recipe(name))
+    training, rollouts = DEVICES[name]
+    assert made.config.parallel.ranks == training
+    assert made.instances * made.config.rollout.tensor == rollouts
+    assert made.devices == made.config.platform.devices
+    assert made.trainer.fits
+    assert made.instance.fits
+    assert made.cache.tokens >= made.config.rollout.max_context
+
+
+@pytest.mark.parametrize("name", ["quickstart", "aime"])
+def test_the_other_recipes_can_run(name):
+    assert plan(load(f"infra/recipes/{name}.toml")).trainer.fits
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_parameters_are_those_of_the_published_models(name):
+    assert total_parameters(KNOWN[name]) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen2.5-32B", "Llama-3.2-3B"])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 4), (8, 1), (4, 2)])
+def test_ranks_hold_the_model_together(name, tensor, pipeline):
+    """Over all ranks: the model, its norms once more per further tensor rank, and a tied output layer's copy."""
+    shape, layout = KNOWN[name], Parallel(tensor=tensor, pipeline=pipeline)
+    held = tensor * sum(rank_parameters(shape, layout, stage).total for stage in range(pipeline))
+    per_layer = 2 * shape.hidden + (256 if name.startswith("Qwen3") else 0)
+    norms = shape.layers * per_layer + shape.hidden
+    copy = shape.vocabulary * shape.hidden if shape.tied and pipeline > 1 else 0
+    assert held == total_parameters(shape) + (tensor - 1) * norms + copy
+
+
+BASE, LARGE, NODE = "periodic-qwen3-8b-16npu", "periodic-r1-distill-32b-48npu", "gac-qwen3-8b"
+SHORT = "too little memory on a trainer rank"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "said"),
+    [
+        (BASE, ["platform.memory_gib=32"], [SHORT, "weights 1.9 GiB + gradients 3.8 GiB", "32.0 GiB"]),
+        (BASE, ["parallel.tensor=2", "platform.devices=0"], [SHORT, "activations"]),
+        (BASE, ["parallel.sequence=false", "platform.memory_gib=48"], ["too little memory"]),
+        (BASE, ["parallel.tensor=3"], ["parallel.tensor = 3 does not divide its 32 attention heads"]),
+        (BASE, ["parallel.pipeline=5"], ["parallel.pipeline = 5 does not divide its 36 layers"]),
+        (BASE, ["parallel.data=2"], ["= 24 devices, and platform.devices gives 16"]),
+        (BASE, ["rollout.joining=5"], ["rollouts 5 × 2 = 18 devices", "gives 16"]),
+        (BASE, ["train.micro_batch_tokens=8192"], ["train.micro_batch_tokens = 8,192 is below the longest sequence", "16,384"]),
+        (BASE, ["rollout.max_context=65536", "train.micro_batch_tokens=65536"], ["65,536 is more than the 40,960 positions"]),
+        (BASE, ["rollout.tensor=16", "rollout.joining=1", "platform.devices=0"], ["rollout.tensor = 16 is more than a node"]),
+        (LARGE, ["parallel.nodes=2"], ["parallel.nodes = 2 puts 16 trainer ranks on each node, which has 8 devices"]),
+        (BASE, ["evaluate.max_context=50000"], ["evaluate.max_context = 50,000 is more than the 40,960 positions"]),
+        (BASE, ["rollout.tensor=3", "rollout.joining=2"], ["rollout.tensor = 3 does not divide the model's 32"]),
+        (BASE, ["parallel.data=4", "train.prompts_per_step=2", "platform.devices=0"], ["4 replicas", "some would never train"]),
+        (BASE, ["model.path=Qwen/Qwen9-900B"], ["no sizes of Qwen9-900B", "Qwen3-8B"]),
+        (BASE, ["rollout.instances=4", "rollout.joining=0"], ["takes devices from 0 on", "rollout.instances = 0", "joining = 4"]),
+        (NODE, ["rollout.devices=[]"], ["rollout.devices is empty", "4 instances", "set rollout.devices = [4, 5, 6, 7]"]),
+        (NODE, ["rollout.devices=[3,4,5,6]"], ["rollout.devices names [3], which trainer ranks have; theirs are [0, 1, 2, 3]"]),
+        (NODE, ["rollout.devices=[4,5,6,6]"], ["rollout.devices names [6] more than once"]),
+        (NODE, ["rollout.devices=[5,6,7,8]"], ["rollout.devices names [8], and a node has 0 to 7"]),
+        (NODE, ["rollout.tensor=2", "rollout.instances=2", "rollout.devices=[4,5]"], ["names 2 devices, 2 instances", "take 4"]),
+        (LARGE, ["rollout.tensor=1"], ["too little memory on a rollout device", "weights 61.0 GiB"]),
+        (LARGE, ["train.recompute=false", "platform.memory_gib=48"], ["too little memory", "activations"]),
+        ("one-step-off-qwen2.5-math-7b", ["model.path=Qwen/Qwen2.5-Math-7B"], ["more than the 4,096 positions"]),
+    ],
+)  # fmt: skip
+def test_impossible_ones_are_refused_with_the_reason(name, overrides, said):
+    with pytest.raises(BadInput) as caught:
+        plan(recipe(name, *overrides))
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_all_reasons_are_given_at_once():
+    with pytest.raises(BadInput) as caught:
+        plan(recipe(BASE, "train.micro_batch_tokens=8192", "platform.devices=8"))
+    assert "micro_batch_tokens" in str(caught.value)
+    assert "platform.devices" in str(caught.value)
+
+
+def test_recomputation_offload_and_shared_states_need_less():
+    def trainer(*overrides):
+        return plan(recipe("periodic-qwen3-8b-32npu", "platform.memory_gib=640", *overrides)).trainer.total
+
+    plain = trainer("train.distributed_optimizer=false")
+    assert trainer() < plain
+    assert trainer("train.distributed_optimizer=false", "train.recompute=true") < plain
+    offloaded = trainer("train.distributed_optimizer=false", "train.offload=true")
+    weights = rank_parameters(KNOWN["Qwen3-8B"], Parallel(tensor=8), 0).total * 2
+    assert plain - offloaded == weights, "two frozen models become one"
+
+
+def test_a_folder_needs_no_weights(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,'
+        ' "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 260, "rms_norm_eps": 1e-6,'
+        ' "max_position_embeddings": 512, "tie_word_embeddings": true}'
+    )
+    shape, source = shape_of(str(tmp_path))
+    assert (shape.layers, source) == (2, "config.json")
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_the_command_prints_the_plan_and_starts_nothing(command, tmp_path, monkeypatch):
+    from flows.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [command, f"{PAPERS}/{BASE}.toml", "--set", "run.dry=true"])
+    assert done.exit_code == 0, done.output
+    assert "8,190,735,360 parameters" in done.output
+    assert "128 prompts × 8 responses = 1,024 responses" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_refuses_with_2(tmp_path, monkeypatch):
+    from flows.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["run", f"{PAPERS}/{BASE}.toml", "--set", "run.dry=true", "--set", "platform.memory_gib=16"])
+    assert done.exit_code == 2
+    assert "too little memory on a trainer rank" in done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "training", "rollouts"),
+    [(BASE, 1, 1), ("periodic-qwen3-8b-64npu", 4, 4), (LARGE, 4, 2), ("asyncflow-qwen2.5-32b-512npu", 16, 16)],
+)
+def test_nodes_are_counted(name, training, rollouts):
+    nodes = sections(plan(recipe(name)))["Devices"]["nodes"]
+    assert f"{training} for training" in nodes
+    assert f"{rollouts} for rollouts" in nodes
+
+
+def test_places_are_said():
+    assert sections(plan(recipe(BASE)))["Devices"]["places"] == (
+        "trainer ranks on devices 0 to 7 of their nodes; 4 instances that join on other nodes")
+    assert "own instances on [4, 5, 6, 7] of the first one" in sections(plan(recipe(NODE)))["Devices"]["places"]
+    assert "places" not in sections(plan(load("infra/recipes/quickstart.toml")))["Devices"]
+
+
+def test_nothing_that_trains_takes_a_dry_run():
+    """The flows of deployments check their inputs first, and must not train on what was meant to be printed."""
+    from tasks.input_checks import check_inputs
+
+    with pytest.raises(BadInput, match="metronome run RECIPE --set run.dry=true"):
+        check_inputs(recipe(BASE, "run.dry=true"))
+
+
+def test_tables_name_every_term():
+    tables = sections(plan(recipe("gac-qwen3-8b")))
+    memory = tables["Memory of a trainer rank of stage 1 of 1"]
+    assert set(memory) >= {"weights", "gradients", "optimizer", "frozen", "last gradient", "activations", "reserve", "sum"}
+    assert memory["sum"].endswith("of 80.0 GiB")

@@ -1,0 +1,167 @@
+"""Checkpoints of one process are written beside the training, never look whole when they aren't, and the right ones are kept."""
+
+import json
+import os
+import shutil
+import threading
+from concurrent.futures import wait
+
+import pytest
+import torch
+
+from engine.errors import DeadlineError, MetronomeError
+from engine.run import checkpoint_files as files
+from support.checkpoint_pairs import assert_same, builder, save, train
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+@pytest.fixture
+def build(settings, tmp_path):
+    return builder(settings, tmp_path)
+
+
+def hold(monkeypatch):
+    """Writing waits until the returned event is set."""
+    from engine.trainer.checkpoint.writer import Snapshot
+
+    go, write = threading.Event(), Snapshot.write_data
+    monkeypatch.setattr(Snapshot, "write_data", lambda *arguments: (go.wait(30), write(*arguments))[1])
+    return go
+
+
+def test_training_goes_on_while_files_are_written(build, monkeypatch):
+    policy, checkpoints = build()
+    train(policy, 1)
+    go = hold(monkeypatch)
+    before = {name: p.detach().clone() for name, p in policy.models.policy.named_parameters()}
+    checkpoints.save(1)
+    train(policy, 2)
+    checkpoints.poll()
+    assert files.latest(checkpoints._root) is None
+    with pytest.raises(DeadlineError, match=r"waited 0 s for checkpoint step-000001 to be written"):
+        checkpoints.finish(0.1)
+    go.set()
+    checkpoints.finish(30)
+    other, again = build()
+    assert again.resume() == 1
+    for name, p in other.models.policy.named_parameters():
+        assert torch.equal(p, before[name])
+
+
+def test_a_failed_write_fails_the_next_call_by_name(build, monkeypatch):
+    from engine.trainer.checkpoint.writer import Snapshot
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device", "__0_0.distcp")
+
+    policy, checkpoints = build()
+    train(policy, 1)
+    monkeypatch.setattr(Snapshot, "write_data", full)
+    for call in (checkpoints.poll, lambda: checkpoints.save(2), lambda: checkpoints.finish(5)):
+        checkpoints.save(1)
+        assert not wait([checkpoints._flight.done], 30).not_done
+        with pytest.raises(MetronomeError, match=r"checkpoint step-000001 could not be saved: .*No space left.*__0_0\.distcp"):
+            call()
+    assert list(files.incomplete(checkpoints._root).values()) == [
+        "checkpoint step-000001 is incomplete (no _SUCCESS.json), ignored"]
+
+
+def test_ranks_that_do_not_write_are_named(tmp_path):
+    from engine.trainer.checkpoint.writer import Snapshot
+
+    taken = Snapshot(str(tmp_path))
+    taken.world = 4
+    for rank in (0, 3):
+        files.write_json(tmp_path / f"written-{rank:05d}.json", [])
+    with pytest.raises(DeadlineError, match=r"trainer ranks \[1, 2\] have not written their part of .* within 0 s"):
+        taken.gather(0.1)
+
+
+def test_a_failed_publication_fails_the_next_call_by_name(build, tmp_path):
+    (tmp_path / "file").touch()
+    policy, checkpoints = build(checkpoint__path=str(tmp_path / "file"))
+    with pytest.raises(MetronomeError, match=r"step-000001 could not be saved: .*publishing the checkpoint to .*/file/run"):
+        save(checkpoints, 1)
+    assert files.complete(checkpoints._root / "step-000001")
+
+
+def test_the_last_and_the_best_are_kept(build):
+    policy, checkpoints = build(checkpoint__keep_last=2, checkpoint__keep_best=2)
+    (checkpoints._root / ".step-000002.partial").mkdir(parents=True)
+    rewards = {1: 0.9, 2: 0.1, 3: 0.8, 4: 0.7, 5: 0.2, 6: 0.3}
+    for step, reward in rewards.items():
+        save(checkpoints, step, reward_mean=reward)
+    assert sorted(os.listdir(checkpoints._root)) == ["step-000001", "step-000003", "step-000005", "step-000006"]
+    assert files.step_of(files.latest(checkpoints._root)) == 6
+    save(checkpoints, 6)  # taken already
+    assert files.read_marker(checkpoints._root / "step-000006")["figures"] == {"reward_mean": 0.3}
+    save(build()[1], 6)  # but not by this run
+    assert files.read_marker(checkpoints._root / "step-000006")["figures"] == {}
+
+
+def test_half_written_ones_are_ignored_and_named(build, capsys):
+    policy, checkpoints = build(checkpoint__keep_last=9)
+    for step in (1, 2, 3, 4):
+        train(policy, step)
+        save(checkpoints, step)
+    root = checkpoints._root
+    (root / "step-000002/state.json").unlink()
+    data = root / "step-000003/__0_0.distcp"
+    size = data.stat().st_size
+    data.write_bytes(data.read_bytes()[:-1])
+    (root / "step-000004" / files.MARKER).unlink()
+    (root / ".step-000005.partial").mkdir()
+    other, again = build()
+    assert again.resume() == 1
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoint")] == [
+        "checkpoint step-000002 is incomplete (state.json is missing), ignored",
+        f"checkpoint step-000003 is incomplete (__0_0.distcp has {size - 1} bytes, _SUCCESS.json says {size}), ignored",
+        "checkpoint step-000004 is incomplete (no _SUCCESS.json), ignored",
+        "checkpoint step-000005 is incomplete (no _SUCCESS.json), ignored",
+    ]
+
+
+def test_a_lost_run_folder_resumes_from_where_it_was_published(build, tmp_path, capsys):
+    place = tmp_path / "published"
+    kept = {"checkpoint__path": str(place), "checkpoint__keep_last": 2}
+    policy, checkpoints = build(**kept)
+    for step in (1, 2, 3):
+        train(policy, step)
+        save(checkpoints, step)
+    assert sorted(os.listdir(place / "run")) == ["step-000002", "step-000003"]
+    other, elsewhere = build(root=tmp_path / "elsewhere", **kept)
+    assert elsewhere.resume() == 3
+    assert_same(policy, other)
+    assert files.complete(tmp_path / "elsewhere/step-000003")
+    (place / "run/step-000003/__0_0.distcp").write_bytes(b"cut")
+    assert build(root=tmp_path / "third", **kept)[1].resume() == 2
+    assert f"checkpoint {place}/run/step-000003 is incomplete (__0_0.distcp has 3 bytes" in capsys.readouterr().out
+    assert build(root=tmp_path / "fourth")[1].resume() is None
+
+
+def test_another_run_of_the_name_neither_takes_nor_loses_checkpoints_in_the_shared_place(build, tmp_path, capsys):
+    """Two run folders with numbers of their own, one place."""
+    place, kept = tmp_path / "published", {"checkpoint__path": str(tmp_path / "published"), "checkpoint__keep_last": 1}
+    pairs = {}
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run_id").write_text(name)
+        pairs[name] = build(root=tmp_path / name / "checkpoints", **kept)
+    for name, step in (("first", 100), ("second", 5), ("second", 10)):
+        save(pairs[name][1], step)
+    assert sorted(os.listdir(place / "run")) == ["step-000010", "step-000100"]
+    assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == "second"
+    shutil.rmtree(tmp_path / "second/checkpoints")
+    assert build(root=tmp_path / "second/checkpoints", **kept)[1].resume() == 10
+    with pytest.raises(MetronomeError, match=r"step-000010 .*holds a checkpoint of another run, which is not overwritten"):
+        save(build(root=tmp_path / "first/checkpoints", **kept | {"checkpoint__keep_last": 3})[1], 10)
+    assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == "second"
+
+
+def test_a_tampered_index_is_not_read(build):
+    policy, checkpoints = build()
+    index = save(checkpoints, 1) / files.INDEX
+    index.write_bytes(b"." * index.stat().st_size)
+    with pytest.raises(MetronomeError, match=r"\.metadata is not the file that _SUCCESS.json was written for"):
+        build()[1].resume()

@@ -1,0 +1,66 @@
+"""What a step adds up."""
+
+import math
+
+import torch  # noqa: F401  (the trainer's modules need it)
+
+from engine.trainer.step_metrics import StepMetrics
+from engine.types import Group, Prompt, Response, Score
+
+
+def group(step, *versions, rewards=(1.0,), statuses=("ok",)):
+    runs = tuple(enumerate(versions))
+    responses = tuple(Response((1, 2), (-1.0, -1.0), runs, (True, True), "length", "", 0, "instance-3") for _ in rewards)
+    scores = tuple(Score(r, s) for r, s in zip(rewards, statuses, strict=True))
+    return Group(step, 0, Prompt("p7", "", "", (1, 2, 3)), responses, scores)
+
+
+def test_figures():
+    metrics = StepMetrics()
+    metrics.add_wait(0.5)
+    metrics.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "timeout")), 4, True)
+    metrics.add_wait(0.25)
+    metrics.loss, metrics.mismatch_kl, metrics.scored_tokens = 3.0, 4.0, 8
+    figures = StepMetrics.merged([metrics.wire(leader=True, peak_bytes=2**30)], denominator=2)
+    assert figures["reward_mean"] == 0.5
+    assert figures["reward_std"] == 0.5
+    assert figures["trained_tokens"] == 2 * (3 + 2)
+    assert figures["truncated"] == 2
+    assert figures["reward_timeouts"] == 1
+    assert (figures["wait_first_s"], figures["wait_s"]) == (0.5, 0.75)
+    assert figures["loss"] == 1.5
+    assert figures["mismatch_kl"] == 0.5
+    assert figures["versions_seen"] == [0]
+    assert figures["memory_peak_gib"] == [1.0]
+
+
+def test_figures_of_several_ranks_are_sums_over_responses_and_mean_times_of_the_leaders():
+    first, second, follower = StepMetrics(), StepMetrics(), StepMetrics()
+    first.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "ok")), 4, True)
+    second.add_group(group(0, 0, rewards=(1.0, 1.0), statuses=("ok", "error")), 4, False)
+    first.loss, follower.loss, follower.computed_tokens = 1.0, 3.0, 7
+    first.train_s, second.train_s, follower.train_s = 1.0, 3.0, 50.0
+    second.worst_gap(0.5)
+    figures = StepMetrics.merged([first.wire(True, 1), second.wire(True, 1), follower.wire(False, 1)], 4)
+    assert (figures["reward_mean"], figures["reward_errors"], figures["loss"]) == (0.75, 1, 1.0)
+    assert figures["equal_groups"] == 1
+    assert (figures["train_s"], figures["computed_tokens"], figures["max_ratio_gap"]) == (2.0, 7, 0.5)
+    follower.worst_gap(math.nan)
+    assert math.isnan(StepMetrics.merged([first.wire(True, 1), follower.wire(False, 1)], 4)["max_ratio_gap"])
+
+
+def test_nan_gaps_are_not_hidden_by_later_ones():
+    metrics = StepMetrics()
+    metrics.worst_gap(0.1)
+    metrics.worst_gap(math.nan)
+    assert math.isnan(metrics.max_ratio_gap)
+    metrics.worst_gap(0.2)
+    assert math.isnan(metrics.max_ratio_gap)
+
+
+def test_a_response_with_tokens_of_two_versions_counts_as_continued():
+    metrics = StepMetrics()
+    metrics.add_group(group(5, 3, 5, rewards=(1.0, 0.0), statuses=("ok", "ok")), 4, True)
+    metrics.add_group(group(5, 5), 2, True)
+    figures = StepMetrics.merged([metrics.wire(leader=True, peak_bytes=1)], 3)
+    assert (figures["continued"], figures["versions_seen"]) == (2, [3, 5])
