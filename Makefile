@@ -46,8 +46,9 @@ vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), c
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes)
 	$(BIN)/python -m pytest -m vllm
 
-lint: $(VENV)/installed-dev
+lint: $(VENV)/installed-dev  ## style, form, types, and who may import whom
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -23,8 +23,8 @@ from engine.wire.weights.groups import Rendezvous, join
 def bare_transfer(
     transport: str, sizes: list[int], count: int, folder: Path, timeout_s: float
 ) -> Iterator[tuple[Callable[[], None], list[int]]]:
-    """A function that moves buckets of these sizes to `count` receivers once, and the receivers' process ids; the memory is
-    reused on both sides."""
+    """A function that moves buckets of these sizes to `count` receivers once, and the receivers' process ids; the
+    memory is reused on both sides."""
     buffer = torch.ones(max(sizes), dtype=torch.uint8)
     if transport == "file":
         readers = [torch.ones(max(sizes), dtype=torch.uint8) for _ in range(count)]
@@ -33,8 +33,14 @@ def bare_transfer(
     meeting = Rendezvous("127.0.0.1", transport, timeout_s)
     others = []
     for rank in range(1, count + 1):
-        info = {"address": meeting.address, "rank": rank, "world": count + 1, "backend": transport, "sizes": sizes,
-                "timeout_s": timeout_s}
+        info = {
+            "address": meeting.address,
+            "rank": rank,
+            "world": count + 1,
+            "backend": transport,
+            "sizes": sizes,
+            "timeout_s": timeout_s,
+        }
         others.append(subprocess.Popen([sys.executable, __file__, json.dumps(info)], stdin=subprocess.PIPE))
     group = meeting.gather(count + 1)
 
@@ -55,10 +61,12 @@ def bare_transfer(
             other.wait()
 
 
-def receive(address: dict[str, object], rank: int, world: int, backend: str, sizes: list[int], timeout_s: float) -> None:
+def receive(
+    address: dict[str, object], rank: int, world: int, backend: str, sizes: list[int], timeout_s: float
+) -> None:
     """The other end of a bare broadcast: one pass for each line of standard input."""
     torch.set_num_threads(1)
-    group = join(address, rank, world, backend, timeout_s, threading.Event())
+    group = join(address=address, rank=rank, world=world, backend=backend, timeout_s=timeout_s, off=threading.Event())
     buffer = torch.ones(max(sizes), dtype=torch.uint8)
     for _ in sys.stdin:
         for size in sizes:

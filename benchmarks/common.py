@@ -45,7 +45,7 @@ def run_launcher(settings: Mapping[str, Any], recipe: str | None = None, timeout
     return config
 
 
-# the training side in this process -------------------------------------------------------------------------------------
+# the training side in this process ----------------------------------------------------------------
 
 
 @contextmanager
@@ -57,14 +57,24 @@ def one_rank() -> Iterator[None]:
 
 
 def random_qwen3(folder: Path, hidden: int, layers: int, vocabulary: int, context: int = 16384) -> Path:
-    """A random tied Qwen3 with heads of 64 (of hidden / 8 when small), two queries a key, MLP of 3 · hidden; no tokenizer."""
+    """A random tied Qwen3 with heads of 64 (of hidden / 8 when small), two queries a key, MLP of 3 · hidden; no
+    tokenizer."""
     torch.manual_seed(0)
     head_dim = min(64, hidden // 8)
     config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // head_dim, num_key_value_heads=hidden // head_dim // 2, head_dim=head_dim,
-        max_position_embeddings=context, tie_word_embeddings=True, initializer_range=0.05, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // head_dim,
+        num_key_value_heads=hidden // head_dim // 2,
+        head_dim=head_dim,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -73,10 +83,16 @@ def build_policy(model: Path, shared_prompt: bool, micro_batch_tokens: int) -> P
     """The trainer's policy alone: no frozen copies, so that `accumulate` is one forward, loss and backward."""
     from engine.trainer.policy import Policy
 
-    config = load(None, [
-        f"model.path={model}", "algorithm.old_policy=behavior", "algorithm.kl_coef=0.0",
-        f"attention.shared_prompt={str(shared_prompt).lower()}", f"train.micro_batch_tokens={micro_batch_tokens}",
-    ])  # fmt: skip
+    config = load(
+        None,
+        [
+            f"model.path={model}",
+            "algorithm.old_policy=behavior",
+            "algorithm.kl_coef=0.0",
+            f"attention.shared_prompt={str(shared_prompt).lower()}",
+            f"train.micro_batch_tokens={micro_batch_tokens}",
+        ],
+    )
     return Policy(config, platform.get("cpu"))
 
 
@@ -96,15 +112,32 @@ def random_group(prompt: int, lengths: Sequence[int], vocabulary: int, seed: int
         return tuple(draw.randrange(vocabulary) for _ in range(count))
 
     responses = tuple(
-        Response(tokens(length), (-1.0,) * length, ((0, 0),), (True,) * length, "length", "", 0, "") for length in lengths
+        Response(
+            token_ids=tokens(length),
+            logprobs=(-1.0,) * length,
+            versions=((0, 0),),
+            loss_mask=(True,) * length,
+            finish_reason="length",
+            text="",
+            seed=0,
+            instance="",
+        )
+        for length in lengths
     )
-    return Group(0, seed, Prompt(str(seed), "", "", tokens(prompt)), responses, tuple(Score(draw.random()) for _ in lengths))
+    return Group(
+        step=0,
+        index=seed,
+        prompt=Prompt(str(seed), "", "", tokens(prompt)),
+        responses=responses,
+        scores=tuple(Score(draw.random()) for _ in lengths),
+    )
 
 
 def alternating(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
     """CPU seconds of each side's calls, taken in turn; a first call of each warms up and is not counted.
 
-    With one computing thread they are what a call takes on a free core, and other jobs on the machine disturb them less.
+    With one computing thread they are what a call takes on a free core, and other jobs on the machine disturb them
+    less.
     """
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(repeats + 1):

@@ -43,14 +43,27 @@ def main() -> None:
         engines = {flag: Engine(loaded, slots, config.rollout.max_context, deterministic=flag) for flag in rates}
         for round_number in range(arguments.rounds + 1):
             for flag, engine in engines.items():
-                rate = sample(engine, prompts, config.rollout.group_size, config.rollout.max_new_tokens, tokenizer.stop_ids([]))
+                rate = sample(
+                    engine=engine,
+                    prompts=prompts,
+                    group_size=config.rollout.group_size,
+                    limit=config.rollout.max_new_tokens,
+                    stop=tokenizer.stop_ids([]),
+                )
                 if round_number:  # the first round warms up
                     rates[flag].append(rate)
     free, fixed = (statistics.median(rates[flag]) for flag in (False, True))
-    print(f"{slots} slots, context {config.rollout.max_context}: {free:.0f} tokens per CPU-second, deterministic {fixed:.0f}; "
-          f"determinism costs {1 - fixed / free:.0%}")
-    result = {"tokens_per_cpu_s": free, "deterministic_tokens_per_cpu_s": fixed, "cost": 1 - fixed / free, "slots": slots,
-              "max_context": config.rollout.max_context}
+    print(
+        f"{slots} slots, context {config.rollout.max_context}: {free:.0f} tokens per CPU-second, deterministic "
+        f"{fixed:.0f}; determinism costs {1 - fixed / free:.0%}"
+    )
+    result = {
+        "tokens_per_cpu_s": free,
+        "deterministic_tokens_per_cpu_s": fixed,
+        "cost": 1 - fixed / free,
+        "slots": slots,
+        "max_context": config.rollout.max_context,
+    }
     print("RESULT " + json.dumps(result))
 
 

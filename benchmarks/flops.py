@@ -20,8 +20,8 @@ class Sizes(Protocol):
 def forward(sizes: Sizes, tokens: int, pairs: float, scored: int) -> float:
     """2 · S · (weights of the layers' linear maps) + 4 · A · layers · heads · head_dim + 2 · T · hidden · vocabulary
 
-    for S tokens computed, A visible (query, key) pairs and T tokens scored; a multiply-add is two operations. Norms, rotary
-    positions, activations and the softmax are left out: a few per cent of it.
+    for S tokens computed, A visible (query, key) pairs and T tokens scored; a multiply-add is two operations. Norms,
+    rotary positions, activations and the softmax are left out: a few per cent of it.
     """
     attention = sizes.hidden * sizes.head_dim * (2 * sizes.heads + 2 * sizes.kv_heads)
     weights = sizes.layers * (attention + 3 * sizes.hidden * sizes.intermediate)

@@ -1,16 +1,18 @@
-"""The CUDA path of training on one GPU: `python benchmarks/gpu.py [--shapes 0.6b 1.7b] [--prompt 1024] [--response 1024]`
+"""The CUDA path of training on one GPU: `python benchmarks/gpu.py [--shapes 0.6b 1.7b] [--prompt 1024] [--response
+1024]`
 
-Needs torch and megatron-core only. **Its CUDA numbers have not been taken yet: no GPU has been at hand.** What has run is the
-correctness part on the CPU, with a small shape: `--device cpu --tiny` (the kernel is then the CPU's, not FlexAttention).
+Needs torch and megatron-core only. **Its CUDA numbers have not been taken yet: no GPU has been at hand.** What has run
+is the correctness part on the CPU, with a small shape: `--device cpu --tiny` (the kernel is then the CPU's, not
+FlexAttention).
 
-1. Correctness: log-probabilities and gradients of a small random Qwen3 with a shared prompt, against the same model written
-   plainly in this file (each response on its own, full mask), in fp32 (without TF32) and in bf16. Required: fp32 gradients
-   within 1e-4 (relative norm per tensor); bf16 log-probabilities within 0.02 on average of the fp32 reference. The formula
-   for operations (flops.py) is held against those that torch counts in the plain model.
+1. Correctness: log-probabilities and gradients of a small random Qwen3 with a shared prompt, against the same model
+   written plainly in this file (each response on its own, full mask), in fp32 (without TF32) and in bf16. Required:
+   fp32 gradients within 1e-4 (relative norm per tensor); bf16 log-probabilities within 0.02 on average of the fp32
+   reference. The formula for operations (flops.py) is held against those that torch counts in the plain model.
 2. Speed in bf16: a micro-step (forward, loss, backward) of Qwen3-0.6B- and 1.7B-shaped models with random weights, one
-   group, shared prompt on and off. Tokens/s counts prompt and response of every response, whatever was computed; model FLOP
-   utilisation counts what the computed tokens need, over the device's dense bf16 peak. Activations are kept, or layers
-   recomputed with `--recompute` (recomputation is not counted).
+   group, shared prompt on and off. Tokens/s counts prompt and response of every response, whatever was computed; model
+   FLOP utilisation counts what the computed tokens need, over the device's dense bf16 peak. Activations are kept, or
+   layers recomputed with `--recompute` (recomputation is not counted).
 
 Last line: RESULT {json}.
 """
@@ -40,12 +42,26 @@ from engine.errors import BadInput
 from engine.model.shape import ModelShape
 
 TINY = ModelShape(
-    architecture="Qwen3ForCausalLM", layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=512, vocabulary=1000,
-    context=4096, rope_theta=1e6, norm_eps=1e-6, tied=True,
-)  # fmt: skip
+    architecture="Qwen3ForCausalLM",
+    layers=2,
+    hidden=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=512,
+    vocabulary=1000,
+    context=4096,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied=True,
+)
 SHAPES = {
-    "0.6b": replace(TINY, layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocabulary=151936),
-    "1.7b": replace(TINY, layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, intermediate=6144, vocabulary=151936),
+    "0.6b": replace(
+        TINY, layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocabulary=151936
+    ),
+    "1.7b": replace(
+        TINY, layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, intermediate=6144, vocabulary=151936
+    ),
 }
 """The published sizes of Qwen3-0.6B and Qwen3-1.7B."""
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
@@ -62,12 +78,16 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     with platform.single(machine) as device:
         figures: dict[str, Any] = {"device": name_of(device), "torch": torch.__version__}
-        figures["correctness"] = [correctness(machine.attention, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        figures["correctness"] = [
+            correctness(machine.attention, device, dtype) for dtype in (torch.float32, torch.bfloat16)
+        ]
         check_flops(device)
         if not arguments.tiny:
             peak = arguments.peak_tflops or next((p for n, p in PEAK_TFLOPS.items() if n in name_of(device)), None)
             figures["speed"] = [
-                speed(name, machine, device, arguments, shared, peak) for name in arguments.shapes for shared in (True, False)
+                speed(name=name, machine=machine, device=device, arguments=arguments, shared=shared, peak=peak)
+                for name in arguments.shapes
+                for shared in (True, False)
             ]
     print("RESULT " + json.dumps(figures))
 
@@ -81,8 +101,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--response", type=int, default=1024)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--recompute", action="store_true", help="compute layers again in the backward pass, to save memory")
-    parser.add_argument("--peak-tflops", type=float, help="of the device in bf16, if it is not one of " + ", ".join(PEAK_TFLOPS))
+    parser.add_argument(
+        "--recompute", action="store_true", help="compute layers again in the backward pass, to save memory"
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, help="of the device in bf16, if it is not one of " + ", ".join(PEAK_TFLOPS)
+    )
     return parser.parse_args()
 
 
@@ -99,32 +123,52 @@ def correctness(kernel: str, device: torch.device, dtype: torch.dtype) -> dict[s
     ours = chosen(model, groups, shared=True)
     (-ours.mean()).backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
-    weights = {n: t.detach().float().clone().requires_grad_() for n, t in export(dict(model.named_parameters()), model, TINY)}
+    weights = {
+        n: t.detach().float().clone().requires_grad_() for n, t in export(dict(model.named_parameters()), model, TINY)
+    }
     plain = torch.cat([reference(weights, p, r, TINY) for p, responses in groups for r in responses if r])
     (-plain.mean()).backward()
     mean = float((ours - plain).detach().abs().mean())
-    worst = max(float((g.float() - weights[n].grad).norm() / weights[n].grad.norm()) for n, g in export(grads, model, TINY))
-    print(f"{dtype}: log-probabilities differ by {mean:.2e} on average, gradients by {worst:.2e} (relative norm, worst tensor)")
+    worst = max(
+        float((g.float() - weights[n].grad).norm() / weights[n].grad.norm()) for n, g in export(grads, model, TINY)
+    )
+    print(
+        f"{dtype}: log-probabilities differ by {mean:.2e} on average, gradients by {worst:.2e} (relative norm, worst "
+        "tensor)"
+    )
     if (dtype is torch.float32 and worst > 1e-4) or mean > 0.02:
         raise SystemExit(f"error: {dtype} is wrong: {mean:.2e} (limit 0.02), {worst:.2e} (limit 1e-4 in fp32)")
     return {"dtype": str(dtype), "mean_logprob_error": mean, "worst_gradient_error": worst}
 
 
 def speed(
-    name: str, machine: platform.Platform, device: torch.device, arguments: argparse.Namespace, shared: bool, peak: float | None
+    name: str,
+    machine: platform.Platform,
+    device: torch.device,
+    arguments: argparse.Namespace,
+    shared: bool,
+    peak: float | None,
 ) -> dict[str, Any]:
     """Median seconds of a micro-step, and what follows from it."""
     shape = SHAPES[name]
-    model = build(shape, machine.attention, device, torch.bfloat16, arguments.recompute)
+    model = build(
+        shape=shape, kernel=machine.attention, device=device, dtype=torch.bfloat16, recompute=arguments.recompute
+    )
     groups = random_groups(arguments.prompt, [arguments.response] * arguments.group, shape.vocabulary)
     machine.reset_peak()
     seconds = timed(lambda: (-chosen(model, groups, shared).mean()).backward(), machine, arguments.repeats)
     trained = arguments.group * (arguments.prompt + arguments.response)
-    needed = micro_step(shape, arguments.prompt, arguments.response, arguments.group, shared)
+    needed = micro_step(
+        sizes=shape, prompt=arguments.prompt, response=arguments.response, group=arguments.group, shared=shared
+    )
     found = {
-        "shape": name, "shared_prompt": shared, "seconds": seconds, "tokens_per_s": trained / seconds,
-        "model_flop_utilisation": needed / seconds / (peak * 1e12) if peak else None, "peak_bytes": machine.peak_bytes(),
-    }  # fmt: skip
+        "shape": name,
+        "shared_prompt": shared,
+        "seconds": seconds,
+        "tokens_per_s": trained / seconds,
+        "model_flop_utilisation": needed / seconds / (peak * 1e12) if peak else None,
+        "peak_bytes": machine.peak_bytes(),
+    }
     print(found, flush=True)
     return found
 
@@ -142,22 +186,30 @@ def timed(call: Callable[[], None], machine: platform.Platform, repeats: int) ->
 
 
 def check_flops(device: torch.device) -> None:
-    """Raises SystemExit unless the formula gives what torch counts in the plain model, which computes hidden pairs too."""
+    """Raises SystemExit unless the formula gives what torch counts in the plain model, which computes hidden pairs
+    too."""
     from torch.utils.flop_counter import FlopCounterMode
 
     weights = {name: torch.zeros(size, device=device) for name, size in sizes(TINY).items()}
-    prompt, response = 20, 12
+    prompt = 20
+    response = 12
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         reference(weights, [0] * prompt, [0] * response, TINY)
     tokens = prompt + response
-    counted, expected = counter.get_total_flops(), forward(TINY, tokens, tokens**2, response)
+    counted = counter.get_total_flops()
+    expected = forward(TINY, tokens, tokens**2, response)
     if counted != expected:
-        raise SystemExit(f"error: torch counts {counted} operations in the plain model, the formula of flops.py {expected:.0f}")
+        raise SystemExit(
+            f"error: torch counts {counted} operations in the plain model, the formula of flops.py {expected:.0f}"
+        )
 
 
 def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Of the plain model's tensors, by Hugging Face's names."""
-    hidden, dim, queries, keys = shape.hidden, shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden = shape.hidden
+    dim = shape.head_dim
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
     layer = {
         "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
         "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
@@ -208,10 +260,15 @@ def reference(weights: dict[str, Tensor], prompt: list[int], response: list[int]
     angle = torch.outer(torch.arange(len(ids), device=device).float(), frequencies(shape).to(device)).repeat(1, 2)
     x = weights["model.embed_tokens.weight"][ids]
     for layer in range(shape.layers):
-        own = {n.removeprefix(f"model.layers.{layer}."): w for n, w in weights.items() if n.startswith(f"model.layers.{layer}.")}
+        own = {
+            n.removeprefix(f"model.layers.{layer}."): w
+            for n, w in weights.items()
+            if n.startswith(f"model.layers.{layer}.")
+        }
         x = x + attention(own, norm(x, own["input_layernorm.weight"], shape), angle, shape)
         h = norm(x, own["post_attention_layernorm.weight"], shape)
-        gate, up = h @ own["mlp.gate_proj.weight"].T, h @ own["mlp.up_proj.weight"].T
+        gate = h @ own["mlp.gate_proj.weight"].T
+        up = h @ own["mlp.up_proj.weight"].T
         x = x + (F.silu(gate) * up) @ own["mlp.down_proj.weight"].T
     scored = norm(x, weights["model.norm.weight"], shape)[len(prompt) - 1 : -1]
     logs = torch.log_softmax(scored @ weights["model.embed_tokens.weight"].T, -1)
@@ -227,7 +284,9 @@ def norm(x: Tensor, weight: Tensor, shape: ModelShape) -> Tensor:
 
 
 def attention(own: dict[str, Tensor], x: Tensor, angle: Tensor, shape: ModelShape) -> Tensor:
-    q, k, v = ((x @ own[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, shape.head_dim)).transpose(0, 1) for n in "qkv")
+    q, k, v = (
+        (x @ own[f"self_attn.{n}_proj.weight"].T).unflatten(-1, (-1, shape.head_dim)).transpose(0, 1) for n in "qkv"
+    )
     q, k = (turned(norm(y, own[f"self_attn.{n}_norm.weight"], shape), angle) for n, y in (("q", q), ("k", k)))
     k, v = (y.repeat_interleave(shape.heads // shape.kv_heads, 0) for y in (k, v))
     hidden = torch.ones(len(x), len(x), device=x.device, dtype=torch.bool).triu(1)

@@ -1,7 +1,9 @@
-"""The trainer's loop with an embedded engine in the same process: no launcher, no HTTP, one core, no start-up for each run.
+"""The trainer's loop with an embedded engine in the same process: no launcher, no HTTP, one core, no start-up for each
+run.
 
-The loop, the policy, the losses and the engine are those of `metronome train`. Only the way between them is short: a batch is
-generated when the loop starts it, under the weights just published, so batch t has version max(0, t − s) (train.exact_lag).
+The loop, the policy, the losses and the engine are those of `metronome train`. Only the way between them is short: a
+batch is generated when the loop starts it, under the weights just published, so batch t has version max(0, t − s)
+(train.exact_lag).
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class InProcess:
         self._config = config
         self._tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self._model = RolloutModel(config.model.path, config.rollout.max_context)
-        self._engine = Engine(self._model, config.rollout.concurrency * config.rollout.group_size, config.rollout.max_context)
+        self._engine = Engine(
+            self._model, config.rollout.concurrency * config.rollout.group_size, config.rollout.max_context
+        )
         self._loader = PromptLoader(self.prompts(config.data.train), config.run.seed, config.train.prompts_per_step)
         self._ready: dict[int, list[Group]] = {}
 
@@ -47,8 +51,10 @@ class InProcess:
         rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
         texts = [self._config.data.prompt_template.replace("{problem}", row["problem"]) for row in rows]
         ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [Prompt(prompt_id(row["problem"], row["answer"]), row["problem"], row["answer"], tuple(tokens))
-                for row, tokens in zip(rows, ids, strict=True)]
+        return [
+            Prompt(prompt_id(row["problem"], row["answer"]), row["problem"], row["answer"], tuple(tokens))
+            for row, tokens in zip(rows, ids, strict=True)
+        ]
 
     def publish(self, models: TriModel, version: int) -> float:
         """Load the policy's weights into the engine."""
@@ -67,19 +73,27 @@ class InProcess:
 
     def start(self, step: int) -> None:
         """Generate the step's batch, now."""
-        prompts, size = self._loader.batch(step), self._config.rollout.group_size
-        seeds = [sampling_seed(self._config.run.seed, self._loader.epoch_of(step, index), prompt.id, number)
-                 for index, prompt in enumerate(prompts) for number in range(size)]
+        prompts = self._loader.batch(step)
+        size = self._config.rollout.group_size
+        seeds = [
+            sampling_seed(self._config.run.seed, self._loader.epoch_of(step, index), prompt.id, number)
+            for index, prompt in enumerate(prompts)
+            for number in range(size)
+        ]
         scored = self.scored([prompt for prompt in prompts for _ in range(size)], seeds)
-        self._ready[step] = [Group(step, index, prompt, *zip(*scored[index * size : (index + 1) * size], strict=True))
-                             for index, prompt in enumerate(prompts)]
+        self._ready[step] = [
+            Group(step, index, prompt, *zip(*scored[index * size : (index + 1) * size], strict=True))
+            for index, prompt in enumerate(prompts)
+        ]
 
     def scored(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[tuple[Response, Score]]:
         """One scored response to each prompt, at the config's temperature."""
         results: dict[int, Result] = {}
         rollout = self._config.rollout
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-            sampling = Sampling(rollout.max_new_tokens, rollout.temperature, seed=seed, stop_ids=frozenset(self._model.stop_ids))
+            sampling = Sampling(
+                rollout.max_new_tokens, rollout.temperature, seed=seed, stop_ids=frozenset(self._model.stop_ids)
+            )
             self._engine.submit(Request(prompt.token_ids, sampling, partial(results.__setitem__, number)))
         while self._engine.busy:
             self._engine.step()
@@ -87,8 +101,16 @@ class InProcess:
         for number, prompt in enumerate(prompts):
             result = results[number]
             ids = tuple(result.token_ids)
-            response = Response(ids, tuple(result.logprobs), ((0, result.version),), (True,) * len(ids), result.finish_reason,
-                                self._tokenizer.decode(ids, skip_special_tokens=True), seeds[number], "in-process")  # fmt: skip
+            response = Response(
+                token_ids=ids,
+                logprobs=tuple(result.logprobs),
+                versions=((0, result.version),),
+                loss_mask=(True,) * len(ids),
+                finish_reason=result.finish_reason,
+                text=self._tokenizer.decode(ids, skip_special_tokens=True),
+                seed=seeds[number],
+                instance="in-process",
+            )
             found.append((response, exact(prompt, response)))
         return found
 
@@ -104,13 +126,22 @@ class InProcess:
 
 
 def train(config: Config, folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """Run the loop: (the figures of its steps, mean reward of the final policy on the held-out problems, one response each).
+    """Run the loop: (the figures of its steps, mean reward of the final policy on the held-out problems, one response
+    each).
 
     Inside `common.one_rank`.
     """
-    rollouts, figures = InProcess(config), []
+    rollouts = InProcess(config)
+    figures = []
     policy = Policy(config, platform.get("cpu"))
-    Loop(config, policy, rollouts, Trace(folder, "loop"), lambda step, line: figures.append(line), lambda step, line: None).run(0)
+    Loop(
+        config=config,
+        policy=policy,
+        rollouts=rollouts,
+        trace=Trace(folder, "loop"),
+        report=lambda step, line: figures.append(line),
+        checkpoint=lambda step, line: None,
+    ).run(0)
     rollouts.publish(policy.models, config.train.steps)
     heldout = rollouts.prompts(config.data.heldout)[: config.evaluate.problems]
     scores = rollouts.scored(heldout, [sampling_seed(config.run.seed, 0, prompt.id, 0) for prompt in heldout])

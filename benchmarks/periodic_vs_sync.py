@@ -35,8 +35,8 @@ BALANCED = {
     "algorithm.old_policy": "behavior",
     "algorithm.kl_coef": 0.0,
 }
-"""Over the quickstart recipe: 96 groups a step; one model, so that training costs about what rollouts cost; a group per window,
-so that both modes do the very same work (packing favours sync, where all groups are there)."""
+"""Over the quickstart recipe: 96 groups a step; one model, so that training costs about what rollouts cost; a group per
+window, so that both modes do the very same work (packing favours sync, where all groups are there)."""
 
 WARM_UP = 2
 """First steps of a run, not counted: allocators and caches settle."""
@@ -69,7 +69,7 @@ def main() -> None:
     model = arguments.model or str(quickstart_model())
     result: dict[str, Any] = {}
     for name, overrides in (("balanced", BALANCED), ("quickstart", {})):
-        steps = measure(name, overrides, model, arguments.pairs, arguments.steps)
+        steps = measure(name=name, overrides=overrides, model=model, pairs=arguments.pairs, steps=arguments.steps)
         result[name] = figures(steps["sync"], steps["periodic"])
         show(name, result[name])
     print("RESULT " + json.dumps({**result["balanced"], "quickstart": result["quickstart"]}))
@@ -94,8 +94,11 @@ def measure(name: str, overrides: dict[str, Any], model: str, pairs: int, steps:
                 }
                 found[mode] += run(settings, Path(output))
                 last = found[mode][-1]
-                print(f"{name} {mode} {pair}: {last.step_s:.2f} s a step, "
-                      f"I {last.rollout_s:.2f} s, T {last.train_s:.2f} s", flush=True)
+                print(
+                    f"{name} {mode} {pair}: {last.step_s:.2f} s a step, "
+                    f"I {last.rollout_s:.2f} s, T {last.train_s:.2f} s",
+                    flush=True,
+                )
     return found
 
 
@@ -120,8 +123,14 @@ def read_step(line: dict[str, Any], spans: list[dict[str, Any]]) -> Step:
     windows = [(span["end"] - span["start"], len(span["groups"])) for span in spans if span["name"] == "train"]
     costs = [cost / count for cost, count in windows for _ in range(count)]
     return Step(
-        line["trained_tokens"], line["step_s"], line["rollout_s"], line["train_s"], line["sync_s"] + line["update_s"],
-        sorted(ready.values()), len(windows), costs,
+        tokens=line["trained_tokens"],
+        step_s=line["step_s"],
+        rollout_s=line["rollout_s"],
+        train_s=line["train_s"],
+        fixed_s=line["sync_s"] + line["update_s"],
+        arrivals=sorted(ready.values()),
+        windows=len(windows),
+        costs=costs,
     )
 
 
@@ -172,12 +181,17 @@ def median(steps: list[Step], key: str) -> float:
 
 def show(name: str, found: dict[str, float]) -> None:
     """For people."""
-    print(f"\n{name}: periodic {found['periodic_tokens_per_s_per_device']:.0f}, sync "
-          f"{found['sync_tokens_per_s_per_device']:.0f} trained tokens/s/device: ratio {found['ratio']:.2f}")
-    print(f"  ideal bound {found['ideal_bound']:.2f}, schedule bound {found['schedule_bound']:.2f} "
-          f"(reached {found['ratio'] / found['schedule_bound']:.0%}), T/I {found['train_over_rollout']:.2f}, slow-down "
-          f"rollout {found['slow_down_rollout']:.2f} train {found['slow_down_train']:.2f}, groups per window sync "
-          f"{found['groups_per_window_sync']:.1f} periodic {found['groups_per_window_periodic']:.1f}", flush=True)
+    print(
+        f"\n{name}: periodic {found['periodic_tokens_per_s_per_device']:.0f}, sync "
+        f"{found['sync_tokens_per_s_per_device']:.0f} trained tokens/s/device: ratio {found['ratio']:.2f}"
+    )
+    print(
+        f"  ideal bound {found['ideal_bound']:.2f}, schedule bound {found['schedule_bound']:.2f} "
+        f"(reached {found['ratio'] / found['schedule_bound']:.0%}), T/I {found['train_over_rollout']:.2f}, slow-down "
+        f"rollout {found['slow_down_rollout']:.2f} train {found['slow_down_train']:.2f}, groups per window sync "
+        f"{found['groups_per_window_sync']:.1f} periodic {found['groups_per_window_periodic']:.1f}",
+        flush=True,
+    )
     if not 0.8 <= found["train_over_rollout"] <= 1.25:
         print("  T/I is outside 0.8 ... 1.25: the bounds are far from 2 whatever the schedule")
     print()

@@ -1,16 +1,19 @@
-"""What a rollout engine generates per CPU-second: embedded, vLLM and transformers' `generate` on the same ragged workload.
+"""What a rollout engine generates per CPU-second: embedded, vLLM and transformers' `generate` on the same ragged
+workload.
 
 `python benchmarks/rollout_engines.py [--groups 24] [--rounds 3]`
 
-Prompts of 16 to 128 tokens in groups of 8, response lengths log-normal (median 64, at most 256) and fixed per request, so that
-all engines sample the same number of tokens; every engine returns the log-probability of each. The model is a random Qwen3 of
-hidden 128, 4 layers, vocabulary 512 and heads of 32 (vLLM's CPU attention knows no smaller ones), in fp32. Servers are real
-processes behind HTTP and count user and system time of all their processes; 64 responses at a time, one computing thread.
+Prompts of 16 to 128 tokens in groups of 8, response lengths log-normal (median 64, at most 256) and fixed per request,
+so that all engines sample the same number of tokens; every engine returns the log-probability of each. The model is a
+random Qwen3 of hidden 128, 4 layers, vocabulary 512 and heads of 32 (vLLM's CPU attention knows no smaller ones), in
+fp32. Servers are real processes behind HTTP and count user and system time of all their processes; 64 responses at a
+time, one computing thread.
 
-`generate` has no queue: it runs batches, each until its longest response is done. Once with the requests in order of arrival
-(whole groups together), as a trainer calls it, which cannot know the lengths; and once sorted by response length, which takes an
-oracle and is its best case. Prompts are padded on the left, as it wants them; sampling is its own, with attention by SDPA;
-log-probabilities come from its `output_logits`. The batch of 16 is the best of 16, 32, 64 and 128 for both (--batch).
+`generate` has no queue: it runs batches, each until its longest response is done. Once with the requests in order of
+arrival (whole groups together), as a trainer calls it, which cannot know the lengths; and once sorted by response
+length, which takes an oracle and is its best case. Prompts are padded on the left, as it wants them; sampling is its
+own, with attention by SDPA; log-probabilities come from its `output_logits`. The batch of 16 is the best of 16, 32, 64
+and 128 for both (--batch).
 
 Last line: RESULT {json}; vLLM is null when its environment (`make vllm`) isn't there.
 """
@@ -41,8 +44,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from engine.config.recipe import HOME
 
-VOCABULARY, CONTEXT, SLOTS, GROUP = 512, 384, 64, 8
-START_S, ROUND_S = 300.0, 600.0
+VOCABULARY = 512
+CONTEXT = 384
+SLOTS = 64
+GROUP = 8
+START_S = 300.0
+ROUND_S = 600.0
 VLLM = HOME / ".venv-vllm/bin/python"
 
 
@@ -66,8 +73,11 @@ def main() -> None:
     requests = workload(arguments.groups)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = random_model(Path(folder) / "model")
-        sides = {name: start for name, start in every_side(model, requests, arguments.batch).items()
-                 if not arguments.only or name in arguments.only}
+        sides = {
+            name: start
+            for name, start in every_side(model, requests, arguments.batch).items()
+            if not arguments.only or name in arguments.only
+        }
         running = {name: stack.enter_context(start()) for name, start in sides.items()}
         rates = measure(running, sum(request.tokens for request in requests), arguments.rounds)
     report(requests, rates)
@@ -76,10 +86,19 @@ def main() -> None:
 def random_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=0.05,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -101,7 +120,9 @@ Side = Callable[[], float]
 """Runs the workload once; gives the CPU seconds it took."""
 
 
-def every_side(model: Path, requests: list[Request], batch: int) -> dict[str, Callable[[], AbstractContextManager[Side]]]:
+def every_side(
+    model: Path, requests: list[Request], batch: int
+) -> dict[str, Callable[[], AbstractContextManager[Side]]]:
     limits = ["--slots", str(SLOTS), "--max-context", str(CONTEXT), "--threads", "1"]
     embedded = [sys.executable, "-m", "engine.instance.embedded", *limits]
     vllm = [str(VLLM), "-m", "engine.instance.vllm", *limits]
@@ -137,25 +158,36 @@ def report(requests: list[Request], rates: dict[str, list[float]]) -> None:
     for name, values in rates.items():
         share = f"   {found[name] / found['generate']:.2f} × generate" if "generate" in found else ""
         print(f"  {name:24}{found[name]:8.0f}   {min(values):.0f} – {max(values):.0f}{share}")
-    figures = {f"{name}_tokens_per_cpu_s": found.get(name)
-               for name in ("embedded", "embedded_deterministic", "vllm", "generate", "generate_sorted")}
+    figures = {
+        f"{name}_tokens_per_cpu_s": found.get(name)
+        for name in ("embedded", "embedded_deterministic", "vllm", "generate", "generate_sorted")
+    }
     for name in ("generate", "generate_sorted"):
-        figures[f"embedded_over_{name}"] = found["embedded"] / found[name] if {"embedded", name} <= found.keys() else None
+        figures[f"embedded_over_{name}"] = (
+            found["embedded"] / found[name] if {"embedded", name} <= found.keys() else None
+        )
     result(figures | {"slots": SLOTS, "requests": len(requests)})
 
 
-# the engines behind HTTP ------------------------------------------------------------------------------------------------
+# the engines behind HTTP --------------------------------------------------------------------------
 
 
 @contextmanager
 def served(command: Sequence[str], model: Path, requests: list[Request]) -> Iterator[Side]:
     """A server process, and what runs the workload on it."""
     with tempfile.TemporaryDirectory() as folder:
-        ready, log = Path(folder) / "port.json", Path(folder) / "log"
+        ready = Path(folder) / "port.json"
+        log = Path(folder) / "log"
         environment = os.environ | {"PYTHONPATH": str(HOME), "OMP_NUM_THREADS": "1", "METRONOME_TOKEN": ""}
         with log.open("w") as output:
-            process = subprocess.Popen([*command, "--model", str(model), "--port-file", str(ready)], env=environment, cwd=HOME,
-                                       stdout=output, stderr=output, start_new_session=True)
+            process = subprocess.Popen(
+                [*command, "--model", str(model), "--port-file", str(ready)],
+                env=environment,
+                cwd=HOME,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
         try:
             wait_for(ready, process)
             address = json.loads(ready.read_text())
@@ -209,8 +241,18 @@ async def complete_all(address: str, requests: list[Request]) -> None:
 
 
 async def complete(session: aiohttp.ClientSession, request: Request) -> None:
-    body = {"prompt": list(request.prompt), "max_tokens": request.tokens, "seed": request.seed, "temperature": 1.0, "top_p": 1.0,
-            "top_k": 0, "ignore_eos": True, "n": 1, "logprobs": 0, "return_token_ids": True}
+    body = {
+        "prompt": list(request.prompt),
+        "max_tokens": request.tokens,
+        "seed": request.seed,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "ignore_eos": True,
+        "n": 1,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
     async with session.post("/v1/completions", json=body) as reply:
         reply.raise_for_status()
         choice = (await reply.json())["choices"][0]
@@ -218,7 +260,7 @@ async def complete(session: aiohttp.ClientSession, request: Request) -> None:
         raise SystemExit(f"{len(choice['token_ids'])} tokens instead of {request.tokens}")
 
 
-# generate ---------------------------------------------------------------------------------------------------------------
+# generate -----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -241,9 +283,18 @@ def generate(model: torch.nn.Module, batch: list[Request]) -> list[tuple[list[in
     ids = torch.tensor([(0,) * (width - len(request.prompt)) + request.prompt for request in batch])
     mask = torch.tensor([[0] * (width - len(request.prompt)) + [1] * len(request.prompt) for request in batch])
     out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=max(request.tokens for request in batch), do_sample=True, temperature=1.0,
-        top_k=0, top_p=1.0, eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
+        ids,
+        attention_mask=mask,
+        max_new_tokens=max(request.tokens for request in batch),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     tokens = out.sequences[:, width:]
     logprobs = [row.log_softmax(-1).gather(1, tokens[:, step, None])[:, 0] for step, row in enumerate(out.logits)]
     rows = zip(tokens.tolist(), torch.stack(logprobs, 1).tolist(), batch, strict=True)

@@ -1,14 +1,15 @@
-"""What computing a group's prompt once saves in training: `python benchmarks/shared_prompt.py [--repeats 3] [--hidden 512]`
+"""What computing a group's prompt once saves in training: `python benchmarks/shared_prompt.py [--repeats 3] [--hidden
+512]`
 
-A micro-step is `Policy.accumulate` of one group in one micro-batch: the policy's forward, loss and backward. It is timed with
-`attention.shared_prompt` on, and off: then every response carries its own copy of the prompt, all of them *packed* into one
-row without padding. So the comparison is with the best one can do without sharing. fp32, one thread, a random Qwen3 (by
-default hidden 512, 4 layers, 8 heads of 64, 4 key-value heads, MLP 1536, vocabulary 4096), large enough that kernels cost
-more than calls. Calls alternate; medians of CPU seconds, one computing thread.
+A micro-step is `Policy.accumulate` of one group in one micro-batch: the policy's forward, loss and backward. It is
+timed with `attention.shared_prompt` on, and off: then every response carries its own copy of the prompt, all of them
+*packed* into one row without padding. So the comparison is with the best one can do without sharing. fp32, one thread,
+a random Qwen3 (by default hidden 512, 4 layers, 8 heads of 64, 4 key-value heads, MLP 1536, vocabulary 4096), large
+enough that kernels cost more than calls. Calls alternate; medians of CPU seconds, one computing thread.
 
-The bound is the ratio of the floating-point operations of both; the formula is in flops.py. Required: at least 0.85 of the
-bound for (1024, 64, 8). Peak memory is the largest resident size of a fresh process in such a micro-step minus what it had
-before it. Last line: RESULT {json}.
+The bound is the ratio of the floating-point operations of both; the formula is in flops.py. Required: at least 0.85 of
+the bound for (1024, 64, 8). Peak memory is the largest resident size of a fresh process in such a micro-step minus what
+it had before it. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -47,11 +48,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = random_qwen3(Path(folder) / "model", arguments.hidden, arguments.layers, VOCABULARY)
         shape = read_shape(model)
-        print(f"Qwen3, hidden {shape.hidden}, {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, vocabulary "
-              f"{shape.vocabulary}, float32, 1 thread, torch {torch.__version__}")
+        print(
+            f"Qwen3, hidden {shape.hidden}, {shape.layers} layers, {shape.heads} heads of {shape.head_dim}, vocabulary "
+            f"{shape.vocabulary}, float32, 1 thread, torch {torch.__version__}"
+        )
         found = [measure(model, shape, point, arguments.repeats) for point in arguments.points]
-    result({"hidden": shape.hidden, "layers": shape.layers, "vocabulary": VOCABULARY, "dtype": "float32", "threads": 1,
-            "required_share": REQUIRED, "points": found})
+    result(
+        {
+            "hidden": shape.hidden,
+            "layers": shape.layers,
+            "vocabulary": VOCABULARY,
+            "dtype": "float32",
+            "threads": 1,
+            "required_share": REQUIRED,
+            "points": found,
+        }
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -82,16 +94,29 @@ def measure(model: Path, shape: ModelShape, point: tuple[int, int, int], repeats
         times = alternating({side: partial(policy.accumulate, [group]) for side, policy in policies.items()}, repeats)
     seconds = {side: statistics.median(taken) for side, taken in times.items()}
     work = {side: micro_step(shape, *point, shared) for side, shared in SIDES.items()}
-    speed_up, bound = seconds["packed"] / seconds["shared"], work["packed"] / work["shared"]
+    speed_up = seconds["packed"] / seconds["shared"]
+    bound = work["packed"] / work["shared"]
     memory = {side: peak_of_process(model, side, point) for side in SIDES}
-    print(f"prompt {prompt}, response {response}, group {size}: shared {seconds['shared']:.2f} s, packed "
-          f"{seconds['packed']:.2f} s: {speed_up:.2f} times faster, bound {bound:.2f} ({speed_up / bound:.0%} of it); peak "
-          f"memory shared {memory['shared'] / 2**20:.0f} MiB, packed {memory['packed'] / 2**20:.0f} MiB", flush=True)
-    return {"prompt": prompt, "response": response, "group": size, "shared_s": seconds["shared"], "packed_s": seconds["packed"],
-            "speed_up": speed_up, "bound": bound, "share_of_bound": speed_up / bound,
-            "shared_gflop_per_s": work["shared"] / seconds["shared"] / 1e9,
-            "packed_gflop_per_s": work["packed"] / seconds["packed"] / 1e9,
-            "shared_peak_bytes": memory["shared"], "packed_peak_bytes": memory["packed"]}
+    print(
+        f"prompt {prompt}, response {response}, group {size}: shared {seconds['shared']:.2f} s, packed "
+        f"{seconds['packed']:.2f} s: {speed_up:.2f} times faster, bound {bound:.2f} ({speed_up / bound:.0%} of it); "
+        f"peak memory shared {memory['shared'] / 2**20:.0f} MiB, packed {memory['packed'] / 2**20:.0f} MiB",
+        flush=True,
+    )
+    return {
+        "prompt": prompt,
+        "response": response,
+        "group": size,
+        "shared_s": seconds["shared"],
+        "packed_s": seconds["packed"],
+        "speed_up": speed_up,
+        "bound": bound,
+        "share_of_bound": speed_up / bound,
+        "shared_gflop_per_s": work["shared"] / seconds["shared"] / 1e9,
+        "packed_gflop_per_s": work["packed"] / seconds["packed"] / 1e9,
+        "shared_peak_bytes": memory["shared"],
+        "packed_peak_bytes": memory["packed"],
+    }
 
 
 def peak_of_process(model: Path, side: str, point: tuple[int, int, int]) -> int:
@@ -102,7 +127,8 @@ def peak_of_process(model: Path, side: str, point: tuple[int, int, int]) -> int:
 
 
 def peak(model: Path, shared: bool, point: tuple[int, ...]) -> int:
-    """Largest resident size during one micro-step minus that before it, bytes; a tiny one has loaded all code before."""
+    """Largest resident size during one micro-step minus that before it, bytes; a tiny one has loaded all code
+    before."""
     prompt, response, size = point
     with one_rank():
         policy = build_policy(model, shared, size * (prompt + response))

@@ -1,8 +1,9 @@
 """What staleness does to grpo, m2po, bapo and grpo with gradient control: `python benchmarks/staleness.py`
 
-Staleness 0, 4, 16 updates (mode bounded, exact lag: batch t is sampled by version max(0, t − s)) × five algorithms × seeds, each
-a whole run of the loop from the quickstart's base model (benchmarks/in_process.py). Each cell's file is kept under --output, and
-cells that are there are not run again. `--cell 4:m2po:0` runs one, `--report` none. Writes a table and a plot.
+Staleness 0, 4, 16 updates (mode bounded, exact lag: batch t is sampled by version max(0, t − s)) × five algorithms ×
+seeds, each a whole run of the loop from the quickstart's base model (benchmarks/in_process.py). Each cell's file is
+kept under --output, and cells that are there are not run again. `--cell 4:m2po:0` runs one, `--report` none. Writes a
+table and a plot.
 
 * final: mean reward of the final policy on 256 held-out problems, one response each.
 * drop: largest fall of the training reward (mean over 5 steps) below its highest value before.
@@ -37,8 +38,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo+gac": {"algorithm.gradient_control": "gac"},
     "grpo+gac-auto": {"algorithm.gradient_control": "gac", "algorithm.gac_low": "auto", "algorithm.gac_high": "auto"},
 }
-"""At a staleness "auto" is refused: there the thresholds are those that it finds on-policy, in the first steps of the same seed's
-grpo cell at staleness 0, which is run first if need be."""
+"""At a staleness "auto" is refused: there the thresholds are those that it finds on-policy, in the first steps of the
+same seed's grpo cell at staleness 0, which is run first if need be."""
 SMOOTH = 5
 """Steps that a point of the reward curve is the mean of."""
 
@@ -59,7 +60,7 @@ def main() -> None:
         model = quickstart_model()
         with one_rank():
             for staleness, algorithm, seed in chosen(arguments):
-                run(staleness, algorithm, seed, arguments, model)
+                run(staleness=staleness, algorithm=algorithm, seed=seed, arguments=arguments, model=model)
     cells = [json.loads(path.read_text()) for path in sorted(arguments.output.glob("*.json"))]
     print(table(cells))
     plot(cells, arguments.plot or arguments.output / "staleness.png")
@@ -83,20 +84,50 @@ def run(staleness: int, algorithm: str, seed: int, arguments: argparse.Namespace
         return
     settings = ALGORITHMS[algorithm]
     if staleness and "auto" in settings.values():
-        run(0, "grpo", seed, arguments, model)
+        run(staleness=0, algorithm="grpo", seed=seed, arguments=arguments, model=model)
         settings = settings | on_policy(json.loads((arguments.output / f"0-grpo-{seed}.json").read_text()))
-    started, cpu = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    cpu = time.process_time()
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(staleness, settings, seed, arguments, {"run.output": folder, "model.path": model})
+        config = config_of(
+            staleness=staleness,
+            own=settings,
+            seed=seed,
+            arguments=arguments,
+            places={"run.output": folder, "model.path": model},
+        )
         figures, final = train(config, Path(folder))
-    steps = [{name: line.get(name) for name in ("reward_mean", "grad_cosine", "skipped_updates", "clip_fraction", "old_ratio_max",
-                                                "staleness_mean", "entropy", "grad_norm")} for line in figures]
-    cell = {"staleness": staleness, "algorithm": algorithm, "seed": seed, "final": final, "steps": steps,
-            "cpu_s": time.process_time() - cpu}
+    steps = [
+        {
+            name: line.get(name)
+            for name in (
+                "reward_mean",
+                "grad_cosine",
+                "skipped_updates",
+                "clip_fraction",
+                "old_ratio_max",
+                "staleness_mean",
+                "entropy",
+                "grad_norm",
+            )
+        }
+        for line in figures
+    ]
+    cell = {
+        "staleness": staleness,
+        "algorithm": algorithm,
+        "seed": seed,
+        "final": final,
+        "steps": steps,
+        "cpu_s": time.process_time() - cpu,
+    }
     file.write_text(json.dumps(cell))
-    print(f"staleness {staleness:2}, {algorithm:13} seed {seed}: final {final:.3f}, drop {drop(cell):.3f}, "
-          f"{time.perf_counter() - started:.0f} s ({cell['cpu_s']:.0f} s of a core)", flush=True)
+    print(
+        f"staleness {staleness:2}, {algorithm:13} seed {seed}: final {final:.3f}, drop {drop(cell):.3f}, "
+        f"{time.perf_counter() - started:.0f} s ({cell['cpu_s']:.0f} s of a core)",
+        flush=True,
+    )
 
 
 def on_policy(cell: dict[str, Any]) -> dict[str, float]:
@@ -104,20 +135,34 @@ def on_policy(cell: dict[str, Any]) -> dict[str, float]:
     cosines = [abs(line["grad_cosine"]) for line in cell["steps"] if line["grad_cosine"] is not None]
     found = Thresholds(None, None, cosines[:WARM_UP]).now()
     if found is None:
-        raise SystemExit(f"{len(cell['steps'])} steps are too few for automatic thresholds: --steps {WARM_UP + 1} or more")
+        raise SystemExit(
+            f"{len(cell['steps'])} steps are too few for automatic thresholds: --steps {WARM_UP + 1} or more"
+        )
     return dict(zip(("algorithm.gac_low", "algorithm.gac_high"), found, strict=True))
 
 
-def config_of(staleness: int, own: dict[str, Any], seed: int, arguments: argparse.Namespace, places: dict[str, Any]) -> Config:
+def config_of(
+    staleness: int, own: dict[str, Any], seed: int, arguments: argparse.Namespace, places: dict[str, Any]
+) -> Config:
     """The quickstart's recipe, smaller, with importance ratios against the engine that sampled."""
     lag = {"train.mode": "bounded", "train.max_staleness": staleness, "train.exact_lag": "true"}
     settings = {
-        "run.name": "cell", "run.seed": seed, **places, **(lag if staleness else {"train.mode": "sync"}),
-        "data.train": HOME / "data/addition_train.jsonl", "data.heldout": HOME / "data/addition_heldout.jsonl",
-        "rollout.concurrency": arguments.prompts, "train.steps": arguments.steps, "train.prompts_per_step": arguments.prompts,
-        "train.learning_rate": arguments.learning_rate, "train.micro_batch_tokens": 1024, "algorithm.old_policy": "rollout",
-        "algorithm.kl_coef": 0.0, "checkpoint.every": 0, **own,
-    }  # fmt: skip
+        "run.name": "cell",
+        "run.seed": seed,
+        **places,
+        **(lag if staleness else {"train.mode": "sync"}),
+        "data.train": HOME / "data/addition_train.jsonl",
+        "data.heldout": HOME / "data/addition_heldout.jsonl",
+        "rollout.concurrency": arguments.prompts,
+        "train.steps": arguments.steps,
+        "train.prompts_per_step": arguments.prompts,
+        "train.learning_rate": arguments.learning_rate,
+        "train.micro_batch_tokens": 1024,
+        "algorithm.old_policy": "rollout",
+        "algorithm.kl_coef": 0.0,
+        "checkpoint.every": 0,
+        **own,
+    }
     return load("infra/recipes/quickstart.toml", [f"{key}={value}" for key, value in settings.items()])
 
 
@@ -129,7 +174,8 @@ def smoothed(cell: dict[str, Any]) -> list[float]:
 
 def drop(cell: dict[str, Any]) -> float:
     """The largest fall of the smoothed reward below its highest value before."""
-    best, worst = 0.0, 0.0
+    best = 0.0
+    worst = 0.0
     for value in smoothed(cell):
         best = max(best, value)
         worst = max(worst, best - value)
@@ -160,19 +206,24 @@ def summaries(cells: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, An
 
 def table(cells: list[dict[str, Any]]) -> str:
     """Markdown."""
-    rows = ["| staleness | algorithm | seeds | final reward (range) | drop: mean, worst | cosine: mean, spread | tokens clipped "
-            "or masked | largest ratio | updates skipped |", "|---|---|---|---|---|---|---|---|---|"]
+    rows = [
+        "| staleness | algorithm | seeds | final reward (range) | drop: mean, worst | cosine: mean, spread | tokens "
+        "clipped or masked | largest ratio | updates skipped |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for (staleness, algorithm), found in summaries(cells).items():
         rows.append(
             f"| {staleness} | {algorithm} | {found['seeds']} | {found['final']:.2f} "
             f"({found['final_low']:.2f}–{found['final_high']:.2f}) | {found['drop']:.2f}, {found['worst_drop']:.2f} "
             f"| {found['cosine_mean']:.2f}, {found['cosine_spread']:.2f} | {100 * found['clip_fraction']:.1f} % "
-            f"| {found['ratio_max']:.1f} | {found['skipped']:.1f} of {found['steps']} |")
+            f"| {found['ratio_max']:.1f} | {found['skipped']:.1f} of {found['steps']} |"
+        )
     return "\n".join(rows)
 
 
 def plot(cells: list[dict[str, Any]], path: Path) -> None:
-    """The smoothed training reward of every algorithm, mean over the seeds with their range; a panel for each staleness."""
+    """The smoothed training reward of every algorithm, mean over the seeds with their range; a panel for each
+    staleness."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -181,11 +232,15 @@ def plot(cells: list[dict[str, Any]], path: Path) -> None:
     figure, panels = pyplot.subplots(1, len(STALENESS), figsize=(11, 3.4), sharey=True)
     for panel, staleness in zip(panels, STALENESS, strict=True):
         for color, algorithm in enumerate(ALGORITHMS):
-            curves = [smoothed(cell) for cell in cells if (cell["staleness"], cell["algorithm"]) == (staleness, algorithm)]
+            curves = [
+                smoothed(cell) for cell in cells if (cell["staleness"], cell["algorithm"]) == (staleness, algorithm)
+            ]
             points = list(zip(*curves, strict=True))
             if points:
                 panel.plot([statistics.fmean(point) for point in points], label=algorithm, color=f"C{color}")
-                panel.fill_between(range(len(points)), [*map(min, points)], [*map(max, points)], color=f"C{color}", alpha=0.12)
+                panel.fill_between(
+                    range(len(points)), [*map(min, points)], [*map(max, points)], color=f"C{color}", alpha=0.12
+                )
         panel.set(title=f"staleness {staleness}", xlabel="step")
         if panel.has_data():
             panel.legend(fontsize=6)

@@ -1,14 +1,15 @@
 """Our micro-step against Hugging Face's forward and backward: `python benchmarks/train_throughput.py [--repeats 5]`
 
-The same samples of native length, the same loss (ratio 1, so its gradient is that of −A · mean log π over the response's
-tokens), fp32, one thread, a random Qwen3. Hugging Face computes one sample at a time without padding (sdpa attention, logits
-of the response's positions only), which is its fastest exact way for samples of unequal length. Ours is `Policy.accumulate`:
+The same samples of native length, the same loss (ratio 1, so its gradient is that of −A · mean log π over the
+response's tokens), fp32, one thread, a random Qwen3. Hugging Face computes one sample at a time without padding (sdpa
+attention, logits of the response's positions only), which is its fastest exact way for samples of unequal length. Ours
+is `Policy.accumulate`:
 
-* one sample per micro-batch (required: 1.0 times Hugging Face's tokens/s), on samples of 128 to 512 tokens;
-* packed into micro-batches of `--budget` tokens (required: 1.5 times), on a mixed batch of short samples, 16 to 96 tokens.
+* one sample per micro-batch (required: 1.0 times Hugging Face's tokens/s), on samples of 128 to 512 tokens; * packed
+into micro-batches of `--budget` tokens (required: 1.5 times), on a mixed batch of short samples, 16 to 96 tokens.
 
-No prompt is shared: every sample is computed as a whole on both sides. Gradients of both are compared before anything is
-timed. Calls alternate; medians of CPU seconds, one computing thread. Last line: RESULT {json}.
+No prompt is shared: every sample is computed as a whole on both sides. Gradients of both are compared before anything
+is timed. Calls alternate; medians of CPU seconds, one computing thread. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -39,24 +40,42 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=512)
-    parser.add_argument("--samples", type=int, help="of each case, instead of " + " and ".join(str(c[0]) for c in CASES.values()))
+    parser.add_argument(
+        "--samples", type=int, help="of each case, instead of " + " and ".join(str(c[0]) for c in CASES.values())
+    )
     parser.add_argument("--budget", type=int, default=1024, help="tokens of a packed micro-batch")
     arguments = parser.parse_args()
-    figures = {"hidden": arguments.hidden, "layers": arguments.layers, "vocabulary": arguments.vocabulary, "dtype": "float32",
-               "threads": 1, "budget": arguments.budget}
-    print(f"Qwen3, hidden {arguments.hidden}, {arguments.layers} layers, vocabulary {arguments.vocabulary}, float32, 1 thread, "
-          f"torch {torch.__version__}")
+    figures = {
+        "hidden": arguments.hidden,
+        "layers": arguments.layers,
+        "vocabulary": arguments.vocabulary,
+        "dtype": "float32",
+        "threads": 1,
+        "budget": arguments.budget,
+    }
+    print(
+        f"Qwen3, hidden {arguments.hidden}, {arguments.layers} layers, vocabulary {arguments.vocabulary}, float32, 1 "
+        f"thread, torch {torch.__version__}"
+    )
     with tempfile.TemporaryDirectory() as folder, one_rank():
         model = random_qwen3(Path(folder) / "model", arguments.hidden, arguments.layers, arguments.vocabulary)
         for name, (count, *case) in CASES.items():
             budget = arguments.budget if name.startswith("packed") else 1
             case = (arguments.samples or count, *case)
-            figures[name] = measure(name, model, case, arguments.vocabulary, budget, arguments.repeats)
+            figures[name] = measure(
+                name=name,
+                model=model,
+                case=case,
+                vocabulary=arguments.vocabulary,
+                budget=budget,
+                repeats=arguments.repeats,
+            )
     result(figures)
 
 
-def measure(name: str, model: Path, case: tuple[int, int, int, float], vocabulary: int, budget: int,
-            repeats: int) -> dict[str, float]:
+def measure(
+    name: str, model: Path, case: tuple[int, int, int, float], vocabulary: int, budget: int, repeats: int
+) -> dict[str, float]:
     """Tokens/s of both sides on one set of samples."""
     count, shortest, longest, required = case
     groups = samples(count, shortest, longest, vocabulary)
@@ -71,10 +90,19 @@ def measure(name: str, model: Path, case: tuple[int, int, int, float], vocabular
     times = alternating(sides, repeats)
     rates = {side: tokens / statistics.median(taken) for side, taken in times.items()}
     ratio = rates["ours"] / rates["hugging_face"]
-    print(f"{name}: {count} samples of {shortest} to {longest} tokens ({tokens}): ours {rates['ours']:.0f} tokens/s, Hugging "
-          f"Face {rates['hugging_face']:.0f}: ratio {ratio:.2f}, required {required}", flush=True)
-    return {"ours_tokens_per_s": rates["ours"], "hugging_face_tokens_per_s": rates["hugging_face"], "ratio": ratio,
-            "required": required, "samples": count, "tokens": tokens}
+    print(
+        f"{name}: {count} samples of {shortest} to {longest} tokens ({tokens}): ours {rates['ours']:.0f} tokens/s, "
+        f"Hugging Face {rates['hugging_face']:.0f}: ratio {ratio:.2f}, required {required}",
+        flush=True,
+    )
+    return {
+        "ours_tokens_per_s": rates["ours"],
+        "hugging_face_tokens_per_s": rates["hugging_face"],
+        "ratio": ratio,
+        "required": required,
+        "samples": count,
+        "tokens": tokens,
+    }
 
 
 def samples(count: int, shortest: int, longest: int, vocabulary: int) -> list[Group]:

@@ -1,4 +1,5 @@
-"""TRL's half of against_trl.py: GRPOTrainer in TRL's own environment, one line `TRL {json}` with the times of its steps.
+"""TRL's half of against_trl.py: GRPOTrainer in TRL's own environment, one line `TRL {json}` with the times of its
+steps.
 
 Nothing of Metronome is imported here. What was tried for speed is told in against_trl.py.
 """
@@ -95,8 +96,10 @@ def run(arguments: argparse.Namespace, output: str) -> dict[str, Any]:
     clock.trainer = trainer
     trainer.train()
     logged = [line for line in trainer.state.log_history if "completions/mean_length" in line]
-    steps = [[after - before for before, after in zip(first, last, strict=True)]
-             for first, last in zip(clock.marks, clock.marks[1:], strict=False)]
+    steps = [
+        [after - before for before, after in zip(first, last, strict=True)]
+        for first, last in zip(clock.marks, clock.marks[1:], strict=False)
+    ]
     return {
         "steps": [dict(zip(("step_s", "generate_s", "score_s"), step, strict=True)) for step in steps],
         "lengths": [line["completions/mean_length"] for line in logged],

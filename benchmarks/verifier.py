@@ -1,9 +1,11 @@
-"""The math verifier on real answers: 20 spellings of each must match, changed answers never, hostile strings must not hang it.
+"""The math verifier on real answers: 20 spellings of each must match, changed answers never, hostile strings must not
+hang it.
 
     python benchmarks/verifier.py [FOLDER_OR_FILES...] [--rows N] [--hostile N] [--show N]
 
 Each call goes through the verifier processes of a run, with their limits of time and memory. Figures are per row of the
-files (equal answers are tried once). `tests/support/spellings.py`, `changed_answers.py` and `hostile_strings.py` there have them.
+files (equal answers are tried once). `tests/support/spellings.py`, `changed_answers.py` and `hostile_strings.py` there
+have them.
 """
 
 from __future__ import annotations
@@ -50,7 +52,23 @@ class Asker:
         """The score of a response with this text."""
         async with self._turn:
             started = time.monotonic()
-            score = (await self._pool.score(Prompt("id", "", answer, ()), [Response((), (), (), (), "stop", text, 0, "")]))[0]
+            score = (
+                await self._pool.score(
+                    Prompt("id", "", answer, ()),
+                    [
+                        Response(
+                            token_ids=(),
+                            logprobs=(),
+                            versions=(),
+                            loss_mask=(),
+                            finish_reason="stop",
+                            text=text,
+                            seed=0,
+                            instance="",
+                        )
+                    ],
+                )
+            )[0]
             self.slowest = max(self.slowest, time.monotonic() - started)
             self.timeouts += score.status == "timeout"
             return score
@@ -80,12 +98,19 @@ async def spellings(ask: Asker, answers: Counter[str], show: int) -> dict[str, A
     await asyncio.gather(*(try_one(answer, rows) for answer, rows in answers.items()))
     rows = answers.total()
     lost = sum(answers[answer] for answer in set(missed))
-    return {"rows": rows, "answers": len(answers), "all_spellings": round(1 - lost / rows, 5), "changes": changes,
-            "changes_matched": sum(answers[answer] for answer in wrong), "failed": dict(failed.most_common())}  # fmt: skip
+    return {
+        "rows": rows,
+        "answers": len(answers),
+        "all_spellings": round(1 - lost / rows, 5),
+        "changes": changes,
+        "changes_matched": sum(answers[answer] for answer in wrong),
+        "failed": dict(failed.most_common()),
+    }
 
 
 async def hostility(ask: Asker, count: int) -> dict[str, Any]:
-    """Hostile strings as responses to ordinary answers: how many scored, hit the limit, failed, and the slowest in seconds."""
+    """Hostile strings as responses to ordinary answers: how many scored, hit the limit, failed, and the slowest in
+    seconds."""
     answers = ["7", "\\frac{1}{2}", "(1, 2)", "x^2+1", "[0,\\infty)", "2^{10}", "\\sqrt{2}", "1,2,3"]
     statuses: Counter[str] = Counter()
 
@@ -96,13 +121,20 @@ async def hostility(ask: Asker, count: int) -> dict[str, Any]:
     started = time.monotonic()
     await asyncio.gather(*(try_one(number, text) for number, text in enumerate(hostile(count))))
     seconds = round(time.monotonic() - started, 1)
-    return {"strings": count, "seconds": seconds, "slowest_s": round(ask.slowest, 2), "timeouts": ask.timeouts, **statuses}
+    return {
+        "strings": count,
+        "seconds": seconds,
+        "slowest_s": round(ask.slowest, 2),
+        "timeouts": ask.timeouts,
+        **statuses,
+    }
 
 
 @contextmanager
 def memory() -> Iterator[list[float]]:
     """MiB that the largest child process held at any time: its high-water mark, read 20 times a second."""
-    peak, stop = [0.0], threading.Event()
+    peak = [0.0]
+    stop = threading.Event()
 
     def watch() -> None:
         while not stop.wait(0.05):
@@ -145,7 +177,12 @@ async def run(files: Sequence[Path], rows: int, strings: int, show: int) -> dict
                 started = time.monotonic()
                 found = await spellings(ask, _answers(file, rows), show)
                 seconds = round(time.monotonic() - started, 1)
-                figures[file.stem] = {**found, "timeouts": ask.timeouts, "slowest_s": round(ask.slowest, 2), "seconds": seconds}
+                figures[file.stem] = {
+                    **found,
+                    "timeouts": ask.timeouts,
+                    "slowest_s": round(ask.slowest, 2),
+                    "seconds": seconds,
+                }
                 print(file.stem, figures[file.stem], flush=True)
             if strings:
                 figures["hostile"] = await hostility(Asker(pool), strings)

@@ -1,16 +1,16 @@
 """Weight sync: from the last gradient applied to all instances serving the new version, beside a bare transfer.
 
-`python benchmarks/weight_sync.py [--tiny]` publishes a random model of Qwen3-0.6B's shape (fp32, tied) from one trainer rank
-to embedded instances in processes of their own, with the trainer's own publisher and the launcher's own handlers, over each
-transport to 1 and 2 instances. `sync_s` ends when all instances serve the version, every byte checked; `verify_s` is the
-comparison of the fixed tokens, which follows while they generate (what they generate waits for it). In turn with every sync
-the same bytes, in buckets of the same sizes, go over a bare transfer: gloo by broadcast, file by writing and reading. Staged:
-the same while the instance generates, and how much of the sync it does not notice.
+`python benchmarks/weight_sync.py [--tiny]` publishes a random model of Qwen3-0.6B's shape (fp32, tied) from one trainer
+rank to embedded instances in processes of their own, with the trainer's own publisher and the launcher's own handlers,
+over each transport to 1 and 2 instances. `sync_s` ends when all instances serve the version, every byte checked;
+`verify_s` is the comparison of the fixed tokens, which follows while they generate (what they generate waits for it).
+In turn with every sync the same bytes, in buckets of the same sizes, go over a bare transfer: gloo by broadcast, file
+by writing and reading. Staged: the same while the instance generates, and how much of the sync it does not notice.
 
-`bound` is the least ratio that a sync with our checks can have on this machine's cores: the bare transfer's CPU seconds on all
-ends and a checksum of every byte on each end (`checks_s`), spread evenly over the cores, over the bare transfer's time.
-`sync_cpu_s` and `bare_cpu_s` are CPU seconds on all ends: what other work on the machine disturbs less than seconds.
-Needs about 14 GiB of memory with 2 instances. Last line: RESULT {json}.
+`bound` is the least ratio that a sync with our checks can have on this machine's cores: the bare transfer's CPU seconds
+on all ends and a checksum of every byte on each end (`checks_s`), spread evenly over the cores, over the bare
+transfer's time. `sync_cpu_s` and `bare_cpu_s` are CPU seconds on all ends: what other work on the machine disturbs less
+than seconds. Needs about 14 GiB of memory with 2 instances. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ TIMEOUT_S = 300.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a model of 16 million parameters, for a quick look")
-    parser.add_argument("--rounds", type=int, default=3, help="syncs that are measured; one more comes first and warms up")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="syncs that are measured; one more comes first and warms up"
+    )
     parser.add_argument("--transports", default="file,gloo")
     parser.add_argument("--instances", default="1,2")
     parser.add_argument("--bucket-mb", type=int, default=256)
@@ -74,7 +76,9 @@ def main() -> None:
         for transport in arguments.transports.split(","):
             for count in map(int, arguments.instances.split(",")):
                 for staged in (False, True) if count == 1 else (False,):
-                    config = configuration(model, transport, count, staged, arguments.bucket_mb)
+                    config = configuration(
+                        model=model, transport=transport, instances=count, staged=staged, bucket_mb=arguments.bucket_mb
+                    )
                     models = models or policy(config)
                     name = f"{transport}_{count}{'_staged' if staged else ''}"
                     figures[name] = measure(config, models, Path(scratch) / name, arguments.rounds)
@@ -86,24 +90,48 @@ def main() -> None:
 
 def random_model(tiny: bool) -> Path:
     """Cached under runs/."""
-    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "vocab_size": 40000} if tiny else {
-        "hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "vocab_size": 151936}
+    sizes = (
+        {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "vocab_size": 40000}
+        if tiny
+        else {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "vocab_size": 151936}
+    )
     folder = CACHE / "models" / f"random-qwen3-{'tiny' if tiny else '0.6b'}"
     if not (folder / "config.json").is_file():
         torch.manual_seed(0)
-        config = Qwen3Config(**sizes, num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-                             max_position_embeddings=4096, bos_token_id=None, eos_token_id=None)
+        config = Qwen3Config(
+            **sizes,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            tie_word_embeddings=True,
+            max_position_embeddings=4096,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
         Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
 def configuration(model: Path, transport: str, instances: int, staged: bool, bucket_mb: int) -> Config:
-    return load(None, [
-        f"model.path={model}", "algorithm.old_policy=behavior", "algorithm.kl_coef=0.0", f"rollout.instances={instances}",
-        "rollout.concurrency=1", "rollout.group_size=2", "rollout.max_context=64", f"rollout.timeout_s={TIMEOUT_S}",
-        "rollout.heartbeat_s=60", "rollout.wait_s=240", "rollout.max_new_tokens=16",
-        f"weights.transport={transport}", f"weights.staged={str(staged).lower()}", f"weights.bucket_mb={bucket_mb}",
-    ])  # fmt: skip
+    return load(
+        None,
+        [
+            f"model.path={model}",
+            "algorithm.old_policy=behavior",
+            "algorithm.kl_coef=0.0",
+            f"rollout.instances={instances}",
+            "rollout.concurrency=1",
+            "rollout.group_size=2",
+            "rollout.max_context=64",
+            f"rollout.timeout_s={TIMEOUT_S}",
+            "rollout.heartbeat_s=60",
+            "rollout.wait_s=240",
+            "rollout.max_new_tokens=16",
+            f"weights.transport={transport}",
+            f"weights.staged={str(staged).lower()}",
+            f"weights.bucket_mb={bucket_mb}",
+        ],
+    )
 
 
 def policy(config: Config) -> TriModel:
@@ -116,27 +144,49 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
     """Medians, in seconds, of syncs and bare transfers in turn."""
     from engine.trainer.rank_group import RankGroup
 
-    transport, staged = config.weights.transport, config.weights.staged
+    transport = config.weights.transport
+    staged = config.weights.staged
     sizes = bucket_sizes(models, config.weights.bucket_mb * 2**20)
-    bare_side = bare_transfer(transport, sizes, config.rollout.instances, folder, TIMEOUT_S)
+    bare_side = bare_transfer(
+        transport=transport, sizes=sizes, count=config.rollout.instances, folder=folder, timeout_s=TIMEOUT_S
+    )
     with launcher(config, folder) as side, bare_side as (bare, pids):
         control, sender = (ControlClient(side.address, name, TIMEOUT_S) for name in ("trainer", "sender"))
         try:
             open_ = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
-            publisher = Publisher(control, sender, RankGroup(1, TIMEOUT_S), open_, folder / "weights", torch.float32,
-                                  config.weights.bucket_mb * 2**20, TIMEOUT_S)
+            publisher = Publisher(
+                control=control,
+                sender=sender,
+                ranks=RankGroup(1, TIMEOUT_S),
+                transport=open_,
+                folder=folder / "weights",
+                dtype=torch.float32,
+                bucket_bytes=config.weights.bucket_mb * 2**20,
+                timeout_s=TIMEOUT_S,
+            )
             first_s = publisher.publish(models, 0)
             publisher.verify(models, 0)
             checks_s = seconds_of_checks(models)
-            found = [one_round(side, publisher, models, bare, pids, version, staged) for version in range(1, rounds + 2)][1:]
+            found = [
+                one_round(
+                    side=side, publisher=publisher, models=models, bare=bare, pids=pids, version=version, staged=staged
+                )
+                for version in range(1, rounds + 2)
+            ][1:]
         finally:
             control.close()
             sender.close()
     medians = {key: statistics.median(one[key] for one in found) for key in found[0]}
     busy_s = medians["bare_cpu_s"] + (1 + config.rollout.instances) * checks_s
     bound = max(1.0, busy_s / len(os.sched_getaffinity(0)) / medians["bare_s"])
-    return {"GB": sum(sizes) / 1e9, "first_s": first_s, "checks_s": checks_s, **medians,
-            "ratio": medians["sync_s"] / medians["bare_s"], "bound": bound}
+    return {
+        "GB": sum(sizes) / 1e9,
+        "first_s": first_s,
+        "checks_s": checks_s,
+        **medians,
+        "ratio": medians["sync_s"] / medians["bare_s"],
+        "bound": bound,
+    }
 
 
 def seconds_of_checks(models: TriModel) -> float:
@@ -149,23 +199,34 @@ def seconds_of_checks(models: TriModel) -> float:
 
 
 def one_round(
-    side: Launcher, publisher: Publisher, models: TriModel, bare: Callable[[], None], pids: list[int], version: int, staged: bool
+    side: Launcher,
+    publisher: Publisher,
+    models: TriModel,
+    bare: Callable[[], None],
+    pids: list[int],
+    version: int,
+    staged: bool,
 ) -> dict[str, float]:
     publisher.settle()
     with torch.no_grad():
         for parameter in models.policy.parameters():
             parameter.mul_(1.0001)
-    began, busy = time.perf_counter(), cpu_seconds(pids)
+    began = time.perf_counter()
+    busy = cpu_seconds(pids)
     bare()
     found = {"bare_s": time.perf_counter() - began, "bare_cpu_s": cpu_seconds(pids) - busy}
     with side.generating() if staged else contextlib.nullcontext():
         side.seconds.clear()
-        tokens, busy = side.generated() if staged else 0, cpu_seconds(side.pids)
+        tokens = side.generated() if staged else 0
+        busy = cpu_seconds(side.pids)
         found["sync_s"] = publisher.publish(models, version)
         found["sync_cpu_s"] = cpu_seconds(side.pids) - busy
         if staged:
             found["tokens_meanwhile"] = side.generated() - tokens
-        found |= {f"{name.removeprefix('sync_')}_s": side.seconds[name] for name in ("sync_open", "sync_bucket", "sync_finish")}
+        found |= {
+            f"{name.removeprefix('sync_')}_s": side.seconds[name]
+            for name in ("sync_open", "sync_bucket", "sync_finish")
+        }
         if staged:
             found["hidden"] = 1 - found["finish_s"] / found["sync_s"]
         began = time.perf_counter()
@@ -190,7 +251,7 @@ def bucket_sizes(models: TriModel, limit: int) -> list[int]:
     return sizes
 
 
-# the launcher's side, in a thread of this process ------------------------------------------------------------------------
+# the launcher's side, in a thread of this process -------------------------------------------------
 
 
 class Launcher:
@@ -200,7 +261,8 @@ class Launcher:
         self.config = config
         self.folder = folder
         self.address = f"ipc://{folder}/control"
-        self.ready, self.stop = threading.Event(), threading.Event()
+        self.ready = threading.Event()
+        self.stop = threading.Event()
         self.failure: BaseException | None = None
         self.seconds: dict[str, float] = {}
         self.pool: Pool | None = None
@@ -218,8 +280,13 @@ class Launcher:
         self.loop = asyncio.get_running_loop()
         (self.folder / "logs").mkdir(parents=True)
         self.pool = Pool(self.config, Path(self.config.model.path), self.folder, HealthMonitor, synced=True)
-        coordinator = Coordinator(self.config, RunFolder(self.folder), Trace(self.folder / "trace", "launcher"), None,
-                              SimpleNamespace(pool=self.pool))
+        coordinator = Coordinator(
+            config=self.config,
+            folder=RunFolder(self.folder),
+            trace=Trace(self.folder / "trace", "launcher"),
+            loader=None,
+            service=SimpleNamespace(pool=self.pool),
+        )
         try:
             self.pool.spawn(self.config.rollout.instances)
             await self.pool.connect()

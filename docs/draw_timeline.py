@@ -1,4 +1,5 @@
-"""Draws some steps of runs on one time axis as an SVG: `python docs/draw_timeline.py RUN [RUN ...] > docs/images/timeline.svg`.
+"""Draws some steps of runs on one time axis as an SVG: `python docs/draw_timeline.py RUN [RUN ...] >
+docs/images/timeline.svg`.
 
 RUN is a run folder with its trace. Each run is a panel: its instances' responses above, the trainer below.
 """
@@ -16,8 +17,13 @@ from engine.run.files import read_lines
 from engine.run.trace import read_spans
 from engine.tools.timeline import COLORS, rows_of, step_starts
 
-WIDTH, LEFT, RIGHT = 960, 96, 12
-ROW, TRAINER, HEAD, GAP = 4, 26, 26, 14
+WIDTH = 960
+LEFT = 96
+RIGHT = 12
+ROW = 4
+TRAINER = 26
+HEAD = 26
+GAP = 14
 MEANING = {"rollout": "a response is sampled", "train": "a group is trained", "wait": "waiting", "sync": "weight sync"}
 """Legend, by the span's name."""
 
@@ -56,6 +62,7 @@ def text(x: float, y: float, words: str, size: int = 12, anchor: str = "start") 
 
 def panel(drawn: Panel, top: float, scale: float) -> Iterator[str]:
     """A run's part of the picture."""
+
     def at(moment: float) -> float:
         return LEFT + (moment - drawn.start) * scale
 
@@ -66,18 +73,31 @@ def panel(drawn: Panel, top: float, scale: float) -> Iterator[str]:
     yield text(LEFT - 8, (lanes + below - GAP) / 2 + 4, "instance", anchor="end")
     yield text(LEFT - 8, below + TRAINER / 2 + 4, "trainer", anchor="end")
     for span, row in zip(drawn.rollouts, drawn.rows, strict=True):
-        yield bar(at(span["start"]), lanes + row * ROW, (span["end"] - span["start"]) * scale, ROW - 1, COLORS["rollout"])
+        yield bar(
+            x=at(span["start"]),
+            y=lanes + row * ROW,
+            width=(span["end"] - span["start"]) * scale,
+            height=ROW - 1,
+            color=COLORS["rollout"],
+        )
     for span in drawn.trainer:
-        yield bar(at(span["start"]), below, (span["end"] - span["start"]) * scale, TRAINER, COLORS[span["name"]])
+        yield bar(
+            x=at(span["start"]),
+            y=below,
+            width=(span["end"] - span["start"]) * scale,
+            height=TRAINER,
+            color=COLORS[span["name"]],
+        )
     for boundary in drawn.boundaries:
-        yield f'<line x1="{at(boundary):.1f}" x2="{at(boundary):.1f}" y1="{lanes - 4}" y2="{below + TRAINER + 4}" stroke="#222"/>'
+        x = f"{at(boundary):.1f}"
+        yield f'<line x1="{x}" x2="{x}" y1="{lanes - 4}" y2="{below + TRAINER + 4}" stroke="#222"/>'
 
 
 def legend(y: float) -> Iterator[str]:
     """What the colours mean."""
     x = float(LEFT)
     for kind, meaning in MEANING.items():
-        yield bar(x, y - 9, 12, 10, COLORS[kind])
+        yield bar(x=x, y=y - 9, width=12, height=10, color=COLORS[kind])
         yield text(x + 17, y, meaning)
         x += 170
 
@@ -92,7 +112,9 @@ def draw(panels: list[Panel]) -> str:
         top += drawn.height + GAP
     parts += legend(top + 6)
     size = f'width="{WIDTH}" height="{top + 16:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {top + 16:.0f}" font-family="sans-serif">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {top + 16:.0f}" font-family="sans-serif">'
+    )
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>\n"])
 
 

@@ -1,9 +1,10 @@
 """Takes the pictures in docs/images/ with headless Chromium: `python docs/screenshots.py [--folder DIR] [--model DIR]`.
 
-Starts a Prefect server, an MLflow server and a worker, deploys the quickstart, has the deployment run it for a few steps, and
-trains it once in mode sync and once in periodic. These two take turns, a few steps each (sync, periodic, periodic, sync …), so
-that whatever else the machine does meets both. What the folder holds already is kept. Then it photographs what a person sees.
-Needs `chromium` on the PATH (Debian: apt-get install chromium) and `pip install playwright pillow`.
+Starts a Prefect server, an MLflow server and a worker, deploys the quickstart, has the deployment run it for a few
+steps, and trains it once in mode sync and once in periodic. These two take turns, a few steps each (sync, periodic,
+periodic, sync …), so that whatever else the machine does meets both. What the folder holds already is kept. Then it
+photographs what a person sees. Needs `chromium` on the PATH (Debian: apt-get install chromium) and `pip install
+playwright pillow`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 IMAGES = HERE / "images"
 MODES = ("sync", "periodic")
-TURNS, TURN_STEPS = 3, 5
+TURNS = 3
+TURN_STEPS = 5
 """Turns of each mode, and steps of a turn."""
 LIMIT = 300_000
 """Bytes of a picture."""
@@ -58,7 +60,13 @@ def main() -> None:
             services.worker("cpu", "docs")
             _run_deployment({"name": "deployed", "output": str(folder / "runs"), "model": arguments.model}, environment)
         _take_turns(folder, arguments.model, environment)
-        _photograph(folder, environment, services["prefect"].url, services["mlflow"].url, chromium)
+        _photograph(
+            folder=folder,
+            environment=environment,
+            prefect=services["prefect"].url,
+            mlflow=services["mlflow"].url,
+            chromium=chromium,
+        )
 
 
 def _chromium() -> str:
@@ -83,7 +91,9 @@ def _metronome(environment: dict[str, str], *arguments: str) -> None:
 def _run_deployment(settings: dict[str, str], environment: dict[str, str]) -> None:
     """The pipeline, as the form in the UI would start it."""
     command = ["deployment", "run", "metronome/pipeline", "--param", f"settings={json.dumps(settings)}", "--watch"]
-    subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", *command], env=environment, check=True, timeout=RUN_S)
+    subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", *command], env=environment, check=True, timeout=RUN_S
+    )
 
 
 def _take_turns(folder: Path, model: str, environment: dict[str, str]) -> None:
@@ -126,7 +136,8 @@ def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow:
 
 
 def _prefect_run(browser: Browser, url: str) -> None:
-    """Without the arrows, which Prefect draws through labels; moved a little, so that the first label of the axis is whole."""
+    """Without the arrows, which Prefect draws through labels; moved a little, so that the first label of the axis is
+    whole."""
     page = _open(browser, url, 1400, 590)
     page.locator("canvas").first.wait_for(timeout=READY_MS)
     options = page.get_by_label("Run Graph Options")
@@ -200,9 +211,17 @@ def _plot(mlflow: str, runs: list[str], metric: str) -> str:
     from mlflow import MlflowClient
 
     experiment = str(MlflowClient(mlflow).get_run(runs[0]).info.experiment_id)
-    values = {"runs": runs, "metric": metric, "experiments": [experiment], "plot_metric_keys": [metric],
-              "plot_layout": {"autosize": True, "xaxis": {}, "yaxis": {}}, "line_smoothness": 1, "show_point": True,
-              "deselected_curves": [], "last_linear_y_axis_range": []}  # fmt: skip
+    values = {
+        "runs": runs,
+        "metric": metric,
+        "experiments": [experiment],
+        "plot_metric_keys": [metric],
+        "plot_layout": {"autosize": True, "xaxis": {}, "yaxis": {}},
+        "line_smoothness": 1,
+        "show_point": True,
+        "deselected_curves": [],
+        "last_linear_y_axis_range": [],
+    }
     parts = [f"{name}={quote(json.dumps(value))}" for name, value in values.items()]
     return f"{mlflow}/#/metric?{'&'.join(parts)}&x_axis=step&y_axis_scale=linear"
 

@@ -38,7 +38,8 @@ class ProcessDied(MetronomeError):
 
 
 class TransferError(MetronomeError):
-    """Weights did not come whole from the trainer: a member of the transfer died or was closed. It may be tried again."""
+    """Weights did not come whole from the trainer: a member of the transfer died or was closed. It may be tried
+    again."""
 
 
 class WeightSyncError(MetronomeError):

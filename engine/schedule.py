@@ -17,12 +17,14 @@ class Schedule:
     ahead: int = 0
     """So many batches beyond the step's own are in flight while it trains; also the largest staleness."""
     exact: bool = True
-    """Weights move only when every batch in flight is generated, so each batch has one version: max(0, step − ahead)."""
+    """Weights move only when every batch in flight is generated, so each batch has one version: max(0, step −
+    ahead)."""
 
     @staticmethod
     def of(train: Train, partial: bool = False) -> Schedule:
-        """`sync` and `periodic` train what the step's weights sampled; `one_step_off` (verl's recipe) and `bounded` (AsyncFlow
-        §4.2) keep batches in flight, on purpose. `partial` is rollout.partial's: weights never wait for a response then."""
+        """`sync` and `periodic` train what the step's weights sampled; `one_step_off` (verl's recipe) and `bounded`
+        (AsyncFlow §4.2) keep batches in flight, on purpose. `partial` is rollout.partial's: weights never wait for a
+        response then."""
         if train.mode == "one_step_off":
             return Schedule(train.mode, 1, not partial)
         if train.mode == "bounded":
@@ -48,12 +50,13 @@ class Schedule:
             for _, version in response.versions:
                 if version not in accepted:
                     raise StaleRolloutError(
-                        f"step {group.step}, prompt {group.prompt.id}, response {number} of {response.instance}: sampled from "
-                        f"weight version {version}, but mode {self.mode!r} accepts only "
+                        f"step {group.step}, prompt {group.prompt.id}, response {number} of {response.instance}: "
+                        f"sampled from weight version {version}, but mode {self.mode!r} accepts only "
                         f"{accepted.start if len(accepted) == 1 else f'{accepted.start} to {accepted.stop - 1}'}"
                     )
 
 
 def staleness(step: int, response: Response) -> int:
-    """Updates between the weights that sampled the response's oldest token and those that train it; 0 for an empty one."""
+    """Updates between the weights that sampled the response's oldest token and those that train it; 0 for an empty
+    one."""
     return step - min((version for _, version in response.versions), default=step)

@@ -76,7 +76,9 @@ class BatchScores:
         """Of all groups of a step, given in any order."""
         ordered = sorted(groups, key=lambda group: group.index)
         values = tuple(tuple(score.value for score in group.scores) for group in ordered)
-        return BatchScores(values, tuple(tuple(len(response.token_ids) for response in group.responses) for group in ordered))
+        return BatchScores(
+            values, tuple(tuple(len(response.token_ids) for response in group.responses) for group in ordered)
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ class StepReport:
     pool_size: int
     """Instances that take prompts, or are being given weights, when the step ends."""
     reward_mean: float
-    """Over the trained responses: with algorithm.dynamic_sampling those of the kept groups alone (`reward_tried` is over all)."""
+    """Over the trained responses: with algorithm.dynamic_sampling those of the kept groups alone (`reward_tried` is
+    over all)."""
     reward_std: float
     response_length_mean: float
     truncated: int
@@ -157,7 +160,8 @@ class StepReport:
     skipped_updates: int | None = None
     """In a row, by gradient control; left out without it."""
     prompts_used: int | None = None
-    """Prompts up to the last one that was kept, with algorithm.dynamic_sampling; left out without it, and by a replay."""
+    """Prompts up to the last one that was kept, with algorithm.dynamic_sampling; left out without it, and by a
+    replay."""
     reward_tried: float | None = None
     """Mean over the responses to those prompts, kept or not."""
     continued: int = 0

@@ -34,7 +34,9 @@ app = typer.Typer(
 def run(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this run.name; what is done stays")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with the run of this run.name; what is done stays")
+    ] = False,
 ) -> None:
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
     from tasks.cluster.local_server import local_server, log_prefect_to
@@ -89,16 +91,16 @@ def _train(config: Config, resume: bool, replay: Path | None) -> None:
     from tasks.tracking import evaluations, mlflow_run, tracked_run
 
     folder = RunFolder(config.folder)
-    line, evaluated = console.StepLines(config.train.steps), evaluations.InRun(folder)
+    line = console.StepLines(config.train.steps)
+    evaluated = evaluations.InRun(folder)
 
     def on_step(row: dict) -> None:
         line(row)
         tracked_run.log_step(row)
         evaluated()
 
-    locked = hold_lock(
-        folder.lock, f"run folder {folder.path}", 0.0
-    )  # before MLflow: the run there may be that of a living process
+    # before MLflow: the run there may be that of a living process
+    locked = hold_lock(folder.lock, f"run folder {folder.path}", 0.0)
     with locked, tracked_run.tracked(config), console.stage("train") as say:
         mlflow_run.log_model_input(Path(config.model.path))
         run_training(config, resume, replay, on_step)
@@ -132,7 +134,8 @@ def _evaluate(config: Config) -> None:
     from tasks import summary
     from tasks.tracking import evaluations, tracked_run
 
-    folder, model = RunFolder(config.folder), Path(config.model.path)
+    folder = RunFolder(config.folder)
+    model = Path(config.model.path)
     if not folder.config.exists():
         folder.create(config, resume=False)
     tracked_run.check_store(config)
@@ -146,11 +149,14 @@ def serve(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 0,
-    host: Annotated[str, typer.Option(help="address to listen on; others than loopback need METRONOME_TOKEN")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="address to listen on; others than loopback need METRONOME_TOKEN")
+    ] = "127.0.0.1",
     join: Annotated[str, typer.Option(help="join this run: its launcher's host:port, or its run folder")] = "",
     name: Annotated[str, typer.Option(help="its name in the run (default: host and process id)")] = "",
 ) -> None:
-    """One rollout instance in the foreground, with the recipe's model and rollout settings; Ctrl-C lets it leave a run."""
+    """One rollout instance in the foreground, with the recipe's model and rollout settings; Ctrl-C lets it leave a
+    run."""
     from engine.instance.join import default_name, serve_alone, serve_joined
     from tasks.input_checks import with_model_folder
 
@@ -159,7 +165,9 @@ def serve(
         instance = name or default_name()
         if not join:
             raise typer.Exit(serve_alone(config, instance, host, port))
-        raise typer.Exit(serve_joined(config, join, instance, host, port, console.complain))
+        raise typer.Exit(
+            serve_joined(config=config, address=join, name=instance, host=host, port=port, say=console.complain)
+        )
 
 
 @app.command()
@@ -170,25 +178,46 @@ def deploy(
     rollout_pool: Annotated[str, typer.Option(help="work pool of rollout instances that join a run")] = "cpu",
     timezone: Annotated[str, typer.Option(help="of the schedules, e.g. Asia/Shanghai")] = "Etc/UTC",
     training: Annotated[str, typer.Option(help="cron line of the nightly training; empty: no schedule")] = "0 22 * * *",
-    evaluation: Annotated[str, typer.Option(help="cron line of the nightly evaluation; empty: no schedule")] = "0 6 * * *",
-    npus: Annotated[int, typer.Option(help="NPUs of the cluster: slots of the limit ascend-npus; 0 leaves it as it is")] = 0,
+    evaluation: Annotated[
+        str, typer.Option(help="cron line of the nightly evaluation; empty: no schedule")
+    ] = "0 6 * * *",
+    npus: Annotated[
+        int, typer.Option(help="NPUs of the cluster: slots of the limit ascend-npus; 0 leaves it as it is")
+    ] = 0,
     on_rollout_pool: Annotated[int, typer.Option(help="instances that runs take from the rollout pool by default")] = 0,
 ) -> None:
-    """Work pools, deployments, schedules, automations on the server of PREFECT_API_URL; again brings them up to date."""
+    """Work pools, deployments, schedules, automations on the server of PREFECT_API_URL; again brings them up to
+    date."""
     with _exit_codes():
         load(recipe, overrides)
         from tasks.cluster.deploy import Choices
         from tasks.cluster.deploy import deploy as make
 
-        rows = make(recipe, overrides, Choices(pool, rollout_pool, timezone, training, evaluation, npus, on_rollout_pool))
+        rows = make(
+            recipe,
+            overrides,
+            Choices(
+                pool=pool,
+                rollout_pool=rollout_pool,
+                timezone=timezone,
+                training=training,
+                evaluation=evaluation,
+                npus=npus,
+                on_rollout_pool=on_rollout_pool,
+            ),
+        )
         console.table("Deployed", rows)
 
 
 @app.command()
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="run folders and MLflow run ids; all against the first")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="run folders and MLflow run ids; all against the first")
+    ],
     out: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("compare.html"),
-    tracking_uri: Annotated[str, typer.Option(help="MLflow store of run ids (default: MLFLOW_TRACKING_URI or runs/)")] = "",
+    tracking_uri: Annotated[
+        str, typer.Option(help="MLflow store of run ids (default: MLFLOW_TRACKING_URI or runs/)")
+    ] = "",
 ) -> None:
     """Which run is faster, and is it as good? Curves, wall time, benchmarks with intervals, as one page and a table."""
     with _exit_codes():

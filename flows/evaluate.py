@@ -40,14 +40,16 @@ def evaluate(
         model: A Hugging Face folder, or nightly, latest or champion for a registered policy of this recipe. Empty takes
             model.path.
         run: Name of the run that the figures belong to (its folder under run.output). Empty takes run.name.
-        on_rollout_pool: Rollout instances started on the rollout pool for the time of the evaluation, beside rollout.instances.
+        on_rollout_pool: Rollout instances started on the rollout pool for the time of the evaluation, beside
+            rollout.instances.
     """
     given = [f"run.name={run}"] if run else []
     with crashed_without_tracking():
         config = model_folder(settled(configured(recipe, settings, [*overrides, *given])), recipe, model)
         check_inputs(config, training=False)
         config = with_model_folder(config)
-        folder, chosen = RunFolder(config.folder), Path(config.model.path)
+        folder = RunFolder(config.folder)
+        chosen = Path(config.model.path)
         if not folder.config.exists():
             folder.create(config, resume=False)
         check_store(config)

@@ -29,11 +29,18 @@ class Opened:
 
 @contextmanager
 def opened(
-    recipe: str, overrides: Sequence[str], settings: Settings, continue_from: ContinueFrom, resume: bool, pool_instances: int = 0
+    recipe: str,
+    overrides: Sequence[str],
+    settings: Settings,
+    continue_from: ContinueFrom,
+    resume: bool,
+    pool_instances: int = 0,
 ) -> Iterator[Opened]:
     """The body in its run folder, with all its devices, tracked. Raises BadInput before anything slow."""
     with crashed_without_tracking():
         config = started_from(settled(configured(recipe, settings, overrides)), recipe, continue_from)
     check_inputs(config)
     with entered(config, resume) as entry, hold_npus(npus(config, pool_instances)), tracked_flow(config):
-        yield Opened(config, RunFolder(config.folder), entry, [*settings.overrides(), *overrides, f"run.seed={config.run.seed}"])
+        yield Opened(
+            config, RunFolder(config.folder), entry, [*settings.overrides(), *overrides, f"run.seed={config.run.seed}"]
+        )

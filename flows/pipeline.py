@@ -50,24 +50,45 @@ def pipeline(
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example rollout.temperature=0.9.
         settings: The keys that differ from run to run; what is left out is as the recipe says.
-        continue_from: base is model.path; latest the newest registered policy of this recipe (base if there is none); nightly
-            the newest that a run with nightly has registered (likewise); champion the registered one with that alias.
-        on_rollout_pool: Rollout instances started on the rollout pool for the time of the training and of each evaluation, beside
-            rollout.instances.
-        resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed without it.
+        continue_from: base is model.path; latest the newest registered policy of this recipe (base if there is none);
+            nightly the newest that a run with nightly has registered (likewise); champion the registered one with that
+            alias.
+        on_rollout_pool: Rollout instances started on the rollout pool for the time of the training and of each
+            evaluation, beside rollout.instances.
+        resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed
+            without it.
     """
-    with opened(recipe, overrides, settings, continue_from, resume, on_rollout_pool) as run:
-        entry, folder = run.entry, run.folder
+    with opened(
+        recipe=recipe,
+        overrides=overrides,
+        settings=settings,
+        continue_from=continue_from,
+        resume=resume,
+        pool_instances=on_rollout_pool,
+    ) as run:
+        entry = run.entry
+        folder = run.folder
         config = _before_training(run.config, entry, on_rollout_pool)
         with other_nodes(config, on_rollout_pool), stage("train") as say:
             say(f"{entry.once('train', lambda: train(config, entry.resumed))} steps")
         with stage("publish") as say:
             say(published := entry.once("publish", lambda: publish(config)))
-        _evaluate(config, folder.policy, config.train.steps, entry, on_rollout_pool)
+        _evaluate(
+            config=config, model=folder.policy, version=config.train.steps, entry=entry, on_rollout_pool=on_rollout_pool
+        )
         with stage("register") as say:
             name = registered_name(recipe)
             say(registered := f"{name} version {entry.once('register', lambda: register(name, folder.policy))}")
-        entry.once("announce", lambda: training_finished(recipe, config.run.name, folder.policy, run.overrides, on_rollout_pool))
+        entry.once(
+            "announce",
+            lambda: training_finished(
+                recipe=recipe,
+                run=config.run.name,
+                policy=folder.policy,
+                overrides=run.overrides,
+                pool_instances=on_rollout_pool,
+            ),
+        )
     rows = summary.outcome(config, published, registered)
     console.table(f"Run {config.run.name}", rows)
     return rows
@@ -85,9 +106,10 @@ def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Conf
     with stage("encode") as say:
         say(describe_prompts(entry.once("encode", lambda: encode_data(config, model))))
     with stage("convert") as say:
-        log, code = RunFolder(config.folder).logs / "convert.log", code_hash("model", "platform")
+        log = RunFolder(config.folder).logs / "convert.log"
+        code = code_hash("model", "platform")
         say(describe_conversion(entry.once("convert", lambda: convert(str(model), content_hash(model), code, log))))
-    _evaluate(config, model, 0, entry, on_rollout_pool)
+    _evaluate(config=config, model=model, version=0, entry=entry, on_rollout_pool=on_rollout_pool)
     return config
 
 

@@ -1,4 +1,5 @@
-"""Single stages of the pipeline as flows: prepare the data, try the conversion, hold rollout instances or ranks for a run."""
+"""Single stages of the pipeline as flows: prepare the data, try the conversion, hold rollout instances or ranks for a
+run."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def convert(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
         settings: The keys that differ from run to run; what is left out is as the recipe says.
     """
     config = with_model_folder(configured(recipe, settings, overrides))
-    model, log = Path(config.model.path), RunFolder(config.folder).logs / "convert.log"
+    model = Path(config.model.path)
+    log = RunFolder(config.folder).logs / "convert.log"
     found = convert_task(str(model), content_hash(model), code_hash("model", "platform"), log)
     say("convert", describe_conversion(found))
     return found

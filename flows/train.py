@@ -34,13 +34,24 @@ def train(
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example rollout.temperature=0.9.
         settings: The keys that differ from run to run; what is left out is as the recipe says.
-        continue_from: base is model.path; latest the newest registered policy of this recipe (base if there is none); nightly
-            the newest that a run with nightly has registered (likewise); champion the registered one with that alias.
-        on_rollout_pool: Rollout instances started on the rollout pool for the time of the training, beside rollout.instances.
-        resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed without it.
+        continue_from: base is model.path; latest the newest registered policy of this recipe (base if there is none);
+            nightly the newest that a run with nightly has registered (likewise); champion the registered one with that
+            alias.
+        on_rollout_pool: Rollout instances started on the rollout pool for the time of the training, beside
+            rollout.instances.
+        resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed
+            without it.
     """
-    with opened(recipe, overrides, settings, continue_from, resume, on_rollout_pool) as run:
-        entry, policy = run.entry, run.folder.policy
+    with opened(
+        recipe=recipe,
+        overrides=overrides,
+        settings=settings,
+        continue_from=continue_from,
+        resume=resume,
+        pool_instances=on_rollout_pool,
+    ) as run:
+        entry = run.entry
+        policy = run.folder.policy
         with stage("base model") as say:
             config = base_model(run.config)
             log_model_input(Path(config.model.path))
@@ -49,7 +60,16 @@ def train(
             say(f"{entry.once('train', lambda: train_task(config, entry.resumed))} steps")
         with stage("publish") as say:
             say(entry.once("publish", lambda: publish(config)))
-        entry.once("announce", lambda: training_finished(recipe, config.run.name, policy, run.overrides, on_rollout_pool))
+        entry.once(
+            "announce",
+            lambda: training_finished(
+                recipe=recipe,
+                run=config.run.name,
+                policy=policy,
+                overrides=run.overrides,
+                pool_instances=on_rollout_pool,
+            ),
+        )
     rows = summary.training(config)
     console.table(f"Run {config.run.name}", rows)
     return rows

@@ -27,7 +27,8 @@ from tasks.tracking.metric_names import flatten
 from tasks.tracking.write_queue import STORE_ERRORS, first_line
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
-ROWS, EVALUATIONS = "evaluations.jsonl", "evaluations"
+ROWS = "evaluations.jsonl"
+EVALUATIONS = "evaluations"
 """File and folder of tables, in a run folder and among a run's artifacts."""
 ENDS = {"FAILED": "MLflow has it as FAILED", "KILLED": "MLflow has it as KILLED"}
 """What is said of a run by its status in MLflow."""
@@ -36,8 +37,8 @@ ENDS = {"FAILED": "MLflow has it as FAILED", "KILLED": "MLflow has it as KILLED"
 def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
     """Write the page about some runs (run folders, MLflow run ids; the first is what the others are held against).
 
-    uri: the MLflow store of run ids; default MLFLOW_TRACKING_URI, else runs/mlflow.db. Returns the text for the console.
-    Raises BadInput for fewer than two runs, one given twice, and what is no run.
+    uri: the MLflow store of run ids; default MLFLOW_TRACKING_URI, else runs/mlflow.db. Returns the text for the
+    console. Raises BadInput for fewer than two runs, one given twice, and what is no run.
     """
     if len(given) < 2:
         raise BadInput(f"compare needs at least two runs (run folders or MLflow run ids), not {len(given)}")
@@ -49,13 +50,19 @@ def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
 
 
 def _told(verdict: Verdict) -> list[str]:
-    return [verdict.answer, *(f"- {one}" for one in verdict.sentences), *(f"- Careful: {one}" for one in verdict.cautions)]
+    return [
+        verdict.answer,
+        *(f"- {one}" for one in verdict.sentences),
+        *(f"- Careful: {one}" for one in verdict.cautions),
+    ]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows of text in columns."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def _named_apart(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
@@ -63,7 +70,10 @@ def _named_apart(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     if twice:
         raise BadInput(f"{twice[0]} is given twice; compare needs different runs")
     names = Counter(run.name for run in runs)
-    return [replace(run, name=f"{run.name} #{place}") if names[run.name] > 1 else run for place, run in enumerate(runs, start=1)]
+    return [
+        replace(run, name=f"{run.name} #{place}") if names[run.name] > 1 else run
+        for place, run in enumerate(runs, start=1)
+    ]
 
 
 def _read(given: str, uri: str) -> ComparedRun:
@@ -86,7 +96,15 @@ def from_folder(path: Path) -> ComparedRun:
         raise BadInput(f"{path}: no run with steps; a run folder has a steps.jsonl with at least one line")
     rows, means = _with_tables(path)
     failure = _line(last_end(folder)) if folder.failure.exists() else ""
-    return ComparedRun(path.resolve().name, str(path.resolve()), _text(flatten(config)), steps, rows, means, failure)
+    return ComparedRun(
+        name=path.resolve().name,
+        source=str(path.resolve()),
+        config=_text(flatten(config)),
+        steps=steps,
+        evaluations=rows,
+        tables=means,
+        failure=failure,
+    )
 
 
 def _line(text: str) -> str:
@@ -106,11 +124,19 @@ def from_mlflow(run_id: str, uri: str = "") -> ComparedRun:
         raise BadInput(f"MLflow run {run_id} can't be read from {store}: {first_line(error)}") from None
     if not steps:
         raise BadInput(f"MLflow run {run_id} in {store} has no steps")
-    changed = {name.removeprefix("changed."): value for name, value in found.data.tags.items() if name.startswith("changed.")}
+    changed = {
+        name.removeprefix("changed."): value for name, value in found.data.tags.items() if name.startswith("changed.")
+    }
     source = found.data.tags.get("metronome.run_folder", "") or f"{run_id} in {store}"
     config = _text({**found.data.params, **changed})
     return ComparedRun(
-        found.info.run_name or run_id[:8], source, config, steps, evaluations, means, ENDS.get(found.info.status, "")
+        name=found.info.run_name or run_id[:8],
+        source=source,
+        config=config,
+        steps=steps,
+        evaluations=evaluations,
+        tables=means,
+        failure=ENDS.get(found.info.status, ""),
     )
 
 
@@ -138,8 +164,13 @@ def _steps(client: mlflow.MlflowClient, run_id: str, names: Sequence[str]) -> li
     return [rows[step] for step in sorted(rows)]
 
 
-def _evaluations(client: mlflow.MlflowClient, run: Any, store: str) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:  # noqa: ANN401
-    """Rows of evaluations.jsonl and their tables from the artifacts; of a run that has not ended, rows from the metrics."""
+def _evaluations(
+    client: mlflow.MlflowClient,
+    run: Any,  # noqa: ANN401
+    store: str,
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """Rows of evaluations.jsonl and their tables from the artifacts; of a run that has not ended, rows from the
+    metrics."""
     there = {item.path for item in client.list_artifacts(run.info.run_id)}
     if not {ROWS, EVALUATIONS} <= there:
         return _from_metrics(client, run), {}
@@ -152,7 +183,9 @@ def _evaluations(client: mlflow.MlflowClient, run: Any, store: str) -> tuple[lis
 def _with_tables(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
     """Rows of a folder's evaluations.jsonl, and by their `table` prompt id → mean score."""
     rows = list(read_lines(folder / ROWS))
-    files = {row["table"]: folder / row["table"] for row in rows if "table" in row and (folder / row["table"]).is_file()}
+    files = {
+        row["table"]: folder / row["table"] for row in rows if "table" in row and (folder / row["table"]).is_file()
+    }
     return rows, {name: tables.means(file) for name, file in files.items()}
 
 

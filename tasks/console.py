@@ -16,7 +16,8 @@ QUIET_S = 10.0
 
 
 def say(stage: str, text: str) -> None:
-    """Print one line, at once. Whoever reads us being gone (a Prefect worker that was killed) ends us as a crash does."""
+    """Print one line, at once. Whoever reads us being gone (a Prefect worker that was killed) ends us as a crash
+    does."""
     try:
         print(f"{stage:<12} {text}", flush=True)
     except BrokenPipeError:
@@ -51,8 +52,11 @@ class StepLines:
         if due:
             self._printed = time.monotonic()
             left = (self._steps - done) * sum(self._seconds) / len(self._seconds)
-            say("train", f"step {done:>{len(str(self._steps))}}/{self._steps}  reward {row['reward_mean']:.3f}  "
-                         f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device  {duration(left)} left")
+            say(
+                "train",
+                f"step {done:>{len(str(self._steps))}}/{self._steps}  reward {row['reward_mean']:.3f}  "
+                f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device  {duration(left)} left",
+            )
 
 
 def duration(seconds: float) -> str:

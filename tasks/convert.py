@@ -46,5 +46,7 @@ def describe(report: dict[str, Any]) -> str:
         key="conversion",
         description="Hugging Face against Megatron",
     )
-    return (f"{report['parameters']:,} parameters; logits within {report['max_logit_error']:.1e} of Hugging Face; "
-            f"{report['weight_bytes'] / 2**30:.2f} GiB of weights converted within {report['peak_bytes'] / 2**30:.2f} GiB")
+    return (
+        f"{report['parameters']:,} parameters; logits within {report['max_logit_error']:.1e} of Hugging Face; "
+        f"{report['weight_bytes'] / 2**30:.2f} GiB of weights converted within {report['peak_bytes'] / 2**30:.2f} GiB"
+    )

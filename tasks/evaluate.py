@@ -33,25 +33,30 @@ def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
 def evaluate(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> dict[str, Any]:
     """The new row of evaluations.jsonl; of several benchmarks the first one's, the others are printed here.
 
-    `pool_instances`: on the rollout pool, beside rollout.instances. It needs no MLflow: `tasks.tracking.evaluations` logs what
-    is in evaluations.jsonl.
+    `pool_instances`: on the rollout pool, beside rollout.instances. It needs no MLflow: `tasks.tracking.evaluations`
+    logs what is in evaluations.jsonl.
     """
     folder = RunFolder(config.folder)
     meeting = folder.path / "evaluations" / f"instances-{flow_run.id}-{weight_version}"
     with evaluation_nodes(config, model, pool_instances, meeting) as place:
-        rows = evaluation.evaluate(config, model, weight_version, folder, place)
+        rows = evaluation.evaluate(
+            config=config, model=model, weight_version=weight_version, folder=folder, meeting=place
+        )
     for row in rows[1:]:
         say("evaluate", evaluations.describe(row))
     for row in rows:
-        create_table_artifact(_cells(row), key="evaluation", description=f"{row['benchmark']}, weight version {weight_version}")
+        create_table_artifact(
+            _cells(row), key="evaluation", description=f"{row['benchmark']}, weight version {weight_version}"
+        )
     return rows[0]
 
 
 def evaluate_once(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> dict[str, Any]:
-    """The same for a flow run that may be started again, when MLflow was away, say: what it has evaluated is not done again.
+    """The same for a flow run that may be started again, when MLflow was away, say: what it has evaluated is not done
+    again.
 
-    Nor what the run itself has evaluated: its pipeline does so and then tells the automation, which starts this. Takes the
-    devices that it needs for its time.
+    Nor what the run itself has evaluated: its pipeline does so and then tells the automation, which starts this. Takes
+    the devices that it needs for its time.
     """
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
@@ -60,8 +65,11 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
         return found
     known = done_before(config, model, weight_version, RunFolder(config.folder))
     if known is not None:
-        say("evaluate", f"run {config.run.name} has this evaluation of its version {weight_version} already, nothing is sampled; "
-                        "another run.seed or protocol would be")
+        say(
+            "evaluate",
+            f"run {config.run.name} has this evaluation of its version {weight_version} already, nothing is sampled; "
+            "another run.seed or protocol would be",
+        )
         return known[0]
     with hold_npus(npus(config, pool_instances, training=False)):
         row = evaluate(config, model, weight_version, pool_instances)

@@ -42,15 +42,17 @@ class Stages:
 def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: bool = False) -> None:
     """Keep a record of a start of the flow or of its training (`what`). `why`: what ended the one before.
 
-    Raises MetronomeError if it would be more than `limit` resumes in a row without a stage or a checkpoint between them; a
-    person's own start (`by_hand`) begins a new count.
+    Raises MetronomeError if it would be more than `limit` resumes in a row without a stage or a checkpoint between
+    them; a person's own start (`by_hand`) begins a new count.
     """
     here = progress(folder)
     starts = 0 if by_hand else _starts_from(folder, what, here)
     if starts > limit:
-        raise MetronomeError(f"the {what} of run {folder.path.name} was started {starts} times from the same point "
-                             f"({_named(here)}) and got no further; not resumed again (run.resumes = {limit}). What ended it "
-                             f"last: {why}")
+        raise MetronomeError(
+            f"the {what} of run {folder.path.name} was started {starts} times from the same point "
+            f"({_named(here)}) and got no further; not resumed again (run.resumes = {limit}). What ended it "
+            f"last: {why}"
+        )
     append_line(folder.attempts, {"at": time.time(), "what": what, "progress": here, "why": why, "by_hand": by_hand})
 
 

@@ -1,4 +1,5 @@
-"""How a flow run enters its run folder: for the first time, again after a crash, or to go on with a run by a person's wish."""
+"""How a flow run enters its run folder: for the first time, again after a crash, or to go on with a run by a person's
+wish."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tasks.input_checks import check_run_folder
 from tasks.tracking.retry import TrackingAway
 
 TAKEOVER_S = 600.0
-"""How long the attempt before may go on: a flow that was taken for dead may be alive on a node cut off from the server."""
+"""How long the attempt before may go on: a flow that was taken for dead may be alive on a node cut off from the
+server."""
 NAMES = ".flow-runs"
 """Folder in `run.output` with a file for each Prefect flow run: the run.name that it got."""
 
@@ -54,15 +56,17 @@ class Entry(Stages):
 def entered(config: Config, resume: bool) -> Iterator[Entry]:
     """Hold the run folder during the body.
 
-    A flow run may enter its own folder again; another one needs `resume`. Raises BadInput (the folder is another run's, or in
-    use), MetronomeError when the run does not get any further (`tasks.finished_stages.count_attempt`). Without MLflow: see
-    `crashed_without_tracking`.
+    A flow run may enter its own folder again; another one needs `resume`. Raises BadInput (the folder is another run's,
+    or in use), MetronomeError when the run does not get any further (`tasks.finished_stages.count_attempt`). Without
+    MLflow: see `crashed_without_tracking`.
     """
     folder = RunFolder(config.folder)
     again = begun_by_this_flow(folder)
     if not again:
         check_run_folder(config, resume)
-    with hold_lock(folder.lock, f"run folder {folder.path}", TAKEOVER_S if again else 0.0, lambda message: say("wait", message)):
+    with hold_lock(
+        folder.lock, f"run folder {folder.path}", TAKEOVER_S if again else 0.0, lambda message: say("wait", message)
+    ):
         claim(folder.path, config, again or resume)
         why = last_end(folder) if again else "started by a person or a schedule"
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
@@ -85,7 +89,8 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
 
 @contextmanager
 def crashed_without_tracking() -> Iterator[None]:
-    """A flow run of a deployment that MLflow is away from ends as crashed: that is what is resumed (tasks.cluster.watchdog)."""
+    """A flow run of a deployment that MLflow is away from ends as crashed: that is what is resumed
+    (tasks.cluster.watchdog)."""
     try:
         yield
     except TrackingAway as error:

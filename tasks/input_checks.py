@@ -23,28 +23,37 @@ QUICKSTART = "quickstart"
 
 
 def check_run_folder(config: Config, resume: bool = False) -> None:
-    """A new run wants a new folder, a resumed one an old folder or, when that is lost, its checkpoints in `checkpoint.path`.
+    """A new run wants a new folder, a resumed one an old folder or, when that is lost, its checkpoints in
+    `checkpoint.path`.
 
     Raises BadInput; CheckpointError when that place can't be read.
     """
     folder = RunFolder(config.folder)
     if resume and not folder.config.exists() and not published(config):
-        lost = f", and {place_of(config)} (checkpoint.path) holds no complete checkpoint" if config.checkpoint.path else ""
-        raise BadInput(f"--resume: {folder.path} is no run folder{lost}; name the run to go on with by --set run.name=NAME")
+        lost = (
+            f", and {place_of(config)} (checkpoint.path) holds no complete checkpoint" if config.checkpoint.path else ""
+        )
+        raise BadInput(
+            f"--resume: {folder.path} is no run folder{lost}; name the run to go on with by --set run.name=NAME"
+        )
     if folder.config.exists() and not resume:
-        raise BadInput(f"run folder {folder.path} exists already; give another --set run.name=NAME, "
-                       "or go on with that run by --resume")
+        raise BadInput(
+            f"run folder {folder.path} exists already; give another --set run.name=NAME, "
+            "or go on with that run by --resume"
+        )
 
 
 def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> None:
     """Read the problems, load the reward, read the model's configuration. Raises BadInput for the first that fails.
 
-    Without `training` (an evaluation) the trainer's layout does not matter; without `sampling` (a replay) nor do the run's own
-    instances.
+    Without `training` (an evaluation) the trainer's layout does not matter; without `sampling` (a replay) nor do the
+    run's own instances.
     """
     if config.run.dry:  # its commands never come here
-        raise BadInput("run.dry only prints what a recipe comes to: `metronome run RECIPE --set run.dry=true`; "
-                       "set it to false here")
+        raise BadInput(
+            "run.dry only prints what a recipe comes to: `metronome run RECIPE --set run.dry=true`; "
+            "set it to false here"
+        )
     if training:
         prepare(config)
     for benchmark in read_benchmarks(config):
@@ -55,8 +64,11 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         raise BadInput(f"checkpoint.path = {config.checkpoint.path!r}: expected a folder or s3://bucket/folder")
     asyncio.run(_try_reward(config))
     if config.rollout.top_p < 1 or config.rollout.top_k:
-        say("warning", "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
-            "is trained, and the mismatch figures are not comparable")
+        say(
+            "warning",
+            "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
+            "is trained, and the mismatch figures are not comparable",
+        )
     if training and sampling:
         check_instances(config)
     if config.model.path != QUICKSTART:
@@ -67,13 +79,15 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
 
 
 async def _try_reward(config: Config) -> None:
-    """Load the reward where it will run, in a worker: what it does when imported can neither end nor hang this process."""
+    """Load the reward where it will run, in a worker: what it does when imported can neither end nor hang this
+    process."""
     async with VerifierPool(config.reward.function, start_timeout_s=config.rollout.timeout_s):
         pass
 
 
 def with_model_folder(config: Config) -> Config:
-    """The config with `model.path` an absolute folder. A quickstart model that is not cached is made, with a word on it."""
+    """The config with `model.path` an absolute folder. A quickstart model that is not cached is made, with a word on
+    it."""
     if config.model.path == QUICKSTART:
         from engine.tools.quickstart_model.warmup import ensure_quickstart_model  # imports torch: seconds
 

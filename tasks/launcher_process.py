@@ -53,7 +53,8 @@ class LineFollower:
         """A cut file is a new file: read it from its start, where the kept lines are known by their text."""
         inode = os.fstat(descriptor).st_ino
         if inode != self._inode:
-            self._inode, self._position = inode, 0
+            self._inode = inode
+            self._position = 0
 
 
 def run_training(

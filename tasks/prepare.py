@@ -1,4 +1,5 @@
-"""Prepare data: read, clean, split and compare the problem sets, encode them for a model; say what was left out and why."""
+"""Prepare data: read, clean, split and compare the problem sets, encode them for a model; say what was left out and
+why."""
 
 from __future__ import annotations
 
@@ -25,8 +26,16 @@ REPORT = "data.json"
 """File in the run folder with everything that `engine.data.problem_statistics.report` says."""
 
 COMPARED = (
-    "source", "rows", "version", "content_hash", "problem_characters", "answer_characters", "answers", "difficulty", "skipped",
-)  # fmt: skip
+    "source",
+    "rows",
+    "version",
+    "content_hash",
+    "problem_characters",
+    "answer_characters",
+    "answers",
+    "difficulty",
+    "skipped",
+)
 """Figures that the artifact shows of both sets."""
 
 SHOWN = 25
@@ -47,8 +56,11 @@ def prepare_data(config: Config) -> dict[str, Any]:
 
 def encode_data(config: Config, model: Path) -> dict[str, Any]:
     """Usable prompts, all skips by reason, and the length of prompts in tokens; cached and shown as `prepare_data`."""
-    hashes, code = prepared.file_hashes(config), code_hash("data", "reward")
-    found = encode_prompts(_settings(config), str(model), config.rollout.max_context, hashes, code)
+    hashes = prepared.file_hashes(config)
+    code = code_hash("data", "reward")
+    found = encode_prompts(
+        settings=_settings(config), model=str(model), max_context=config.rollout.max_context, hashes=hashes, code=code
+    )
     rows = [{"figure": name, "value": str(value)} for name, value in found.items()]
     create_table_artifact(rows, key="prompts", description="Prompts in tokens, what was left out and why")
     return found
@@ -71,18 +83,23 @@ def encode_prompts(
     return {
         "prompts": len(encoded.prompts),
         "skipped": dict(encoded.skipped),
-        "tokens_min": min(lengths), "tokens_median": median(lengths), "tokens_max": max(lengths),
-    }  # fmt: skip
+        "tokens_min": min(lengths),
+        "tokens_median": median(lengths),
+        "tokens_max": max(lengths),
+    }
 
 
 def describe(found: Mapping[str, Any]) -> str:
     """A report in one line for people."""
-    train, heldout = found["train"], found["heldout"]
+    train = found["train"]
+    heldout = found["heldout"]
     skips = f"; skipped {counts(train['skipped'])}" if train["skipped"] else ""
     notes = "".join(f"; {note}" for note in found["notes"])
     lengths = train["problem_characters"]
-    return (f"{train['rows']} problems of {lengths['median']:.0f} characters ({lengths['min']:.0f}-{lengths['max']:.0f}), "
-            f"{heldout['rows']} held out{skips}{notes}")
+    return (
+        f"{train['rows']} problems of {lengths['median']:.0f} characters ({lengths['min']:.0f}-{lengths['max']:.0f}), "
+        f"{heldout['rows']} held out{skips}{notes}"
+    )
 
 
 def describe_prompts(found: Mapping[str, Any]) -> str:
@@ -100,7 +117,11 @@ def page(found: Mapping[str, Any]) -> str:
     parts += [f"**Note:** {note}" for note in found["notes"]]
     overlaps = [[row["row"], row["overlaps_with"], f"{row['share']:.0%}"] for row in found["overlaps"][:SHOWN]]
     parts += [f"## Compared with {', '.join(found['compared_with']) or 'no other set'}"]
-    parts += [_table(["training row", "stands as", "share"], overlaps)] if overlaps else ["No training problem stands there."]
+    parts += (
+        [_table(["training row", "stands as", "share"], overlaps)]
+        if overlaps
+        else ["No training problem stands there."]
+    )
     rejected = [row for figures in sets.values() for row in figures["rejected"]]
     if rejected:
         parts += ["## Rows left out", "\n".join(f"- `{row.replace('`', chr(39))}`" for row in rejected[:SHOWN])]

@@ -28,7 +28,8 @@ END_S = 5.0
 
 
 class Progress:
-    """Takes the lines of steps.jsonl and keeps the artifacts `training` and `training-status` of the flow run up to date."""
+    """Takes the lines of steps.jsonl and keeps the artifacts `training` and `training-status` of the flow run up to
+    date."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -42,7 +43,9 @@ class Progress:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._ended.set()
         if kind is None or issubclass(kind, Exception):  # who cancels does not wait for the server
             self._thread.join(END_S)
@@ -52,7 +55,8 @@ class Progress:
         self._rows.append(row)
 
     def _tell(self) -> None:
-        bar, steps = None, self._config.train.steps
+        bar = None
+        steps = self._config.train.steps
         while True:
             last = self._ended.wait(UPDATE_S if bar is not None else 0.0)
             try:
@@ -73,8 +77,11 @@ class Progress:
 
 
 def page(config: Config, rows: list[Mapping[str, Any]]) -> str:
-    """A Markdown table: the newest of some lines of steps.jsonl, and the time left at the mean of their steps' times."""
-    row, done, steps = rows[-1], rows[-1]["step"] + 1, config.train.steps
+    """A Markdown table: the newest of some lines of steps.jsonl, and the time left at the mean of their steps'
+    times."""
+    row = rows[-1]
+    done = rows[-1]["step"] + 1
+    steps = config.train.steps
     left = (steps - done) * sum(line["step_s"] for line in rows) / len(rows)
     checkpoint = latest(RunFolder(config.folder).checkpoints)
     cells = {

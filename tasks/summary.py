@@ -57,7 +57,9 @@ def weight_version(model: Path) -> int:
         return 0
     folder = RunFolder(model.parent)
     checkpoint = latest(folder.checkpoints)  # that of a run whose folder was lost, and its steps with it
-    return max([step_of(checkpoint) if checkpoint is not None else 0, *(row["step"] + 1 for row in read_lines(folder.steps))])
+    return max(
+        [step_of(checkpoint) if checkpoint is not None else 0, *(row["step"] + 1 for row in read_lines(folder.steps))]
+    )
 
 
 def _speed(steps: list[dict[str, Any]]) -> str:

@@ -1,4 +1,5 @@
-"""Train: the launcher, with its steps on the console, in MLflow and as Prefect artifacts; started again when it dies."""
+"""Train: the launcher, with its steps on the console, in MLflow and as Prefect artifacts; started again when it
+dies."""
 
 from __future__ import annotations
 
@@ -30,13 +31,21 @@ def _worth_resuming(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
     return isinstance(error, ProcessDied | Stopped | DeadlineError | TransferError | CheckpointError)
 
 
-@task(name="train", cache_policy=NO_CACHE, retries=RETRIES, retry_delay_seconds=DELAY_S, retry_condition_fn=_worth_resuming)
+@task(
+    name="train",
+    cache_policy=NO_CACHE,
+    retries=RETRIES,
+    retry_delay_seconds=DELAY_S,
+    retry_condition_fn=_worth_resuming,
+)
 def train(config: Config, resume: bool = False) -> int:
-    """Train, from the newest published checkpoint if `resume` or when tried again, else from step 0; the number of steps.
+    """Train, from the newest published checkpoint if `resume` or when tried again, else from step 0; the number of
+    steps.
 
     Raises what ended the run; MetronomeError when it is not resumed any more.
     """
-    folder, line = RunFolder(config.folder), StepLines(config.train.steps)
+    folder = RunFolder(config.folder)
+    line = StepLines(config.train.steps)
     again = (task_run.run_count or 1) > 1
     why = last_end(folder) if again else "the start of the flow"
     count_attempt(folder, "training", config.run.resumes, why)

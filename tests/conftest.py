@@ -63,7 +63,8 @@ def problems(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def services(tmp_path_factory):
-    """Prefect server, MLflow server and S3 endpoint on free ports, one set for all tests (tasks.cluster.services.Services)."""
+    """Prefect server, MLflow server and S3 endpoint on free ports, one set for all tests
+    (tasks.cluster.services.Services)."""
     from tasks.cluster.services import Services
 
     with Services(tmp_path_factory.mktemp("services")) as running:

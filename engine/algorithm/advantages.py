@@ -12,12 +12,14 @@ from torch import Tensor
 EPSILON = 1e-6
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rewards, tokens of the responses) of one prompt [G] or, with scope "batch", of the step's prompts [N, G] → advantages."""
+"""(rewards, tokens of the responses) of one prompt [G] or, with scope "batch", of the step's prompts [N, G] →
+advantages."""
 
 
 @dataclass(frozen=True)
 class Advantage:
-    """An advantage over one group, which can be trained as soon as it is complete, or over the whole batch, which can't."""
+    """An advantage over one group, which can be trained as soon as it is complete, or over the whole batch, which
+    can't."""
 
     compute: Compute
     least: int = 2
@@ -28,7 +30,8 @@ class Advantage:
     """The step's gradient is divided by the share of groups with unequal rewards (a factor, applied at its end)."""
 
     def __call__(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Advantages, shaped as the rewards. Raises ValueError for groups that are too small, or a result that is not finite."""
+        """Advantages, shaped as the rewards. Raises ValueError for groups that are too small, or a result that is not
+        finite."""
         if rewards.shape[-1] < self.least:
             raise ValueError(f"this advantage needs groups of at least {self.least} responses, got {rewards.shape[-1]}")
         found = self.compute(rewards, lengths)
@@ -82,7 +85,8 @@ def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 @advantage("opo")
 def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A = R − Σ l R / Σ l: the baseline of least variance if gradients' sizes grow with lengths l (OPO, arXiv:2505.23585).
+    """A = R − Σ l R / Σ l: the baseline of least variance if gradients' sizes grow with lengths l (OPO,
+    arXiv:2505.23585).
 
     A group of empty responses has no such mean: 0.
     """
@@ -96,8 +100,8 @@ def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
 def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
     """Only the best response has one: (largest − second largest R) / (std + 1e-6), an unbiased step on max R = pass@G.
 
-    Tang et al. 2025, arXiv:2503.19595, §4 with k = G, divided by the group's standard deviation as in verl's estimator of this
-    name. A tie for the best gives 0 to all.
+    Tang et al. 2025, arXiv:2503.19595, §4 with k = G, divided by the group's standard deviation as in verl's estimator
+    of this name. A tie for the best gives 0 to all.
     """
     best, second = rewards.topk(2).values
     found = torch.zeros_like(rewards)
@@ -107,7 +111,8 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 @advantage("gpg", only_unequal=True)
 def gpg(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A = R − mean, and the gradient times B / (B − M) for M of B groups with equal rewards (GPG, arXiv:2504.02546, eq. 6).
+    """A = R − mean, and the gradient times B / (B − M) for M of B groups with equal rewards (GPG, arXiv:2504.02546, eq.
+    6).
 
     The factor is linear in the gradient, so it is applied at the step's end and groups can be streamed.
     """
@@ -116,7 +121,8 @@ def gpg(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 @advantage("reinforce_plus_plus", least=1, scope="batch")
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """(R − mean) / std over all tokens of the batch, each with its response's reward (REINFORCE++, arXiv:2501.03262, eq. 9).
+    """(R − mean) / std over all tokens of the batch, each with its response's reward (REINFORCE++, arXiv:2501.03262,
+    eq. 9).
 
     γ = 1 and the KL in the loss, not in the reward. [N, G] → [N, G].
     """

@@ -1,4 +1,5 @@
-"""What to do with a gradient that points where the last one did: Gradient Alignment Control (GAC) or another, pure arithmetic."""
+"""What to do with a gradient that points where the last one did: Gradient Alignment Control (GAC) or another, pure
+arithmetic."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-LOW, HIGH = 0.05, 0.3
-"""Default thresholds. The values were lost from our copy of the paper, whose Table 3 gives on-policy means of |c| of 0.03 to
-0.07 and standard deviations of 0.06 to 0.13: unconfirmed."""
+LOW = 0.05
+HIGH = 0.3
+"""Default thresholds. The values were lost from our copy of the paper, whose Table 3 gives on-policy means of |c| of
+0.03 to 0.07 and standard deviations of 0.06 to 0.13: unconfirmed."""
 
 WARM_UP = 10
 """Cosines that "auto" thresholds are taken from; until then every update is made."""
@@ -30,8 +32,9 @@ def scale_of_parallel(cosine: float, low: float) -> float:
 class Thresholds:
     """c_low and c_high of Algorithm 1, given or (None) taken from the first cosines of the run.
 
-    Automatic: the mean of |c| over the first WARM_UP steps plus one and plus four of its standard deviations, at most 0.9 and
-    0.95, and never below LOW and HIGH. Tiny models show on-policy cosines up to 0.6, which the paper's would skip.
+    Automatic: the mean of |c| over the first WARM_UP steps plus one and plus four of its standard deviations, at most
+    0.9 and 0.95, and never below LOW and HIGH. Tiny models show on-policy cosines up to 0.6, which the paper's would
+    skip.
     """
 
     low: float | None = LOW
@@ -45,13 +48,15 @@ class Thresholds:
             return self.low, self.high
         if len(self.seen) < WARM_UP:
             return None
-        mean, spread = statistics.fmean(self.seen), statistics.pstdev(self.seen)
+        mean = statistics.fmean(self.seen)
+        spread = statistics.pstdev(self.seen)
         low = min(0.9, max(LOW, mean + spread)) if self.low is None else self.low
         high = min(0.95, max(HIGH, mean + 4 * spread)) if self.high is None else self.high
         return low, max(low, high)
 
     def regime(self, cosine: float) -> Regime:
-        """Safe if |c| ≤ c_low, skip above c_high, projection between (Algorithm 1). While measuring every cosine is safe."""
+        """Safe if |c| ≤ c_low, skip above c_high, projection between (Algorithm 1). While measuring every cosine is
+        safe."""
         found = self.now()
         if found is None:
             self.seen.append(abs(cosine))
@@ -77,7 +82,8 @@ class Step:
 
 
 Control = Callable[[Step], float | None]
-"""→ what the gradient's part along the last one is multiplied by (1 leaves it, 0 takes it away), or None to skip the update."""
+"""→ what the gradient's part along the last one is multiplied by (1 leaves it, 0 takes it away), or None to skip the
+update."""
 
 CONTROLS: dict[str, Control] = {}
 """By the name in `algorithm.gradient_control`."""

@@ -39,16 +39,17 @@ Statistics = Callable[[BatchTokens, BatchLossSettings], tuple[float, ...]]
 
 
 def outward(log_ratios: Tensor, advantages: Tensor) -> Tensor:
-    """[T] bool: tokens that the gradient moves on in the direction in which their ratio has moved (A > 0 and r > 1, or A < 0
-    and r < 1): those that PPO's clip can act on."""
+    """[T] bool: tokens that the gradient moves on in the direction in which their ratio has moved (A > 0 and r > 1, or
+    A < 0 and r < 1): those that PPO's clip can act on."""
     return log_ratios * advantages > 0
 
 
 def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float]:
-    """The largest (log r)² that an outward token may have so that the mean over those kept is at most τ (M2PO, Algorithm 1).
+    """The largest (log r)² that an outward token may have so that the mean over those kept is at most τ (M2PO,
+    Algorithm 1).
 
-    Lies half-way between the last token kept and the first one masked, so that rounding can't move one over it; inf where all are
-    kept. Of equal values all are kept or none, so the order of tokens decides nothing.
+    Lies half-way between the last token kept and the first one masked, so that rounding can't move one over it; inf
+    where all are kept. Of equal values all are kept or none, so the order of tokens decides nothing.
     """
     moments = tokens.log_ratios[outward(tokens.log_ratios, tokens.advantages)].double().square().sort().values
     means = moments.cumsum(0) / torch.arange(1, moments.numel() + 1, dtype=torch.float64)
@@ -61,9 +62,10 @@ def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple
 
 
 def balanced_bounds(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float, float]:
-    """Bounds (c_low, c_high) of the ratio, from (a⁻, a⁺) up to (b⁻, b⁺), until tokens with A > 0 bring the target share of the
-    clipped surrogate, P / (P + N) ≥ ρ0 (BAPO, eq. 8, Algorithm 1): first c_high rises, then c_low."""
-    low, high = limits.low[0], limits.high[0]
+    """Bounds (c_low, c_high) of the ratio, from (a⁻, a⁺) up to (b⁻, b⁺), until tokens with A > 0 bring the target share
+    of the clipped surrogate, P / (P + N) ≥ ρ0 (BAPO, eq. 8, Algorithm 1): first c_high rises, then c_low."""
+    low = limits.low[0]
+    high = limits.high[0]
     while positive_share(tokens, low, high) < limits.share - TOLERANCE:
         if high < limits.high[1]:
             high = min(high + limits.step, limits.high[1])
@@ -76,7 +78,9 @@ def balanced_bounds(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[flo
 
 def positive_share(tokens: BatchTokens, low: float, high: float) -> float:
     """P / (P + N): P = Σ over A > 0 of min(r, high) A, N = Σ over A < 0 of max(r, low) |A|; 1 where both are 0."""
-    ratio, advantages = tokens.log_ratios.double().exp(), tokens.advantages.double()
+    ratio = tokens.log_ratios.double().exp()
+    advantages = tokens.advantages.double()
     gains = advantages * torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low))
-    positive, whole = float(gains.clamp(min=0).sum()), float(gains.abs().sum())
+    positive = float(gains.clamp(min=0).sum())
+    whole = float(gains.abs().sum())
     return positive / whole if whole else 1.0

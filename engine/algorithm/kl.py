@@ -9,7 +9,8 @@ from torch import Tensor
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Per-token KL(π‖π_ref) estimate −x, x = log π_ref − log π: unbiased and noisy.
 
-    As a term of a loss its gradient is that of log π alone, zero in expectation: it reports the KL and does not restrain it.
+    As a term of a loss its gradient is that of log π alone, zero in expectation: it reports the KL and does not
+    restrain it.
     """
     return logprobs - reference
 
@@ -22,8 +23,8 @@ def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Per-token KL(π‖π_ref) estimate e^x − x − 1 with x = log π_ref − log π (Periodic Asynchrony eq. 6).
 
-    Both [T]; never negative, 0 where they agree; carries the gradient of `logprobs`. `expm1` keeps the small values that
-    e^x − 1 would lose to rounding.
+    Both [T]; never negative, 0 where they agree; carries the gradient of `logprobs`. `expm1` keeps the small values
+    that e^x − 1 would lose to rounding.
     """
     x = reference - logprobs
     return torch.expm1(x) - x

@@ -11,8 +11,8 @@ from engine.algorithm.kl import k3
 def mismatch(trainer: Tensor, rollout: Tensor) -> tuple[float, float]:
     """(max |ratio − 1|, sum of KL estimates) for log-probabilities [T] of trainer and rollout instance.
 
-    The ratio is π_trainer / π_rollout; the KL is k3 of KL(rollout‖trainer), since the tokens are the instance's samples.
-    In fp64, so that 1e-9 differences are no rounding. Empty input gives zeros; NaN anywhere gives NaN.
+    The ratio is π_trainer / π_rollout; the KL is k3 of KL(rollout‖trainer), since the tokens are the instance's
+    samples. In fp64, so that 1e-9 differences are no rounding. Empty input gives zeros; NaN anywhere gives NaN.
     """
     if trainer.numel() == 0:
         return 0.0, 0.0

@@ -1,7 +1,7 @@
 """One typed tree for a run, read from TOML. Every field says its unit and why its default is what it is.
 
-`engine.config.recipe.load(recipe, overrides)` is the only way in; it turns every mistake into one `BadInput` that names file, key
-and remedy.
+`engine.config.recipe.load(recipe, overrides)` is the only way in; it turns every mistake into one `BadInput` that names
+file, key and remedy.
 """
 
 from __future__ import annotations
@@ -16,9 +16,25 @@ from engine.config.training import Algorithm, Attention, Checkpoint, Parallel, P
 from engine.config.tree import WINDOW_PER_STAGE, Tree
 
 __all__ = [
-    "BATCH_SCOPE", "BATCH_SCOPE_LOSSES", "WINDOW_PER_STAGE", "Algorithm", "Attention", "Checkpoint", "Config", "Data", "Evaluate",
-    "Model", "Parallel", "Platform", "Reward", "Rollout", "Run", "Tracking", "Train", "Weights",
-]  # fmt: skip
+    "BATCH_SCOPE",
+    "BATCH_SCOPE_LOSSES",
+    "WINDOW_PER_STAGE",
+    "Algorithm",
+    "Attention",
+    "Checkpoint",
+    "Config",
+    "Data",
+    "Evaluate",
+    "Model",
+    "Parallel",
+    "Platform",
+    "Reward",
+    "Rollout",
+    "Run",
+    "Tracking",
+    "Train",
+    "Weights",
+]
 
 
 class Config(Tree):

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 def foreign_cores(key: str, cores: Sequence[int]) -> str:
     """What is wrong with the cores that a key names on this machine, "" if nothing."""
     missing = sorted(set(cores) - usable_cores())
-    return f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}" if missing else ""
+    return (
+        f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}" if missing else ""
+    )
 
 
 def usable_cores() -> set[int]:

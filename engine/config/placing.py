@@ -25,20 +25,26 @@ def places(config: Config) -> Iterator[str]:
 
 
 def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
-    """Why instances that the run itself starts, on the first training node, would get devices of others if vLLM is on devices.
+    """Why instances that the run itself starts, on the first training node, would get devices of others if vLLM is on
+    devices.
 
-    `visible`: the devices that ranks see, in their order, where the environment names them; else they see those from 0 on.
+    `visible`: the devices that ranks see, in their order, where the environment names them; else they see those from 0
+    on.
     """
-    own, named = config.rollout.instances, config.rollout.devices
+    own = config.rollout.instances
+    named = config.rollout.devices
     if not own:
         return
     ranks = 0 if config.platform.device == "cpu" else config.parallel.ranks_per_node
-    trained, needed = list(visible or range(ranks))[:ranks], own * config.rollout.tensor
+    trained = list(visible or range(ranks))[:ranks]
+    needed = own * config.rollout.tensor
     if not named:
         if trained or own > 1:
             others = ", which trainer ranks have" if trained else ""
-            yield (f"rollout.devices is empty, so each of the {own} instances that the run starts takes devices from 0 on{others}"
-                   f": {_remedy(config, trained, visible, needed)}")
+            yield (
+                f"rollout.devices is empty, so each of the {own} instances that the run starts takes devices from 0 "
+                f"on{others}: {_remedy(config, trained, visible, needed)}"
+            )
         return
     if len(named) != needed:
         tensor = config.rollout.tensor
@@ -54,5 +60,7 @@ def _remedy(config: Config, trained: Sequence[int], visible: Sequence[int], need
     if len(free) == needed:
         return f"set rollout.devices = {free}"
     joining = config.rollout.joining + config.rollout.instances
-    return (f"they need a node of their own; set rollout.instances = 0 and rollout.joining = {joining}, and start them there "
-            "(on_rollout_pool, or metronome serve --join)")
+    return (
+        f"they need a node of their own; set rollout.instances = 0 and rollout.joining = {joining}, and start them "
+        "there (on_rollout_pool, or metronome serve --join)"
+    )

@@ -51,7 +51,9 @@ def load(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -
 def _read(recipe: str | os.PathLike[str]) -> dict[str, Any]:
     path = find(os.fspath(recipe))
     if not path.is_file():
-        raise BadInput(f"recipe {recipe}: no such file; recipes that ship with Metronome are in {HOME / 'infra/recipes'}")
+        raise BadInput(
+            f"recipe {recipe}: no such file; recipes that ship with Metronome are in {HOME / 'infra/recipes'}"
+        )
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -15,23 +15,33 @@ def _groups(config: Tree) -> None:
     rollout = config.rollout
     advantage = config.algorithm.advantage
     if rollout.group_size < 2 and advantage != "reinforce_plus_plus":
-        raise ValueError(f"rollout.group_size must be at least 2 for algorithm.advantage = \"{advantage}\": "
-                         "a group of one has nothing to compare with")
+        raise ValueError(
+            f'rollout.group_size must be at least 2 for algorithm.advantage = "{advantage}": '
+            "a group of one has nothing to compare with"
+        )
     if advantage == "gpg" and (config.algorithm.kl_coef or config.algorithm.entropy_coef):
-        raise ValueError("algorithm.advantage = \"gpg\" scales the whole gradient at the step's end, KL and entropy terms too: "
-                         "set algorithm.kl_coef and entropy_coef to 0")
+        raise ValueError(
+            'algorithm.advantage = "gpg" scales the whole gradient at the step\'s end, KL and entropy terms too: '
+            "set algorithm.kl_coef and entropy_coef to 0"
+        )
     if config.algorithm.overlong_buffer > rollout.max_new_tokens:
-        raise ValueError(f"algorithm.overlong_buffer ({config.algorithm.overlong_buffer}) must be at most rollout.max_new_tokens "
-                         f"({rollout.max_new_tokens})")
+        raise ValueError(
+            f"algorithm.overlong_buffer ({config.algorithm.overlong_buffer}) must be at most rollout.max_new_tokens "
+            f"({rollout.max_new_tokens})"
+        )
     if rollout.max_new_tokens >= rollout.max_context:
-        raise ValueError(f"rollout.max_new_tokens ({rollout.max_new_tokens}) must be below "
-                         f"rollout.max_context ({rollout.max_context}) to leave room for a prompt")
+        raise ValueError(
+            f"rollout.max_new_tokens ({rollout.max_new_tokens}) must be below "
+            f"rollout.max_context ({rollout.max_context}) to leave room for a prompt"
+        )
 
 
 def _cores(config: Tree) -> None:
-    on_cores = config.rollout.engine == "embedded" or config.platform.device == "cpu"  # "auto": known when instances are started
+    # "auto": known when instances are started
+    on_cores = config.rollout.engine == "embedded" or config.platform.device == "cpu"
     if missing := foreign_cores("train.devices", config.train.devices) or (
-            on_cores and foreign_cores("rollout.devices", config.rollout.devices)):  # fmt: skip
+        on_cores and foreign_cores("rollout.devices", config.rollout.devices)
+    ):
         raise ValueError(missing)
     for key, cores, sharers, count in (
         ("rollout.devices", config.rollout.devices, "instances", config.rollout.instances),
@@ -45,94 +55,129 @@ def _precision(config: Tree) -> None:
     limit = config.train.ratio_gap_limit
     for key, dtype in (("train.dtype", config.train.dtype), ("model.dtype", config.model.dtype)):
         if dtype == "bfloat16" and 0 < limit < BF16_GAP:
-            raise ValueError(f"{key} = \"bfloat16\" moves single log-probabilities by more than train.ratio_gap_limit = "
-                             f"{limit:g}; set it to at least {BF16_GAP:g}, or 0 to only report the gap")
+            raise ValueError(
+                f'{key} = "bfloat16" moves single log-probabilities by more than train.ratio_gap_limit = '
+                f"{limit:g}; set it to at least {BF16_GAP:g}, or 0 to only report the gap"
+            )
 
 
 def _early_scores(config: Tree) -> None:
     if config.train.score_early and config.train.consume == "prompt_order":
-        raise ValueError("train.score_early needs train.consume = \"arrival\": which responses are scored together depends "
-                         "on when they land, and with it the last bit of their log-probabilities")
+        raise ValueError(
+            'train.score_early needs train.consume = "arrival": which responses are scored together depends '
+            "on when they land, and with it the last bit of their log-probabilities"
+        )
     if config.train.score_early and config.parallel.lockstep > 1:
-        raise ValueError("train.score_early needs replicas that share no experts (parallel.expert at most tensor x context): "
-                         "those that do must compute together")
+        raise ValueError(
+            "train.score_early needs replicas that share no experts (parallel.expert at most tensor x context): "
+            "those that do must compute together"
+        )
 
 
 def _dynamic_sampling(config: Tree) -> None:
     if config.algorithm.dynamic_sampling and config.train.score_early:
-        raise ValueError("algorithm.dynamic_sampling does not go with train.score_early: whether a response is trained at all, "
-                         "and in which group, is not known when it lands")
+        raise ValueError(
+            "algorithm.dynamic_sampling does not go with train.score_early: whether a response is trained at all, "
+            "and in which group, is not known when it lands"
+        )
     if config.algorithm.dynamic_sampling and config.rollout.group_size < 2:
-        raise ValueError("algorithm.dynamic_sampling needs rollout.group_size of at least 2: the scores of a group of one are "
-                         "all equal")
+        raise ValueError(
+            "algorithm.dynamic_sampling needs rollout.group_size of at least 2: the scores of a group of one are "
+            "all equal"
+        )
 
 
 def _partial(config: Tree) -> None:
     mode = config.train.mode
     if config.rollout.partial and mode in ("sync", "periodic"):
-        raise ValueError(f"rollout.partial continues responses under newer weights than they began with, which train.mode = "
-                         f"\"{mode}\" forbids: every token of a step has the step's own version there. It needs "
-                         "\"one_step_off\" or \"bounded\"")
+        raise ValueError(
+            f"rollout.partial continues responses under newer weights than they began with, which train.mode = "
+            f'"{mode}" forbids: every token of a step has the step\'s own version there. It needs '
+            '"one_step_off" or "bounded"'
+        )
     if config.rollout.partial and config.train.exact_lag:
-        raise ValueError("rollout.partial does not go with train.exact_lag: there weights wait until all responses are "
-                         "generated, so none is ever cut")
+        raise ValueError(
+            "rollout.partial does not go with train.exact_lag: there weights wait until all responses are "
+            "generated, so none is ever cut"
+        )
 
 
 def _drain(config: Tree) -> None:
     if config.evaluate.every and config.train.mode not in ("sync", "periodic"):
-        raise ValueError(f"evaluate.every evaluates on instances that wait for the trainer, and train.mode = "
-                         f"\"{config.train.mode}\" keeps them busy with the next batches: it needs \"sync\" or \"periodic\"")
+        raise ValueError(
+            f"evaluate.every evaluates on instances that wait for the trainer, and train.mode = "
+            f'"{config.train.mode}" keeps them busy with the next batches: it needs "sync" or "periodic"'
+        )
 
 
 BATCH_SCOPE = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantages whose statistics are over the whole batch."""
 BATCH_SCOPE_LOSSES = ("m2po", "bapo")
-"""Losses whose statistics are over the whole batch. The trainer holds its windows for them, so they are exact off-policy too."""
+"""Losses whose statistics are over the whole batch. The trainer holds its windows for them, so they are exact
+off-policy too."""
 
 
 def _scope(config: Tree) -> None:
-    advantage, mode = config.algorithm.advantage, config.train.mode
+    advantage = config.algorithm.advantage
+    mode = config.train.mode
     if advantage in BATCH_SCOPE and mode != "sync":
-        raise ValueError(f"algorithm.advantage = \"{advantage}\" takes its statistics over the whole batch, so no group can be "
-                         f"trained before the last one is there: it needs train.mode = \"sync\", not \"{mode}\"")
+        raise ValueError(
+            f'algorithm.advantage = "{advantage}" takes its statistics over the whole batch, so no group can be '
+            f'trained before the last one is there: it needs train.mode = "sync", not "{mode}"'
+        )
     if config.algorithm.loss in BATCH_SCOPE_LOSSES and mode == "periodic":
-        raise ValueError(f"algorithm.loss = \"{config.algorithm.loss}\" takes its statistics over the whole batch, so no group "
-                         "can be trained before the last one is there: it needs train.mode = \"sync\", \"one_step_off\" or "
-                         "\"bounded\", not \"periodic\"")
+        raise ValueError(
+            f'algorithm.loss = "{config.algorithm.loss}" takes its statistics over the whole batch, so no group '
+            'can be trained before the last one is there: it needs train.mode = "sync", "one_step_off" or '
+            '"bounded", not "periodic"'
+        )
     for key, (start, end) in (("bapo_low", config.algorithm.bapo_low), ("bapo_high", config.algorithm.bapo_high)):
         if start > end or (start > 1) != (key == "bapo_high") or (end > 1) != (key == "bapo_high"):
-            raise ValueError(f"algorithm.{key} = [{start:g}, {end:g}]: expected where the bound starts and how far it may rise, "
-                             f"both {'above' if key == 'bapo_high' else 'below'} 1")
+            raise ValueError(
+                f"algorithm.{key} = [{start:g}, {end:g}]: expected where the bound starts and how far it may rise, "
+                f"both {'above' if key == 'bapo_high' else 'below'} 1"
+            )
 
 
 def _staleness(config: Tree) -> None:
     train = config.train
     if train.mode != "bounded" and (train.exact_lag or train.max_staleness > 1):
-        raise ValueError(f"train.max_staleness and train.exact_lag belong to train.mode = \"bounded\", not \"{train.mode}\"")
+        raise ValueError(
+            f'train.max_staleness and train.exact_lag belong to train.mode = "bounded", not "{train.mode}"'
+        )
 
 
 def _mismatch(config: Tree) -> None:
-    algorithm, train = config.algorithm, config.train
+    algorithm = config.algorithm
+    train = config.train
     if algorithm.mismatch == "none":
         return
-    key = f"algorithm.mismatch = \"{algorithm.mismatch}\""
+    key = f'algorithm.mismatch = "{algorithm.mismatch}"'
     if algorithm.old_policy == "rollout":
-        raise ValueError(f"{key} does not go with algorithm.old_policy = \"rollout\": that ratio is over the engine's "
-                         "probabilities already, and the same correction would count twice")
+        raise ValueError(
+            f'{key} does not go with algorithm.old_policy = "rollout": that ratio is over the engine\'s '
+            "probabilities already, and the same correction would count twice"
+        )
     lag = {"sync": 0, "periodic": 0, "one_step_off": 1}.get(train.mode, train.max_staleness)
     if lag > 1 or (lag and algorithm.old_policy != "previous"):
-        raise ValueError(f"{key} weighs by the trainer's probabilities under the weights that sampled. In train.mode = "
-                         f"\"{train.mode}\" these are known with algorithm.old_policy = \"previous\" and a staleness of at most "
-                         "one update; without algorithm.mismatch, old_policy = \"rollout\" corrects for staleness and engine")
+        raise ValueError(
+            f"{key} weighs by the trainer's probabilities under the weights that sampled. In train.mode = "
+            f'"{train.mode}" these are known with algorithm.old_policy = "previous" and a staleness of at most '
+            'one update; without algorithm.mismatch, old_policy = "rollout" corrects for staleness and engine'
+        )
 
 
 def _thresholds(config: Tree) -> None:
-    low, high = config.algorithm.gac_low, config.algorithm.gac_high
-    mode, controlled = config.train.mode, config.algorithm.gradient_control == "gac"
+    low = config.algorithm.gac_low
+    high = config.algorithm.gac_high
+    mode = config.train.mode
+    controlled = config.algorithm.gradient_control == "gac"
     if "auto" in (low, high) and controlled and mode not in ("sync", "periodic"):
-        raise ValueError(f"algorithm.gac_low and gac_high = \"auto\" are taken from a run's first on-policy steps, and "
-                         f"train.mode = \"{mode}\" has none: give numbers, such as those of a short run with train.mode = "
-                         "\"sync\" and algorithm.gradient_control = \"measure\"")
+        raise ValueError(
+            f'algorithm.gac_low and gac_high = "auto" are taken from a run\'s first on-policy steps, and '
+            f'train.mode = "{mode}" has none: give numbers, such as those of a short run with train.mode = '
+            '"sync" and algorithm.gradient_control = "measure"'
+        )
     if isinstance(low, float) and isinstance(high, float) and low >= high:
         raise ValueError(f"algorithm.gac_low ({low:g}) must be below algorithm.gac_high ({high:g})")
 
@@ -146,19 +191,24 @@ def _embedded_engine(config: Tree) -> None:
         ("weights.transport", config.weights.transport, ("file", "gloo")),
     ):
         if value not in allowed:
-            raise ValueError(f"{key} = {value!r} needs rollout.engine = \"vllm\"; the embedded engine takes "
-                             f"{' or '.join(map(repr, allowed))}")
+            raise ValueError(
+                f'{key} = {value!r} needs rollout.engine = "vllm"; the embedded engine takes '
+                f"{' or '.join(map(repr, allowed))}"
+            )
 
 
 def _vllm(config: Tree) -> None:
     if config.rollout.engine != "vllm":
         return
     if config.rollout.deterministic:
-        raise ValueError("rollout.deterministic needs rollout.engine = \"embedded\": vLLM's batches change the last bit of its "
-                         "log-probabilities")
+        raise ValueError(
+            'rollout.deterministic needs rollout.engine = "embedded": vLLM\'s batches change the last bit of its '
+            "log-probabilities"
+        )
     if config.weights.transport == "hccl" and config.weights.staged:
-        raise ValueError("weights.staged does not go with weights.transport = \"hccl\": vllm-ascend receives into the model "
-                         "itself")
+        raise ValueError(
+            'weights.staged does not go with weights.transport = "hccl": vllm-ascend receives into the model itself'
+        )
 
 
 RULES: tuple[Callable[[Tree], None], ...] = (

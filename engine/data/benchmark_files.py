@@ -1,4 +1,5 @@
-"""Benchmarks by name or file: where their files are looked for, which columns they have, and the form they are brought to."""
+"""Benchmarks by name or file: where their files are looked for, which columns they have, and the form they are brought
+to."""
 
 from __future__ import annotations
 
@@ -50,10 +51,11 @@ FORMATS: dict[str, Format] = {
 
 
 def benchmark_paths(config: Config) -> dict[str, str]:
-    """Name → problem set that `read_problems` reads, of all that `evaluate.benchmark` names, in order; {} if it is empty.
+    """Name → problem set that `read_problems` reads, of all that `evaluate.benchmark` names, in order; {} if it is
+    empty.
 
-    A file's name is its own without suffix. Raises BadInput for one that is named twice or can't be found; the message says
-    where it was looked for.
+    A file's name is its own without suffix. Raises BadInput for one that is named twice or can't be found; the message
+    says where it was looked for.
     """
     found: dict[str, str] = {}
     for given in config.evaluate.benchmarks:
@@ -69,7 +71,9 @@ def _path(given: str, config: Config) -> str:
     if known is None:
         return _normal(given, config)
     cached = _cache(config) / f"{given.lower()}.jsonl"
-    path = next(_candidates(known, config), None) or (cached if cached.is_file() else _fetched(given.lower(), known, config))
+    path = next(_candidates(known, config), None) or (
+        cached if cached.is_file() else _fetched(given.lower(), known, config)
+    )
     return _normal(str(path), config)
 
 
@@ -133,8 +137,10 @@ def _fetched(name: str, known: Format, config: Config) -> Path:
         rows = read_hub(f"{known.hub}:{known.split}")
     except BadInput as error:
         places = " or ".join(str(folder) for folder in _folders(config))
-        raise BadInput(f"benchmark {name!r}: {places} (evaluate.folder) has none of {', '.join(known.files)} as "
-                       f"{', '.join(SUFFIXES)}, and the hub gives none: {error}") from None
+        raise BadInput(
+            f"benchmark {name!r}: {places} (evaluate.folder) has none of {', '.join(known.files)} as "
+            f"{', '.join(SUFFIXES)}, and the hub gives none: {error}"
+        ) from None
     path = _cache(config) / f"{name}.jsonl"
     _write(path, [row for _, row in rows])
     return path

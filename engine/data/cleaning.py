@@ -1,4 +1,5 @@
-"""Cleaning a problem set: duplicates, and for the math verifier answers that no rule can check or that contradict another."""
+"""Cleaning a problem set: duplicates, and for the math verifier answers that no rule can check or that contradict
+another."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def clean(problems: Problems, math: bool) -> Problems:
 
 def with_rows(problems: Problems, rows: Iterable[Row], rejected: Iterable[Rejected]) -> Problems:
     """The set with these rows, others rejected. Raises BadInput when no row is left."""
-    kept, out = tuple(rows), tuple(rejected)
+    kept = tuple(rows)
+    out = tuple(rejected)
     if not kept:
         raise BadInput(f"problem set {problems.source}: no row is left of {len(out)}; the first: {out[0]}")
     return replace(problems, rows=kept, rejected=out, skipped=reasons(out))
@@ -40,7 +42,9 @@ def _gradable(rows: Iterable[Row], rejected: list[Rejected]) -> Iterable[Row]:
         reason = ungradable(answer := tidy(row.answer))
         if reason:
             expected = "a number, a formula or a few words, in LaTeX or plain"
-            rejected.append(Rejected(row.where, "answer", reason, short(row.answer), expected))
+            rejected.append(
+                Rejected(where=row.where, column="answer", reason=reason, found=short(row.answer), expected=expected)
+            )
         else:
             yield row if answer == row.answer else replace(row, answer=answer)
 
@@ -56,9 +60,25 @@ def _once(rows: list[Row], rejected: list[Rejected], math: bool) -> Iterable[Row
         earlier = first.setdefault((key, _answer_key(row.answer)), row.where)
         if math and len(answers[key]) > 1:
             found = " and ".join(sorted(answers[key])[:3])
-            rejected.append(Rejected(row.where, "answer", "contradicted", short(found), "one answer for one problem"))
+            rejected.append(
+                Rejected(
+                    where=row.where,
+                    column="answer",
+                    reason="contradicted",
+                    found=short(found),
+                    expected="one answer for one problem",
+                )
+            )
         elif earlier != row.where:
-            rejected.append(Rejected(row.where, "problem", "duplicate", short(row.problem), f"each row once; it is {earlier}"))
+            rejected.append(
+                Rejected(
+                    where=row.where,
+                    column="problem",
+                    reason="duplicate",
+                    found=short(row.problem),
+                    expected=f"each row once; it is {earlier}",
+                )
+            )
         else:
             yield row
 

@@ -11,7 +11,8 @@ from engine.errors import BadInput
 
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>[\w.-]+))?")
 REACH_S = 10.0
-"""How long the hub may take to say that it knows a dataset; without a network `datasets` itself tries for half a minute."""
+"""How long the hub may take to say that it knows a dataset; without a network `datasets` itself tries for half a
+minute."""
 
 
 def is_hub_id(path: str) -> bool:
@@ -22,7 +23,8 @@ def is_hub_id(path: str) -> bool:
 def read_hub(path: str) -> list[tuple[str, dict[str, Any]]]:
     """("row 3", columns) for each row of the split ("train" unless named, or the only one there is).
 
-    Raises BadInput if there is no such dataset or split, or the hub can't be reached and the dataset is not in the cache.
+    Raises BadInput if there is no such dataset or split, or the hub can't be reached and the dataset is not in the
+    cache.
     """
     import datasets  # here, not above: five seconds
 
@@ -42,8 +44,10 @@ def rows_of(path: str, splits: Any, split: str | None) -> list[tuple[str, dict[s
     """The numbered rows of one split of a `datasets.DatasetDict`. Raises BadInput if there is no such split."""
     wanted = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
     if wanted not in splits:
-        raise BadInput(f"problem set {path}: the dataset has no split {wanted}; it has {', '.join(splits)}: "
-                       f"give {path.partition(':')[0]}:SPLIT")
+        raise BadInput(
+            f"problem set {path}: the dataset has no split {wanted}; it has {', '.join(splits)}: "
+            f"give {path.partition(':')[0]}:SPLIT"
+        )
     return [(f"row {number}", plain(row)) for number, row in enumerate(splits[wanted], start=1)]
 
 
@@ -56,11 +60,15 @@ def _check_reachable(name: str) -> None:
     try:
         HfApi().dataset_info(name, timeout=REACH_S)
     except errors.RepositoryNotFoundError:
-        raise BadInput(f"problem set {name}: no such file or folder, nor a public dataset of the Hugging Face hub") from None
+        raise BadInput(
+            f"problem set {name}: no such file or folder, nor a public dataset of the Hugging Face hub"
+        ) from None
     except (OSError, httpx.HTTPError) as error:
-        raise BadInput(f"problem set {name}: no such file or folder here, and the Hugging Face hub can't be reached to see "
-                       f"whether it has such a dataset ({_first_line(error)}); copy the dataset's files to this machine, or set "
-                       "HF_HUB_OFFLINE=1 if it is in the cache") from None
+        raise BadInput(
+            f"problem set {name}: no such file or folder here, and the Hugging Face hub can't be reached to see "
+            f"whether it has such a dataset ({_first_line(error)}); copy the dataset's files to this machine, or set "
+            "HF_HUB_OFFLINE=1 if it is in the cache"
+        ) from None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """The order of prompts and the seeds of their responses: pure functions of run seed and position (design contract 8).
 
-Nothing here has a state. A step's position is a function of the step, but under dynamic sampling, where the coordinator counts
-the prompts that were used.
+Nothing here has a state. A step's position is a function of the step, but under dynamic sampling, where the coordinator
+counts the prompts that were used.
 """
 
 from __future__ import annotations

@@ -18,14 +18,17 @@ from engine.data.problems import Row
 RUN = 13
 """Words in a row."""
 PHRASE = 20
-"""Distinct evaluation problems with the same run beyond which it is a phrase of their template and points to none of them."""
+"""Distinct evaluation problems with the same run beyond which it is a phrase of their template and points to none of
+them."""
 SHARE = 0.6
 """Of the shorter problem's words, in order."""
 _WORD = re.compile(r"[a-z]+|\d+(?:\.\d+)?|[+\-*/=<>^]|[^\W\d_]")
 _DRAWING = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|,(?:\\!)?|\\[, ])\d{3})+(?!\d)")
-_LAYOUT = frozenset(("left", "right", "text", "mathrm", "textbf", "displaystyle", "quad", "qquad", "mbox", "big", "bigl", "bigr"))
+_LAYOUT = frozenset(
+    ("left", "right", "text", "mathrm", "textbf", "displaystyle", "quad", "qquad", "mbox", "big", "bigl", "bigr")
+)
 _SAME = {"dfrac": "frac", "tfrac": "frac", "leq": "le", "geq": "ge", "dots": "ldots", "cdots": "ldots"}
 
 
@@ -67,7 +70,8 @@ class Index:
 
 
 def words(problem: str) -> list[str]:
-    """Lower-case words, numbers (10,000 as 10000) and operators; LaTeX commands are words, layout and Asymptote are left out."""
+    """Lower-case words, numbers (10,000 as 10000) and operators; LaTeX commands are words, layout and Asymptote are
+    left out."""
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), _DRAWING.sub(" ", problem).lower())
     text = _SHORT_FRACTION.sub(r" frac \1 \2", text)
     found = _WORD.findall(text)
@@ -81,7 +85,8 @@ def runs(text: Sequence[str]) -> set[tuple[str, ...]]:
 
 def share(one: Sequence[str], other: Sequence[str]) -> float:
     """Common subsequence over the shorter length; 0 where each has a number that the other lacks."""
-    first, second = _numbers(one), _numbers(other)
+    first = _numbers(one)
+    second = _numbers(other)
     if not (first <= second or second <= first):
         return 0.0
     return common(one, other) / max(1, min(len(one), len(other)))

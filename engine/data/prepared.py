@@ -46,7 +46,13 @@ def prepare(config: Config) -> Prepared:
     train, heldout = _sides(config)
     sets, notes = _evaluation_sets(config, train, heldout)
     overlaps = _overlaps(train, [row for problems in sets for row in problems.rows])
-    return Prepared(_without(train, overlaps), heldout, tuple(problems.source for problems in sets), overlaps, notes)
+    return Prepared(
+        train=_without(train, overlaps),
+        heldout=heldout,
+        against=tuple(problems.source for problems in sets),
+        overlaps=overlaps,
+        notes=notes,
+    )
 
 
 def training_problems(config: Config) -> Problems:
@@ -60,7 +66,8 @@ def heldout_problems(config: Config) -> Problems:
 
 
 def version(problems: Problems) -> str:
-    """SHA-256 (hex) over problem and answer of each row, in order: the same rows give the same, whatever file they came from."""
+    """SHA-256 (hex) over problem and answer of each row, in order: the same rows give the same, whatever file they came
+    from."""
     ids = (prompt_id(row.problem, row.answer) for row in problems.rows)
     return hashlib.sha256("\n".join(ids).encode()).hexdigest()
 
@@ -79,7 +86,9 @@ def _sides(config: Config) -> tuple[Problems, Problems]:
 
 def _paths(config: Config) -> list[str]:
     named = [path for path in config.data.decontaminate if path != BENCHMARK]
-    return list(dict.fromkeys(filter(None, [config.data.train, config.data.heldout, *benchmark_paths(config).values(), *named])))
+    return list(
+        dict.fromkeys(filter(None, [config.data.train, config.data.heldout, *benchmark_paths(config).values(), *named]))
+    )
 
 
 def _evaluation_sets(config: Config, train: Problems, heldout: Problems) -> tuple[list[Problems], tuple[str, ...]]:
@@ -90,7 +99,9 @@ def _evaluation_sets(config: Config, train: Problems, heldout: Problems) -> tupl
     sets = ([heldout] if BENCHMARK in wanted else []) + [read_problems(path) for path in dict.fromkeys(paths)]
     same = [problems for problems in sets if problems is not heldout or config.data.heldout]
     same = [problems for problems in same if problems.content_hash == train.content_hash]
-    notes = dict.fromkeys(f"{problems.source} is the training set itself: training problems are evaluated" for problems in same)
+    notes = dict.fromkeys(
+        f"{problems.source} is the training set itself: training problems are evaluated" for problems in same
+    )
     return [problems for problems in sets if not any(problems is other for other in same)], tuple(notes)
 
 
@@ -107,12 +118,20 @@ def _without(train: Problems, overlaps: Sequence[Overlap]) -> Problems:
     rejected = [_rejected(overlap) for overlap in overlaps]
     out = {rejection.where for rejection in rejected}
     if len(overlaps) == len(train.rows):
-        raise BadInput(f"problem set {train.source}: every row also stands in an evaluation set (the first: {rejected[0]}); "
-                       "give other data, or data.decontaminate = [] to train on them all the same")
+        raise BadInput(
+            f"problem set {train.source}: every row also stands in an evaluation set (the first: {rejected[0]}); "
+            "give other data, or data.decontaminate = [] to train on them all the same"
+        )
     rows = [row for row in train.rows if row.where not in out]
     return with_rows(train, rows, [*train.rejected, *rejected])
 
 
 def _rejected(overlap: Overlap) -> Rejected:
     expected = f"no problem of an evaluation set; {overlap.share:.0%} of it is {overlap.other.where}"
-    return Rejected(overlap.row.where, "problem", IN_BENCHMARK, short(overlap.row.problem), expected)
+    return Rejected(
+        where=overlap.row.where,
+        column="problem",
+        reason=IN_BENCHMARK,
+        found=short(overlap.row.problem),
+        expected=expected,
+    )

@@ -1,6 +1,7 @@
 """The files of a problem set, on this machine or on s3://, and the rows in them: JSON, JSON lines, Parquet.
 
-Files are parsed here and not by `datasets`: a mistake must be named with its line, and a column may mix numbers and texts.
+Files are parsed here and not by `datasets`: a mistake must be named with its line, and a column may mix numbers and
+texts.
 """
 
 from __future__ import annotations
@@ -32,18 +33,22 @@ class File:
 def read_files(path: str) -> list[File]:
     """The file, or those of the folder sorted by name; a relative path as `recipe.find`, an address under s3://.
 
-    Raises BadInput for a missing or unknown one. The endpoint and credentials of s3:// are those of the AWS_* variables.
+    Raises BadInput for a missing or unknown one. The endpoint and credentials of s3:// are those of the AWS_*
+    variables.
     """
     if path.startswith(SCHEME):
         return _s3_files(path)
     if "://" in path:
-        raise BadInput(f"problem set {path}: can't read from {path.partition('://')[0]}://; expected a file, a folder, "
-                       "s3://bucket/path or a dataset of the Hugging Face hub such as owner/name")
+        raise BadInput(
+            f"problem set {path}: can't read from {path.partition('://')[0]}://; expected a file, a folder, "
+            "s3://bucket/path or a dataset of the Hugging Face hub such as owner/name"
+        )
     return [File(str(file), file.read_bytes()) for file in _local(path)]
 
 
 def parse(file: File) -> list[tuple[str, dict[str, Any]]]:
-    """(where, columns) for each row, `where` as "row 3" or "line 3", counted from 1. Raises BadInput naming file and line."""
+    """(where, columns) for each row, `where` as "row 3" or "line 3", counted from 1. Raises BadInput naming file and
+    line."""
     if file.name.endswith(".parquet"):
         rows: list[tuple[str, Any]] = _numbered(_parquet(file))
     else:
@@ -71,7 +76,9 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 def _local(path: str) -> list[Path]:
     found = find(path)
     if found.is_dir():
-        return [Path(name) for name in _in_folder(str(found), [str(file) for file in found.iterdir() if file.is_file()])]
+        return [
+            Path(name) for name in _in_folder(str(found), [str(file) for file in found.iterdir() if file.is_file()])
+        ]
     if not found.is_file():
         raise BadInput(f"problem set {path}: no such file or folder")
     _check_suffix(str(found))
@@ -92,8 +99,10 @@ def _s3_files(path: str) -> list[File]:
     except FileNotFoundError:
         raise BadInput(f"problem set {path}: no such file or folder on S3") from None
     except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
-        raise BadInput(f"problem set {path}: S3 can't be read ({error}); AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and "
-                       "AWS_SECRET_ACCESS_KEY say where it is and who asks") from None
+        raise BadInput(
+            f"problem set {path}: S3 can't be read ({error}); AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY say where it is and who asks"
+        ) from None
 
 
 def _in_folder(folder: str, names: list[str]) -> list[str]:
@@ -105,8 +114,10 @@ def _in_folder(folder: str, names: list[str]) -> list[str]:
 
 def _check_suffix(name: str) -> None:
     if not name.endswith(SUFFIXES):
-        raise BadInput(f"problem set {name}: can't read {Path(name).suffix or 'a file without suffix'}; "
-                       f"expected {', '.join(SUFFIXES)} or a folder of them")
+        raise BadInput(
+            f"problem set {name}: can't read {Path(name).suffix or 'a file without suffix'}; "
+            f"expected {', '.join(SUFFIXES)} or a folder of them"
+        )
 
 
 def _text(file: File) -> str:
@@ -132,8 +143,10 @@ def _parse(file: File, text: str, line: int) -> Any:  # noqa: ANN401
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise BadInput(f"{file.name}, line {line + error.lineno - 1}, column {error.colno}: not valid JSON ({error.msg}); "
-                       "expected an array of objects, or one object per line") from None
+        raise BadInput(
+            f"{file.name}, line {line + error.lineno - 1}, column {error.colno}: not valid JSON ({error.msg}); "
+            "expected an array of objects, or one object per line"
+        ) from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets nested thousands deep
         raise BadInput(f"{file.name}, line {line}: can't be read as JSON ({error})") from None
 

@@ -86,5 +86,10 @@ def _natural(item: tuple[str, int]) -> tuple[int, str]:
 
 
 def _overlap(row: Row, other: Row, share: float) -> dict[str, Any]:
-    return {"row": row.where, "problem": row.problem[:200], "overlaps_with": other.where, "that_problem": other.problem[:200],
-            "share": round(share, 3)}  # fmt: skip
+    return {
+        "row": row.where,
+        "problem": row.problem[:200],
+        "overlaps_with": other.where,
+        "that_problem": other.problem[:200],
+        "share": round(share, 3),
+    }

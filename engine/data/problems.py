@@ -65,14 +65,15 @@ class Problems:
     source: str
     """The path, address or dataset id that was read."""
     content_hash: str
-    """SHA-256 (hex) of the file as `sha256sum` prints it; of a folder, of its files' digests sorted by name; of a dataset
-    of the hub, of its rows as JSON lines."""
+    """SHA-256 (hex) of the file as `sha256sum` prints it; of a folder, of its files' digests sorted by name; of a
+    dataset of the hub, of its rows as JSON lines."""
     rejected: tuple[Rejected, ...] = ()
     """The rows that `skipped` counts, one by one, in their order."""
 
 
 def read_problems(path: str) -> Problems:
-    """Read a .json (array or lines), .jsonl or .parquet file, a folder of them, either on s3://, or a dataset of the hub.
+    """Read a .json (array or lines), .jsonl or .parquet file, a folder of them, either on s3://, or a dataset of the
+    hub.
 
     Relative paths as `recipe.find`. Raises BadInput for a missing or malformed file (with its line), an unknown suffix,
     an unreachable address, or a set without a usable row.
@@ -81,7 +82,9 @@ def read_problems(path: str) -> Problems:
     rows, rejected = _usable(raw)
     if not rows:
         raise BadInput(f"problem set {path}: no usable row among {len(raw)}{_why(raw, rejected)}")
-    return Problems(tuple(rows), reasons(rejected), source, content_hash, tuple(rejected))
+    return Problems(
+        rows=tuple(rows), skipped=reasons(rejected), source=source, content_hash=content_hash, rejected=tuple(rejected)
+    )
 
 
 def content_hash(path: str) -> str:

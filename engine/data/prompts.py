@@ -32,8 +32,10 @@ def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str
     template around one user message. Raises BadInput when no prompt is left or the tokenizer has no chat template.
     """
     if template == "chat" and not tokenizer.chat_template:
-        raise BadInput('data.prompt_template = "chat": the tokenizer has no chat template; '
-                       'give a text with {problem} in it instead')
+        raise BadInput(
+            'data.prompt_template = "chat": the tokenizer has no chat template; '
+            "give a text with {problem} in it instead"
+        )
     rows: dict[str, Row] = {}
     for row in problems.rows:
         rows.setdefault(prompt_id(row.problem, row.answer), row)  # of duplicates the first stays
@@ -44,8 +46,10 @@ def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str
     skipped["duplicate"] += len(problems.rows) - len(rows)
     skipped = +skipped  # drops the zeros
     if not prompts:
-        raise BadInput(f"problem set {problems.source}: no prompt is left of {len(problems.rows)} rows "
-                       f"({counts(skipped)}); rollout.max_context is {max_context} tokens")
+        raise BadInput(
+            f"problem set {problems.source}: no prompt is left of {len(problems.rows)} rows "
+            f"({counts(skipped)}); rollout.max_context is {max_context} tokens"
+        )
     return EncodedPrompts(tuple(prompts), dict(skipped))
 
 
@@ -72,5 +76,7 @@ def _fitting(
         elif len(tokens) >= max_context:
             skipped["over-long"] += 1
         else:
-            prompts.append(Prompt(key, row.problem, row.answer, tuple(tokens), row.columns))
+            prompts.append(
+                Prompt(id=key, problem=row.problem, answer=row.answer, token_ids=tuple(tokens), columns=row.columns)
+            )
     return prompts, skipped

@@ -11,7 +11,8 @@ from engine.errors import BadInput
 
 
 def split(problems: Problems, fraction: float) -> tuple[Problems, Problems]:
-    """Training rows and held-out rows, both in order; each row is held out with probability `fraction`, 0 < fraction < 1.
+    """Training rows and held-out rows, both in order; each row is held out with probability `fraction`, 0 < fraction <
+    1.
 
     What decides is the hash of the problem's text, blanks aside, so all rows of one problem fall on the same side.
     Raises BadInput if a side is empty.
@@ -20,8 +21,10 @@ def split(problems: Problems, fraction: float) -> tuple[Problems, Problems]:
     for row in problems.rows:
         sides[place(row.problem) < fraction].append(row)
     if not sides[True] or not sides[False]:
-        raise BadInput(f"problem set {problems.source}: data.heldout_fraction = {fraction:g} puts all {len(problems.rows)} "
-                       "rows on one side; give another fraction, more rows, or a held-out file in data.heldout")
+        raise BadInput(
+            f"problem set {problems.source}: data.heldout_fraction = {fraction:g} puts all {len(problems.rows)} "
+            "rows on one side; give another fraction, more rows, or a held-out file in data.heldout"
+        )
     heldout = Problems(tuple(sides[True]), {}, f"{problems.source} (held out {fraction:g})", problems.content_hash)
     return replace(problems, rows=tuple(sides[False])), heldout
 

@@ -26,7 +26,8 @@ class Benchmark:
     @property
     def note(self) -> str:
         """What is unusual about it, for people; empty if nothing is."""
-        known, found = FORMATS.get(self.name), len(self.problems.rows)
+        known = FORMATS.get(self.name)
+        found = len(self.problems.rows)
         if known is None or found == known.problems:
             return ""
         return f"{self.name} has {found} problems here, {known.problems} on the hub ({known.hub})"
@@ -51,7 +52,8 @@ class EncodedBenchmark:
 
 
 def with_evaluation_context(config: Config) -> Config:
-    """The config for instances that are started for an evaluation: `evaluate.max_context`, if given, is their context."""
+    """The config for instances that are started for an evaluation: `evaluate.max_context`, if given, is their
+    context."""
     if not config.evaluate.max_context:
         return config
     rollout = config.rollout.model_copy(update={"max_context": config.evaluate.max_context})
@@ -60,6 +62,8 @@ def with_evaluation_context(config: Config) -> Config:
 
 def encode_benchmarks(config: Config, benchmarks: Sequence[Benchmark], tokenizer: Tokenizer) -> list[EncodedBenchmark]:
     """The benchmarks' prompts, at most `evaluate.problems` of each."""
-    template, context, most = config.data.prompt_template, config.rollout.max_context, config.evaluate.problems or None
+    template = config.data.prompt_template
+    context = config.rollout.max_context
+    most = config.evaluate.problems or None
     encoded = [(one.name, encode(one.problems, tokenizer.hf, template, context)) for one in benchmarks]
     return [EncodedBenchmark(name, found.prompts[:most], found.skipped) for name, found in encoded]

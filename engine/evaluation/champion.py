@@ -1,4 +1,5 @@
-"""Whether a new policy takes the champion's place: only if a paired comparison on the same benchmark says that it is better.
+"""Whether a new policy takes the champion's place: only if a paired comparison on the same benchmark says that it is
+better.
 
 The first champion is compared with its base model.
 """
@@ -48,20 +49,26 @@ class ChampionVerdict:
 def first(ours: Results | None, base: Results | None, confidence: float) -> ChampionVerdict:
     """Whether a new policy becomes the first champion: only if it is better than the model that it was trained from.
 
-    Without a comparable evaluation of that one (`base` None) any policy that was evaluated does, and the reason says so.
+    Without a comparable evaluation of that one (`base` None) any policy that was evaluated does, and the reason says
+    so.
     """
     if ours is not None and base is None:
-        return ChampionVerdict(True, "there was no champion; not compared: there is no comparable evaluation of the base model")
+        return ChampionVerdict(
+            True, "there was no champion; not compared: there is no comparable evaluation of the base model"
+        )
     found = challenge(ours, base, confidence, "base model")
     return ChampionVerdict(
         found.wins, found.reason if ours is None else f"there was no champion; {found.reason}", found.comparison
     )
 
 
-def challenge(ours: Results | None, theirs: Results | None, confidence: float, whom: str = "champion") -> ChampionVerdict:
+def challenge(
+    ours: Results | None, theirs: Results | None, confidence: float, whom: str = "champion"
+) -> ChampionVerdict:
     """Compare a new policy with the champion, or with another model that is called `whom`.
 
-    Evaluations of other problems, or sampled or scored otherwise, are not compared: the champion stays, with the reason.
+    Evaluations of other problems, or sampled or scored otherwise, are not compared: the champion stays, with the
+    reason.
     """
     if ours is None:
         return ChampionVerdict(False, "the new policy was not evaluated on the run's first benchmark")
@@ -72,8 +79,10 @@ def challenge(ours: Results | None, theirs: Results | None, confidence: float, w
             False, f"its evaluation can't be compared with the {whom}'s: {', '.join(wrong)} differ (new, {whom})"
         )
     found = compare(ours.means, theirs.means, int(ours.protocol["samples"]), confidence)
-    text = (f"difference {found.difference:+.4f} [{found.ci_low:+.4f}, {found.ci_high:+.4f}] on {found.problems} problems, "
-            f"p = {found.p_value:.4g}")
+    text = (
+        f"difference {found.difference:+.4f} [{found.ci_low:+.4f}, {found.ci_high:+.4f}] on {found.problems} problems, "
+        f"p = {found.p_value:.4g}"
+    )
     if found.says_better:
         return ChampionVerdict(True, f"better than the {whom} at {confidence:.0%} confidence: {text}", found)
     return ChampionVerdict(False, f"not better than the {whom} at {confidence:.0%} confidence: {text}", found)

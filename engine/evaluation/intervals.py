@@ -14,9 +14,10 @@ CONFIDENCE = 0.95
 def accuracy(values: Sequence[Sequence[float]], majorities: Sequence[float] | None = None) -> dict[str, float]:
     """avg@k, pass@k and maj@k over problems, each with its 95 % interval.
 
-    values: per problem its scores (all have the same number, k); a score of 1 or more is a right answer. majorities: per
-    problem what its majority vote is worth (0 … 1, `engine.evaluation.votes`), None where votes can't be counted; then maj@k
-    is left out. Keys: avg_at_k, ci_low, ci_high, pass_at_k, pass_ci_low, pass_ci_high, maj_at_k, maj_ci_low, maj_ci_high.
+    values: per problem its scores (all have the same number, k); a score of 1 or more is a right answer. majorities:
+    per problem what its majority vote is worth (0 … 1, `engine.evaluation.votes`), None where votes can't be counted;
+    then maj@k is left out. Keys: avg_at_k, ci_low, ci_high, pass_at_k, pass_ci_low, pass_ci_high, maj_at_k, maj_ci_low,
+    maj_ci_high.
     """
     samples = max(len(row) for row in values)
     found = _figure("avg_at_k", "", [statistics.fmean(row) for row in values], samples)
@@ -42,7 +43,8 @@ def pass_at(samples: int, correct: int, k: int) -> float:
 
 
 def pass_curve(values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}: means over problems; pass@1 of right and wrong answers is avg@k."""
+    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}: means over problems; pass@1 of right and wrong answers is
+    avg@k."""
     samples = min(len(row) for row in values)
     ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
     return {str(k): statistics.fmean(pass_at(len(row), right(row), k) for row in values) for k in ks}
@@ -52,9 +54,9 @@ def interval(values: Sequence[float], samples: int = 1, confidence: float = CONF
     """Interval of the mean of one value per problem, each from so many samples.
 
     Values in [0, 1]: Wilson's (1927) with the effective sample size of a clustered proportion (Korn and Graubard 1998):
-    n_eff = n · p(1 − p) / s² · (z / t(n − 1))², s² the variance of the values, at least n, at most n · samples. With one sample
-    per problem n_eff = n, the binomial interval; likewise where all values are 0, or all are 1, so that the interval has a
-    width. Other values (a user's reward): Student's t over the values.
+    n_eff = n · p(1 − p) / s² · (z / t(n − 1))², s² the variance of the values, at least n, at most n · samples. With
+    one sample per problem n_eff = n, the binomial interval; likewise where all values are 0, or all are 1, so that the
+    interval has a width. Other values (a user's reward): Student's t over the values.
     """
     mean = statistics.fmean(values)
     if not all(0.0 <= value <= 1.0 for value in values):
@@ -68,7 +70,8 @@ def interval(values: Sequence[float], samples: int = 1, confidence: float = CONF
 
 def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
     """mean ± t(n − 1) · s / √n; infinite for a single value."""
-    mean, n = statistics.fmean(values), len(values)
+    mean = statistics.fmean(values)
+    n = len(values)
     if n < 2:
         return -math.inf, math.inf
     half = _t(n - 1, confidence) * statistics.stdev(values) / math.sqrt(n)
@@ -76,7 +79,8 @@ def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple
 
 
 def _effective(values: Sequence[float], mean: float, samples: int, confidence: float) -> float:
-    n, binomial = len(values), mean * (1 - mean)
+    n = len(values)
+    binomial = mean * (1 - mean)
     if samples == 1 or n < 2 or binomial <= 0:
         return float(n)
     spread = statistics.variance(values)

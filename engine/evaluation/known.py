@@ -14,15 +14,19 @@ from engine.run.folder import RunFolder
 
 
 def done_before(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[dict[str, Any]] | None:
-    """The newest row per benchmark that `evaluate` would only repeat: same policy, version, problems, sampling and seed.
+    """The newest row per benchmark that `evaluate` would only repeat: same policy, version, problems, sampling and
+    seed.
 
-    None if one of the benchmarks has none, and for any model but the run's own policy: that one is fixed by run and version,
-    while another folder may have got other weights meanwhile.
+    None if one of the benchmarks has none, and for any model but the run's own policy: that one is fixed by run and
+    version, while another folder may have got other weights meanwhile.
     """
     if model.resolve() != folder.policy.resolve():
         return None
-    mine = [row for row in read_lines(folder.evaluations)
-            if (row.get("model"), row["weight_version"]) == (str(model.resolve()), weight_version)]  # fmt: skip
+    mine = [
+        row
+        for row in read_lines(folder.evaluations)
+        if (row.get("model"), row["weight_version"]) == (str(model.resolve()), weight_version)
+    ]
     if not mine:
         return None
     config = with_evaluation_context(config)

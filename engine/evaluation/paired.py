@@ -14,7 +14,8 @@ from engine.errors import BadInput
 from engine.evaluation.intervals import CONFIDENCE, t_interval
 
 FLIPS = 50_000
-"""Random sign flips where the exact distribution can't be counted; the p-value's error is then at most 0.0045 (95 %)."""
+"""Random sign flips where the exact distribution can't be counted; the p-value's error is then at most 0.0045 (95
+%)."""
 CHUNK = 1_000
 """Flips at a time: bounds memory."""
 
@@ -48,14 +49,18 @@ class Paired:
 def compare(
     ours: Mapping[str, float], theirs: Mapping[str, float], samples: int = 1, confidence: float = CONFIDENCE
 ) -> Paired:
-    """Compare per-problem means (prompt id → mean of `samples` scores). Raises BadInput unless both have the same problems."""
+    """Compare per-problem means (prompt id → mean of `samples` scores). Raises BadInput unless both have the same
+    problems."""
     if ours.keys() != theirs.keys() or not ours:
-        raise BadInput(f"a paired comparison needs the same problems: {len(ours.keys() & theirs.keys())} are in both, "
-                       f"{len(ours.keys() ^ theirs.keys())} in one only")
+        raise BadInput(
+            f"a paired comparison needs the same problems: {len(ours.keys() & theirs.keys())} are in both, "
+            f"{len(ours.keys() ^ theirs.keys())} in one only"
+        )
     differences = [ours[key] - theirs[key] for key in sorted(ours)]
     low, high = t_interval(differences, confidence)
     if all(0.0 <= value <= 1.0 for value in (*ours.values(), *theirs.values())):
-        low, high = max(-1.0, low), min(1.0, high)
+        low = max(-1.0, low)
+        high = min(1.0, high)
     return Paired(
         difference=statistics.fmean(differences),
         ci_low=low,
@@ -71,8 +76,8 @@ def compare(
 def sign_flip(differences: Sequence[float], samples: int = 1) -> float:
     """Two-sided p-value: how often |Σ ±d| ≥ |Σ d| when each difference's sign is a fair coin (Fisher 1935).
 
-    Exact where differences are multiples of 1/samples, as means of that many right or wrong answers are; else by `FLIPS`
-    random flips with a fixed seed, the observed one counted among them.
+    Exact where differences are multiples of 1/samples, as means of that many right or wrong answers are; else by
+    `FLIPS` random flips with a fixed seed, the observed one counted among them.
     """
     whole = [round(value * samples) for value in differences]
     if all(math.isclose(value * samples, unit, abs_tol=1e-6) for value, unit in zip(differences, whole, strict=True)):

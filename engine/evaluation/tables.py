@@ -15,8 +15,19 @@ from engine.run.files import read_lines, write_atomically
 from engine.run.folder import RunFolder
 from engine.types import Group, Prompt
 
-SAME = ("benchmark", "problems_hash", "prompt_template", "reward", "samples", "temperature", "top_p", "top_k", "max_new_tokens",
-        "max_context", "stop")  # fmt: skip
+SAME = (
+    "benchmark",
+    "problems_hash",
+    "prompt_template",
+    "reward",
+    "samples",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_new_tokens",
+    "max_context",
+    "stop",
+)
 """What must be equal in two evaluations that are compared: the protocol's keys but the seed."""
 
 
@@ -61,15 +72,33 @@ def write(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None)
 def _row(group: Group, vote: Majority | None) -> dict[str, Any]:
     scores = [score.value for score in group.scores]
     responses = [
-        {"text": response.text, "score": score.value, "status": score.status, "answer": score.detail,
-         "finish_reason": response.finish_reason, "tokens": len(response.token_ids), "seed": response.seed,
-         "versions": [list(run) for run in response.versions]}
+        {
+            "text": response.text,
+            "score": score.value,
+            "status": score.status,
+            "answer": score.detail,
+            "finish_reason": response.finish_reason,
+            "tokens": len(response.token_ids),
+            "seed": response.seed,
+            "versions": [list(run) for run in response.versions],
+        }
         for response, score in zip(group.responses, group.scores, strict=True)
     ]
-    row = {"prompt_id": group.prompt.id, "problem": group.prompt.problem, "answer": group.prompt.answer,
-           "mean": sum(scores) / len(scores), "right": sum(score >= 1 for score in scores), "samples": len(scores)}
+    row = {
+        "prompt_id": group.prompt.id,
+        "problem": group.prompt.problem,
+        "answer": group.prompt.answer,
+        "mean": sum(scores) / len(scores),
+        "right": sum(score >= 1 for score in scores),
+        "samples": len(scores),
+    }
     if vote is not None:
-        row |= {"majority": vote.answer, "majority_votes": vote.votes, "majority_tied": vote.tied, "majority_value": vote.value}
+        row |= {
+            "majority": vote.answer,
+            "majority_votes": vote.votes,
+            "majority_tied": vote.tied,
+            "majority_value": vote.value,
+        }
     return row | {"responses": responses}
 
 
@@ -85,7 +114,8 @@ def means(table: Path) -> dict[str, float]:
 
 
 def baseline(folder: RunFolder, row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The first evaluation in the run folder that the row can be compared with, of another model or version; else None."""
+    """The first evaluation in the run folder that the row can be compared with, of another model or version; else
+    None."""
     for earlier in read_lines(folder.evaluations):
         same = "protocol" in earlier and not differing(earlier["protocol"], row["protocol"])
         other = (earlier["weight_version"], earlier.get("model")) != (row["weight_version"], row["model"])

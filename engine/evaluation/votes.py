@@ -1,9 +1,9 @@
 r"""maj@k: what a majority vote over a problem's sampled answers is worth.
 
 A response votes for the answer that the verifier reads in it: `\boxed{…}` for "math", the text after the last "#" for
-"exact". Votes for answers that the verifier takes for equal are counted together; every right response votes for the right
-answer, however it spells it. A response without an answer abstains. Answers that tie share the vote: with t answers at the top
-the right one is worth 1/t, which is the mean over fair draws among them.
+"exact". Votes for answers that the verifier takes for equal are counted together; every right response votes for the
+right answer, however it spells it. A response without an answer abstains. Answers that tie share the vote: with t
+answers at the top the right one is worth 1/t, which is the mean over fair draws among them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ READ: dict[str, Callable[[str], str | None]] = {"math": _boxed, "exact": _marked
 
 
 async def majorities(groups: Sequence[Group], reward: str, verifier: Scorer) -> list[Majority] | None:
-    """The vote of each group, or None for a reward whose answers can't be read. `verifier` tells which answers are equal."""
+    """The vote of each group, or None for a reward whose answers can't be read. `verifier` tells which answers are
+    equal."""
     if reward not in READ:
         return None
     return list(await asyncio.gather(*(_majority(group, reward, verifier) for group in groups)))
@@ -68,7 +69,7 @@ async def _majority(group: Group, reward: str, verifier: Scorer) -> Majority:
         if text is None and not is_right:
             continue
         spelled = text if text is not None else group.prompt.answer
-        place = await _find(answers, spelled, is_right, reward, verifier)
+        place = await _find(answers=answers, text=spelled, is_right=is_right, reward=reward, verifier=verifier)
         if place is None:
             answers.append(_Answer(spelled, is_right, spellings={spelled}))
         else:
@@ -78,7 +79,8 @@ async def _majority(group: Group, reward: str, verifier: Scorer) -> Majority:
 
 
 async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: Scorer) -> _Answer | None:
-    """The answer that this vote is for: right ones are one answer; wrong ones are equal by text, else by the verifier."""
+    """The answer that this vote is for: right ones are one answer; wrong ones are equal by text, else by the
+    verifier."""
     alike = [answer for answer in answers if answer.right == is_right]
     if is_right:
         return alike[0] if alike else None
@@ -94,7 +96,16 @@ async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: s
 
 async def _equal(gold: str, text: str, verifier: Scorer) -> bool:
     """By the math verifier, in its killable workers; one that ran into its time limit says no."""
-    response = Response((), (), (), (), "stop", f"\\boxed{{{text}}}", 0, "")
+    response = Response(
+        token_ids=(),
+        logprobs=(),
+        versions=(),
+        loss_mask=(),
+        finish_reason="stop",
+        text=f"\\boxed{{{text}}}",
+        seed=0,
+        instance="",
+    )
     (score,) = await verifier.score(Prompt("", "", gold, ()), [response])
     return score.value >= 1.0
 

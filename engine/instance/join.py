@@ -1,4 +1,5 @@
-"""`metronome serve`: one instance in the foreground; with --join it joins a run under way, and leaves it in good order."""
+"""`metronome serve`: one instance in the foreground; with --join it joins a run under way, and leaves it in good
+order."""
 
 from __future__ import annotations
 
@@ -41,11 +42,12 @@ def default_name() -> str:
 
 def serve_alone(config: Config, name: str, host: str, port: int) -> int:
     """One instance until it ends, or SIGTERM or Ctrl-C end it; its exit code."""
-    return _run(_serve(config, name, host, port, None))
+    return _run(_serve(config=config, name=name, host=host, port=port, joins=None))
 
 
 def serve_joined(config: Config, address: str, name: str, host: str, port: int, say: Say) -> int:
-    """An instance that joins, stays until SIGTERM or Ctrl-C (the second one ends it at once), leaves, ends; the exit code.
+    """An instance that joins, stays until SIGTERM or Ctrl-C (the second one ends it at once), leaves, ends; the exit
+    code.
 
     Raises BadInput for an address that is none or a launcher that refuses it, ProcessDied when the instance ends,
     DeadlineError when the launcher does not answer for rollout.wait_s.
@@ -53,7 +55,15 @@ def serve_joined(config: Config, address: str, name: str, host: str, port: int, 
     path = Path(address).expanduser()
     if not path.is_dir() and path.name != ADDRESS_FILE:
         split_address(address, "--join")
-    return _run(_serve(config, name, host, port, lambda url: _LauncherClient(config, address, name, url, say)))
+    return _run(
+        _serve(
+            config=config,
+            name=name,
+            host=host,
+            port=port,
+            joins=lambda url: _LauncherClient(config=config, address=address, name=name, url=url, say=say),
+        )
+    )
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
@@ -63,21 +73,31 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
         return 130
 
 
-async def _serve(config: Config, name: str, host: str, port: int, joins: Callable[[str], _LauncherClient] | None) -> int:
+async def _serve(
+    config: Config, name: str, host: str, port: int, joins: Callable[[str], _LauncherClient] | None
+) -> int:
     check_address(host, access_token())
     asked = _signals()
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
         port_file = Path(scratch) / "address"
-        command, env = instance_command(config, Path(config.model.path), name, 0, port_file, port, host)
+        command, env = instance_command(
+            config=config, model=Path(config.model.path), name=name, number=0, port_file=port_file, port=port, host=host
+        )
         child = Child(name, command, None, env)
         try:
-            return await _join_and_serve(child, port_file, config.rollout.timeout_s, asked, joins)
+            return await _join_and_serve(
+                child=child, port_file=port_file, timeout_s=config.rollout.timeout_s, asked=asked, joins=joins
+            )
         finally:
             await asyncio.to_thread(child.stop)
 
 
 async def _join_and_serve(
-    child: Child, port_file: Path, timeout_s: float, asked: asyncio.Event, joins: Callable[[str], _LauncherClient] | None
+    child: Child,
+    port_file: Path,
+    timeout_s: float,
+    asked: asyncio.Event,
+    joins: Callable[[str], _LauncherClient] | None,
 ) -> int:
     try:
         address = await _unless(asked, InstanceProcess(0, child, port_file).serves(timeout_s))
@@ -95,7 +115,9 @@ async def _join_and_serve(
 
 def _signals() -> asyncio.Event:
     """Set by the first SIGTERM or SIGINT; the second one cancels this task."""
-    loop, task, asked = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    asked = asyncio.Event()
     assert task is not None
 
     def ask() -> None:
@@ -140,7 +162,8 @@ class _LauncherClient:
         await self._session.close()
 
     async def stay(self, child: Child, asked: asyncio.Event) -> None:
-        """Say every rollout.heartbeat_s that it is there, which makes a launcher that does not know it take it in; then leave."""
+        """Say every rollout.heartbeat_s that it is there, which makes a launcher that does not know it take it in; then
+        leave."""
         try:
             while not asked.is_set():
                 child.check()
@@ -184,7 +207,9 @@ class _LauncherClient:
             if self._name not in names:
                 return
             if time.monotonic() > deadline:
-                raise DeadlineError(f"{self._name} still holds responses after {self._rollout.timeout_s:.0f} s; it is ended")
+                raise DeadlineError(
+                    f"{self._name} still holds responses after {self._rollout.timeout_s:.0f} s; it is ended"
+                )
             await asyncio.sleep(POLL_S)
 
     async def _call(self, method: str, route: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]] | None:
@@ -198,8 +223,10 @@ class _LauncherClient:
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
             silence = time.monotonic() - self._heard
             if silence > self._rollout.wait_s:
-                raise DeadlineError(f"the launcher at {self._address} did not answer for {silence:.0f} s (rollout.wait_s): "
-                                    f"{type(error).__name__} {error}") from None
+                raise DeadlineError(
+                    f"the launcher at {self._address} did not answer for {silence:.0f} s (rollout.wait_s): "
+                    f"{type(error).__name__} {error}"
+                ) from None
             return None
 
 

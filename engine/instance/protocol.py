@@ -15,8 +15,24 @@ from engine.errors import BadInput
 
 HUGE = 1e300
 SEEDS = range(-(2**63), 2**63)
-COMPLETION_KEYS = frozenset({"prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_token_ids",
-                             "ignore_eos", "n", "logprobs", "return_token_ids", "model", "prompt_logprobs", "continued"})
+COMPLETION_KEYS = frozenset(
+    {
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "stop_token_ids",
+        "ignore_eos",
+        "n",
+        "logprobs",
+        "return_token_ids",
+        "model",
+        "prompt_logprobs",
+        "continued",
+    }
+)
 FIXED = {"n": 1, "logprobs": 0, "return_token_ids": True, "prompt_logprobs": 0}
 """Keys with a single served value (or null)."""
 
@@ -69,8 +85,10 @@ def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completi
     prompt = _ids(body, "prompt", limits.vocabulary)
     room = limits.max_context - len(prompt)
     if not prompt or room < 1:
-        raise BadInput(f"prompt has {len(prompt)} tokens; it must have 1 to {limits.max_context - 1}, "
-                       f"to leave room for a response in the context of {limits.max_context}")
+        raise BadInput(
+            f"prompt has {len(prompt)} tokens; it must have 1 to {limits.max_context - 1}, "
+            f"to leave room for a response in the context of {limits.max_context}"
+        )
     stop = frozenset(_ids(body, "stop_token_ids", limits.vocabulary))
     ignore_eos = body.get("ignore_eos", False)
     if not isinstance(ignore_eos, bool):

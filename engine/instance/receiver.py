@@ -25,7 +25,8 @@ from engine.wire.weights.groups import BACKENDS, BroadcastGroup, join
 from engine.wire.weights.hf_folder import open_folder
 
 HOST = torch.device("cpu")
-OUTPUT, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 PERTURBED = -3.0
 """What the rows of the output layer are multiplied by in the self-test."""
 
@@ -50,14 +51,27 @@ class Receiver:
         `local_rank`: number of this process among those of its instance. Raises BadInput for an init_info that is none,
         TransferError when the meeting was called off, DeadlineError.
         """
-        transport, stages, rank, world, timeout_s = parse_init(init_info) if init_info else ("", [], 0, 0, self._timeout_s)
+        transport, stages, rank, world, timeout_s = (
+            parse_init(init_info) if init_info else ("", [], 0, 0, self._timeout_s)
+        )
         self.close()  # also calls off a connect under way, which then gives way
         with self._joining:
-            self._off, self._timeout_s, self._transport = threading.Event(), timeout_s, transport
+            self._off = threading.Event()
+            self._timeout_s = timeout_s
+            self._transport = transport
             groups: list[BroadcastGroup] = []
             try:
                 for address in stages:
-                    groups.append(join(address, rank + local_rank, world, transport, timeout_s, self._off))
+                    groups.append(
+                        join(
+                            address=address,
+                            rank=rank + local_rank,
+                            world=world,
+                            backend=transport,
+                            timeout_s=timeout_s,
+                            off=self._off,
+                        )
+                    )
             except MetronomeError:
                 _leave(groups)
                 raise
@@ -67,8 +81,8 @@ class Receiver:
         """The tensors of a bucket, of what was staged, of the model folder `base`, or, without a transport, of the
         safetensors at `path` as they are; all others are verified before the first is given.
 
-        They are valid until the next call: copy them. Raises BadInput (an update_info that is none, a tensor that differs
-        from what was announced: by name), TransferError and DeadlineError.
+        They are valid until the next call: copy them. Raises BadInput (an update_info that is none, a tensor that
+        differs from what was announced: by name), TransferError and DeadlineError.
         """
         transport = update_info.get("transport")
         if transport == "base":
@@ -81,19 +95,25 @@ class Receiver:
         else:
             yield from self.fetch(update_info)()
 
-    def fetch(self, update_info: dict[str, Any], places: Mapping[str, Tensor] | None = None) -> Callable[[], list[Named]]:
-        """Receive a bucket's bytes. The function that is returned verifies them and gives the tensors, as `receive` does.
+    def fetch(
+        self, update_info: dict[str, Any], places: Mapping[str, Tensor] | None = None
+    ) -> Callable[[], list[Named]]:
+        """Receive a bucket's bytes. The function that is returned verifies them and gives the tensors, as `receive`
+        does.
 
-        `places`: tensors, by name, into which broadcast ones are received directly if they fit. Memory of two buckets is used
-        in turn for the others: the next may be fetched while this one is verified and loaded.
+        `places`: tensors, by name, into which broadcast ones are received directly if they fit. Memory of two buckets
+        is used in turn for the others: the next may be fetched while this one is verified and loaded.
         """
-        buffer, self._buffers = self._buffers[0], [self._buffers[1], NOTHING]  # a transfer given up may write into it yet
+        # a transfer given up may write into it yet
+        buffer = self._buffers[0]
+        self._buffers = [self._buffers[1], NOTHING]
         specs, tensors, checksums, buffer = self._bytes(update_info, buffer, places=places or {})
         self._buffers[1] = buffer
         return lambda: _verified(specs, tensors, checksums)
 
     def stage(self, update_info: dict[str, Any]) -> None:
-        """Receive a bucket in the background, into host memory of its own; `receive` of "staged" gives it, or its error."""
+        """Receive a bucket in the background, into host memory of its own; `receive` of "staged" gives it, or its
+        error."""
         version = _version(update_info)
         self._check(update_info)
         if self._staged is None or self._staged.version != version:
@@ -105,7 +125,9 @@ class Receiver:
     def close(self) -> None:
         """Leave all groups: whoever waits in one gets TransferError. What was staged is dropped."""
         self._off.set()
-        groups, self._groups, self._staged = self._groups, [], None
+        groups = self._groups
+        self._groups = []
+        self._staged = None
         _leave(groups)
 
     def check(self, update_info: dict[str, Any]) -> None:
@@ -118,8 +140,10 @@ class Receiver:
         elif transport is not None or "names" in update_info:
             self._check(update_info)
         elif not isinstance(update_info.get("path"), str):
-            raise BadInput("/update_weights needs an update_info with a transport, or with the path of a safetensors file or "
-                           "of a folder of such")
+            raise BadInput(
+                "/update_weights needs an update_info with a transport, or with the path of a safetensors file or "
+                "of a folder of such"
+            )
 
     def _of_version(self, update_info: dict[str, Any]) -> StagedVersion:
         version = _version(update_info)
@@ -129,7 +153,8 @@ class Receiver:
 
     def _check(self, update_info: dict[str, Any]) -> tuple[list[TensorSpec], list[str]]:
         """The bucket's tensors and their checksums; BadInput where they, or the way here, are not known."""
-        transport, specs = update_info.get("transport"), specs_of(update_info)
+        transport = update_info.get("transport")
+        specs = specs_of(update_info)
         checksums = update_info.get("checksums")
         if not isinstance(checksums, list) or len(checksums) != len(specs):
             raise BadInput("update_info.checksums must be a list with one for each name")
@@ -139,14 +164,20 @@ class Receiver:
         elif transport in BACKENDS:
             self._group(update_info)
         else:
-            raise BadInput(f"update_info.transport {repr_short(transport)}; known are base, staged, file, {', '.join(BACKENDS)}")
+            raise BadInput(
+                f"update_info.transport {repr_short(transport)}; known are base, staged, file, {', '.join(BACKENDS)}"
+            )
         return specs, checksums
 
     def _group(self, update_info: dict[str, Any]) -> BroadcastGroup:
-        transport, stage, groups = update_info["transport"], update_info.get("stage"), self._groups
+        transport = update_info["transport"]
+        stage = update_info.get("stage")
+        groups = self._groups
         if transport != self._transport or not groups:
-            raise BadInput(f"update_info.transport {repr_short(transport)}, but no such groups were joined; "
-                           "send /init_weight_transfer_engine first")
+            raise BadInput(
+                f"update_info.transport {repr_short(transport)}, but no such groups were joined; "
+                "send /init_weight_transfer_engine first"
+            )
         if type(stage) is not int or not 0 <= stage < len(groups):
             raise BadInput(f"update_info.stage {repr_short(stage)}; groups of {len(groups)} stages were joined")
         return groups[stage]
@@ -154,12 +185,14 @@ class Receiver:
     def _bucket(
         self, update_info: dict[str, Any], buffer: Tensor, file: BucketFile | BadInput | None
     ) -> tuple[list[Named], Tensor]:
-        """A bucket's verified tensors in host memory, and the buffer that holds them: the given one if it is large enough."""
+        """A bucket's verified tensors in host memory, and the buffer that holds them: the given one if it is large
+        enough."""
         specs, tensors, checksums, room = self._bytes(update_info, buffer, file)
         found = _verified(specs, tensors, checksums)
         if room.device == HOST:
             return found, room
-        # nccl receives on the device, which has no room for a second model: torch uses that memory again for the next bucket
+        # nccl receives on the device, which has no room for a second model: torch uses that memory again for the next
+        # bucket
         buffer = _room(buffer, span(specs), HOST)
         for place, (_, tensor) in zip(held := views(buffer, specs), found, strict=True):
             place.copy_(tensor)
@@ -194,8 +227,13 @@ class Receiver:
 
 def _fits(place: Tensor | None, spec: TensorSpec, device: torch.device) -> bool:
     """Whether the bytes of a tensor may be received into this one."""
-    return (place is not None and place.shape == spec.shape and place.dtype == DTYPES[spec.dtype] and place.is_contiguous()
-            and place.device == device)
+    return (
+        place is not None
+        and place.shape == spec.shape
+        and place.dtype == DTYPES[spec.dtype]
+        and place.is_contiguous()
+        and place.device == device
+    )
 
 
 def _leave(groups: Sequence[BroadcastGroup]) -> None:
@@ -205,14 +243,19 @@ def _leave(groups: Sequence[BroadcastGroup]) -> None:
 
 def parse_init(info: dict[str, Any]) -> tuple[str, list[dict[str, object]], int, int, float]:
     """Transport, addresses of the stages, rank, world size and time-out of an init_info; BadInput where it is none."""
-    transport, stages = info.get("transport"), info.get("stages")
-    rank, world, timeout_s = info.get("rank"), info.get("world_size"), info.get("timeout_s")
+    transport = info.get("transport")
+    stages = info.get("stages")
+    rank = info.get("rank")
+    world = info.get("world_size")
+    timeout_s = info.get("timeout_s")
     if transport not in BACKENDS:
         raise BadInput(f"init_info.transport {repr_short(transport)}; groups are made of {', '.join(BACKENDS)}")
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
-        raise BadInput("init_info.stages must be a list of {\"host\": ..., \"port\": ...}, one for each pipeline stage")
+        raise BadInput('init_info.stages must be a list of {"host": ..., "port": ...}, one for each pipeline stage')
     if not (isinstance(rank, int) and isinstance(world, int) and 0 < rank < world):
-        raise BadInput(f"init_info: rank {repr_short(rank)} of world_size {repr_short(world)}; expected 0 < rank < world_size")
+        raise BadInput(
+            f"init_info: rank {repr_short(rank)} of world_size {repr_short(world)}; expected 0 < rank < world_size"
+        )
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 10**6:
         raise BadInput(f"init_info.timeout_s {repr_short(timeout_s)}; expected seconds above 0")
     return str(transport), stages, rank, world, float(timeout_s)
@@ -260,7 +303,9 @@ def _files(path: str) -> Iterator[Named]:
 def _verified(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], checksums: Sequence[str]) -> list[Named]:
     for spec, tensor, expected in zip(specs, tensors, checksums, strict=True):
         if (found := checksum_as(expected, tensor)) != expected:
-            raise BadInput(f"{spec.name} was corrupted on its way: its checksum is {found}, announced was {repr_short(expected)}")
+            raise BadInput(
+                f"{spec.name} was corrupted on its way: its checksum is {found}, announced was {repr_short(expected)}"
+            )
     return [(spec.name, tensor) for spec, tensor in zip(specs, tensors, strict=True)]
 
 
@@ -274,7 +319,7 @@ def _perturb(update_info: dict[str, Any]) -> list[int]:
 def _base(folder: Path | None, perturb: list[int]) -> Iterator[Named]:
     """The tensors of the folder that the instance was started from, with rows of its output layer changed."""
     if folder is None:
-        raise BadInput("update_info.transport \"base\": this instance was not started from a folder")
+        raise BadInput('update_info.transport "base": this instance was not started from a folder')
     with open_folder(folder) as files:
         changed = {EMBEDDING, OUTPUT} if _tied(folder) or OUTPUT not in files.names else {OUTPUT}
         for name in sorted(files.names):
@@ -292,5 +337,3 @@ def _tied(folder: Path) -> bool:
         return bool(json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False))
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(f"{folder / 'config.json'}: cannot be read: {error!r}") from None
-
-

@@ -45,8 +45,10 @@ class StagedVersion:
         """All that was staged, once it is here. Raises what a bucket's reception raised; DeadlineError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._done == len(self._jobs) or self._error is not None, timeout_s):
-                raise DeadlineError(f"bucket {self._done} of the staged weight version {self.version} did not come "
-                                    f"within {timeout_s:g} s")
+                raise DeadlineError(
+                    f"bucket {self._done} of the staged weight version {self.version} did not come "
+                    f"within {timeout_s:g} s"
+                )
             if self._error is not None:
                 raise self._error
             return list(self._found)
@@ -54,10 +56,12 @@ class StagedVersion:
     def _run(self) -> None:
         """Until there is no bucket left, or a transfer fails: then those behind it are lost too."""
         if self._before is not None:
-            self._spare, self._before = self._before.idle(), None
+            self._spare = self._before.idle()
+            self._before = None
         while (job := self._next()) is not None:
             found: list[Named] = []
-            buffer, error = NOTHING, None
+            buffer = NOTHING
+            error = None
             try:
                 found, buffer = job(self._spare[self._done] if self._done < len(self._spare) else NOTHING)
             except MetronomeError as raised:

@@ -43,7 +43,15 @@ class Batch:
     def of(config: Config, step: int) -> Batch:
         """An empty one."""
         train = config.train
-        return Batch(SampleQueue(step, train.prompts_per_step, train.consume, train.mode == "sync", config.parallel.units))
+        return Batch(
+            SampleQueue(
+                step=step,
+                expected=train.prompts_per_step,
+                order=train.consume,
+                hold=train.mode == "sync",
+                units=config.parallel.units,
+            )
+        )
 
     @property
     def generated(self) -> bool:
@@ -51,7 +59,8 @@ class Batch:
         return self.queue.arrived == self.queue.expected
 
     def put(self, group: Group, config: Config) -> None:
-        """Into the queue; where advantages depend on the whole batch only once all of it is there, with the batch's scores."""
+        """Into the queue; where advantages depend on the whole batch only once all of it is there, with the batch's
+        scores."""
         if config.algorithm.advantage not in BATCH_SCOPE:
             self.queue.put(group)
             return
@@ -69,14 +78,20 @@ class BatchGenerator:
         self, config: Config, loader: PromptLoader, service: RolloutService, notify: Callable[[], Awaitable[None]]
     ) -> None:
         """`notify` is called whenever there is something new to lease."""
-        self._config, self._loader, self._service, self._notify = config, loader, service, notify
+        self._config = config
+        self._loader = loader
+        self._service = service
+        self._notify = notify
         self._position = 0
         self._before: Batch | None = None
 
     @property
     def _scores_early(self) -> bool:
-        algorithm, train = self._config.algorithm, self._config.train
-        return train.score_early and train.mode != "sync" and (algorithm.old_policy == "previous" or algorithm.kl_coef > 0)
+        algorithm = self._config.algorithm
+        train = self._config.train
+        return (
+            train.score_early and train.mode != "sync" and (algorithm.old_policy == "previous" or algorithm.kl_coef > 0)
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -84,26 +99,34 @@ class BatchGenerator:
         return self._loader.fingerprint
 
     def resume_at(self, step: int, position: int | None, prompts: str | None = None) -> None:
-        """The trainer begins with `step`; `position`: prompts used before it, `prompts`: their fingerprint, of its checkpoint.
+        """The trainer begins with `step`; `position`: prompts used before it, `prompts`: their fingerprint, of its
+        checkpoint.
 
-        Raises BadInput where dynamic sampling has to know the position, and does not; and for a checkpoint of other prompts.
+        Raises BadInput where dynamic sampling has to know the position, and does not; and for a checkpoint of other
+        prompts.
         """
         if prompts not in (None, self.fingerprint):
-            raise BadInput("--resume: the prompts of this run, or their order, are not those that its checkpoint was trained on. "
-                           "They are decided by the content of data.train and data.heldout, by the benchmarks that data.train is "
-                           "compared with (evaluate.benchmark, evaluate.folder), by reward.function and rollout.max_context: "
-                           "resume with these as they were, or begin a new run from the trained policy")
+            raise BadInput(
+                "--resume: the prompts of this run, or their order, are not those that its checkpoint was trained on. "
+                "They are decided by the content of data.train and data.heldout, by the benchmarks that data.train is "
+                "compared with (evaluate.benchmark, evaluate.folder), by reward.function and rollout.max_context: "
+                "resume with these as they were, or begin a new run from the trained policy"
+            )
         if self._config.algorithm.dynamic_sampling and step and position is None:
-            raise BadInput(f"--resume: the checkpoint before step {step} says nothing of the prompts that were used, which "
-                           "algorithm.dynamic_sampling has to know (it was taken by a replay); resume from another one")
-        self._position, self._before = position or 0, None
+            raise BadInput(
+                f"--resume: the checkpoint before step {step} says nothing of the prompts that were used, which "
+                "algorithm.dynamic_sampling has to know (it was taken by a replay); resume from another one"
+            )
+        self._position = position or 0
+        self._before = None
 
     def begin(self, step: int) -> tuple[Batch, Batch | None]:
         """A step's batch, and the one that must be generated before it, if any. Steps are begun in order."""
         batch = Batch.of(self._config, step)
         before = None
         if self._config.algorithm.dynamic_sampling:
-            before, self._before = self._before, batch
+            before = self._before
+            self._before = batch
         return batch, before
 
     async def fill(self, step: int, batch: Batch, before: Batch | None) -> None:
@@ -129,6 +152,7 @@ class BatchGenerator:
 
     async def _generate_all(self, step: int, batch: Batch, put: Callable[[Group], Awaitable[None]]) -> None:
         """The step's own prompts, all of them."""
+
         async def land(landed: Landed) -> None:
             batch.queue.land(landed)
             await self._notify()
@@ -138,7 +162,8 @@ class BatchGenerator:
 
     async def _generate_selected(self, step: int, batch: Batch, put: Callable[[Group], Awaitable[None]]) -> None:
         """As many of the next prompts as it takes to find enough groups that teach something."""
-        wanted, position = self._config.train.prompts_per_step, self._position
+        wanted = self._config.train.prompts_per_step
+        position = self._position
         selection = DynamicSampling(wanted, wanted * self._config.algorithm.dynamic_sampling_batches, step)
 
         rewards: dict[int, float] = {}
@@ -148,7 +173,8 @@ class BatchGenerator:
             rewards[group.index] = fmean(score.value for score in group.scores)
             if due and selection.used is not None:
                 batch.reward_tried = fmean(rewards[number] for number in range(selection.used))
-                batch.prompts_used, batch.next_position = selection.used, position + selection.used
+                batch.prompts_used = selection.used
+                batch.next_position = position + selection.used
             for one in due:
                 await put(one)
 

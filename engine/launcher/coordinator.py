@@ -38,7 +38,8 @@ class Coordinator:
         loader: PromptLoader | None = None,
         service: RolloutService | None = None,
     ) -> None:
-        """Without loader and service (a replay) only ready, heartbeat, replay_progress, report and failed are answered."""
+        """Without loader and service (a replay) only ready, heartbeat, replay_progress, report and failed are
+        answered."""
         self.config = config
         self.folder = folder
         self.trace = trace
@@ -54,7 +55,12 @@ class Coordinator:
         self._is_ready = False
         self._batches: dict[int, Batch] = {}
         self._publishing = PublishRequests(
-            config, service, trace, self._run_state, lambda: list(self._batches.values()), self._allows_publish
+            config=config,
+            service=service,
+            trace=trace,
+            run_state=self._run_state,
+            batches=lambda: list(self._batches.values()),
+            allows_publish=self._allows_publish,
         )
         self._recorder: RecordWriter | None = None
         self._replayed_by: dict[int, set[int]] = {}
@@ -99,13 +105,18 @@ class Coordinator:
         await self._run_state.fail(error)
 
     async def check(self) -> None:
-        """Stop the run when the pool gave up or the trainer is silent; raise what is a mistake of ours in the producer."""
+        """Stop the run when the pool gave up or the trainer is silent; raise what is a mistake of ours in the
+        producer."""
         for step, batch in list(self._batches.items()):
             if batch.task is not None and batch.task.done():
                 batch.task.result()
                 if self.failure is None and not batch.generated:
-                    await self.fail(MetronomeError(f"step {step}: its generation ended with {batch.queue.arrived} of "
-                                                   f"{batch.queue.expected} groups, so the trainer would wait for ever"))
+                    await self.fail(
+                        MetronomeError(
+                            f"step {step}: its generation ended with {batch.queue.arrived} of "
+                            f"{batch.queue.expected} groups, so the trainer would wait for ever"
+                        )
+                    )
         self._publishing.check()
         if self._evaluation is not None:
             self._evaluation.check()
@@ -113,11 +124,15 @@ class Coordinator:
             await self.fail(self.service.pool.failure)
         limit, keys = self._longest_silence()
         if self.failure is None and (who := self._liveness.longer_than(limit)):
-            await self.fail(DeadlineError(f"no sign of life of {who} in {limit:g} s ({keys}); its log: "
-                                          f"{self.folder.logs / 'trainer.log'}"))
+            await self.fail(
+                DeadlineError(
+                    f"no sign of life of {who} in {limit:g} s ({keys}); its log: {self.folder.logs / 'trainer.log'}"
+                )
+            )
 
     def _longest_silence(self) -> tuple[float, str]:
-        """In seconds, and the keys that set it. Until it is ready the trainer loads models, which instances get time for too."""
+        """In seconds, and the keys that set it. Until it is ready the trainer loads models, which instances get time
+        for too."""
         limit = self.config.train.timeout_s
         if self._is_ready:
             return limit, "train.timeout_s"
@@ -141,7 +156,8 @@ class Coordinator:
         return DrainEvaluation(self.config, self.folder, self.service, self._run_state.notify)
 
     async def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The trainer has loaded its models and goes on from a step; the reply names the prompts that it is trained on."""
+        """The trainer has loaded its models and goes on from a step; the reply names the prompts that it is trained
+        on."""
         self._is_ready = True
         if self._generator is not None:
             self._generator.resume_at(request["start"], request.get("prompt_position"), request.get("prompts"))
@@ -179,7 +195,9 @@ class Coordinator:
         """The next window for a unit of the trainer; "end" when all are trained; "wait" as a sign of life."""
         unit = request["unit"]
         if (batch := self._batches.get(request["step"])) is None:
-            raise MetronomeError(f"unit {unit} of the trainer asked for groups of step {request['step']}, which was not started")
+            raise MetronomeError(
+                f"unit {unit} of the trainer asked for groups of step {request['step']}, which was not started"
+            )
         queue = batch.queue
         queue.acknowledge(request["trained"], unit)
         if queue.done:
@@ -201,7 +219,8 @@ class Coordinator:
         self._run_state.check()
         if not request["done"]:
             return {}
-        done, units = self._replayed_by.setdefault(request["step"], set()), self.config.parallel.units
+        done = self._replayed_by.setdefault(request["step"], set())
+        units = self.config.parallel.units
         done.add(request["unit"])
         await self._run_state.notify()
         return await self._run_state.wait_briefly(lambda: {"end": True} if len(done) == units else {})
@@ -218,8 +237,10 @@ class Coordinator:
         return {}
 
     async def _report(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Complete the trainer's figures and append them to steps.jsonl; the reply says where the next step's prompts begin."""
-        figures, step = request["figures"], request["step"]
+        """Complete the trainer's figures and append them to steps.jsonl; the reply says where the next step's prompts
+        begin."""
+        figures = request["figures"]
+        step = request["step"]
         batch = self._batches.pop(step, None)
         pool_size = self.service.pool.size if self.service is not None else 0
         devices = self.config.parallel.ranks + pool_size * self.config.rollout.tensor

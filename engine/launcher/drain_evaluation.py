@@ -1,12 +1,12 @@
 """Evaluation inside a run, at the drain of a step: all its responses are generated, and the trainer still trains.
 
-Then the instances are idle and hold exactly the step's weights, so the benchmark is sampled on them. Weights wait with their
-next move until the last response of the evaluation is in, at most `evaluate.max_wait_s`; scoring and voting go on beside the
-next step, in verifier processes of their own. An evaluation that is not through by then is cut off and dropped: the next
-weights are others, and the problems that were answered first are not a fair sample. So is one that can't be written, and one
-that is not scored soon after the last step; each is reported. Nothing here changes what is trained: no request of a step is
-ever beside one of an evaluation, sampling seeds belong to the request, and an evaluation's deadlines are not held against an
-instance.
+Then the instances are idle and hold exactly the step's weights, so the benchmark is sampled on them. Weights wait with
+their next move until the last response of the evaluation is in, at most `evaluate.max_wait_s`; scoring and voting go on
+beside the next step, in verifier processes of their own. An evaluation that is not through by then is cut off and
+dropped: the next weights are others, and the problems that were answered first are not a fair sample. So is one that
+can't be written, and one that is not scored soon after the last step; each is reported. Nothing here changes what is
+trained: no request of a step is ever beside one of an evaluation, sampling seeds belong to the request, and an
+evaluation's deadlines are not held against an instance.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class _Evaluation:
 
 
 class DrainEvaluation:
-    """Evaluates in every `evaluate.every`th step but the last, whose weights are gone before anything could be done with them."""
+    """Evaluates in every `evaluate.every`th step but the last, whose weights are gone before anything could be done
+    with them."""
 
     def __init__(self, config: Config, folder: RunFolder, service: RolloutService, notify: Notify) -> None:
         self._config = config
@@ -84,8 +85,13 @@ class DrainEvaluation:
         self._service = service
         self._notify = notify
         reward = config.reward
-        self._verifier = VerifierPool(reward.function, reward.workers, reward.timeout_s, reward.on_error,
-                                      log=folder.logs / "verifier-evaluation.log")
+        self._verifier = VerifierPool(
+            reward.function,
+            reward.workers,
+            reward.timeout_s,
+            reward.on_error,
+            log=folder.logs / "verifier-evaluation.log",
+        )
         self._trace = _Spans(folder.trace, "evaluation")
         self._prepared: asyncio.Task[list[EncodedBenchmark]] | None = None
         self._round: _Evaluation | None = None
@@ -122,15 +128,18 @@ class DrainEvaluation:
         return False
 
     async def finish(self) -> None:
-        """The last step is done: wait for scores and votes still under way, at most `evaluate.max_wait_s`; drop what is late.
+        """The last step is done: wait for scores and votes still under way, at most `evaluate.max_wait_s`; drop what is
+        late.
 
         And at most half of train.timeout_s: the trainer's ranks wait for this with that limit (`RankGroup.from_first`).
         """
         limit = min(self._config.evaluate.max_wait_s, self._config.train.timeout_s / 2)
         if self._rounds:
             await asyncio.wait(set(self._rounds), timeout=limit)
-            await self._cut_all(f"when the last step had waited {limit:g} s for it (evaluate.max_wait_s, at most half of "
-                                "train.timeout_s)")
+            await self._cut_all(
+                f"when the last step had waited {limit:g} s for it (evaluate.max_wait_s, at most half of "
+                "train.timeout_s)"
+            )
 
     async def close(self) -> None:
         """End what is under way, and the verifiers; what was not through is dropped."""
@@ -189,22 +198,52 @@ class DrainEvaluation:
         assert one.generated is not None
         more = {"in_run": True, "seconds": one.generated - one.began, "exposed_s": one.exposed_s}
         subject = Subject(self._config.model.path, one.version)
-        row = await record(self._config, self._folder, subject, benchmark, groups, self._verifier, more)
-        print(f"evaluate: version {one.version}, {row['avg_at_k']:.3f} [{row['ci_low']:.3f}, {row['ci_high']:.3f}] on "
-              f"{benchmark.name}; took {more['seconds']:.1f} s, of which training waited {more['exposed_s']:.1f} s", flush=True)
+        row = await record(
+            config=self._config,
+            folder=self._folder,
+            subject=subject,
+            benchmark=benchmark,
+            groups=groups,
+            verifier=self._verifier,
+            more=more,
+        )
+        print(
+            f"evaluate: version {one.version}, {row['avg_at_k']:.3f} [{row['ci_low']:.3f}, {row['ci_high']:.3f}] on "
+            f"{benchmark.name}; took {more['seconds']:.1f} s, of which training waited {more['exposed_s']:.1f} s",
+            flush=True,
+        )
 
     def _producer(self) -> Producer:
-        settings, tokenizer = self._config.evaluate, self._service.tokenizer
+        settings = self._config.evaluate
+        tokenizer = self._service.tokenizer
         stop = tokenizer.stop_ids(self._config.rollout.stop)
-        sampling = SamplingSettings(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k, stop)
-        return Producer(self._service.pool, self._verifier, tokenizer.decode, sampling, settings.samples, self._config.run.seed,
-                        self._trace, deadlines_count=False)  # its responses may be longer than a step's, by config
+        sampling = SamplingSettings(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_token_ids=stop,
+        )
+        return Producer(
+            pool=self._service.pool,
+            verifier=self._verifier,
+            decode=tokenizer.decode,
+            sampling=sampling,
+            group_size=settings.samples,
+            seed=self._config.run.seed,
+            trace=self._trace,
+            deadlines_count=False,
+        )  # its responses may be longer than a step's, by config
 
     def _known(self, benchmark: EncodedBenchmark, version: int) -> bool:
         """Whether the run has evaluated it already: the base model before it began, or a step that is redone."""
-        how, which = protocol(self._config, benchmark.name, benchmark.prompts), (self._config.model.path, version)
-        return any((row.get("model"), row["weight_version"]) == which and not differing(row["protocol"], how)
-                   for row in read_lines(self._folder.evaluations) if "protocol" in row)
+        how = protocol(self._config, benchmark.name, benchmark.prompts)
+        which = (self._config.model.path, version)
+        return any(
+            (row.get("model"), row["weight_version"]) == which and not differing(row["protocol"], how)
+            for row in read_lines(self._folder.evaluations)
+            if "protocol" in row
+        )
 
     def _late(self, one: _Evaluation, limit: float) -> None:
         if one.generated is None:
@@ -258,5 +297,7 @@ def check_version(groups: Sequence[Group], version: int) -> None:
     for group in groups:
         for number, response in enumerate(group.responses):
             if wrong := {found for _, found in response.versions} - {version}:
-                raise StaleRolloutError(f"evaluation of weight version {version}, prompt {group.prompt.id}, response {number} of "
-                                        f"{response.instance}: sampled from version {min(wrong)}")
+                raise StaleRolloutError(
+                    f"evaluation of weight version {version}, prompt {group.prompt.id}, response {number} of "
+                    f"{response.instance}: sampled from version {min(wrong)}"
+                )

@@ -1,8 +1,8 @@
 """DAPO's dynamic sampling (arXiv:2503.14476, §3.2, eq. 11): which of the groups that a step has tried it trains.
 
-Kept are the first B groups *in prompt order* whose rewards are not all equal. In order of arrival short responses would be
-favoured. Which prompts are tried, and when their groups arrive, changes nothing: the kept set is a function of prompt order and
-rewards. Pure bookkeeping; `engine.launcher.producer` generates the groups.
+Kept are the first B groups *in prompt order* whose rewards are not all equal. In order of arrival short responses would
+be favoured. Which prompts are tried, and when their groups arrive, changes nothing: the kept set is a function of
+prompt order and rewards. Pure bookkeeping; `engine.launcher.producer` generates the groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ class DynamicSampling:
 
     def __init__(self, wanted: int, limit: int, step: int = 0) -> None:
         """`limit`: prompts that the step may use; `step` is for messages."""
-        self.wanted, self.limit = wanted, limit
+        self.wanted = wanted
+        self.limit = limit
         self.found = 0
         """Groups with unequal rewards so far, in any order; prompts before them may still be undecided."""
         self.used: int | None = None
@@ -42,8 +43,8 @@ class DynamicSampling:
     def decide(self, group: Group) -> list[Group]:
         """Take in a finished group, its `index` the prompt's number; returns the groups whose place is known by it.
 
-        They are numbered 0 … B−1 in prompt order. One is due as soon as all prompts before it are decided. Raises MetronomeError
-        when the first `limit` prompts are decided and too few were kept.
+        They are numbered 0 … B−1 in prompt order. One is due as soon as all prompts before it are decided. Raises
+        MetronomeError when the first `limit` prompts are decided and too few were kept.
         """
         unequal = is_unequal(group)
         self._verdicts[group.index] = group if unequal else None
@@ -64,9 +65,9 @@ class DynamicSampling:
     def _too_few(self) -> MetronomeError:
         return MetronomeError(
             f"step {self._step}: of {self.limit} prompts only {self._kept} have responses with different rewards, but "
-            f"train.prompts_per_step = {self.wanted} are needed. algorithm.dynamic_sampling finds too few problems that the "
-            "policy solves sometimes: use problems of a fitting difficulty, a larger rollout.group_size, or raise "
-            "algorithm.dynamic_sampling_batches"
+            f"train.prompts_per_step = {self.wanted} are needed. algorithm.dynamic_sampling finds too few problems "
+            "that the policy solves sometimes: use problems of a fitting difficulty, a larger rollout.group_size, or "
+            "raise algorithm.dynamic_sampling_batches"
         )
 
 

@@ -1,4 +1,5 @@
-"""Starts, watches and ends the processes of a run: `python -m engine.launcher.launch --config FILE [--resume] [--replay FILE]`.
+"""Starts, watches and ends the processes of a run: `python -m engine.launcher.launch --config FILE [--resume] [--replay
+FILE]`.
 
 The launcher holds the producer, the verifiers' workers, the pool of instances and the sample queue; the trainer ranks
 run under torch elastic. Whatever ends the launcher ends them all (engine.run.process).
@@ -39,13 +40,15 @@ from engine.wire.control_server import ControlServer
 from engine.wire.invitation import INVITATION, control_address, invite
 
 STOP_S = 60.0
-"""How long a trainer that was told to stop may take for its checkpoint; at most `train.timeout_s`, the longest of its waits."""
+"""How long a trainer that was told to stop may take for its checkpoint; at most `train.timeout_s`, the longest of its
+waits."""
 
 STOP_BY_SIGNAL_S = 5.0
 """The same when a signal ended the run: who cancels a run waits for its end."""
 
 TAKEOVER_S = 30.0
-"""How long the launcher of a killed attempt may still hold the run folder: its lifeline ends it within a second or two."""
+"""How long the launcher of a killed attempt may still hold the run folder: its lifeline ends it within a second or
+two."""
 
 END_S = 5.0
 """What the agent may take to end the ranks, by force if need be (engine.trainer.agent), before it is killed itself."""
@@ -88,7 +91,8 @@ class _Launcher:
         self._coordinator: Coordinator | None = None
 
     async def run(self) -> None:
-        """Bring everything up (all processes at once, each takes seconds), wait for the trainer, bring everything down."""
+        """Bring everything up (all processes at once, each takes seconds), wait for the trainer, bring everything
+        down."""
         self._stop_on_signals()
         if self.replay is not None:
             await self._watched(Coordinator(self.config, self.folder, self.trace), self._start_trainer())
@@ -101,23 +105,37 @@ class _Launcher:
             await asyncio.to_thread(trainer.stop, END_S)
 
     async def _with_rollouts(self, problems: Problems, trainer: Child) -> None:
-        config, model = self.config, Path(self.config.model.path)
+        config = self.config
+        model = Path(self.config.model.path)
         group_size = config.rollout.group_size
         async with (
-            rollout_service(config, model, self.folder.path, config.rollout, group_size, self.trace, synced=True) as service,
+            rollout_service(
+                config=config,
+                model=model,
+                folder=self.folder.path,
+                settings=config.rollout,
+                group_size=group_size,
+                trace=self.trace,
+                synced=True,
+            ) as service,
             serve_joining(service.pool, config, self.folder.path) as routes,
         ):
-            tokenizer, template = service.tokenizer.hf, config.data.prompt_template
+            tokenizer = service.tokenizer.hf
+            template = config.data.prompt_template
             encoded = encode(problems, tokenizer, template, config.rollout.max_context)
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
             await service.pool.connect()
-            coordinator = Coordinator(config, self.folder, self.trace, loader, service)
+            coordinator = Coordinator(
+                config=config, folder=self.folder, trace=self.trace, loader=loader, service=service
+            )
             routes.step = lambda: coordinator.last
             await self._watched(coordinator, trainer)
 
     def _start_trainer(self) -> Child:
-        shutil.rmtree(self._weights_folder(), ignore_errors=True)  # half a version of a run that was killed, in another layout
-        log, env = self.folder.logs / "trainer.log", {"OMP_NUM_THREADS": str(self.config.trainer_threads)}
+        # half a version of a run that was killed, in another layout
+        shutil.rmtree(self._weights_folder(), ignore_errors=True)
+        log = self.folder.logs / "trainer.log"
+        env = {"OMP_NUM_THREADS": str(self.config.trainer_threads)}
         env |= {CONTROL_KEY: self._keys.public} if self._keys is not None else {}
         return Child("trainer", self._trainer_command(), log, env)
 
@@ -139,11 +157,18 @@ class _Launcher:
 
     def _trainer_command(self) -> list[str]:
         weights = self._weights_folder()
-        arguments = rank_arguments(self.config, self.folder.path, self._address, weights, self.resume, self.replay)
+        arguments = rank_arguments(
+            config=self.config,
+            folder=self.folder.path,
+            control=self._address,
+            weights=weights,
+            resume=self.resume,
+            replay=self.replay,
+        )
         if self._keys is None:
             return agent_command(self.config, arguments, None)
         run_id = uuid.uuid4().hex
-        invite(self.config, self.folder.path, run_id, arguments, self._keys.public)
+        invite(config=self.config, folder=self.folder.path, run_id=run_id, arguments=arguments, key=self._keys.public)
         return agent_command(self.config, arguments, run_id)
 
     def _weights_folder(self) -> Path:
@@ -173,9 +198,10 @@ class _Launcher:
             raise coordinator.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
 
     def _stop_on_signals(self) -> None:
-        """SIGINT and SIGTERM end the run: the trainer first saves the weights before the step it is at. A second one ends it
-        at once; clean-up happens in the `finally` blocks."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        """SIGINT and SIGTERM end the run: the trainer first saves the weights before the step it is at. A second one
+        ends it at once; clean-up happens in the `finally` blocks."""
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: the caller handles signals

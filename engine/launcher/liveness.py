@@ -1,4 +1,5 @@
-"""When the trainer's units were last heard, so that one that hangs can't hide behind the others' requests (contract 7)."""
+"""When the trainer's units were last heard, so that one that hangs can't hide behind the others' requests (contract
+7)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ class Liveness:
 
     @contextmanager
     def answering(self, unit: int | None) -> Iterator[None]:
-        """A request is a sign of life of the trainer, and of the unit that it comes from; one of no unit is asked by the first
-        rank for all, who wait for its answer."""
+        """A request is a sign of life of the trainer, and of the unit that it comes from; one of no unit is asked by
+        the first rank for all, who wait for its answer."""
         self._answering += 1
         self._hear(unit, math.inf)
         try:
@@ -48,4 +49,6 @@ class Liveness:
         now = time.monotonic()
         if not self._answering and now - self._trainer > seconds:
             return "the trainer"
-        return next((f"unit {unit} of the trainer" for unit, heard in self._units.items() if now - heard > seconds), None)
+        return next(
+            (f"unit {unit} of the trainer" for unit, heard in self._units.items() if now - heard > seconds), None
+        )

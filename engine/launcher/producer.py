@@ -73,7 +73,9 @@ class _Work:
         """Raises DeadlineError once the group has met nothing but paused instances for so long."""
         self.refused = self.refused or time.monotonic()
         if time.monotonic() - self.refused > limit_s:
-            raise DeadlineError(f"{self.where(number)} found no instance that takes it in {limit_s:g} s: {error}") from error
+            raise DeadlineError(
+                f"{self.where(number)} found no instance that takes it in {limit_s:g} s: {error}"
+            ) from error
 
 
 class Producer:
@@ -115,7 +117,9 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index, (epoch, prompt) in enumerate(prompts):
-                    tasks.create_task(self._group(step, index, epoch, prompt, put, land))
+                    tasks.create_task(
+                        self._group(step=step, index=index, epoch=epoch, prompt=prompt, put=put, land=land)
+                    )
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
 
@@ -126,13 +130,16 @@ class Producer:
         put: Callable[[Group], Awaitable[None]],
         selection: DynamicSampling,
     ) -> None:
-        """Generate groups of (epoch, prompt) pairs, begun in order and numbered from 0, until the `selection` is complete.
+        """Generate groups of (epoch, prompt) pairs, begun in order and numbered from 0, until the `selection` is
+        complete.
 
-        `put` gets each group when it is finished and tells the selection. More prompts are begun than may be needed, so that
-        instances stay busy; those still generated at the end are called off, those being put are waited for: the selection is
-        complete before its last group is. The first failure cancels the rest and is raised.
+        `put` gets each group when it is finished and tells the selection. More prompts are begun than may be needed, so
+        that instances stay busy; those still generated at the end are called off, those being put are waited for: the
+        selection is complete before its last group is. The first failure cancels the rest and is raised.
         """
-        tried, running, putting = 0, set[asyncio.Task[None]](), set[asyncio.Task[None] | None]()
+        tried = 0
+        running = set[asyncio.Task[None]]()
+        putting = set[asyncio.Task[None] | None]()
 
         async def begin(group: Group) -> None:
             putting.add(asyncio.current_task())
@@ -141,9 +148,15 @@ class Producer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while not selection.complete:
-                    while selection.wants(tried, len(running), self._pool.serving * self._pool.config.rollout.concurrency):
+                    while selection.wants(
+                        tried, len(running), self._pool.serving * self._pool.config.rollout.concurrency
+                    ):
                         epoch, prompt = next(prompts)
-                        running.add(tasks.create_task(self._group(step, tried, epoch, prompt, begin, None)))
+                        running.add(
+                            tasks.create_task(
+                                self._group(step=step, index=tried, epoch=epoch, prompt=prompt, put=begin, land=None)
+                            )
+                        )
                         tried += 1
                     _, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in running - putting:
@@ -152,11 +165,17 @@ class Producer:
             raise first_leaf(failures) from failures
 
     async def _group(
-        self, step: int, index: int, epoch: int, prompt: Prompt, put: Callable[[Group], Awaitable[None]], land: Land | None
+        self,
+        step: int,
+        index: int,
+        epoch: int,
+        prompt: Prompt,
+        put: Callable[[Group], Awaitable[None]],
+        land: Land | None,
     ) -> None:
         seeds = [sampling_seed(self._seed, epoch, prompt.id, number) for number in range(self._group_size)]
         async with asyncio.TaskGroup() as verifying:
-            work = _Work(step, index, prompt, seeds, verifying, land)
+            work = _Work(step=step, index=index, prompt=prompt, seeds=seeds, verifying=verifying, land=land)
             while missing := work.missing:  # again only for what an instance did not finish, with the same seeds
                 await self._round(work, missing)
         responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
@@ -164,17 +183,19 @@ class Producer:
             scores = [score for verdict in verdicts for score in verdict.result()]
         else:
             scores = await self._verify(step, index, prompt, responses)
-        await put(Group(step, index, prompt, responses, tuple(scores)))
+        await put(Group(step=step, index=index, prompt=prompt, responses=responses, scores=tuple(scores)))
 
     async def _round(self, work: _Work, missing: list[int]) -> None:
-        """Send what is missing to one instance, another one than the last if there is one; a trial gets one request only."""
+        """Send what is missing to one instance, another one than the last if there is one; a trial gets one request
+        only."""
         asked = time.monotonic()
         async with self._pool.borrow(work.failed_on, bool(work.so_far), self._oldest(work.step)) as place:
             if work.refused is not None:
                 work.refused += time.monotonic() - asked
             work.failed_on = ()
             numbers = missing[:1] if place.trial else missing
-            began, beside = time.monotonic(), place.instance.groups
+            began = time.monotonic()
+            beside = place.instance.groups
             async with asyncio.TaskGroup() as sampling:
                 for number in numbers:
                     sampling.create_task(self._respond(work, number, place.instance))
@@ -192,19 +213,25 @@ class Producer:
         return Schedule.of(config.train, config.rollout.partial).accepted(step).start
 
     async def _respond(self, work: _Work, number: int, instance: Instance) -> None:
-        """One response, or a note that the instance failed on it. A per-response verdict starts at once, and holds up nothing."""
-        started, prompt = time.time(), work.prompt
+        """One response, or a note that the instance failed on it. A per-response verdict starts at once, and holds up
+        nothing."""
+        started = time.time()
+        prompt = work.prompt
         try:
-            sampled = await instance.client.complete(prompt, self._sampling, work.seeds[number], work.so_far.get(number))
+            sampled = await instance.client.complete(
+                prompt, self._sampling, work.seeds[number], work.so_far.get(number)
+            )
         except Busy as error:
             self._pool.busy(instance)
-            work.busy, work.failed_on = True, (instance,)
+            work.busy = True
+            work.failed_on = (instance,)
             work.check(number, error, self._pool.config.rollout.timeout_s)
             return
         except (InstanceGone, InstanceFault, DeadlineError) as error:
             if self._deadlines_count or not isinstance(error, DeadlineError):
                 self._pool.fault(instance)
-            work.failed_on, work.refused = (instance,), None
+            work.failed_on = (instance,)
+            work.refused = None
             work.fault(number, error)
             return
         except Refused as error:
@@ -216,10 +243,20 @@ class Producer:
             work.so_far[number] = sampled  # the next round goes on with it
             return
         if work.land is not None:
-            await work.land(Landed(work.step, work.index, number, prompt.token_ids, sampled.token_ids))
+            await work.land(
+                Landed(
+                    step=work.step,
+                    group=work.index,
+                    number=number,
+                    prompt=prompt.token_ids,
+                    token_ids=sampled.token_ids,
+                )
+            )
         response = dataclasses.replace(sampled, text=self._decode(sampled.token_ids))
         verify = self._verifier.per_response
-        verdict = work.verifying.create_task(self._verify(work.step, work.index, prompt, (response,))) if verify else None
+        verdict = (
+            work.verifying.create_task(self._verify(work.step, work.index, prompt, (response,))) if verify else None
+        )
         work.done[number] = response, verdict
 
     async def _verify(self, step: int, index: int, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:

@@ -30,16 +30,22 @@ class RolloutService:
 
 @asynccontextmanager
 async def rollout_service(
-    config: Config, model: Path, folder: Path, settings: Rollout | Evaluate, group_size: int, trace: Trace, synced: bool = False,
+    config: Config,
+    model: Path,
+    folder: Path,
+    settings: Rollout | Evaluate,
+    group_size: int,
+    trace: Trace,
+    synced: bool = False,
     joined: bool = False,
-) -> AsyncIterator[RolloutService]:  # fmt: skip
+) -> AsyncIterator[RolloutService]:
     """Start instances and verifiers, load the tokenizer meanwhile; end all when the body is left, however.
 
-    `settings` say how responses are sampled. With `synced` (training) instances serve once they were given weights, else
-    (evaluation) what is on disk. The recipe may declare none where others join, in training or with `joined`; else at least one
-    is started. They may still be loading when the body is entered: `pool.connect()` waits for them.
+    `settings` say how responses are sampled. With `synced` (training) instances serve once they were given weights,
+    else (evaluation) what is on disk. The recipe may declare none where others join, in training or with `joined`; else
+    at least one is started. They may still be loading when the body is entered: `pool.connect()` waits for them.
     """
-    pool = Pool(config, model, folder, HealthMonitor, trace, synced)
+    pool = Pool(config=config, model=model, folder=folder, health=HealthMonitor, trace=trace, synced=synced)
     reward = config.reward
     log = folder / "logs" / "verifier.log"
     verifier = VerifierPool(reward.function, reward.workers, reward.timeout_s, reward.on_error, log=log)
@@ -48,8 +54,23 @@ async def rollout_service(
         tokenizer, _ = await asyncio.gather(asyncio.to_thread(Tokenizer, model), verifier.start())
         stop = tokenizer.stop_ids(config.rollout.stop)
         partial = synced and config.rollout.partial
-        sampling = SamplingSettings(settings.max_new_tokens, settings.temperature, settings.top_p, settings.top_k, stop, partial)
-        producer = Producer(pool, verifier, tokenizer.decode, sampling, group_size, config.run.seed, trace)
+        sampling = SamplingSettings(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_token_ids=stop,
+            partial=partial,
+        )
+        producer = Producer(
+            pool=pool,
+            verifier=verifier,
+            decode=tokenizer.decode,
+            sampling=sampling,
+            group_size=group_size,
+            seed=config.run.seed,
+            trace=trace,
+        )
         yield RolloutService(pool, producer, tokenizer, verifier)
     finally:
         verifier.close()

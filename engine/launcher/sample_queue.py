@@ -35,7 +35,9 @@ class SampleQueue:
     def put(self, group: Group) -> None:
         """Add a finished group; a second one with the same index, or one of another step, is an error of ours."""
         if group.step != self.step or group.index in self._groups or not 0 <= group.index < self.expected:
-            raise ValueError(f"group {group.index} of step {group.step} does not belong into the queue of step {self.step}")
+            raise ValueError(
+                f"group {group.index} of step {group.step} does not belong into the queue of step {self.step}"
+            )
         self._groups[group.index] = group
         self._arrived.append(group.index)
         self._landed = {key: landed for key, landed in self._landed.items() if landed.group != group.index}

@@ -29,21 +29,35 @@ def evaluate(
     """Sample `evaluate.samples` responses to each problem of the benchmarks with the model in a Hugging Face folder.
 
     Appends a row per benchmark to evaluations.jsonl and returns them (docs/evaluation.md says what is in a row), and
-    writes a table with every response each. Over-long prompts are counted skips. `meeting`: a folder where instances that others
-    start, with this very model, find the evaluation as they find a run in its folder; then none need be declared. Raises
-    ProcessDied when no instance is there for rollout.wait_s.
+    writes a table with every response each. Over-long prompts are counted skips. `meeting`: a folder where instances
+    that others start, with this very model, find the evaluation as they find a run in its folder; then none need be
+    declared. Raises ProcessDied when no instance is there for rollout.wait_s.
     """
     benchmarks = read_benchmarks(config)
-    return asyncio.run(_evaluate(config, model, weight_version, folder, benchmarks, meeting))
+    return asyncio.run(
+        _evaluate(
+            config=config, model=model, version=weight_version, folder=folder, benchmarks=benchmarks, meeting=meeting
+        )
+    )
 
 
 async def _evaluate(
     config: Config, model: Path, version: int, folder: RunFolder, benchmarks: Sequence[Benchmark], meeting: Path | None
 ) -> list[dict[str, Any]]:
-    settings, trace, joined = config.evaluate, Trace(folder.trace, "evaluation"), meeting is not None
+    settings = config.evaluate
+    trace = Trace(folder.trace, "evaluation")
+    joined = meeting is not None
     config = with_evaluation_context(config)
     async with (
-        rollout_service(config, model, folder.path, settings, settings.samples, trace, joined=joined) as service,
+        rollout_service(
+            config=config,
+            model=model,
+            folder=folder.path,
+            settings=settings,
+            group_size=settings.samples,
+            trace=trace,
+            joined=joined,
+        ) as service,
         AsyncExitStack() as stack,
     ):
         if meeting is not None:
@@ -54,8 +68,18 @@ async def _evaluate(
         sampled = await asyncio.gather(*(sample(service.producer, one.prompts) for one in encoded))
         figures = {"seconds": time.perf_counter() - started}
         subject = Subject(str(model.resolve()), version)
-        return [await record(config, folder, subject, one, groups, service.verifier, figures)
-                for one, groups in zip(encoded, sampled, strict=True)]  # fmt: skip
+        return [
+            await record(
+                config=config,
+                folder=folder,
+                subject=subject,
+                benchmark=one,
+                groups=groups,
+                verifier=service.verifier,
+                more=figures,
+            )
+            for one, groups in zip(encoded, sampled, strict=True)
+        ]
 
 
 async def sample(producer: Producer, prompts: Sequence[Prompt], step: int = 0, land: Any = None) -> list[Group]:  # noqa: ANN401

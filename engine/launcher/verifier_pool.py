@@ -175,8 +175,9 @@ class _VerifierProcess:
             async with asyncio.timeout(self._start_timeout_s):
                 hello = await self._receive()
         except TimeoutError:
-            raise DeadlineError(f'{self._name}: reward.function = "{self._spec}" was not loaded within '
-                                f"{self._start_timeout_s:g} s") from None
+            raise DeadlineError(
+                f'{self._name}: reward.function = "{self._spec}" was not loaded within {self._start_timeout_s:g} s'
+            ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
             how = self._how_it_ended()
@@ -193,11 +194,14 @@ class _VerifierProcess:
 
     async def _receive(self) -> dict[str, Any]:
         head = await self._reader.readexactly(verifier_messages.LENGTH.size)
-        message: dict[str, Any] = verifier_messages.unpack(await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head)))
+        message: dict[str, Any] = verifier_messages.unpack(
+            await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head))
+        )
         return message
 
     def _kill(self) -> None:
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is not None:
             if self._writer is not None:
                 self._writer.close()

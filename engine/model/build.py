@@ -1,4 +1,5 @@
-"""Building the Megatron GPT model of a shape: Megatron's own layers with our core attention, norms and rotary positions.
+"""Building the Megatron GPT model of a shape: Megatron's own layers with our core attention, norms and rotary
+positions.
 
 Sizes of the parallel layout come from Megatron's parallel state; `Computation` holds what is not in there.
 """
@@ -145,7 +146,8 @@ def logits(model: torch.nn.Module, layout: Layout) -> Tensor:
 
 
 def row_multiple(computation: Computation) -> int:
-    """What a row's length must be a multiple of in the present layout: sequence and context parallelism cut it evenly."""
+    """What a row's length must be a multiple of in the present layout: sequence and context parallelism cut it
+    evenly."""
     context = parallel_state.get_context_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size() if computation.sequence else 1
     return tensor * (2 * context if context > 1 else 1)
@@ -170,6 +172,8 @@ def _keep_scored(decoder: torch.nn.Module, args: Any, kwargs: dict[str, Any], hi
     """Only scored positions go through the output layer: [S, 1, h] → [T, 1, h]; a prompt's last is used G times."""
     carried: LayoutParams = kwargs["packed_seq_params"]
     assert carried.layout is not None
-    if decoder.config.sequence_parallel:  # the rows behind it are the same on all tensor ranks, and so is their gradient
+    if (
+        decoder.config.sequence_parallel
+    ):  # the rows behind it are the same on all tensor ranks, and so is their gradient
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     return hidden.index_select(0, carried.layout.scored)

@@ -1,7 +1,7 @@
 """The supported families, declared: which Megatron parameter is made of which Hugging Face tensors, and how it is cut.
 
-A name is a pattern: `{layer}` is the layer's number in the whole model and `{expert}` the expert's number among all, both
-from 0. `engine.model.hf_weights` carries the rules out in both directions.
+A name is a pattern: `{layer}` is the layer's number in the whole model and `{expert}` the expert's number among all,
+both from 0. `engine.model.hf_weights` carries the rules out in both directions.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Cut = Literal["replicated", "column", "row", "vocabulary"]
 (first dimension, with zero rows behind the last token up to a multiple of the tensor-parallel size)."""
 
 Fuse = Literal["plain", "qkv", "gate_up"]
-"""plain: one tensor. qkv: per key-value head its query heads, its key, its value. gate_up: each rank's part of the gate,
-then the same part of the other."""
+"""plain: one tensor. qkv: per key-value head its query heads, its key, its value. gate_up: each rank's part of the
+gate, then the same part of the other."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Family:
 
 
 def _in_layer(ours: str, *theirs: str, cut: Cut = "replicated", fuse: Fuse = "plain") -> Rule:
-    return Rule(f"decoder.layers.{{layer}}.{ours}", tuple(f"model.layers.{{layer}}.{name}" for name in theirs), cut, fuse)
+    return Rule(
+        f"decoder.layers.{{layer}}.{ours}", tuple(f"model.layers.{{layer}}.{name}" for name in theirs), cut, fuse
+    )
 
 
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocabulary")
@@ -54,7 +56,9 @@ TIED_OUTPUT = Rule("output_layer.weight", ("model.embed_tokens.weight",), "vocab
 
 DENSE = (
     _in_layer("input_layernorm.weight", "input_layernorm.weight"),
-    _in_layer("self_attention.linear_qkv.weight", *(f"self_attn.{x}_proj.weight" for x in "qkv"), cut="column", fuse="qkv"),
+    _in_layer(
+        "self_attention.linear_qkv.weight", *(f"self_attn.{x}_proj.weight" for x in "qkv"), cut="column", fuse="qkv"
+    ),
     _in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", cut="row"),
     _in_layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
     _in_layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", cut="column", fuse="gate_up"),
@@ -69,10 +73,17 @@ HEAD_NORMS = (
 )
 EXPERTS = (
     _in_layer("mlp.router.weight", "mlp.gate.weight"),
-    _in_layer("mlp.experts.local_experts.{expert}.linear_fc1.weight",
-              "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight", cut="column", fuse="gate_up"),
-    _in_layer("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight", cut="row"),
-)  # fmt: skip
+    _in_layer(
+        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        "mlp.experts.{expert}.gate_proj.weight",
+        "mlp.experts.{expert}.up_proj.weight",
+        cut="column",
+        fuse="gate_up",
+    ),
+    _in_layer(
+        "mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight", cut="row"
+    ),
+)
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(DENSE),

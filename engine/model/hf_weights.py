@@ -36,13 +36,14 @@ def padded_vocabulary(shape: ModelShape, tensor_size: int) -> int:
 
 @torch.no_grad()
 def load(model: torch.nn.Module, read: Read, shape: ModelShape) -> None:
-    """Copy Hugging Face tensors into every parameter of this rank's GPTModel, cut to its part, in the parameter's dtype.
+    """Copy Hugging Face tensors into every parameter of this rank's GPTModel, cut to its part, in the parameter's
+    dtype.
 
     Holds the tensors of one parameter at a time. Raises BadInput for a tensor that does not have the shape's sizes.
     """
     parts = _Parts(model, shape)
     for name, parameter in model.named_parameters():
-        _load_one(name, parameter, parts, read, shape)
+        _load_one(name=name, parameter=parameter, parts=parts, read=read, shape=shape)
 
 
 def _load_one(name: str, parameter: Tensor, parts: _Parts, read: Read, shape: ModelShape) -> None:
@@ -52,8 +53,9 @@ def _load_one(name: str, parameter: Tensor, parts: _Parts, read: Read, shape: Mo
     cut = _fuse_and_cut(part.rule, names, tensors, shape, *_tensor_rank(part))
     if cut.shape != parameter.shape:
         sizes = ", ".join(f"{theirs} {list(tensor.shape)}" for theirs, tensor in zip(names, tensors, strict=True))
-        raise BadInput(f"sizes do not fit config.json: {sizes} give {list(cut.shape)} for {name}, "
-                       f"expected {list(parameter.shape)}")
+        raise BadInput(
+            f"sizes do not fit config.json: {sizes} give {list(cut.shape)} for {name}, expected {list(parameter.shape)}"
+        )
     parameter.copy_(cut)
 
 
@@ -61,10 +63,10 @@ def _load_one(name: str, parameter: Tensor, parts: _Parts, read: Read, shape: Mo
 def export(named: Mapping[str, Tensor], model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) pairs of this rank's pipeline stage.
 
-    `named` has tensors of the model's parameters' sizes by Megatron name: the parameters themselves, or their gradients.
-    A collective of the stage's tensor- and expert-parallel group: every rank must give the same names in the same order
-    and iterate to the end; all get the same pairs. What is yielded may share memory with `named`: copy it to keep it.
-    A tied model's output layer is its embedding and comes from the first stage only.
+    `named` has tensors of the model's parameters' sizes by Megatron name: the parameters themselves, or their
+    gradients. A collective of the stage's tensor- and expert-parallel group: every rank must give the same names in the
+    same order and iterate to the end; all get the same pairs. What is yielded may share memory with `named`: copy it to
+    keep it. A tied model's output layer is its embedding and comes from the first stage only.
     """
     parts = _Parts(model, shape)
     for name, tensor in named.items():
@@ -113,7 +115,8 @@ class _Parts:
 
     def find(self, name: str) -> _Part:
         """Raises MetronomeError for a parameter that the family does not have."""
-        layer, expert = LAYER.search(name), EXPERT.search(name)
+        layer = LAYER.search(name)
+        expert = EXPERT.search(name)
         pattern = EXPERT.sub("{expert}", LAYER.sub("{layer}", name))
         if pattern not in self._rules:
             raise MetronomeError(f"parameter {name} has no rule for {self._architecture} in engine/model/families.py")
@@ -134,7 +137,9 @@ def _tensor_group(part: _Part) -> dist.ProcessGroup:
     return parallel_state.get_expert_tensor_parallel_group()
 
 
-def _fuse_and_cut(rule: Rule, names: list[str], tensors: list[Tensor], shape: ModelShape, rank: int, size: int) -> Tensor:
+def _fuse_and_cut(
+    rule: Rule, names: list[str], tensors: list[Tensor], shape: ModelShape, rank: int, size: int
+) -> Tensor:
     """This rank's part of the fused tensor."""
     if rule.fuse == "gate_up":
         return torch.cat([_cut(tensor, 0, rank, size) for tensor in tensors])

@@ -1,12 +1,12 @@
 """Micro-batches of native length: which tokens stand where, what each may see, and which positions are scored.
 
 A micro-batch is one row of tokens made of *segments*: a prompt once, then any number of its responses (Periodic
-Asynchrony §4.2, eq. 10–11). With the shared prompt switched off every response is a segment of its own. No padding, but for
-`aligned`: sequence and context parallelism cut the row evenly, so its length may need a few tokens of filler.
+Asynchrony §4.2, eq. 10–11). With the shared prompt switched off every response is a segment of its own. No padding, but
+for `aligned`: sequence and context parallelism cut the row evenly, so its length may need a few tokens of filler.
 
-Under context parallelism each rank computes a *shard* of the row: its queries are local, keys and values are those of the
-whole row. The row is cut into 2·size chunks and rank r computes chunks r and 2·size−1−r (zigzag), because under a causal
-mask the early rows see little and the late ones much: the two together cost every rank about the same.
+Under context parallelism each rank computes a *shard* of the row: its queries are local, keys and values are those of
+the whole row. The row is cut into 2·size chunks and rank r computes chunks r and 2·size−1−r (zigzag), because under a
+causal mask the early rows see little and the late ones much: the two together cost every rank about the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Segment:
 class Part:
     """Consecutive queries of one run of tokens, each of which sees the prompt before the run and the run up to itself.
 
-    A prompt and its first response are one run (plain causal attention); every other response is a run behind the prompt.
+    A prompt and its first response are one run (plain causal attention); every other response is a run behind the
+    prompt.
     """
 
     query: int
@@ -125,7 +126,8 @@ class Layout:
         )
 
     def shard(self, rank: int, size: int) -> Layout:
-        """What context-parallel rank `rank` of `size` computes (see above). S must be a multiple of 2·size (`aligned`)."""
+        """What context-parallel rank `rank` of `size` computes (see above). S must be a multiple of 2·size
+        (`aligned`)."""
         if size == 1:
             return self
         if self.shards > 1 or self.size % (2 * size):
@@ -171,8 +173,10 @@ class Layout:
 
     @cached_property
     def membership(self) -> tuple[Tensor, Tensor]:
-        """Of each token of the whole row: its segment's number, and 0 in a prompt or k in the k-th response; [row_size] each."""
-        segment, part = [], []
+        """Of each token of the whole row: its segment's number, and 0 in a prompt or k in the k-th response; [row_size]
+        each."""
+        segment = []
+        part = []
         for number, span in enumerate(self.segments):
             segment += [number] * span.length
             part += [k for k, length in enumerate((span.prompt, *span.responses)) for _ in range(length)]
@@ -181,7 +185,8 @@ class Layout:
 
     @cached_property
     def mask(self) -> Tensor:
-        """[S, row_size] bool, True = may see: causal, inside the segment, own response and the prompt only (Figure 2)."""
+        """[S, row_size] bool, True = may see: causal, inside the segment, own response and the prompt only (Figure
+        2)."""
         return self.visible(self.rows, torch.arange(self.row_size, device=self.rows.device))
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
@@ -198,7 +203,8 @@ class Layout:
         place = 0
         for first, last in self._ranges():
             for prompt, start, end in self._runs():
-                a, b = max(first, start), min(last, end)
+                a = max(first, start)
+                b = min(last, end)
                 if a < b:
                     found.append(Part(place, b - a, prompt, (start, b - start)))
                     place += b - a
@@ -238,7 +244,8 @@ def layout(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], shar
     targets: list[int] = []
     segments: list[Segment] = []
     for prompt, responses in spans:
-        start, last = len(ids), len(ids) + len(prompt) - 1
+        start = len(ids)
+        last = len(ids) + len(prompt) - 1
         ids += prompt
         positions += range(len(prompt))
         for response in responses:

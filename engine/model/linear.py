@@ -1,8 +1,8 @@
 """Matrix products of Megatron's linear layers on a CPU in fp32: by oneDNN where they are large, else by torch.
 
-torch hands fp32 products to MKL, which takes AVX2 on processors of another maker: half the speed that a core with AVX-512 has.
-oneDNN, which torch ships too, asks the processor. Which of the two computes a product depends on its sizes alone, so
-equal inputs give equal bits.
+torch hands fp32 products to MKL, which takes AVX2 on processors of another maker: half the speed that a core with
+AVX-512 has. oneDNN, which torch ships too, asks the processor. Which of the two computes a product depends on its sizes
+alone, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from megatron.core.tensor_parallel.layers import (
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LARGE = 1 << 22
-"""Multiplications from which oneDNN is worth its setting up, about 0.6 ms at the first product of some sizes (measured)."""
+"""Multiplications from which oneDNN is worth its setting up, about 0.6 ms at the first product of some sizes
+(measured)."""
 BLOCK = 128
-"""oneDNN gets a multiple of so many tokens, torch the rest: each of its sizes keeps about 0.7 MiB for ever (measured), and
-there are as many lengths as micro-batches."""
+"""oneDNN gets a multiple of so many tokens, torch the rest: each of its sizes keeps about 0.7 MiB for ever (measured),
+and there are as many lengths as micro-batches."""
 
 
 def put_in(model: torch.nn.Module) -> None:
-    """Let the model's linear layers multiply by `linear`: they leave the product to a method that is meant to be replaced."""
+    """Let the model's linear layers multiply by `linear`: they leave the product to a method that is meant to be
+    replaced."""
     if not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():
@@ -37,7 +42,12 @@ def put_in(model: torch.nn.Module) -> None:
 
 
 def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, allreduce_dgrad: bool, sequence_parallel: bool, tp_group: Any,  # noqa: ANN401
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any,  # noqa: ANN401
     **unused: Any,  # noqa: ANN401
 ) -> Tensor:
     """x [S, b, k] · weightᵀ + bias, weight [n, k] → [S, b, n]. Arguments of Megatron's products.
@@ -45,9 +55,18 @@ def linear(
     The gradient of a weight with a `main_grad` is added to it; autograd gets None.
     """
     if input.dtype is not torch.float32 or input.device.type != "cpu":
-        product = linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
-        theirs: Tensor = product(input, weight, bias, allreduce_dgrad=allreduce_dgrad, sequence_parallel=sequence_parallel,
-                                 tp_group=tp_group, **unused)
+        product = (
+            linear_with_grad_accumulation_and_async_allreduce if weight.requires_grad else linear_with_frozen_weight
+        )
+        theirs: Tensor = product(
+            input,
+            weight,
+            bias,
+            allreduce_dgrad=allreduce_dgrad,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            **unused,
+        )
         return theirs
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
@@ -102,7 +121,9 @@ def _to_weight(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
 
 def _transposed_times(grad: Tensor, x: Tensor) -> Tensor:
     """gradᵀ · x. oneDNN copies its first factor: the smaller one, unless transposing the result costs more."""
-    tokens, (outputs, inputs) = len(x), (grad.shape[1], x.shape[1])
+    tokens = len(x)
+    outputs = grad.shape[1]
+    inputs = x.shape[1]
     if (tokens + 2 * outputs) * inputs < tokens * outputs:
         return _by_onednn(x.t(), grad).t()
     return _by_onednn(grad.t(), x)

@@ -58,16 +58,25 @@ class Statistics(NamedTuple):
 
 @overload
 def token_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float, vocabulary: int | None = None, chunk: int | None = None,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    vocabulary: int | None = None,
+    chunk: int | None = None,
     entropy: Literal[True] = True,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def token_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float, vocabulary: int | None = None, chunk: int | None = None,
-    *, entropy: Literal[False],
-) -> tuple[Tensor, None]: ...  # fmt: skip
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    vocabulary: int | None = None,
+    chunk: int | None = None,
+    *,
+    entropy: Literal[False],
+) -> tuple[Tensor, None]: ...
 
 
 def token_logprobs(
@@ -80,10 +89,11 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(logits / temperature) at the targets, and the entropy in nats: both [T] fp32 and with gradients.
 
-    logits [T, V/tensor] (any float type): this tensor rank's slice, on one rank all; targets [T] ids of the whole vocabulary.
-    Columns from `vocabulary` on (padding of the last ranks) are no tokens: probability 0, as a target −inf. `chunk`: rows
-    taken at a time. Without `entropy` (a quarter to a third cheaper when only scoring) None stands in its place.
-    A collective of the tensor-parallel group, also for T = 0; the gradients that come back must be the same on its ranks.
+    logits [T, V/tensor] (any float type): this tensor rank's slice, on one rank all; targets [T] ids of the whole
+    vocabulary. Columns from `vocabulary` on (padding of the last ranks) are no tokens: probability 0, as a target −inf.
+    `chunk`: rows taken at a time. Without `entropy` (a quarter to a third cheaper when only scoring) None stands in its
+    place. A collective of the tensor-parallel group, also for T = 0; the gradients that come back must be the same on
+    its ranks.
     """
     job = _job(logits, temperature, vocabulary, chunk)
     if torch.is_grad_enabled() and logits.requires_grad:
@@ -105,8 +115,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_chosen: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, None, None, None]:  # noqa: ANN401
-        """With p the probabilities: ∂ log p_target / ∂z = 1_target − p, ∂H / ∂z = −p (log p + H), z = logits / temperature."""
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        of_chosen: Tensor | None,
+        of_entropy: Tensor | None,
+    ) -> tuple[Tensor | None, None, None, None]:
+        """With p the probabilities: ∂ log p_target / ∂z = 1_target − p, ∂H / ∂z = −p (log p + H), z = logits /
+        temperature."""
         if of_chosen is None and of_entropy is None:
             return None, None, None, None
         logits, targets, *saved = ctx.saved_tensors
@@ -114,13 +129,21 @@ class _TokenLogprobs(torch.autograd.Function):
         inverse = 1.0 / ctx.job.temperature
         of_chosen = torch.zeros_like(found.chosen) if of_chosen is None else of_chosen * inverse
         of_entropy = None if of_entropy is None else of_entropy * inverse
-        return _gradient(logits, targets, ctx.job, found, of_chosen, of_entropy), None, None, None
+        return (
+            _gradient(
+                logits=logits, targets=targets, job=ctx.job, found=found, of_chosen=of_chosen, of_entropy=of_entropy
+            ),
+            None,
+            None,
+            None,
+        )
 
 
 def _gradient(
     logits: Tensor, targets: Tensor, job: Job, found: Statistics, of_chosen: Tensor, of_entropy: Tensor | None
 ) -> Tensor:
-    """[T, V/tensor] of the logits, from the [T] gradients of the two results, both already divided by the temperature."""
+    """[T, V/tensor] of the logits, from the [T] gradients of the two results, both already divided by the
+    temperature."""
     grad = torch.empty_like(logits)
     columns = grad[:, : job.part.size]
     grad[:, job.part.size :] = 0.0
@@ -131,7 +154,8 @@ def _gradient(
         parts += [found.top, found.entropy - found.rest, of_entropy * share]
     scaled = _Scaled(logits, job, found.chosen.dtype)
     for out, rows, first, *second in zip(*(part.split(job.rows) for part in parts), strict=True):
-        weight, logs = first[:, None], scaled(rows, second[0] if second else None)
+        weight = first[:, None]
+        logs = scaled(rows, second[0] if second else None)
         part = _softmax(logs, out)
         if second:  # log p + H = logs − rest + H
             weight = logs.add_(second[1][:, None]).mul_(second[2][:, None]).add_(weight)
@@ -139,14 +163,17 @@ def _gradient(
         if part is not out:
             out.copy_(part)
     if job.part.size:
-        _at_targets(columns, targets, job.part, found, of_chosen, of_entropy)
+        _at_targets(
+            grad=columns, targets=targets, part=job.part, found=found, of_chosen=of_chosen, of_entropy=of_entropy
+        )
     return grad
 
 
 def _at_targets(
     grad: Tensor, targets: Tensor, part: Slice, found: Statistics, of_chosen: Tensor, of_entropy: Tensor | None
 ) -> None:
-    """Put in the gradient at the target, where 1 − p is a small difference: from log p, before rounding to grad's type."""
+    """Put in the gradient at the target, where 1 − p is a small difference: from log p, before rounding to grad's
+    type."""
     value = of_chosen * -found.chosen.expm1()
     if of_entropy is not None:
         value -= of_entropy * found.chosen.exp() * (found.chosen + found.entropy)
@@ -166,9 +193,12 @@ def _job(logits: Tensor, temperature: float, vocabulary: int | None, chunk: int 
     width = logits.shape[1]
     group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
     if group is None or group.size() == 1:
-        rank, size, group = 0, 1, None
+        rank = 0
+        size = 1
+        group = None
     else:
-        rank, size = group.rank(), group.size()
+        rank = group.rank()
+        size = group.size()
     real = width * size if vocabulary is None else vocabulary
     part = Slice(rank * width, min(max(real - rank * width, 0), width), group)
     limit = CHUNK_BYTES.get(logits.device.type, CHUNK_BYTES_ELSEWHERE)
@@ -190,12 +220,14 @@ def _statistics(logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> Sta
     if job.part.group is not None:
         rest, share, surprise, chosen = _combine((own - top) / job.temperature + rest, surprise, chosen, job.part.group)
     chosen = (chosen - rest).masked_fill_(targets.clamp(0, job.vocabulary - 1) != targets, -torch.inf)
-    return Statistics(chosen, top, rest, share, surprise if entropy else None)
+    return Statistics(chosen=chosen, top=top, rest=rest, share=share, entropy=surprise if entropy else None)
 
 
 def _own_slice(logits: Tensor, top: Tensor, job: Job, entropy: bool) -> tuple[Tensor, Tensor]:
-    """[T] `rest` and [T] entropy of this slice alone, [T, size], with its maximum; the entropy is left 0 when not wanted."""
-    most, expected = torch.empty_like(top), torch.zeros_like(top)
+    """[T] `rest` and [T] entropy of this slice alone, [T, size], with its maximum; the entropy is left 0 when not
+    wanted."""
+    most = torch.empty_like(top)
+    expected = torch.zeros_like(top)
     scaled = _Scaled(logits, job, top.dtype)
     spare = logits.new_empty(min(job.rows, len(logits)), logits.shape[1], dtype=top.dtype)
     for rows, above, out, mean in zip(*(part.split(job.rows) for part in (logits, top, most, expected)), strict=True):
@@ -218,7 +250,8 @@ def _chosen(logits: Tensor, targets: Tensor, top: Tensor, job: Job) -> Tensor:
 
 
 def _combine(logs: Tensor, surprise: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """From slices to the whole. `logs` [T] = log Z_r, H_r a slice's entropy: Z = Σ Z_r, H = Σ (Z_r/Z) (H_r − log(Z_r/Z))."""
+    """From slices to the whole. `logs` [T] = log Z_r, H_r a slice's entropy: Z = Σ Z_r, H = Σ (Z_r/Z) (H_r −
+    log(Z_r/Z))."""
     logs = logs.clamp(min=-1000.0)  # not −inf: its product with a probability of 0 must be 0
     total = logs.exp()
     sums = torch.stack([total, total * (surprise - logs), chosen])
@@ -232,7 +265,8 @@ class _Scaled:
     """logits / temperature of chunks, in a buffer that is used again for the next chunk."""
 
     def __init__(self, logits: Tensor, job: Job, dtype: torch.dtype) -> None:
-        self._inverse, self._dtype = 1.0 / job.temperature, dtype
+        self._inverse = 1.0 / job.temperature
+        self._dtype = dtype
         self._buffer: Tensor | None = None
         self._size = (min(job.rows, len(logits)), job.part.size)
 

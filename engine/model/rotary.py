@@ -37,7 +37,8 @@ class RotaryAtPositions(torch.nn.Module):
         angles = torch.outer(positions.float(), self.frequencies)[:, None, None, :]
         if not self.tables:
             return torch.cat([angles, angles], dim=-1)
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         return torch.stack([torch.cat(pair, dim=-1) for pair in ((cos, cos), (-sin, sin), (sin, -sin))])
 
 
@@ -89,7 +90,9 @@ def stretched(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     A wavelength that fits often into the original context stays, one that does not fit is stretched by the factor, and
     those between get a mean of both, weighted by how often they fit.
     """
-    fits = scaling.original_context / (2 * math.pi / plain)  # in this order it is bit for bit what transformers computes
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # in this order it is bit for bit what transformers computes
+    fits = scaling.original_context / (2 * math.pi / plain)
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     kept = ((fits - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * plain / scaling.factor + kept * plain

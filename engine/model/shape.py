@@ -90,8 +90,10 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise BadInput(f"model.path {folder}: no config.json there; expected a Hugging Face folder with config.json, "
-                       "tokenizer files and *.safetensors")
+        raise BadInput(
+            f"model.path {folder}: no config.json there; expected a Hugging Face folder with config.json, "
+            "tokenizer files and *.safetensors"
+        )
     try:
         config = json.loads(path.read_text())
     except ValueError as error:  # also of text that is not UTF-8
@@ -103,7 +105,9 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
         raise BadInput(f"{path}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}")
     _refuse_variants(path, architecture, config)
     if weights and not list(folder.glob("*.safetensors")):
-        raise BadInput(f"model.path {folder}: no *.safetensors there; other weight formats are not read (pickle is unsafe)")
+        raise BadInput(
+            f"model.path {folder}: no *.safetensors there; other weight formats are not read (pickle is unsafe)"
+        )
     try:
         return _checked(path, _shape(architecture, config))
     except KeyError as error:
@@ -113,7 +117,8 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
 
 
 def _shape(architecture: str, config: Mapping[str, Any]) -> ModelShape:
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    heads = int(config["num_attention_heads"])
     rope = _rope(config)
     theta = rope.get("rope_theta") or config.get("rope_theta") or UNDECLARED_ROPE_THETA
     return ModelShape(
@@ -154,7 +159,8 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3Scalin
 
 
 def _experts(config: Mapping[str, Any]) -> Experts:
-    step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    step = int(config.get("decoder_sparse_step", 1))
+    dense = config.get("mlp_only_layers") or ()
     return Experts(
         count=int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]),  # 5 or 4
         per_token=int(config["num_experts_per_tok"]),
@@ -182,17 +188,29 @@ def _refuse_variants(path: Path, architecture: str, config: Mapping[str, Any]) -
 
 def _checked(path: Path, shape: ModelShape) -> ModelShape:
     """The shape, with sizes that can be meant."""
-    sizes = (shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate, shape.vocabulary)
+    sizes = (
+        shape.layers,
+        shape.hidden,
+        shape.heads,
+        shape.kv_heads,
+        shape.head_dim,
+        shape.intermediate,
+        shape.vocabulary,
+    )
     if min(sizes) < 1:
         raise BadInput(f"{path}: sizes must be positive, found {shape}")
     if shape.heads % shape.kv_heads:
-        raise BadInput(f"{path}: num_attention_heads {shape.heads} is no multiple of num_key_value_heads {shape.kv_heads}")
+        raise BadInput(
+            f"{path}: num_attention_heads {shape.heads} is no multiple of num_key_value_heads {shape.kv_heads}"
+        )
     experts = shape.experts
     if experts and not 1 <= experts.per_token <= experts.count:
         raise BadInput(f"{path}: num_experts_per_tok {experts.per_token} must be 1 to the {experts.count} experts")
     if experts and experts.normalised and experts.per_token == 1:
-        raise BadInput(f"{path}: norm_topk_prob with num_experts_per_tok = 1 leaves the router without a gradient; "
-                       "it is not supported, only two or more experts per token")
+        raise BadInput(
+            f"{path}: norm_topk_prob with num_experts_per_tok = 1 leaves the router without a gradient; "
+            "it is not supported, only two or more experts per token"
+        )
     return shape
 
 

@@ -92,7 +92,8 @@ class TriModel:
 
         [] on all but the last pipeline stage. A collective of the replica (of those that share experts, too).
         """
-        rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        rank = parallel_state.get_context_parallel_rank()
+        size = parallel_state.get_context_parallel_world_size()
         row = layout([(token_ids[:1], [token_ids[1:]])]).aligned(self._multiple).shard(rank, size).to(self.device)
         (scores,) = score(self.policy, [row], 1.0, self.shape.vocabulary)
         if scores is None:

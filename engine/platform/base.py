@@ -77,7 +77,9 @@ class Platform(ABC):
 
         expected = set(self.rng_state())
         if set(state) != expected:
-            raise BadInput(f"random state has the streams {sorted(state)}, this rank on {self.name} has {sorted(expected)}")
+            raise BadInput(
+                f"random state has the streams {sorted(state)}, this rank on {self.name} has {sorted(expected)}"
+            )
         version, internal, gauss = json.loads(bytes(state["python"].tolist()))
         random.setstate((version, tuple(internal), gauss))
         torch.set_rng_state(state["cpu"])
@@ -104,8 +106,10 @@ class Accelerator(Platform):
         """Devices are numbered as the ranks on this machine. Raises BadInput if there are fewer."""
         count = self.api().device_count()
         if local_rank >= count:
-            raise BadInput(f"rank {local_rank} of this machine has no {self.name} device: there are {count}; "
-                           "lower the ranks per machine or make more devices visible")
+            raise BadInput(
+                f"rank {local_rank} of this machine has no {self.name} device: there are {count}; "
+                "lower the ranks per machine or make more devices visible"
+            )
         return torch.device(self.name, local_rank)
 
     def set_device(self, local_rank: int) -> torch.device:

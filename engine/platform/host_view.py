@@ -1,9 +1,9 @@
 """Megatron-core on a CPU: what its modules expect of `torch.cuda`, answered by the host.
 
 megatron-core calls `torch.cuda`, `device="cuda"` and `tensor.cuda()` in many places. Instead of patching the real torch
-(which every other library in the process would see), each `megatron.core.*` module gets a private *view* of torch in which
-these names mean the CPU. What no view reaches (methods of tensors, names of types) is renamed in the code of the few
-functions that use it. MindSpeed does the same for Ascend with its `megatron_adaptor` and `transfer_to_npu`.
+(which every other library in the process would see), each `megatron.core.*` module gets a private *view* of torch in
+which these names mean the CPU. What no view reaches (methods of tensors, names of types) is renamed in the code of the
+few functions that use it. MindSpeed does the same for Ascend with its `megatron_adaptor` and `transfer_to_npu`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ def _renamed(code: types.CodeType) -> types.CodeType:
 
     return code.replace(
         co_consts=tuple(host(constant) for constant in code.co_consts),
-        co_names=tuple("cpu" if name == "cuda" else name for name in code.co_names),  # `torch.cpu` of the view is its cuda
+        co_names=tuple(
+            "cpu" if name == "cuda" else name for name in code.co_names
+        ),  # `torch.cpu` of the view is its cuda
     )
 
 

@@ -1,7 +1,7 @@
 """Ascend NPUs: torch_npu, HCCL, MindSpeed's adaptor under Megatron, npu_fusion_attention.
 
-Written against torch_npu 2.13 and MindSpeed's branch core_r0.16.0 (which pairs with megatron-core 0.16.1). It has not run on
-an NPU: the attention call is tested against the operator's published schema, the rest is not tested.
+Written against torch_npu 2.13 and MindSpeed's branch core_r0.16.0 (which pairs with megatron-core 0.16.1). It has not
+run on an NPU: the attention call is tested against the operator's published schema, the rest is not tested.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ class Npu(Accelerator):
         """torch_npu (whose import needs CANN), a device, and MindSpeed."""
         if binding := self._missing_binding():
             return binding
-        return None if importlib.util.find_spec("mindspeed") else "the package mindspeed (branch core_r0.16.0) is not installed"
+        return (
+            None
+            if importlib.util.find_spec("mindspeed")
+            else "the package mindspeed (branch core_r0.16.0) is not installed"
+        )
 
     def present(self) -> bool:
         """A machine with NPUs is meant to be used as one: there "auto" does not fall back when MindSpeed is missing."""
@@ -48,9 +52,11 @@ class Npu(Accelerator):
         return vars(torch)["npu"]
 
     def adapt_megatron(self) -> None:
-        """Import MindSpeed's adaptor, which patches megatron-core. It reads its features from the command line, so hide ours."""
+        """Import MindSpeed's adaptor, which patches megatron-core. It reads its features from the command line, so hide
+        ours."""
         importlib.import_module("torch_npu")
-        arguments, sys.argv = sys.argv, sys.argv[:1]
+        arguments = sys.argv
+        sys.argv = sys.argv[:1]
         try:
             importlib.import_module("mindspeed.megatron_adaptor")
         finally:

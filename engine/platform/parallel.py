@@ -39,7 +39,7 @@ def session(
     device = platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(platform.backend, timeout=timedelta(seconds=timeout_s))
     with _ending():
-        _lay_out(tensor, pipeline, context, expert, timeout_s)
+        _lay_out(tensor=tensor, pipeline=pipeline, context=context, expert=expert, timeout_s=timeout_s)
         _seed(seed)
         yield device
 
@@ -53,7 +53,7 @@ def single(platform: Platform, seed: int = 0) -> Iterator[torch.device]:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group(platform.backend, store=store, rank=0, world_size=1)
         with _ending():
-            _lay_out(1, 1, 1, 1, TIMEOUT_S)
+            _lay_out(tensor=1, pipeline=1, context=1, expert=1, timeout_s=TIMEOUT_S)
             _seed(seed)
             yield device
 
@@ -74,8 +74,10 @@ def _lay_out(tensor: int, pipeline: int, context: int, expert: int, timeout_s: f
     from megatron.core import parallel_state
 
     ranks = dist.get_world_size()
-    for sizes in ({"tensor": tensor, "pipeline": pipeline, "context": context},
-                  {"pipeline": pipeline, "expert": expert}):
+    for sizes in (
+        {"tensor": tensor, "pipeline": pipeline, "context": context},
+        {"pipeline": pipeline, "expert": expert},
+    ):
         product = math.prod(sizes.values())
         if ranks % product:
             text = " × ".join(f"parallel.{name} {size}" for name, size in sizes.items())

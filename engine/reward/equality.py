@@ -1,8 +1,8 @@
 r"""Whether two answers in LaTeX are the same: structure here, formulas by math-verify.
 
 Numbers, words, numerals with a base, tuples, intervals, lists, sets, unions and matrices are taken apart and compared
-exactly, in order where order counts. Only what is left, one formula against another, goes to SymPy: it would take tuples for
-intervals, words for products of letters (so anagrams for equal) and drop the base of a numeral.
+exactly, in order where order counts. Only what is left, one formula against another, goes to SymPy: it would take
+tuples for intervals, words for products of letters (so anagrams for equal) and drop the base of a numeral.
 """
 
 from __future__ import annotations
@@ -27,11 +27,28 @@ _SIZES = r"left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad"
 _SOFT = re.compile(rf"\\(?:{_SIZES})(?![a-zA-Z])\s*|(?<!\\)\\[!,;: ]|~")
 _TEXT = re.compile(r"\\(?:mbox|textnormal|textrm|textbf|textit|mathrm|mathbf|operatorname)(?=\s*\{)")
 _REPLACED = {
-    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\leq": "\\le", "\\geq": "\\ge", "\\ldots": "\\dots",
-    "\\times": "\\cdot", "\\degree": "^\\circ", "\\degrees": "^\\circ", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\%": "%",
-    "^{\\circ}": "^\\circ", "{,}": ",", "°": "^\\circ",
-    "−": "-", "–": "-", "×": "\\cdot", "π": "\\pi ", "∞": "\\infty ", "∪": "\\cup ",
-}  # fmt: skip
+    "\\dfrac": "\\frac",
+    "\\tfrac": "\\frac",
+    "\\cfrac": "\\frac",
+    "\\leq": "\\le",
+    "\\geq": "\\ge",
+    "\\ldots": "\\dots",
+    "\\times": "\\cdot",
+    "\\degree": "^\\circ",
+    "\\degrees": "^\\circ",
+    "\\lbrace": "\\{",
+    "\\rbrace": "\\}",
+    "\\%": "%",
+    "^{\\circ}": "^\\circ",
+    "{,}": ",",
+    "°": "^\\circ",
+    "−": "-",
+    "–": "-",
+    "×": "\\cdot",
+    "π": "\\pi ",
+    "∞": "\\infty ",
+    "∪": "\\cup ",
+}
 _KEYS = (re.escape(key) + ("(?![a-zA-Z])" if key[-1].isascii() and key[-1].isalpha() else "") for key in _REPLACED)
 _REPLACE = re.compile("|".join(_KEYS))
 _GROUPED = re.compile(r"(?<=\d)(?:,?\s*\\[!,]\s*|\{,\})(?=\d{3}(?!\d))")
@@ -44,8 +61,19 @@ h hr hour, day, week, month, year, cent, dollar, euro, mph, am, pm, gallon, lite
 _KNOWN = {name: names.split()[0] for names in _NAMES.split(",") for name in names.split()}
 _NAMED = re.compile(r"[a-zA-Z](?:_\{?\w\}?)?(?:\([a-z]\))?(?:=|\\in(?![a-z]))(?=.)")
 _BASE = re.compile(r"(-?[0-9A-Z]+)_(?:\{(?:\\text\{)?(\w+)\}?\}|(\d))")
-_BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10",
-          "twelve": "12", "sixteen": "16"}  # fmt: skip
+_BASES = {
+    "two": "2",
+    "three": "3",
+    "four": "4",
+    "five": "5",
+    "six": "6",
+    "seven": "7",
+    "eight": "8",
+    "nine": "9",
+    "ten": "10",
+    "twelve": "12",
+    "sixteen": "16",
+}
 _WORDS = re.compile(r"\(?(?:\\text\{[^{}\\]*\}|[A-Z]{3,}|[A-Z]?[a-z]{3,})\)?[.,]?")
 _RELATION = re.compile(r"(\\le|\\ge|\\lt|\\gt|<|>)(?![a-z])")
 _TURNED = {"\\le": "\\ge", "\\ge": "\\le", "<": ">", ">": "<", "\\lt": "\\gt", "\\gt": "\\lt"}
@@ -54,8 +82,10 @@ _AND = re.compile(r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:an
 
 
 def same(gold: str, found: str) -> bool:
-    """Whether `found` states the answer `gold`. Not symmetric: names, units and brackets that gold has may be left out."""
-    first, second = canonical(tidy(gold)), canonical(found)
+    """Whether `found` states the answer `gold`. Not symmetric: names, units and brackets that gold has may be left
+    out."""
+    first = canonical(tidy(gold))
+    second = canonical(found)
     return bool(second) and _same(first, second, 4)
 
 
@@ -83,7 +113,19 @@ def _same(gold: str, found: str, depth: int) -> bool:
         return True
     if not depth:
         return False
-    for compare in (_units, _numbers, _numerals, _matrices, _words, _relations, _chains, _named, _unions, _brackets, _lists):
+    for compare in (
+        _units,
+        _numbers,
+        _numerals,
+        _matrices,
+        _words,
+        _relations,
+        _chains,
+        _named,
+        _unions,
+        _brackets,
+        _lists,
+    ):
         verdict = compare(gold, found, depth)
         if verdict is not None:
             return verdict
@@ -98,7 +140,8 @@ def _units(gold: str, found: str, depth: int) -> bool | None:
     one, other = (_unit(text) for text in (gold, found))
     if one and other and one != other:
         return False
-    (_, scale), (_, other_scale) = scaled(gold), scaled(found)
+    (_, scale) = scaled(gold)
+    (_, other_scale) = scaled(found)
     return False if scale != other_scale and None in (number(gold), number(found)) else None
 
 
@@ -110,10 +153,12 @@ def _unit(text: str) -> str:
 
 def _numbers(gold: str, found: str, depth: int) -> bool | None:
     """Two numbers, perhaps with units."""
-    one, other = number(gold), number(found)
+    one = number(gold)
+    other = number(found)
     if one is None or other is None:
         return None
-    (value, percent), (given, other_percent) = one, other
+    (value, percent) = one
+    (given, other_percent) = other
     near = min(TOLERANCE, abs(value) * RELATIVE) if "." in gold or "." in found else 0
     if abs(value - given) <= near:
         return True
@@ -135,7 +180,8 @@ def _numerals(gold: str, found: str, depth: int) -> bool | None:
 
 
 def _matrices(gold: str, found: str, depth: int) -> bool | None:
-    one, other = _MATRIX.fullmatch(gold), _MATRIX.fullmatch(found)
+    one = _MATRIX.fullmatch(gold)
+    other = _MATRIX.fullmatch(found)
     if one is None:
         return None
     if other is None:
@@ -143,7 +189,9 @@ def _matrices(gold: str, found: str, depth: int) -> bool | None:
     rows = [[row.split("&") for row in re.split(r"\\\\", match[2].strip()) if row.strip()] for match in (one, other)]
     if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
         return False
-    return all(_same(a, b, depth - 1) for ours, theirs in zip(*rows, strict=True) for a, b in zip(ours, theirs, strict=True))
+    return all(
+        _same(a, b, depth - 1) for ours, theirs in zip(*rows, strict=True) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _words(gold: str, found: str, depth: int) -> bool | None:
@@ -171,11 +219,15 @@ def _relations(gold: str, found: str, depth: int) -> bool | None:
 
 
 def _chains(gold: str, found: str, depth: int) -> bool | None:
-    r"""0.56 = 56\%: any of the numbers will do, and no other may stand beside it, nor a sum of another value: 3 = 5 is not 5."""
+    r"""0.56 = 56\%: any of the numbers will do, and no other may stand beside it, nor a sum of another value: 3 = 5 is
+    not 5."""
     ours, theirs = (re.split(r"=|\\approx(?![a-z])", text) for text in (gold, found))
     if len(ours) == 1 or not all(number(part) for part in ours):
-        value, stated = gold[name.end() :] if (name := _NAMED.match(gold)) else gold, found.split("=")
-        wrong = "=" not in value and len(found) <= LONGEST and any(_other_value(value, part, depth) for part in stated[:-1])
+        value = gold[name.end() :] if (name := _NAMED.match(gold)) else gold
+        stated = found.split("=")
+        wrong = (
+            "=" not in value and len(found) <= LONGEST and any(_other_value(value, part, depth) for part in stated[:-1])
+        )
         return False if wrong else None
     return all(any(_same(ours_part, part, depth - 1) for ours_part in ours) for part in theirs)
 
@@ -185,7 +237,8 @@ def _other_value(gold: str, part: str, depth: int) -> bool:
 
     A decimal may be a rounded value: 14/3 = 4.67 states 4.67.
     """
-    exact, given = number(gold), number(part)
+    exact = number(gold)
+    given = number(part)
     if exact is not None and "." in gold:
         unit = Fraction(1, 10 ** len(re.sub(r".*\.|\D", "", gold)))
         return given is not None and abs(exact[0] - given[0]) > unit / 2 and not _same(gold, part, depth - 1)
@@ -195,8 +248,10 @@ def _other_value(gold: str, part: str, depth: int) -> bool:
 
 def _named(gold: str, found: str, depth: int) -> bool | None:
     r"""x = 5 and x \in [0, 1] for 5 and [0, 1]; of two names both must be the same."""
-    one, other = _NAMED.match(gold), _NAMED.match(found)
-    ours, theirs = gold[one.end() if one else 0 :], found[other.end() if other else 0 :]
+    one = _NAMED.match(gold)
+    other = _NAMED.match(found)
+    ours = gold[one.end() if one else 0 :]
+    theirs = found[other.end() if other else 0 :]
     if not (one or other) or "=" in ours + theirs or (one and other and one[0] != other[0]):
         return None
     return _same(ours, theirs, depth - 1)
@@ -211,7 +266,8 @@ def _unions(gold: str, found: str, depth: int) -> bool | None:
 
 def _brackets(gold: str, found: str, depth: int) -> bool | None:
     """(a, b), [a, b), {a, b}: kinds of brackets and entries, in order but in sets."""
-    one, other = bracketed(gold), bracketed(found)
+    one = bracketed(gold)
+    other = bracketed(found)
     if one is None:
         return None
     if other is None:
@@ -219,7 +275,11 @@ def _brackets(gold: str, found: str, depth: int) -> bool | None:
         return _in_order(one[1], loose, depth) if gold[0] == "(" and len(loose) == len(one[1]) else False
     if one[0] != other[0]:
         return False
-    return _matched(_spread(one[1]), _spread(other[1]), depth) if one[0] == "\\{\\}" else _in_order(one[1], other[1], depth)
+    return (
+        _matched(_spread(one[1]), _spread(other[1]), depth)
+        if one[0] == "\\{\\}"
+        else _in_order(one[1], other[1], depth)
+    )
 
 
 def bracketed(text: str) -> tuple[str, list[str]] | None:
@@ -235,7 +295,8 @@ def bracketed(text: str) -> tuple[str, list[str]] | None:
 
 def _lists(gold: str, found: str, depth: int) -> bool | None:
     r"""1, 2 and 3 in any order; \pm is two entries; braces around may come or go."""
-    ours, theirs = _entries(gold), _entries(found)
+    ours = _entries(gold)
+    theirs = _entries(found)
     if len(ours) == 1 and len(theirs) == 1:
         return None
     return _matched(ours, theirs, depth)
@@ -274,7 +335,9 @@ def _matched(ours: Sequence[str], theirs: Sequence[str], depth: int) -> bool:
 
 def split(text: str, separator: str) -> list[str]:
     """The parts between separators that stand in no bracket."""
-    parts, depth, start = [], 0, 0
+    parts = []
+    depth = 0
+    start = 0
     for token in re.finditer(r"\\cup|\\[{}]|\\.|[()\[\]{},]", text, re.DOTALL):
         if token[0] == separator and depth == 0:
             parts.append(text[start : token.start()])

@@ -18,8 +18,14 @@ _HEAVY = re.compile(r"\\(?:sum|prod|int|lim|oint|iint)(?![a-z])")
 
 
 def equal(gold: str, found: str) -> bool:
-    """Whether two formulas are the same; False, unseen, for a found one that would take minutes or gigabytes to evaluate."""
-    if len(found) > LONGEST or nesting(found) > 30 or _TOWER.search(found) or (_HEAVY.search(found) and not _HEAVY.search(gold)):
+    """Whether two formulas are the same; False, unseen, for a found one that would take minutes or gigabytes to
+    evaluate."""
+    if (
+        len(found) > LONGEST
+        or nesting(found) > 30
+        or _TOWER.search(found)
+        or (_HEAVY.search(found) and not _HEAVY.search(gold))
+    ):
         return False
     from math_verify import verify  # here, not above: SymPy takes half a second that `exact` need not wait for
 

@@ -13,12 +13,15 @@ _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "
 _SCALE = f"(?:(?:{'|'.join(_SCALES)})s?(?![a-z]) ?)+"
 _SCALED = re.compile(rf"([^=,;]*?(?:[\d}}]|[a-z](?=\\text)))(\\text\{{)?({_SCALE})(?:of )?([^=,;]*)")
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
-_NUMBER = re.compile(rf"\$?([+-]?)\$?(?:({_DECIMAL})|\\frac\{{(-?\d+)\}}\{{(-?\d+)\}}|(\d+)/(\d+)|\((-?\d+)\)/\(?(\d+)\)?)(%?)")
+_NUMBER = re.compile(
+    rf"\$?([+-]?)\$?(?:({_DECIMAL})|\\frac\{{(-?\d+)\}}\{{(-?\d+)\}}|(\d+)/(\d+)|\((-?\d+)\)/\(?(\d+)\)?)(%?)"
+)
 _MIXED = re.compile(r"([+-]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}")
 
 
 def number(text: str) -> tuple[Fraction, bool] | None:
-    r"""The value of a lone decimal, fraction or mixed number, and whether a per cent sign follows; None for anything else.
+    r"""The value of a lone decimal, fraction or mixed number, and whether a per cent sign follows; None for anything
+    else.
 
     A unit is left out, but a word for a number in its place counts: 5\text{ million dollars} is 5000000.
     """
@@ -28,7 +31,8 @@ def number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def scaled(text: str) -> tuple[str, int]:
-    r"""The text without such words as million after it, and what they multiply it by: 5\text{ million euros} → 5\text{euros}."""
+    r"""The text without such words as million after it, and what they multiply it by: 5\text{ million euros} →
+    5\text{euros}."""
     if len(text) > LONGEST or (match := _SCALED.fullmatch(text)) is None:
         return text, 1
     bare, inside, words, rest = match.groups()

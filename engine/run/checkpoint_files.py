@@ -1,8 +1,9 @@
 """What makes a folder a checkpoint: its name, its marker, and which ones are kept. Files only, no ranks, no tensors.
 
-The marker is written last and names every file with its size: readers trust a folder only if the marker is there and every
-file is as it says. It also holds a checksum of each file, which is compared when the checkpoint is loaded: XXH3 of the tensors
-(as fast as a disk reads), SHA-256 of the small files, since Megatron's format keeps its index as a pickle.
+The marker is written last and names every file with its size: readers trust a folder only if the marker is there and
+every file is as it says. It also holds a checksum of each file, which is compared when the checkpoint is loaded: XXH3
+of the tensors (as fast as a disk reads), SHA-256 of the small files, since Megatron's format keeps its index as a
+pickle.
 """
 
 from __future__ import annotations
@@ -105,11 +106,15 @@ def step_of(folder: Path) -> int:
 
 
 def incomplete(root: Path) -> dict[Path, str]:
-    """Half-written checkpoints under a root folder, oldest first, each with a sentence that names it and says what is wrong."""
+    """Half-written checkpoints under a root folder, oldest first, each with a sentence that names it and says what is
+    wrong."""
     broken = {folder: fault_of(folder) for folder in (*root.glob("step-*"), *root.glob(".step-*.partial"))}
     names = {folder: folder.name.removeprefix(".").removesuffix(".partial") for folder in broken}
-    return {folder: f"checkpoint {names[folder]} is incomplete ({broken[folder]}), ignored"
-            for folder in sorted(broken, key=lambda folder: names[folder]) if broken[folder]}  # fmt: skip
+    return {
+        folder: f"checkpoint {names[folder]} is incomplete ({broken[folder]}), ignored"
+        for folder in sorted(broken, key=lambda folder: names[folder])
+        if broken[folder]
+    }
 
 
 def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float], run: str = "") -> None:
@@ -137,8 +142,11 @@ def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float]
 def kept(markers: Mapping[str, Marker], last: int, best: int) -> set[str]:
     """Names of the checkpoints to keep: the `last` newest, and the `best` with the highest BEST_BY among all."""
     newest = sorted(markers, key=lambda name: markers[name]["step"], reverse=True)
-    ranked = sorted((name for name in newest if BEST_BY in markers[name].get("figures", {})),
-                    key=lambda name: markers[name]["figures"][BEST_BY], reverse=True)  # fmt: skip
+    ranked = sorted(
+        (name for name in newest if BEST_BY in markers[name].get("figures", {})),
+        key=lambda name: markers[name]["figures"][BEST_BY],
+        reverse=True,
+    )
     return set(newest[:last]) | set(ranked[:best])
 
 
@@ -155,8 +163,8 @@ def prune(root: Path, last: int, best: int) -> None:
 def check(folder: Path) -> None:
     """Refuse a checkpoint whose files are not those that its marker was written for, or whose index is no plain one.
 
-    Raises CheckpointError naming the file. To be called before Megatron reads the folder, which unpickles the index (design
-    contract 10). Reads every file once.
+    Raises CheckpointError naming the file. To be called before Megatron reads the folder, which unpickles the index
+    (design contract 10). Reads every file once.
     """
     if wrong := damage(folder, json.loads((folder / MARKER).read_text())):
         raise CheckpointError(f"checkpoint {folder}: {wrong}; delete this checkpoint to go on from the one before")
@@ -164,11 +172,14 @@ def check(folder: Path) -> None:
         entries = _Plain(file, folder).load().state_dict_metadata
     for name, entry in entries.items():
         if type(entry).__name__ != "TensorStorageMetadata":
-            raise CheckpointError(f"checkpoint {folder}: {name} is no tensor; Metronome's checkpoints hold tensors only")
+            raise CheckpointError(
+                f"checkpoint {folder}: {name} is no tensor; Metronome's checkpoints hold tensors only"
+            )
 
 
 def damage(folder: Path, marker: Marker) -> str | None:
-    """Which file of a folder is not the one that a marker was written for, by its checksum; None: all are. Reads every file."""
+    """Which file of a folder is not the one that a marker was written for, by its checksum; None: all are. Reads every
+    file."""
     small = {INDEX: None, **marker.get("sha256", {})}
     kinds = (("SHA-256", _sha256, small), ("XXH3", _xxh3, marker.get("xxh3_128", {})))
     for kind, checksum, expected in kinds:
@@ -188,8 +199,10 @@ class _Plain(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
         """What the pickle refers to, if it may."""
         if (module, name) not in PLAIN:
-            raise CheckpointError(f"checkpoint {self._folder}: {INDEX} refers to {module}.{name}, which no checkpoint of "
-                                  "Metronome does; it was not written by this program and is not read")
+            raise CheckpointError(
+                f"checkpoint {self._folder}: {INDEX} refers to {module}.{name}, which no checkpoint of "
+                "Metronome does; it was not written by this program and is not read"
+            )
         return super().find_class(module, name)
 
 

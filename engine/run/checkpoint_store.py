@@ -32,16 +32,18 @@ from engine.run.checkpoint_files import (
 
 
 def place_of(config: Config) -> str:
-    """Where the run's checkpoints are published: `<checkpoint.path>/<run.name>`, or "" if they stay in the run folder."""
+    """Where the run's checkpoints are published: `<checkpoint.path>/<run.name>`, or "" if they stay in the run
+    folder."""
     return f"{config.checkpoint.path.rstrip('/')}/{config.run.name}" if config.checkpoint.path else ""
 
 
 def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = None) -> None:
     """Copy a complete checkpoint, and files `beside` it by name, to a folder or URL.
 
-    A marker that is there already is removed first; files that it names are left as they are if it is this checkpoint's.
-    The new one is written when the place lists every file in its size. Raises CheckpointError naming the place; what is there
-    then looks complete only if it is. Another run's checkpoint is not overwritten, that is a CheckpointError too.
+    A marker that is there already is removed first; files that it names are left as they are if it is this
+    checkpoint's. The new one is written when the place lists every file in its size. Raises CheckpointError naming the
+    place; what is there then looks complete only if it is. Another run's checkpoint is not overwritten, that is a
+    CheckpointError too.
     """
     marker = read_marker(checkpoint)
     if marker is None:
@@ -52,8 +54,10 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
         store.invalidate_cache()  # a listing from before may not have the marker that must go first
         there = _marker(store, root)
         if there is not None and not _is_of(there, marker.get("run", "")):
-            raise CheckpointError(f"{place} (checkpoint.path and run.name) holds a checkpoint of another run, which is not "
-                                  "overwritten; delete it, or give one of the two runs another run.name or checkpoint.path")
+            raise CheckpointError(
+                f"{place} (checkpoint.path and run.name) holds a checkpoint of another run, which is not "
+                "overwritten; delete it, or give one of the two runs another run.name or checkpoint.path"
+            )
         if there is not None:
             store.rm_file(f"{root}/{MARKER}")
         same = there["files"] if there and "id" in marker and there.get("id") == marker["id"] else {}
@@ -88,7 +92,9 @@ def _look(place: str) -> tuple[dict[str, Marker], dict[str, str]]:
         listed = _sizes(store, root)
         for folder in sorted({name.partition("/")[0] for name in listed if name.startswith("step-") and "/" in name}):
             marker = _marker(store, f"{root}/{folder}")
-            sizes = {name.removeprefix(f"{folder}/"): size for name, size in listed.items() if name.startswith(f"{folder}/")}
+            sizes = {
+                name.removeprefix(f"{folder}/"): size for name, size in listed.items() if name.startswith(f"{folder}/")
+            }
             wrong = fault(marker, sizes)
             if marker is not None and wrong is None:
                 complete[folder] = marker
@@ -98,7 +104,8 @@ def _look(place: str) -> tuple[dict[str, Marker], dict[str, str]]:
 
 
 def download(place: str, name: str, marker: Marker, root: Path) -> Path:
-    """Copy a published checkpoint under a root folder, marker last; what lies beside it in folders of its own is left out.
+    """Copy a published checkpoint under a root folder, marker last; what lies beside it in folders of its own is left
+    out.
 
     Raises CheckpointError if a file arrives with another size or checksum than the marker says.
     """
@@ -122,10 +129,11 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
 
 
 def prune(place: str, last: int, best: int, run: str = "") -> None:
-    """Delete a run's complete checkpoints in a place that are not kept, each marker first, and what is left of others before.
+    """Delete a run's complete checkpoints in a place that are not kept, each marker first, and what is left of others
+    before.
 
-    Those that a failure left without a marker, or half deleted, go with the next call, as does what S3 has of files whose upload
-    broke off. Another run's stay and count for nothing. Raises CheckpointError.
+    Those that a failure left without a marker, or half deleted, go with the next call, as does what S3 has of files
+    whose upload broke off. Another run's stay and count for nothing. Raises CheckpointError.
     """
     found, broken = _look(place)
     markers = {name: marker for name, marker in found.items() if _is_of(marker, run)}
@@ -143,7 +151,8 @@ def prune(place: str, last: int, best: int, run: str = "") -> None:
 
 
 def _abort_uploads(store: Any, root: str, newest: str) -> None:  # noqa: ANN401
-    """Give back the parts of files, of checkpoints up to the newest, whose upload was killed: no listing of files shows them."""
+    """Give back the parts of files, of checkpoints up to the newest, whose upload was killed: no listing of files shows
+    them."""
     bucket, _, folder = root.partition("/")
     begun = store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/step-")
     for upload in begun.get("Uploads") or ():

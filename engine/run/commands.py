@@ -15,8 +15,11 @@ def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[st
     return python("engine.launcher.launch", *arguments, *(["--replay", str(replay)] if replay is not None else []))
 
 
-def rank_arguments(config: Config, folder: Path, control: str, weights: Path, resume: bool, replay: Path | None) -> list[str]:
-    """Of every trainer rank. `control`: the launcher's control channel; `weights`: folder for snapshots of the weights."""
+def rank_arguments(
+    config: Config, folder: Path, control: str, weights: Path, resume: bool, replay: Path | None
+) -> list[str]:
+    """Of every trainer rank. `control`: the launcher's control channel; `weights`: folder for snapshots of the
+    weights."""
     arguments = ["--folder", str(folder.resolve()), "--control", control]
     arguments += ["--weights", str(weights), "--threads", str(config.trainer_threads)]
     arguments += ["--resume"] if resume else []
@@ -24,7 +27,8 @@ def rank_arguments(config: Config, folder: Path, control: str, weights: Path, re
 
 
 def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) -> list[str]:
-    """Of the elastic agent on the launcher's node, which starts the trainer ranks there. `run_id`: with several nodes."""
+    """Of the elastic agent on the launcher's node, which starts the trainer ranks there. `run_id`: with several
+    nodes."""
     parallel = config.parallel
     nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
     return python("engine.trainer.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
@@ -36,7 +40,8 @@ def training_node_command(folder: Path, wait_s: float) -> list[str]:
 
 
 def verifier_command(connection: int, lifeline: int, spec: str) -> list[str]:
-    """Of a verifier process: its end of the socket pair and of the lifeline (file descriptors), and `reward.function`."""
+    """Of a verifier process: its end of the socket pair and of the lifeline (file descriptors), and
+    `reward.function`."""
     return python("engine.verifier.worker", str(connection), str(lifeline), spec)
 
 
@@ -53,7 +58,7 @@ def instance_command(
     `number` picks its share of rollout.devices; port 0 takes a free one, an empty host the loopback address.
     """
     start = _vllm if config.rollout.engine == "vllm" else _embedded
-    command, env = start(config, model, name, number, port_file)
+    command, env = start(config=config, model=model, name=name, number=number, port_file=port_file)
     command += ["--port", str(port)] if port else []
     command += ["--host", host] if host else []
     return command, env
@@ -62,7 +67,7 @@ def instance_command(
 def _vllm(config: Config, model: Path, name: str, number: int, port_file: Path) -> tuple[list[str], dict[str, str]]:
     from engine.run.vllm_command import command
 
-    return command(config, model, name, number, port_file)
+    return command(config=config, model=model, name=name, number=number, port_file=port_file)
 
 
 def _embedded(config: Config, model: Path, name: str, number: int, port_file: Path) -> tuple[list[str], dict[str, str]]:

@@ -17,11 +17,23 @@ from engine.run.files import append_line, read_lines, write_atomically
 from engine.types import Group, StepReport
 
 FIXED = (
-    "run.seed", "model.dtype", "data.train", "data.heldout_fraction", "data.decontaminate", "data.prompt_template",
-    "rollout.group_size", "rollout.temperature",
-    "train.prompts_per_step", "train.schedule", "train.betas", "algorithm.advantage", "algorithm.loss", "algorithm.old_policy",
-    "algorithm.kl_coef", "algorithm.dynamic_sampling",
-)  # fmt: skip
+    "run.seed",
+    "model.dtype",
+    "data.train",
+    "data.heldout_fraction",
+    "data.decontaminate",
+    "data.prompt_template",
+    "rollout.group_size",
+    "rollout.temperature",
+    "train.prompts_per_step",
+    "train.schedule",
+    "train.betas",
+    "algorithm.advantage",
+    "algorithm.loss",
+    "algorithm.old_policy",
+    "algorithm.kl_coef",
+    "algorithm.dynamic_sampling",
+)
 """Keys that a resumed run may not change."""
 
 SAMPLED_GROUPS = 2
@@ -50,7 +62,9 @@ class RunFolder:
     def create(self, config: Config, resume: bool) -> None:
         """Make the folder and write the resolved config. Without `resume` a folder with steps in it is bad input."""
         if self.steps.exists() and not resume:
-            raise BadInput(f"run folder {self.path} holds a run already; give --resume to go on with it, or another run.name")
+            raise BadInput(
+                f"run folder {self.path} holds a run already; give --resume to go on with it, or another run.name"
+            )
         if resume and self.config.exists():
             check_same_run(config, load(self.config))
         for folder in (self.logs, self.responses):
@@ -74,8 +88,16 @@ class RunFolder:
     def add_samples(self, step: int, groups: Sequence[Group]) -> None:
         """Keep a step's first groups, one JSON object per response."""
         rows = [
-            {"step": step, "prompt_id": group.prompt.id, "problem": group.prompt.problem, "answer": group.prompt.answer,
-             "response": response.text, "finish_reason": response.finish_reason, "score": score.value, "status": score.status}
+            {
+                "step": step,
+                "prompt_id": group.prompt.id,
+                "problem": group.prompt.problem,
+                "answer": group.prompt.answer,
+                "response": response.text,
+                "finish_reason": response.finish_reason,
+                "score": score.value,
+                "status": score.status,
+            }
             for group in groups[:SAMPLED_GROUPS]
             for response, score in zip(group.responses, group.scores, strict=True)
         ]
@@ -93,7 +115,8 @@ def check_same_run(config: Config, before: Config) -> None:
 
 
 def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> None:
-    """The same, with the settings before as they stand in a checkpoint: plain tables. A key that these lack may be anything."""
+    """The same, with the settings before as they stand in a checkpoint: plain tables. A key that these lack may be
+    anything."""
     ours = config.model_dump(mode="json")
     for key in FIXED:
         table, _, name = key.partition(".")

@@ -1,7 +1,7 @@
 """Who a run is: a number of its own in its run folder and in each of its checkpoints.
 
-A `run.name` may be used again (a run folder was deleted, another `run.output`) with the same `checkpoint.path`. By its number a
-run knows its own checkpoints there: it resumes from them only, and deletes no others.
+A `run.name` may be used again (a run folder was deleted, another `run.output`) with the same `checkpoint.path`. By its
+number a run knows its own checkpoints there: it resumes from them only, and deletes no others.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ def identity(folder: Path) -> str:
 
 
 def claim(folder: Path, config: Config, resume: bool) -> None:
-    """Give the run in a folder its number, if it has none yet. To be called before it trains, with the folder's lock held.
+    """Give the run in a folder its number, if it has none yet. To be called before it trains, with the folder's lock
+    held.
 
-    With `resume` it is the number of its newest complete checkpoint, in the folder or else in `checkpoint.path`: the run whose
-    folder was lost goes on. Without, a place in `checkpoint.path` that holds checkpoints is another run's. Raises BadInput
-    naming it; CheckpointError when the place can't be read.
+    With `resume` it is the number of its newest complete checkpoint, in the folder or else in `checkpoint.path`: the
+    run whose folder was lost goes on. Without, a place in `checkpoint.path` that holds checkpoints is another run's.
+    Raises BadInput naming it; CheckpointError when the place can't be read.
     """
     if (folder / FILE).exists():
         return
     before = _own_marker(folder) if resume else None
     if before is None and (there := published(config)):
         if not resume:
-            raise BadInput(f"{place_of(config)} (checkpoint.path and run.name) holds checkpoints of another run: "
-                           f"{', '.join(sorted(there))}; give another --set run.name=NAME or checkpoint.path, delete them there, "
-                           "or go on with that run by --resume")
+            raise BadInput(
+                f"{place_of(config)} (checkpoint.path and run.name) holds checkpoints of another run: "
+                f"{', '.join(sorted(there))}; give another --set run.name=NAME or checkpoint.path, delete them there, "
+                "or go on with that run by --resume"
+            )
         before = max(there.values(), key=lambda marker: int(marker["step"]))
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / FILE, uuid.uuid4().hex if before is None else str(before.get("run", "")))

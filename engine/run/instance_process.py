@@ -44,9 +44,9 @@ class InstanceProcess:
         while (address := self.address()) is None:
             self.child.check()
             if time.monotonic() > deadline:
-                raise DeadlineError(f"{self.name} does not serve after {timeout_s:g} s (rollout.timeout_s; a slow or busy "
-                                    f"machine needs more) and {self.child.how_it_ended()}")
+                raise DeadlineError(
+                    f"{self.name} does not serve after {timeout_s:g} s (rollout.timeout_s; a slow or busy "
+                    f"machine needs more) and {self.child.how_it_ended()}"
+                )
             await asyncio.sleep(LOOK_S)
         return address
-
-

@@ -17,11 +17,13 @@ LOOK_S = 0.5
 
 
 @contextmanager
-def hold_lock(file: Path, what: str, wait_s: float, waiting: Callable[[str], None] = lambda message: None) -> Iterator[None]:
+def hold_lock(
+    file: Path, what: str, wait_s: float, waiting: Callable[[str], None] = lambda message: None
+) -> Iterator[None]:
     """Hold the lock file (made if need be) during the body; the kernel gives it back when this process dies.
 
-    Waits up to `wait_s` seconds for another holder to end, and tells `waiting` so once. Raises BadInput naming `what` is
-    locked and who has it. Works across nodes where the file system has flock (NFS has).
+    Waits up to `wait_s` seconds for another holder to end, and tells `waiting` so once. Raises BadInput naming `what`
+    is locked and who has it. Works across nodes where the file system has flock (NFS has).
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -35,12 +37,15 @@ def hold_lock(file: Path, what: str, wait_s: float, waiting: Callable[[str], Non
 
 
 def _take(descriptor: int, what: str, wait_s: float, waiting: Callable[[str], None]) -> None:
-    deadline, told = time.monotonic() + wait_s, False
+    deadline = time.monotonic() + wait_s
+    told = False
     while not _try(descriptor):
         holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
         if time.monotonic() > deadline:
-            raise BadInput(f"{what} is in use by {holder}; wait for its end or cancel it"
-                           + (f" (waited {wait_s:.0f} s)" if wait_s else ""))
+            raise BadInput(
+                f"{what} is in use by {holder}; wait for its end or cancel it"
+                + (f" (waited {wait_s:.0f} s)" if wait_s else "")
+            )
         if not told:
             waiting(f"{what} is in use by {holder}; waiting up to {wait_s:.0f} s for its end")
             told = True

@@ -1,4 +1,5 @@
-"""Advantages, losses and gradient controls by their name, or a user's own by "file.py:function", tried once before it trains."""
+"""Advantages, losses and gradient controls by their name, or a user's own by "file.py:function", tried once before it
+trains."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from engine.run.user_code import UserCode, describe, load_function
 def advantage_of(spec: str) -> Advantage:
     """The advantage of `algorithm.advantage`. A user's function takes (rewards [G], lengths [G]) and gives [G].
 
-    Raises BadInput with the reason for one that can't be loaded, or that fails on a group of four, or wants the whole batch.
+    Raises BadInput with the reason for one that can't be loaded, or that fails on a group of four, or wants the whole
+    batch.
     """
     if spec in ADVANTAGES:
         return ADVANTAGES[spec]
@@ -30,16 +32,19 @@ def advantage_of(spec: str) -> Advantage:
         found(torch.tensor([1.0, 0.0, 0.5, 0.0]), torch.tensor([3.0, 1.0, 2.0, 2.0]))
     _check("algorithm.advantage", spec, file, attempt)
     if found.scope == "batch":
-        raise BadInput(f'algorithm.advantage = "{spec}": scope "batch" is for the advantages that ship; your own takes a group')
+        raise BadInput(
+            f'algorithm.advantage = "{spec}": scope "batch" is for the advantages that ship; your own takes a group'
+        )
     return found
 
 
 @cache
 def loss_of(spec: str) -> PolicyLoss:
-    """The loss of `algorithm.loss`. A user's function takes (terms, coefficients) and gives ([T] gains, [T] bool clipped).
+    """The loss of `algorithm.loss`. A user's function takes (terms, coefficients) and gives ([T] gains, [T] bool
+    clipped).
 
-    It is summed as "grpo" is, unless its file registers it with `@loss(name, aggregation, statistics)`. Raises BadInput as
-    `advantage_of`.
+    It is summed as "grpo" is, unless its file registers it with `@loss(name, aggregation, statistics)`. Raises BadInput
+    as `advantage_of`.
     """
     if spec in LOSSES:
         return LOSSES[spec]
@@ -55,7 +60,8 @@ def loss_of(spec: str) -> PolicyLoss:
 def control_of(spec: str) -> Control:
     """The gradient control of `algorithm.gradient_control`. A user's function takes a Step and gives a factor, or None.
 
-    Raises BadInput as `advantage_of`, for one that fails at any of a few cosines or gives neither None nor a finite number.
+    Raises BadInput as `advantage_of`, for one that fails at any of a few cosines or gives neither None nor a finite
+    number.
     """
     if spec in CONTROLS:
         return CONTROLS[spec]
@@ -81,23 +87,40 @@ def decided(decide: Control, step: Step) -> float | None:
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-        raise ValueError(f"a gradient control gives a finite number or None, got {found!r} for the cosine {step.cosine:g}")
+        raise ValueError(
+            f"a gradient control gives a finite number or None, got {found!r} for the cosine {step.cosine:g}"
+        )
     return float(found)
 
 
 def _try(loss: PolicyLoss) -> None:
     """Two responses of two tokens and one."""
     logprobs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
-    old, ones = torch.tensor([-1.1, -0.5, -1.9]), torch.ones(3)
-    advantages, number = torch.tensor([1.0, 1.0, -1.0]), torch.tensor([0, 0, 1])
+    old = torch.tensor([-1.1, -0.5, -1.9])
+    ones = torch.ones(3)
+    advantages = torch.tensor([1.0, 1.0, -1.0])
+    number = torch.tensor([0, 0, 1])
     coefficients = Coefficients(0.2, 0.2, 0.0, 0.0)
     tokens = BatchTokens((logprobs - old).detach(), advantages)
     statistics = loss.statistics(tokens, coefficients.limits) if loss.statistics is not None else ()
     weights = torch.tensor([0.5, 0.5, 1.0])
-    terms = Terms(logprobs, old, None, ones, advantages, weights, old, number, 2, statistics=statistics)
+    terms = Terms(
+        logprobs=logprobs,
+        old=old,
+        reference=None,
+        entropy=ones,
+        advantages=advantages,
+        weights=weights,
+        rollout=old,
+        response=number,
+        responses=2,
+        statistics=statistics,
+    )
     gain, clipped = loss.gain(terms, coefficients)
     if gain.shape != (3,) or clipped.shape != (3,):
-        raise ValueError(f"for 3 tokens it gave gains of shape {list(gain.shape)} and clipped of shape {list(clipped.shape)}")
+        raise ValueError(
+            f"for 3 tokens it gave gains of shape {list(gain.shape)} and clipped of shape {list(clipped.shape)}"
+        )
     result: Loss = loss(terms, coefficients)
     result.total.backward()
     if logprobs.grad is None or not bool(torch.isfinite(logprobs.grad).all()):

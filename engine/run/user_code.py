@@ -44,7 +44,9 @@ def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[C
         raise BadInput(f"{where}: {module.__file__} defines no {name}")
     function = getattr(module, name)
     if not callable(function):
-        raise BadInput(f"{where}: {name} in {module.__file__} is {type(function).__name__}, expected a function {signature}")
+        raise BadInput(
+            f"{where}: {name} in {module.__file__} is {type(function).__name__}, expected a function {signature}"
+        )
     return function, str(module.__file__)
 
 
@@ -59,7 +61,8 @@ def describe(error: BaseException, file: str = "") -> str:
 
 
 def _load_file(where: str, place: str) -> ModuleType:
-    from engine.config.recipe import find  # here, not above: Pydantic takes a third of a second, at every start of a worker
+    # here, not above: Pydantic takes a third of a second, at every start of a worker
+    from engine.config.recipe import find
 
     path = find(place)
     if not path.is_file():

@@ -1,4 +1,5 @@
-"""How the launcher starts a rollout instance with vLLM, in vLLM's own environment. Runs in the trainer's environment."""
+"""How the launcher starts a rollout instance with vLLM, in vLLM's own environment. Runs in the trainer's
+environment."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ PYTHON = "METRONOME_VLLM_PYTHON"
 """Environment variable: the interpreter of an environment with vLLM, instead of the one that `make vllm` builds."""
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT, LISTS = ROOT / ".venv-vllm", ROOT / "infra" / "vllm"
+ENVIRONMENT = ROOT / ".venv-vllm"
+LISTS = ROOT / "infra" / "vllm"
 MARKER = "metronome-vllm"
-"""File in the environment, written last by infra/vllm/install.sh: the device it was built for, a checksum, the packages."""
+"""File in the environment, written last by infra/vllm/install.sh: the device it was built for, a checksum, the
+packages."""
 
 DEVICES = ("cpu", "cuda", "npu")
 GIB = 2**30
@@ -38,7 +41,9 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
     device = device_of(python, config.platform.device)
     mine = config.instance_cores(number)
     if device != "cpu" and mine and len(mine) != rollout.tensor:
-        raise BadInput(f"rollout.devices gives {name} {len(mine)} devices; rollout.tensor = {rollout.tensor} needs as many")
+        raise BadInput(
+            f"rollout.devices gives {name} {len(mine)} devices; rollout.tensor = {rollout.tensor} needs as many"
+        )
     pairs = {
         "--model": str(model),
         "--name": name,
@@ -56,26 +61,36 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
         pairs["--threads"] = str(max(1, config.instance_threads // rollout.tensor))
         if mine:
             pairs["--cores"] = ",".join(map(str, mine))
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, model)))}
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", str(_cache_gib(config, model)))
+        }
     elif mine:
         environment[VISIBLE[device]] = ",".join(map(str, mine))
     return [python, "-m", "engine.instance.vllm", *(part for pair in pairs.items() for part in pair)], environment
 
 
 def interpreter() -> str:
-    """Python of the environment with vLLM. BadInput when there is none, or `make vllm` built it from a list that has changed."""
+    """Python of the environment with vLLM. BadInput when there is none, or `make vllm` built it from a list that has
+    changed."""
     if given := os.environ.get(PYTHON):
         if not os.access(given, os.X_OK):
-            raise BadInput(f"{PYTHON}={given}: there is no interpreter; expected the python of an environment with vLLM")
+            raise BadInput(
+                f"{PYTHON}={given}: there is no interpreter; expected the python of an environment with vLLM"
+            )
         return given
-    python, marker = ENVIRONMENT / "bin" / "python", ENVIRONMENT / MARKER
+    python = ENVIRONMENT / "bin" / "python"
+    marker = ENVIRONMENT / MARKER
     if not marker.is_file() or not python.exists() or marker.read_text().split("\n")[0] not in DEVICES:
-        raise BadInput(f'rollout.engine = "vllm" needs vLLM in {ENVIRONMENT}: run `make vllm` (DEVICE=cuda or npu for those), '
-                       f"or set {PYTHON} to the python of an environment with vLLM")
+        raise BadInput(
+            f'rollout.engine = "vllm" needs vLLM in {ENVIRONMENT}: run `make vllm` (DEVICE=cuda or npu for those), '
+            f"or set {PYTHON} to the python of an environment with vLLM"
+        )
     device, *rest = marker.read_text().splitlines()
     if _packages(rest[1:]) != _packages((LISTS / f"{device}.txt").read_text().splitlines()):
-        raise BadInput(f"{ENVIRONMENT} was built from another infra/vllm/{device}.txt than there is now: run "
-                       f"`make vllm DEVICE={device}` again")
+        raise BadInput(
+            f"{ENVIRONMENT} was built from another infra/vllm/{device}.txt than there is now: run "
+            f"`make vllm DEVICE={device}` again"
+        )
     return str(python)
 
 
@@ -90,7 +105,8 @@ def visible_devices(device: str) -> list[str]:
 
 
 def check_cores(config: Config) -> None:
-    """Raises BadInput when rollout.devices, which are cores where vLLM computes on them, names others than this process has."""
+    """Raises BadInput when rollout.devices, which are cores where vLLM computes on them, names others than this process
+    has."""
     if wrong := foreign_cores("rollout.devices", config.rollout.devices):
         raise BadInput(wrong)
 
@@ -101,8 +117,10 @@ def device_of(python: str, configured: str = "auto") -> str:
     if marker.is_file():
         return marker.read_text().split("\n")[0]
     if configured == "auto":
-        raise BadInput(f"{python}: `make vllm` did not build this environment, so what its vLLM runs on is not known; "
-                       "set platform.device to cpu, cuda or npu")
+        raise BadInput(
+            f"{python}: `make vllm` did not build this environment, so what its vLLM runs on is not known; "
+            "set platform.device to cpu, cuda or npu"
+        )
     return configured
 
 

@@ -54,7 +54,15 @@ def check(folder: Path) -> ConversionReport:
     error = float((ours - _theirs(folder, ids)).abs().max())
     if not error <= TOLERANCE:
         raise MetronomeError(f"{folder}: conversion is wrong: logits differ by {error:.3g} (limit {TOLERANCE:g})")
-    return ConversionReport(shape.architecture, sum(sizes), content_hash(folder), error, True, 4 * sum(sizes), peak)
+    return ConversionReport(
+        architecture=shape.architecture,
+        parameters=sum(sizes),
+        content_hash=content_hash(folder),
+        max_logit_error=error,
+        round_trip_identical=True,
+        weight_bytes=4 * sum(sizes),
+        peak_bytes=peak,
+    )
 
 
 def _convert(folder: Path, shape: ModelShape) -> torch.nn.Module:
@@ -78,8 +86,10 @@ def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -
                 raise MetronomeError(f"{folder}: conversion is wrong: tensor {name} does not come back as it was")
             left.remove(name)
         if unknown := sorted(name for name in left if not _redundant(name, files, shape)):
-            raise BadInput(f"{folder}: tensor {unknown[0]} is not one of a {shape.architecture}"
-                           + (f" (nor are {len(unknown) - 1} others)" if unknown[1:] else ""))
+            raise BadInput(
+                f"{folder}: tensor {unknown[0]} is not one of a {shape.architecture}"
+                + (f" (nor are {len(unknown) - 1} others)" if unknown[1:] else "")
+            )
 
 
 def _redundant(name: str, files: Reader, shape: ModelShape) -> bool:

@@ -75,7 +75,8 @@ def step_starts(spans: Iterable[Span]) -> list[tuple[int, float]]:
 
 
 def lanes_of(spans: Sequence[Span]) -> list[str]:
-    """Trainers first, then instances, the weight sync as the instances see it, who is in the pool, verifiers, the rest."""
+    """Trainers first, then instances, the weight sync as the instances see it, who is in the pool, verifiers, the
+    rest."""
     order = ("trainer", "instance-", "instances", "pool ", "verifier")
     found = {span["lane"] for span in spans}
 
@@ -126,8 +127,15 @@ def _bars(spans: Sequence[Span], zero: float) -> tuple[list[tuple[str, int]], li
         rows = rows_of(own)
         lanes.append((lane, max(rows) + 1))
         bars += [
-            [number, row, span["name"], round(span["start"] - zero, 5), round(span["end"] - span["start"], 5),
-             span.get("step"), span.get("group", span.get("groups"))]
+            [
+                number,
+                row,
+                span["name"],
+                round(span["start"] - zero, 5),
+                round(span["end"] - span["start"], 5),
+                span.get("step"),
+                span.get("group", span.get("groups")),
+            ]
             for span, row in zip(own, rows, strict=True)
         ]
     return lanes, bars
@@ -141,8 +149,10 @@ def _kinds(spans: Sequence[Span]) -> list[str]:
 def _summary(steps: dict[int, bool]) -> str:
     if not steps:
         return "No step was finished."
-    return (f"In {sum(steps.values())} of {len(steps)} steps ({sum(steps.values()) / len(steps):.0%}) training starts "
-            "before the step's last rollout ends.")
+    return (
+        f"In {sum(steps.values())} of {len(steps)} steps ({sum(steps.values()) / len(steps):.0%}) training starts "
+        "before the step's last rollout ends."
+    )
 
 
 def _window(starts: Sequence[float], end: float) -> tuple[float, float]:
@@ -150,5 +160,6 @@ def _window(starts: Sequence[float], end: float) -> tuple[float, float]:
     if len(starts) <= WINDOW_STEPS:
         return 0.0, end
     first = max(0, len(starts) // 2 - WINDOW_STEPS // 2)
-    left, right = starts[first], [*starts, end][first + WINDOW_STEPS]
+    left = starts[first]
+    right = [*starts, end][first + WINDOW_STEPS]
     return left - 0.02 * (right - left), right + 0.02 * (right - left)

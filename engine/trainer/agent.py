@@ -1,7 +1,8 @@
-"""Starts a node's trainer ranks under torch's elastic agent: `python -m engine.trainer.agent --ranks N -- <rank arguments>`.
+"""Starts a node's trainer ranks under torch's elastic agent: `python -m engine.trainer.agent --ranks N -- <rank
+arguments>`.
 
-The agent is a process of its own: it dies with the launcher, and the ranks with it (engine.run.process). With several nodes there
-is one agent on each; they meet at the rendezvous that the launcher's node holds (engine.trainer.nodes).
+The agent is a process of its own: it dies with the launcher, and the ranks with it (engine.run.process). With several
+nodes there is one agent on each; they meet at the rendezvous that the launcher's node holds (engine.trainer.nodes).
 """
 
 from __future__ import annotations
@@ -35,14 +36,24 @@ def main() -> int:
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     rest = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
-    address = "127.0.0.1" if arguments.nodes == 1 else arguments.rendezvous.rpartition(":")[0]  # a laptop's name may not resolve
-    return run_ranks(arguments.ranks, rest, arguments.nodes, arguments.rendezvous, arguments.run_id, address, host=True)
+    # a laptop's name may not resolve
+    address = "127.0.0.1" if arguments.nodes == 1 else arguments.rendezvous.rpartition(":")[0]
+    return run_ranks(
+        ranks=arguments.ranks,
+        arguments=rest,
+        nodes=arguments.nodes,
+        rendezvous=arguments.rendezvous,
+        run_id=arguments.run_id,
+        address=address,
+        host=True,
+    )
 
 
 def run_ranks(
     ranks: int, arguments: Sequence[str], nodes: int, rendezvous: str, run_id: str, address: str, host: bool
 ) -> int:
-    """Run this node's ranks to their end; 0 when all succeeded. `address`: this node's; `host`: it holds the rendezvous."""
+    """Run this node's ranks to their end; 0 when all succeeded. `address`: this node's; `host`: it holds the
+    rendezvous."""
     os.environ[LIFELINE] = hold_lifeline()  # the ranks watch the agent, not the launcher
     launch = LaunchConfig(
         min_nodes=nodes,

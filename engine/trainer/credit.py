@@ -33,9 +33,13 @@ class Credit:
         """As the config says."""
         algorithm = config.algorithm
         return Credit(
-            algorithm.advantage, algorithm.loss, config.rollout.max_new_tokens, algorithm.overlong_buffer,
-            algorithm.overlong_penalty, algorithm.mask_truncated,
-        )  # fmt: skip
+            advantage=algorithm.advantage,
+            loss=algorithm.loss,
+            longest=config.rollout.max_new_tokens,
+            overlong_buffer=algorithm.overlong_buffer,
+            overlong_penalty=algorithm.overlong_penalty,
+            mask_truncated=algorithm.mask_truncated,
+        )
 
     def rewards(self, group: Group) -> Tensor:
         """[G] fp32 verifier's values, less what over-long responses are punished with."""
@@ -54,16 +58,21 @@ class Credit:
         if group.advantages is not None:
             return torch.tensor(group.advantages, dtype=torch.float32)
         if group.batch is not None:
-            values, lengths = (torch.tensor(rows, dtype=torch.float32) for rows in (group.batch.values, group.batch.lengths))
+            values, lengths = (
+                torch.tensor(rows, dtype=torch.float32) for rows in (group.batch.values, group.batch.lengths)
+            )
             return advantage_of(self.advantage)(self._shaped(values, lengths), lengths)[group.index]
-        known, rewards = advantage_of(self.advantage), self.rewards(group)
+        known = advantage_of(self.advantage)
+        rewards = self.rewards(group)
         if self.advantage in ADVANTAGES:
             return known(rewards, _lengths(group))
         with UserCode() as attempt:
             return known(rewards, _lengths(group))
         assert attempt.error is not None
-        raise BadInput(f'algorithm.advantage = "{self.advantage}": it failed on step {group.step}, prompt {group.prompt.id}, '
-                       f"rewards {rewards.tolist()}: {describe(attempt.error)}")
+        raise BadInput(
+            f'algorithm.advantage = "{self.advantage}": it failed on step {group.step}, prompt {group.prompt.id}, '
+            f"rewards {rewards.tolist()}: {describe(attempt.error)}"
+        )
 
     def unequal(self, group: Group) -> bool:
         """Whether the group's (shaped) rewards differ: else it teaches nothing."""

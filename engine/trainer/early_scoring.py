@@ -1,4 +1,5 @@
-"""Old and reference log-probabilities of responses that landed before their group was complete (`train.score_early`)."""
+"""Old and reference log-probabilities of responses that landed before their group was complete
+(`train.score_early`)."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ class EarlyScores:
         known = [bool(batch.members) and not self._unknown(batch) for batch in batches]
         missing = [batch.layout for batch, there in zip(batches, known, strict=True) if not there]
         fresh = iter(self._models.score(name, missing))
-        return [self._joined(name, batch) if there else next(fresh) for batch, there in zip(batches, known, strict=True)]
+        return [
+            self._joined(name, batch) if there else next(fresh) for batch, there in zip(batches, known, strict=True)
+        ]
 
     def _unknown(self, batch: MicroBatch) -> list[Member]:
         return [member for member in batch.members if (member.group, member.number) not in self._known[NAMES[0]]]
@@ -60,7 +63,12 @@ class EarlyScores:
         """Where some of a micro-batch's responses were scored early, score just the others."""
         unknown = self._unknown(batch)
         if unknown and len(unknown) < len(batch.members):
-            self.add([Landed(0, m.group, m.number, m.prompt, m.response.token_ids) for m in unknown])
+            self.add(
+                [
+                    Landed(step=0, group=m.group, number=m.number, prompt=m.prompt, token_ids=m.response.token_ids)
+                    for m in unknown
+                ]
+            )
 
     def _joined(self, name: str, batch: MicroBatch) -> Tensor | None:
         parts = [self._known[name][member.group, member.number] for member in batch.members]

@@ -1,7 +1,8 @@
-"""The cosine of consecutive gradients, and what follows from it: measured, or controlled by GAC (Algorithm 1) or a user's own.
+"""The cosine of consecutive gradients, and what follows from it: measured, or controlled by GAC (Algorithm 1) or a
+user's own.
 
-Works on the raw reduced gradients, before clipping: control, then clip, then Adam. Every parameter counts once, as in Megatron's
-gradient norm. Costs one copy of the gradient and one all-reduce of three numbers.
+Works on the raw reduced gradients, before clipping: control, then clip, then Adam. Every parameter counts once, as in
+Megatron's gradient norm. Costs one copy of the gradient and one all-reduce of three numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class GradientControl:
         self._spec = algorithm.gradient_control
         self._decide = control_of(self._spec)
         self._sharded = config.train.distributed_optimizer
-        low, high = algorithm.gac_low, algorithm.gac_high
+        low = algorithm.gac_low
+        high = algorithm.gac_high
         self._low, self._high = (None if value == "auto" else value for value in (low, high))
         self.seen: list[float] = []
         """The cosines so far."""
@@ -54,7 +56,8 @@ class GradientControl:
             return True
         dot, square, before = self._products()
         if not square or not before:  # no direction, so nothing is measured, nor can the gradient be turned
-            self._cosine, self.skipped = None, 0
+            self._cosine = None
+            self.skipped = 0
             self._turn(0.0)
             return True
         self._cosine = dot / math.sqrt(square * before)
@@ -63,12 +66,16 @@ class GradientControl:
         self.seen.append(self._cosine)
         self.skipped = self.skipped + 1 if factor is None else 0
         if self.skipped and dist.get_rank() == 0:
-            print(f"gradient control {self._spec}: cosine with the last gradient {self._cosine:.3f}: update skipped, "
-                  f"{self.skipped} in a row", flush=True)  # fmt: skip
+            print(
+                f"gradient control {self._spec}: cosine with the last gradient {self._cosine:.3f}: update skipped, "
+                f"{self.skipped} in a row",
+                flush=True,
+            )
         return factor is not None
 
     def _decided(self, step: Step) -> float | None:
-        """What part of the gradient along the last one stays, None to skip. Raises BadInput where a user's function fails."""
+        """What part of the gradient along the last one stays, None to skip. Raises BadInput where a user's function
+        fails."""
         found: float | None = None
         with UserCode() as attempt:
             found = decided(self._decide, step)
@@ -77,7 +84,8 @@ class GradientControl:
         return found
 
     def figures(self) -> dict[str, float]:
-        """As steps.jsonl names them; nothing before the second step, nor where this gradient or the last one is zero."""
+        """As steps.jsonl names them; nothing before the second step, nor where this gradient or the last one is
+        zero."""
         if self._cosine is None:
             return {}
         return {"grad_cosine": self._cosine, "skipped_updates": self.skipped}
@@ -112,7 +120,7 @@ class GradientControl:
                 return previous[first : first + grad.numel()].view_as(grad)
         raise MetronomeError("gradient control: the optimizer's gradient is no view of Megatron's gradient buffers")
 
-    # checkpoints -----------------------------------------------------------------------------------------------------------
+    # checkpoints ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """What is not in tensors; {} before the first gradient."""
@@ -120,13 +128,14 @@ class GradientControl:
 
     def load(self, state: dict[str, Any]) -> None:
         """Take `state()` back; its tensors are loaded into `previous()`."""
-        self.skipped, self.seen = int(state["skipped"]), [float(value) for value in state["seen"]]
+        self.skipped = int(state["skipped"])
+        self.seen = [float(value) for value in state["seen"]]
 
     def previous(self, loading: bool = False) -> dict[int, Tensor] | None:
         """The last gradient, whole, by the id of the parameter it is of; None before there is one.
 
-        With `loading` room for one is made. Under the distributed optimizer each replica has reduced only its part, and the parts
-        are put together (a collective of the replicas).
+        With `loading` room for one is made. Under the distributed optimizer each replica has reduced only its part, and
+        the parts are put together (a collective of the replicas).
         """
         if self._previous is None:
             if not loading:
@@ -144,7 +153,8 @@ class GradientControl:
     def _gather(self) -> None:
         assert self._previous is not None
         for buffer, previous in zip(self._buffers, self._previous, strict=True):
-            size, rank = buffer.data_parallel_world_size, buffer.data_parallel_group.rank()
+            size = buffer.data_parallel_world_size
+            rank = buffer.data_parallel_group.rank()
             for bucket in buffer.buckets:
                 whole = previous[bucket.offset : bucket.offset + bucket.grad_data.numel()]
                 dist.all_gather_into_tensor(whole, whole.chunk(size)[rank].clone(), group=buffer.data_parallel_group)

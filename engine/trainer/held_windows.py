@@ -1,8 +1,8 @@
 """A step's windows that are scored as they come and trained once all are there, for losses of batch scope.
 
-Exact in every layout and whatever the micro-batches: the policy does not move within a step, so its log-probabilities in a
-forward-only pass over a window are those of the backward pass to come. Costs that pass (a third of a forward and backward) and
-two numbers a token over the CPU channel. The forward runs while later groups are still generated.
+Exact in every layout and whatever the micro-batches: the policy does not move within a step, so its log-probabilities
+in a forward-only pass over a window are those of the backward pass to come. Costs that pass (a third of a forward and
+backward) and two numbers a token over the CPU channel. The forward runs while later groups are still generated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class HeldWindows:
 
     def clear(self) -> None:
         """Forget everything: another step."""
-        self._windows, self._log_ratios, self._advantages = [], [], []
+        self._windows = []
+        self._log_ratios = []
+        self._advantages = []
 
     def add(self, scored: Sequence[Scored], log_ratios: Sequence[Tensor | None]) -> None:
         """Hold a window; log_ratios [T] of each micro-batch on ranks that know them (the last pipeline stage)."""
@@ -58,14 +60,18 @@ class HeldWindows:
         return windows, self._loss.statistics(BatchTokens(*columns), self._limits)
 
 
-def hold_windows(spec: str, loss: PolicyLoss, limits: BatchLossSettings, ranks: RankGroup, mode: str) -> HeldWindows | None:
-    """A place to hold windows for a loss of batch scope, None for others. Raises BadInput for one in `periodic` (the config
-    refuses ours by name; of a user's own only the file knows)."""
+def hold_windows(
+    spec: str, loss: PolicyLoss, limits: BatchLossSettings, ranks: RankGroup, mode: str
+) -> HeldWindows | None:
+    """A place to hold windows for a loss of batch scope, None for others. Raises BadInput for one in `periodic` (the
+    config refuses ours by name; of a user's own only the file knows)."""
     if loss.scope == "group":
         return None
     if mode == "periodic":
-        raise BadInput(f'algorithm.loss = "{spec}" takes its statistics over the whole batch, so no group can be trained before '
-                       'the last one is there: it needs another train.mode than "periodic"')
+        raise BadInput(
+            f'algorithm.loss = "{spec}" takes its statistics over the whole batch, so no group can be trained before '
+            'the last one is there: it needs another train.mode than "periodic"'
+        )
     return HeldWindows(loss, limits, ranks)
 
 

@@ -62,8 +62,15 @@ class Loop:
                 self.policy.models.copy_policy_to_old()
                 norm, rate = self.policy.update()
             ended = time.perf_counter()
-            figures = {"sync_s": sync_s, "check_s": check_s, "update_s": ended - updated, "step_s": ended - began,
-                       "grad_norm": norm, "learning_rate": rate, **self.policy.figures()}
+            figures = {
+                "sync_s": sync_s,
+                "check_s": check_s,
+                "update_s": ended - updated,
+                "step_s": ended - began,
+                "grad_norm": norm,
+                "learning_rate": rate,
+                **self.policy.figures(),
+            }
             self.report(step, figures)
             self.trace.flush()
             if self._due(step + 1):
@@ -108,13 +115,15 @@ class Loop:
             self.trace.add("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=step)
         if self.schedule.ahead:
             return  # the policy has moved since; weights are still verified in every sync
-        limit, gap = self.config.train.ratio_gap_limit, self.policy.worst_gap()
+        limit = self.config.train.ratio_gap_limit
+        gap = self.policy.worst_gap()
         if limit and not gap <= limit:
             raise RatioGapError(
                 f"step {step}, prompts {[group.prompt.id for group in window]}: trainer and instances "
-                f"{sorted({response.instance for group in window for response in group.responses})} disagree on the same "
-                f"tokens: max|ratio - 1| = {gap:.3g}, limit train.ratio_gap_limit = {limit:.3g}. Their weights or their "
-                "numerics differ: a weight sync went wrong, or sampling is not comparable (rollout.top_p, rollout.top_k)"
+                f"{sorted({response.instance for group in window for response in group.responses})} disagree on the "
+                f"same tokens: max|ratio - 1| = {gap:.3g}, limit train.ratio_gap_limit = {limit:.3g}. Their weights or "
+                "their numerics differ: a weight sync went wrong, or sampling is not comparable (rollout.top_p, "
+                "rollout.top_k)"
             )
 
     def _trained(self, step: int, started: float, ended: float) -> None:

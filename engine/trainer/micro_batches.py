@@ -16,7 +16,8 @@ from engine.types import Group, Response
 
 @dataclass(frozen=True)
 class Member:
-    """A response in a micro-batch: whose it is, by its group's and its own number, and behind which prompt it stands."""
+    """A response in a micro-batch: whose it is, by its group's and its own number, and behind which prompt it
+    stands."""
 
     group: int
     number: int
@@ -88,7 +89,10 @@ class Packing:
         lengths = [len(response.token_ids) for response in group.responses]
         for indices in split(len(prompt), lengths, self.budget, self.shared_prompt):
             size = sum(lengths[i] for i in indices) + len(prompt) * (1 if self.shared_prompt else len(indices))
-            members = tuple(Member(group.index, i, prompt, group.responses[i], group.step) for i in indices)
+            members = tuple(
+                Member(group=group.index, number=i, prompt=prompt, response=group.responses[i], step=group.step)
+                for i in indices
+            )
             yield GroupPart(prompt, members, advantages[indices], size)
 
     def micro_batch(self, parts: Sequence[GroupPart]) -> MicroBatch:

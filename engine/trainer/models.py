@@ -24,7 +24,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def computation(config: Config, platform: Platform) -> Computation:
     """How the config wants models to be computed on this platform."""
     device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
-    return Computation(config.parallel.sequence, DTYPES[config.train.dtype], config.train.recompute, platform.attention, device)
+    return Computation(
+        sequence=config.parallel.sequence,
+        dtype=DTYPES[config.train.dtype],
+        recompute=config.train.recompute,
+        attention=platform.attention,
+        device=device,
+    )
 
 
 def open_models(config: Config, platform: Platform) -> TriModel:

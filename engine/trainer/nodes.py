@@ -1,7 +1,7 @@
 """Trainer ranks on another node than the launcher's: `python -m engine.trainer.nodes RUN_FOLDER`.
 
-The run folder must be shared. The launcher writes an invitation into it (engine.wire.invitation); each other node reads it,
-starts its ranks under an elastic agent of its own, and all agents meet at `parallel.rendezvous`.
+The run folder must be shared. The launcher writes an invitation into it (engine.wire.invitation); each other node reads
+it, starts its ranks under an elastic agent of its own, and all agents meet at `parallel.rendezvous`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,15 @@ def _follow(invitation: dict[str, Any]) -> int:
     os.environ |= {CONTROL_KEY: invitation["key"], "OMP_NUM_THREADS": str(invitation["threads"])}
     rendezvous = invitation["rendezvous"]
     address = address_towards(*split_address(rendezvous, "rendezvous"))
-    return run_ranks(invitation["ranks"], invitation["arguments"], invitation["nodes"], rendezvous, invitation["run_id"], address,
-                     host=False)  # fmt: skip
+    return run_ranks(
+        ranks=invitation["ranks"],
+        arguments=invitation["arguments"],
+        nodes=invitation["nodes"],
+        rendezvous=rendezvous,
+        run_id=invitation["run_id"],
+        address=address,
+        host=False,
+    )
 
 
 def main() -> int:
@@ -48,7 +55,9 @@ def main() -> int:
     os.environ[LIFELINE] = hold_lifeline()
     parser = argparse.ArgumentParser(description="this node's trainer ranks of a run")
     parser.add_argument("folder", type=Path, help="the run folder, shared with the launcher's node")
-    parser.add_argument("--wait", type=float, default=600.0, help="seconds to wait for the run to begin, or to begin again")
+    parser.add_argument(
+        "--wait", type=float, default=600.0, help="seconds to wait for the run to begin, or to begin again"
+    )
     arguments = parser.parse_args()
     try:
         follow_invitations(arguments.folder, arguments.wait)

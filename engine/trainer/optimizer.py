@@ -34,7 +34,8 @@ def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimi
 def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Megatron's schedule: linear warm-up (the first of w steps trains at 1/w of the peak), then the chosen decay."""
     train = config.train
-    peak, warmup = train.learning_rate, train.warmup_steps
+    peak = train.learning_rate
+    warmup = train.warmup_steps
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=peak / warmup if warmup else 0.0,
@@ -47,7 +48,8 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
         end_wd=train.weight_decay,
         wd_incr_steps=train.steps,
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,  # a resumed run takes its position from the checkpoint, its settings from here
+        # a resumed run takes its position from the checkpoint, its settings from here
+        use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
     scheduler.step(increment=0)

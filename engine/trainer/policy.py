@@ -52,11 +52,24 @@ class Policy:
         advantage_of(algorithm.advantage)  # a mistake in a user's own is found now
         self._loss = loss_of(algorithm.loss)
         self._coefficients = Coefficients(
-            algorithm.clip_low, algorithm.clip_high, algorithm.kl_coef, algorithm.entropy_coef, algorithm.kl_estimator,
-            algorithm.mismatch, algorithm.mismatch_limit,
-            BatchLossSettings(algorithm.m2_threshold, algorithm.bapo_share, algorithm.bapo_low, algorithm.bapo_high),
-        )  # fmt: skip
-        self._held = hold_windows(algorithm.loss, self._loss, self._coefficients.limits, self.ranks, config.train.mode)
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            kl=algorithm.kl_coef,
+            entropy=algorithm.entropy_coef,
+            kl_estimator=algorithm.kl_estimator,
+            mismatch=algorithm.mismatch,
+            mismatch_limit=algorithm.mismatch_limit,
+            limits=BatchLossSettings(
+                algorithm.m2_threshold, algorithm.bapo_share, algorithm.bapo_low, algorithm.bapo_high
+            ),
+        )
+        self._held = hold_windows(
+            spec=algorithm.loss,
+            loss=self._loss,
+            limits=self._coefficients.limits,
+            ranks=self.ranks,
+            mode=config.train.mode,
+        )
         self._statistics: tuple[float, ...] = ()
         sharded = config.train.distributed_optimizer
         self.ddp = DistributedDataParallel(
@@ -70,20 +83,23 @@ class Policy:
         self._busy = ComputeTimer()
         self.models.policy.config.timers = self._busy if self._pipelined else None
         self.optimizer = optimizer_of(config, self.ddp)
-        self.control = GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
+        self.control = (
+            GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
+        )
         self._decided: bool | None = None
         self.scheduler = scheduler_of(config, self.optimizer)
 
     def _packing(self) -> Packing:
-        config, ranks = self.config, self.ranks
+        config = self.config
+        ranks = self.ranks
         return Packing(
-            Credit.of(config),
-            config.train.micro_batch_tokens,
-            config.attention.shared_prompt,
-            row_multiple(computation(config, self.platform)),
-            (parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()),
-            (ranks.share, ranks.lockstep),
-            self.models.device,
+            credit=Credit.of(config),
+            budget=config.train.micro_batch_tokens,
+            shared_prompt=config.attention.shared_prompt,
+            multiple=row_multiple(computation(config, self.platform)),
+            context=(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()),
+            share=(ranks.share, ranks.lockstep),
+            device=self.models.device,
         )
 
     def start_step(self) -> None:
@@ -136,11 +152,14 @@ class Policy:
     def _hold(self, held: HeldWindows, window: Sequence[Scored]) -> None:
         """Keep a window, with the policy's log-ratios in it (engine.trainer.held_windows)."""
         models = self.models
-        found = score(models.policy, [batch.layout for batch, _, _ in window], models.temperature, models.shape.vocabulary)
+        found = score(
+            models.policy, [batch.layout for batch, _, _ in window], models.temperature, models.shape.vocabulary
+        )
         log_ratios: list[Tensor | None] = []
         for (batch, old, _), logprobs in zip(window, found, strict=True):
             if logprobs is not None:
-                self.metrics.worst_gap(mismatch(logprobs, batch.rollout)[0])  # contract 1 is checked as each window comes
+                # contract 1 is checked as each window comes
+                self.metrics.worst_gap(mismatch(logprobs, batch.rollout)[0])
             log_ratios.append(None if logprobs is None else logprobs - self._old(batch, logprobs, old))
         held.add(window, log_ratios)
 
@@ -188,9 +207,19 @@ class Policy:
         logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
         old = self._old(batch, logprobs, old)
         terms = Terms(
-            logprobs, old, reference, entropy, batch.advantages, batch.weights, batch.rollout, batch.response,
-            len(batch.members), _whole, self._statistics, self._sampled(batch, logprobs.detach(), old),
-        )  # fmt: skip
+            logprobs=logprobs,
+            old=old,
+            reference=reference,
+            entropy=entropy,
+            advantages=batch.advantages,
+            weights=batch.weights,
+            rollout=batch.rollout,
+            response=batch.response,
+            responses=len(batch.members),
+            whole=_whole,
+            statistics=self._statistics,
+            sampled=self._sampled(batch, logprobs.detach(), old),
+        )
         loss = self._loss(terms, self._coefficients)
         self._add_metrics(batch, logprobs.detach(), old, loss)
         return loss.total, torch.zeros((), dtype=torch.int, device=out.device), None
@@ -205,8 +234,8 @@ class Policy:
         return old
 
     def _sampled(self, batch: MicroBatch, logprobs: Tensor, old: Tensor) -> Tensor:
-        """The trainer's log-probabilities under the weights that sampled, [T]: the policy's own, and those before the last update
-        for tokens that are one update old (the config refuses `algorithm.mismatch` where others occur)."""
+        """The trainer's log-probabilities under the weights that sampled, [T]: the policy's own, and those before the
+        last update for tokens that are one update old (the config refuses `algorithm.mismatch` where others occur)."""
         return torch.where(batch.behind, old, logprobs) if self.config.algorithm.old_policy == "previous" else logprobs
 
     def _add_metrics(self, batch: MicroBatch, logprobs: Tensor, old: Tensor, loss: Loss) -> None:
@@ -226,10 +255,12 @@ class Policy:
             metrics.old_ratio_max = max(metrics.old_ratio_max, float((logprobs - old).max().exp()))
 
     def reduce(self, responses: int, trained: Callable[[float, float], None] = lambda started, ended: None) -> None:
-        """Divide the sums by the step's denominator and reduce over replicas, once. Raises MetronomeError if it is not finite.
+        """Divide the sums by the step's denominator and reduce over replicas, once. Raises MetronomeError if it is not
+        finite.
 
-        A step has N·G `responses`; what was held is trained first, and `trained` is told when each of its windows began and ended
-        (seconds since the epoch). A collective of all ranks, also of those that got no group; they meet on the host first.
+        A step has N·G `responses`; what was held is trained first, and `trained` is told when each of its windows began
+        and ended (seconds since the epoch). A collective of all ranks, also of those that got no group; they meet on
+        the host first.
         """
         self._train_held(trained)
         self._denominator = self._step_denominator(responses)
@@ -238,8 +269,10 @@ class Policy:
         buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
         finite = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
         if self.ranks.worst(0.0 if finite else 1.0, everyone=True):
-            raise MetronomeError("the gradient of this step is not finite; the update was not made (weights are unchanged). "
-                                 "Lower train.learning_rate or train.max_grad_norm")
+            raise MetronomeError(
+                "the gradient of this step is not finite; the update was not made (weights are unchanged). "
+                "Lower train.learning_rate or train.max_grad_norm"
+            )
 
     def _step_denominator(self, responses: int) -> float:
         """By the loss' aggregation; of an advantage that counts unequal groups only, with their share (`Advantage`)."""

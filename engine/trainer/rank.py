@@ -31,7 +31,9 @@ def main() -> int:
     bind(_own_cores(config))
     torch.set_num_threads(arguments.threads)
     name = f"trainer-{os.environ['RANK']}"
-    control, sender = (ControlClient(arguments.control, who, _transfer_timeout(config)) for who in (name, f"{name}-weights"))
+    control, sender = (
+        ControlClient(arguments.control, who, _transfer_timeout(config)) for who in (name, f"{name}-weights")
+    )
     try:
         with _session(config):
             _train(config, arguments, control, sender)
@@ -45,7 +47,8 @@ def main() -> int:
 
 
 def _transfer_timeout(config: Config) -> float:
-    """Longer than the launcher waits for an instance, and that may take for an update: it knows the names, and gives up first."""
+    """Longer than the launcher waits for an instance, and that may take for an update: it knows the names, and gives up
+    first."""
     return config.train.timeout_s + config.rollout.timeout_s + config.rollout.wait_s
 
 
@@ -109,12 +112,13 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
         reply = ranks.from_first(lambda: control.ask("report", step=step, figures=figures))
         checkpoints.prompt_position = reply["prompt_position"]
 
-    rollouts = _rollouts(config, arguments, control, sender, ranks, policy)
-    position, prompts = checkpoints.prompt_position, checkpoints.prompts
+    rollouts = _rollouts(config=config, arguments=arguments, control=control, sender=sender, ranks=ranks, policy=policy)
+    position = checkpoints.prompt_position
+    prompts = checkpoints.prompts
     reply = ranks.from_first(lambda: control.ask("ready", start=start, prompt_position=position, prompts=prompts))
     checkpoints.prompts = reply.get("prompts", prompts)
     try:
-        Loop(config, policy, rollouts, trace, report, save).run(start)
+        Loop(config=config, policy=policy, rollouts=rollouts, trace=trace, report=report, checkpoint=save).run(start)
     finally:
         trace.flush()
         checkpoints.finish(config.train.timeout_s)
@@ -122,7 +126,11 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
 
 
 def _rollouts(
-    config: Config, arguments: argparse.Namespace, control: ControlClient, sender: ControlClient, ranks: Any,  # noqa: ANN401
+    config: Config,
+    arguments: argparse.Namespace,
+    control: ControlClient,
+    sender: ControlClient,
+    ranks: Any,  # noqa: ANN401
     policy: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     from engine.trainer.models import DTYPES
@@ -133,14 +141,14 @@ def _rollouts(
     if arguments.replay is not None:
         return ReplayedRollouts(arguments.replay, control, ranks, config.train.prompts_per_step)
     publisher = Publisher(
-        control,
-        sender,
-        ranks,
-        partial(open_transport, config.weights.transport, config.rollout.timeout_s, policy.models.device),
-        arguments.weights,
-        DTYPES[config.model.dtype],
-        config.weights.bucket_mb * 2**20,
-        _transfer_timeout(config),
+        control=control,
+        sender=sender,
+        ranks=ranks,
+        transport=partial(open_transport, config.weights.transport, config.rollout.timeout_s, policy.models.device),
+        folder=arguments.weights,
+        dtype=DTYPES[config.model.dtype],
+        bucket_bytes=config.weights.bucket_mb * 2**20,
+        timeout_s=_transfer_timeout(config),
     )
     return LiveRollouts(control, ranks, publisher, config.window_tokens)
 

@@ -1,9 +1,10 @@
-"""A rank's place in the parallel layout, and the CPU channel between ranks: all waiting happens there (design, processes).
+"""A rank's place in the parallel layout, and the CPU channel between ranks: all waiting happens there (design,
+processes).
 
-A *unit* is what takes windows together: the tensor, pipeline and context ranks of a replica, and, where experts are shared
-among whole replicas, these replicas (their all-to-all needs every one of them in each micro-batch). Its *leader* talks to
-the launcher and tells the others. The channel is gloo on the host on every platform, so a long tail of rollouts never
-meets the time-out of a device collective.
+A *unit* is what takes windows together: the tensor, pipeline and context ranks of a replica, and, where experts are
+shared among whole replicas, these replicas (their all-to-all needs every one of them in each micro-batch). Its *leader*
+talks to the launcher and tells the others. The channel is gloo on the host on every platform, so a long tail of
+rollouts never meets the time-out of a device collective.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class RankGroup:
 
     def __init__(self, lockstep: int = 1, timeout_s: float = 600.0) -> None:
         """`lockstep`: replicas that take windows together; `timeout_s`: longest silence on the CPU channel."""
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         data = state.get_data_parallel_rank()
         self.lockstep = lockstep
         self.share = data % lockstep

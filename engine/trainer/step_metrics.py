@@ -77,8 +77,9 @@ class StepMetrics:
     def merged(ranks: Sequence[dict[str, Any]], denominator: float, by_response: bool = True) -> dict[str, Any]:
         """The keys of steps.jsonl that the trainer knows, from every rank's `wire`.
 
-        The loss is divided by its own denominator. KL, entropy and clip fraction are means over responses of their means over
-        tokens, or means over all tokens, as the loss aggregates. Times are means over the units (their leaders), in seconds.
+        The loss is divided by its own denominator. KL, entropy and clip fraction are means over responses of their
+        means over tokens, or means over all tokens, as the loss aggregates. Times are means over the units (their
+        leaders), in seconds.
         """
         whole = StepMetrics(**{name: merge([rank[name] for rank in ranks]) for name, merge in MERGED.items()})
         leaders = [rank for rank in ranks if rank["leader"]]

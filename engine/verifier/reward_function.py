@@ -45,4 +45,16 @@ def _reward(spec: str, function: Callable[..., Any], file: str = "") -> RewardFu
 def _warm(spec: str) -> None:
     """Let the verifier import and compile what it needs before the first response is on the clock."""
     prompt = Prompt("", "", "x + 1", ())  # a formula: numbers don't need SymPy
-    BUILT_IN[spec](prompt, Response((), (), (), (), "stop", "\\boxed{1 + x}", 0, ""))
+    BUILT_IN[spec](
+        prompt,
+        Response(
+            token_ids=(),
+            logprobs=(),
+            versions=(),
+            loss_mask=(),
+            finish_reason="stop",
+            text="\\boxed{1 + x}",
+            seed=0,
+            instance="",
+        ),
+    )

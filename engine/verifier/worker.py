@@ -27,8 +27,8 @@ from engine.verifier.reward_function import RewardFunction, load_reward
 from engine.wire import verifier_messages
 
 MEMORY = 512 * 2**20
-"""Bytes of address space for the built-in verifiers: a response such as 9^{9^{9}} may not take the host's memory with it. A
-user's reward is not limited: it may hold a model."""
+"""Bytes of address space for the built-in verifiers: a response such as 9^{9^{9}} may not take the host's memory with
+it. A user's reward is not limited: it may hold a model."""
 
 
 def main(socket_fd: int, lifeline_fd: int, spec: str) -> None:

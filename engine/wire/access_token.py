@@ -16,10 +16,13 @@ VARIABLE = "METRONOME_TOKEN"
 
 
 def access_token() -> str | None:
-    """The token of this process's environment; None when it is unset or empty. BadInput when no HTTP header could carry it."""
+    """The token of this process's environment; None when it is unset or empty. BadInput when no HTTP header could carry
+    it."""
     token = os.environ.get(VARIABLE, "")
     if token and not (token.isascii() and token.isprintable() and token == token.strip()):
-        raise BadInput(f"{VARIABLE}: it must be printable ASCII without spaces around it, as from `openssl rand -hex 32`")
+        raise BadInput(
+            f"{VARIABLE}: it must be printable ASCII without spaces around it, as from `openssl rand -hex 32`"
+        )
     return token or None
 
 
@@ -41,11 +44,14 @@ def authorized(header: str | bytes | None, token: str | None) -> bool:
 
 
 def check_address(host: str, token: str | None, key: str = "--host") -> None:
-    """BadInput, which names `key`, unless `host` is an IP address (or localhost), and a loopback one where there is no token."""
+    """BadInput, which names `key`, unless `host` is an IP address (or localhost), and a loopback one where there is no
+    token."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         raise BadInput(f"{key} {host}: expected an IP address, for example 127.0.0.1") from None
     if not loopback and token is None:
-        raise BadInput(f"{key} {host}: only loopback addresses such as 127.0.0.1 are served without an access token; "
-                       f"set {VARIABLE}, the same for the launcher and its instances, to listen elsewhere")
+        raise BadInput(
+            f"{key} {host}: only loopback addresses such as 127.0.0.1 are served without an access token; "
+            f"set {VARIABLE}, the same for the launcher and its instances, to listen elsewhere"
+        )

@@ -60,7 +60,7 @@ def landed_to_wire(landed: Landed) -> list[Any]:
 def landed_from_wire(wire: list[Any]) -> Landed:
     """The inverse of `landed_to_wire`."""
     step, group, number, prompt, token_ids = wire
-    return Landed(step, group, number, _tuple("i", prompt), _tuple("i", token_ids))
+    return Landed(step=step, group=group, number=number, prompt=_tuple("i", prompt), token_ids=_tuple("i", token_ids))
 
 
 def _response_to_wire(response: Response) -> dict[str, Any]:

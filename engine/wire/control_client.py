@@ -1,4 +1,5 @@
-"""A trainer rank's side of the control channel: everything a rank waits for, it waits for here (never in a collective)."""
+"""A trainer rank's side of the control channel: everything a rank waits for, it waits for here (never in a
+collective)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class ControlClient:
         self._socket.send_multipart([number, pack({"op": operation, **fields})])
         while True:
             if not self._socket.poll(int(self._timeout_s * 1000)):
-                raise DeadlineError(f"{self.replica}: no answer from the launcher to {operation!r} in {self._timeout_s:.0f} s")
+                raise DeadlineError(
+                    f"{self.replica}: no answer from the launcher to {operation!r} in {self._timeout_s:.0f} s"
+                )
             answered, data = self._socket.recv_multipart()
             if answered == number:
                 return _raise_error(unpack(data))

@@ -1,4 +1,5 @@
-"""Encryption of the control channel where it leaves the node (CurveZMQ): who does not know the server's key is not heard."""
+"""Encryption of the control channel where it leaves the node (CurveZMQ): who does not know the server's key is not
+heard."""
 
 from __future__ import annotations
 
@@ -27,11 +28,15 @@ def make_keys() -> Keys:
 
 def guard_server(socket: zmq.Socket, keys: Keys) -> None:
     """Take in only peers that know the server's public key, which therefore is kept secret."""
-    socket.curve_server, socket.curve_secretkey, socket.curve_publickey = True, keys.secret.encode(), keys.public.encode()
+    socket.curve_server = True
+    socket.curve_secretkey = keys.secret.encode()
+    socket.curve_publickey = keys.public.encode()
 
 
 def guard_client(socket: zmq.Socket) -> None:
     """Speak to the server whose key the environment has; nothing when there is none."""
     if key := os.environ.get(CONTROL_KEY):
         public, secret = zmq.curve_keypair()
-        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = key.encode(), public, secret
+        socket.curve_serverkey = key.encode()
+        socket.curve_publickey = public
+        socket.curve_secretkey = secret

@@ -1,7 +1,8 @@
-"""What the launcher of a run on several nodes leaves in the run folder for the other nodes, which must share that folder.
+"""What the launcher of a run on several nodes leaves in the run folder for the other nodes, which must share that
+folder.
 
-Ranks reach the launcher's control channel over TCP, encrypted and closed to everybody who does not have its key (CurveZMQ). The
-invitation holds the key, so only its owner can read it.
+Ranks reach the launcher's control channel over TCP, encrypted and closed to everybody who does not have its key
+(CurveZMQ). The invitation holds the key, so only its owner can read it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,15 @@ def control_address(config: Config) -> str:
 
 def invite(config: Config, folder: Path, run_id: str, arguments: Sequence[str], key: str) -> None:
     """Leave what the other nodes need. `arguments`: a rank's; `key`: the control channel's public key."""
-    row = {"run_id": run_id, "rendezvous": config.parallel.rendezvous, "nodes": config.parallel.nodes,
-           "ranks": config.parallel.ranks_per_node, "arguments": list(arguments), "key": key,
-           "threads": config.trainer_threads}  # fmt: skip
+    row = {
+        "run_id": run_id,
+        "rendezvous": config.parallel.rendezvous,
+        "nodes": config.parallel.nodes,
+        "ranks": config.parallel.ranks_per_node,
+        "arguments": list(arguments),
+        "key": key,
+        "threads": config.trainer_threads,
+    }
     before = os.umask(0o077)
     try:
         write_atomically(folder / INVITATION, json.dumps(row))

@@ -43,10 +43,17 @@ def parse_call(message: dict[str, Any]) -> tuple[Prompt, list[Response]]:
     """The other way; fields that were not sent are empty."""
     if "texts" in message:
         prompt = Prompt(message["id"], "", message["answer"], ())
-        return prompt, [Response((), (), (), (), "", text, 0, "") for text in message["texts"]]
+        return prompt, [
+            Response(
+                token_ids=(), logprobs=(), versions=(), loss_mask=(), finish_reason="", text=text, seed=0, instance=""
+            )
+            for text in message["texts"]
+        ]
     key, problem, answer, token_ids, columns = message["prompt"]
     responses = [_response(*fields) for fields in message["responses"]]
-    return Prompt(key, problem, answer, tuple(token_ids), json.loads(columns)), responses
+    return Prompt(
+        id=key, problem=problem, answer=answer, token_ids=tuple(token_ids), columns=json.loads(columns)
+    ), responses
 
 
 def scores(message: dict[str, Any]) -> list[Score]:
@@ -55,12 +62,24 @@ def scores(message: dict[str, Any]) -> list[Score]:
 
 
 def _fields(response: Response) -> tuple[object, ...]:
-    return (response.token_ids, response.logprobs, response.versions, response.loss_mask,
-            response.finish_reason, response.text, response.seed, response.instance)  # fmt: skip
+    return (
+        response.token_ids,
+        response.logprobs,
+        response.versions,
+        response.loss_mask,
+        response.finish_reason,
+        response.text,
+        response.seed,
+        response.instance,
+    )
 
 
 def _response(
-    token_ids: list[int], logprobs: list[float], versions: list[list[int]], loss_mask: list[bool], *rest: Any,  # noqa: ANN401
+    token_ids: list[int],
+    logprobs: list[float],
+    versions: list[list[int]],
+    loss_mask: list[bool],
+    *rest: Any,  # noqa: ANN401
 ) -> Response:
     runs = tuple((start, version) for start, version in versions)
     return Response(tuple(token_ids), tuple(logprobs), runs, tuple(loss_mask), *rest)

@@ -31,7 +31,8 @@ FILE = HOME / "infra/prefect.yaml"
 POOLS = HOME / "infra/pools"
 """A base job template per work pool."""
 TRAINING = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training")
-"""Deployments that go to the training pool: their runs start rollout instances and, but for evaluations, trainer ranks."""
+"""Deployments that go to the training pool: their runs start rollout instances and, but for evaluations, trainer
+ranks."""
 WITH_ROLLOUTS = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation")
 """Those of them that can take instances from the rollout pool."""
 ROLLOUTS = "serve-rollouts"
@@ -56,7 +57,8 @@ class Choices:
     npus: int = 0
     """Slots of the limit ascend-npus; 0 leaves the limit as it is."""
     on_rollout_pool: int = 0
-    """Instances that a training or an evaluation takes from the rollout pool when nobody says otherwise, the scheduled too."""
+    """Instances that a training or an evaluation takes from the rollout pool when nobody says otherwise, the scheduled
+    too."""
 
 
 def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
@@ -114,7 +116,9 @@ def _check(choices: Choices) -> None:
     try:
         ZoneInfo(choices.timezone)
     except (ZoneInfoNotFoundError, ValueError):
-        raise BadInput(f"--timezone {choices.timezone}: no such time zone; expected a name such as Asia/Shanghai") from None
+        raise BadInput(
+            f"--timezone {choices.timezone}: no such time zone; expected a name such as Asia/Shanghai"
+        ) from None
     for option, count in (("--npus", choices.npus), ("--on-rollout-pool", choices.on_rollout_pool)):
         if count < 0:
             raise BadInput(f"{option} {count}: expected 0 or more")
@@ -124,8 +128,10 @@ def _server() -> str:
     """URL of the server. Raises BadInput when none is named or it does not answer."""
     url = get_current_settings().api.url
     if not url:
-        raise BadInput("no Prefect server: set PREFECT_API_URL, for example to http://127.0.0.1:4200/api; `make services` starts "
-                       "one there")
+        raise BadInput(
+            "no Prefect server: set PREFECT_API_URL, for example to http://127.0.0.1:4200/api; `make services` starts "
+            "one there"
+        )
     with get_client(sync_client=True) as client:
         if error := client.api_healthcheck():
             raise BadInput(f"the Prefect server at {url} (PREFECT_API_URL) does not answer: {error}")
@@ -138,7 +144,9 @@ def _make_pools(templates: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
             try:
                 client.create_work_pool(WorkPoolCreate(name=name, type=kind, base_job_template=base), overwrite=True)
             except httpx.HTTPStatusError as error:
-                raise MetronomeError(f"work pool {name}: the Prefect server refuses it: {error.response.text[:500]}") from None
+                raise MetronomeError(
+                    f"work pool {name}: the Prefect server refuses it: {error.response.text[:500]}"
+                ) from None
 
 
 def _deploy(tree: Mapping[str, Any]) -> None:

@@ -15,8 +15,9 @@ from engine.errors import BadInput, DeadlineError
 LIMIT = "ascend-npus"
 """Name of the limit; `metronome deploy --npus N` makes it."""
 LEASE_S = 120.0
-"""A run that was killed gives its NPUs back after so long; Prefect's default is 300 s. A living run renews after 90 s, and
-tries three times within some seconds: a server that is away longer than that at that moment costs the run its lease."""
+"""A run that was killed gives its NPUs back after so long; Prefect's default is 300 s. A living run renews after 90 s,
+and tries three times within some seconds: a server that is away longer than that at that moment costs the run its
+lease."""
 WAIT_S = 24 * 3600.0
 """A run that got no NPUs within a day gives up."""
 TOO_MANY = 422
@@ -26,26 +27,28 @@ NPU_MANAGER = Path("/dev/davinci_manager")
 
 
 def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
-    """NPUs that a run holds: those of its trainer ranks and rollout instances, or of its evaluations if they are more; 0 on other
-    devices.
+    """NPUs that a run holds: those of its trainer ranks and rollout instances, or of its evaluations if they are more;
+    0 on other devices.
 
-    `pool_instances`: those on the rollout pool. Without `training` the run only evaluates. An evaluation for which no instance is
-    asked starts one (engine.launcher.rollout_service).
+    `pool_instances`: those on the rollout pool. Without `training` the run only evaluates. An evaluation for which no
+    instance is asked starts one (engine.launcher.rollout_service).
     """
     device = config.platform.device
     if device not in ("npu", "auto") or (device == "auto" and not NPU_MANAGER.exists()):
         return 0
-    instances, tensor = config.rollout.instances + pool_instances, config.rollout.tensor
+    instances = config.rollout.instances + pool_instances
+    tensor = config.rollout.tensor
     evaluating = max(1, instances) * tensor
     return max(evaluating, config.parallel.ranks + instances * tensor) if training else evaluating
 
 
 @contextmanager
 def hold_npus(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Hold `count` slots of a limit for the time of the body, all taken in one go: two runs never wait for each other's rest.
+    """Hold `count` slots of a limit for the time of the body, all taken in one go: two runs never wait for each other's
+    rest.
 
-    A run that loses its lease is ended: two runs on one NPU would both fail. Raises DeadlineError, and BadInput for a limit that
-    does not exist or is less than `count`.
+    A run that loses its lease is ended: two runs on one NPU would both fail. Raises DeadlineError, and BadInput for a
+    limit that does not exist or is less than `count`.
     """
     if not count:
         yield
@@ -58,10 +61,14 @@ def hold_npus(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterato
             raise DeadlineError(f"{count} slots of the limit {limit} were not free within {wait_s:.0f} s") from None
         except ConcurrencySlotAcquisitionError as error:
             if error.__cause__ is None:  # the server has answered
-                raise BadInput(f"Prefect has no limit {limit}, of which this run takes {count}: `metronome deploy --npus N` "
-                               "makes it, N being the cluster's NPUs") from None
+                raise BadInput(
+                    f"Prefect has no limit {limit}, of which this run takes {count}: `metronome deploy --npus N` "
+                    "makes it, N being the cluster's NPUs"
+                ) from None
             if getattr(getattr(error.__cause__, "response", None), "status_code", None) != TOO_MANY:
                 raise
-            raise BadInput(f"this run takes {count} of Prefect's limit {limit}, which is less in all: give it fewer ranks and "
-                           "instances, or raise the limit by `metronome deploy --npus N` if the cluster has more NPUs") from None
+            raise BadInput(
+                f"this run takes {count} of Prefect's limit {limit}, which is less in all: give it fewer ranks and "
+                "instances, or raise the limit by `metronome deploy --npus N` if the cluster has more NPUs"
+            ) from None
         yield

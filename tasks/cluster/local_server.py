@@ -1,4 +1,5 @@
-"""A Prefect API server of our own for the time of one run: `python -m tasks.cluster.local_server FD` serves on an open socket.
+"""A Prefect API server of our own for the time of one run: `python -m tasks.cluster.local_server FD` serves on an open
+socket.
 
 Prefect's own ephemeral server is a plain subprocess that outlives a killed flow; this one holds our lifeline.
 """
@@ -55,7 +56,13 @@ def local_server(output: Path) -> Iterator[LocalServer | None]:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         environment = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
         arguments = python("tasks.cluster.local_server", str(listener.fileno()))
-        child = Child("Prefect server", arguments, home / "server.log", environment, [listener.fileno()])
+        child = Child(
+            name="Prefect server",
+            arguments=arguments,
+            log=home / "server.log",
+            env=environment,
+            pass_fds=[listener.fileno()],
+        )
     os.environ["PREFECT_API_URL"] = url
     try:
         yield LocalServer(child, url)
@@ -69,7 +76,8 @@ def log_prefect_to(path: Path) -> None:
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger = logging.getLogger("prefect")
-    logger.handlers, logger.propagate = [handler], False
+    logger.handlers = [handler]
+    logger.propagate = False
 
 
 def main() -> None:

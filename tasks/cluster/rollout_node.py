@@ -1,5 +1,5 @@
-"""Rollout instances of a run on a work pool of their own: what that pool's worker does (tasks/cluster/other_nodes.py asks for
-them)."""
+"""Rollout instances of a run on a work pool of their own: what that pool's worker does (tasks/cluster/other_nodes.py
+asks for them)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ STOP_S = 10.0
 def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -> None:
     """Start `count` instances that join a run, and end them once its launcher has been away for rollout.wait_s.
 
-    `join`: host:port of the launcher, or the run folder, or its rollout.address. Each has devices of its own (`own_devices`).
-    Raises BadInput when there are too few, DeadlineError when no launcher is there for as long at the start, ProcessDied when an
-    instance dies while the run goes on.
+    `join`: host:port of the launcher, or the run folder, or its rollout.address. Each has devices of its own
+    (`own_devices`). Raises BadInput when there are too few, DeadlineError when no launcher is there for as long at the
+    start, ProcessDied when an instance dies while the run goes on.
     """
     devices = own_devices(config, count)
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
@@ -39,24 +39,30 @@ def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -
         children = []
         try:
             for number, mine in enumerate(devices):
-                children.append(_instance(recipe, join, host, f"{default_name()}-{number}", mine))
+                children.append(
+                    _instance(recipe=recipe, join=join, host=host, name=f"{default_name()}-{number}", environment=mine)
+                )
             _accompany(children, join, config.rollout.wait_s)
         finally:
             stop_all(children, STOP_S)
 
 
 def own_devices(config: Config, count: int) -> list[dict[str, str]]:
-    """Environment of each of `count` instances on this node: the next rollout.tensor devices, of those that this process may see
-    where its environment says so; empty on a CPU. Raises BadInput when they do not suffice."""
+    """Environment of each of `count` instances on this node: the next rollout.tensor devices, of those that this
+    process may see where its environment says so; empty on a CPU. Raises BadInput when they do not suffice."""
     kind = device_of(interpreter(), config.platform.device) if config.rollout.engine == "vllm" else "cpu"
     if kind not in VISIBLE:
         return [{} for _ in range(count)]
-    variable, tensor = VISIBLE[kind], config.rollout.tensor
-    needed, given = count * tensor, os.environ.get(variable)
+    variable = VISIBLE[kind]
+    tensor = config.rollout.tensor
+    needed = count * tensor
+    given = os.environ.get(variable)
     seen = list(map(str, range(needed))) if given is None else visible_devices(kind)
     if len(seen) < needed:
-        raise BadInput(f"{variable}={given}: {count} instances of rollout.tensor = {tensor} need {needed} devices; set "
-                       "platform.devices_per_node to what a node of the rollout pool has")
+        raise BadInput(
+            f"{variable}={given}: {count} instances of rollout.tensor = {tensor} need {needed} devices; set "
+            "platform.devices_per_node to what a node of the rollout pool has"
+        )
     return [{variable: ",".join(seen[first : first + tensor])} for first in range(0, needed, tensor)]
 
 
@@ -72,12 +78,14 @@ def _instance(recipe: Path, join: str, host: str, name: str, environment: Mappin
 
 
 def _accompany(children: Sequence[Child], join: str, wait_s: float) -> None:
-    met, heard = False, time.monotonic()
+    met = False
+    heard = time.monotonic()
     while True:
         if _answers(join):
             if not met:
                 say("rollouts", f"{len(children)} instances join the run at {join}")
-            met, heard = True, time.monotonic()
+            met = True
+            heard = time.monotonic()
             for child in children:
                 child.check()
         elif time.monotonic() - heard > wait_s:

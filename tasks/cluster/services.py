@@ -40,20 +40,27 @@ STARTUP_S = 180.0
 STOP_S = 8.0
 """What servers may take to end before they are killed."""
 PORT_S = 10.0
-"""What a killed server's port may take to become free: the system ends the process, and closes its socket, when it can."""
+"""What a killed server's port may take to become free: the system ends the process, and closes its socket, when it
+can."""
 POLL_S = 0.2
 HEARTBEAT_S = 30
-"""PREFECT_FLOWS_HEARTBEAT_FREQUENCY of flow runs, by which their silence is noticed (tasks.cluster.watchdog). Prefect's shortest;
-its default is 180. Also in infra/pools and infra/compose."""
+"""PREFECT_FLOWS_HEARTBEAT_FREQUENCY of flow runs, by which their silence is noticed (tasks.cluster.watchdog). Prefect's
+shortest; its default is 180. Also in infra/pools and infra/compose."""
 
 
 class Service:
     """One server on a port of its own, or one Prefect worker; it can be killed and started again."""
 
-    def __init__(self, name: str, port: int, command: list[str], log: Path, env: Mapping[str, str], health: str = "") -> None:
+    def __init__(
+        self, name: str, port: int, command: list[str], log: Path, env: Mapping[str, str], health: str = ""
+    ) -> None:
         """`health`: path that answers 200 once it serves."""
-        self.name, self.port, self.health = name, port, health
-        self._command, self._log, self._env = command, log, dict(env)
+        self.name = name
+        self.port = port
+        self.health = health
+        self._command = command
+        self._log = log
+        self._env = dict(env)
         self.child: Child | None = None
 
     @property
@@ -104,7 +111,7 @@ class Watchdog(Service):
 
     def __init__(self, log: Path, env: Mapping[str, str]) -> None:
         """`env` must name the server (PREFECT_API_URL)."""
-        super().__init__("watchdog", 0, python("tasks.cluster.watchdog"), log, env)
+        super().__init__(name="watchdog", port=0, command=python("tasks.cluster.watchdog"), log=log, env=env)
 
     def ready(self) -> bool:
         """True. Raises ProcessDied when it has ended."""
@@ -117,10 +124,24 @@ class Worker(Service):
 
     def __init__(self, pool: str, name: str, log: Path, env: Mapping[str, str], limit: int = 0) -> None:
         """`env` must name the server (PREFECT_API_URL). `limit`: flow runs at a time, 0 for any number."""
-        command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", pool, "--name", name, "--type", "process",
-                   "--install-policy", "never", "--no-create-pool-if-not-found"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "prefect",
+            "worker",
+            "start",
+            "--pool",
+            pool,
+            "--name",
+            name,
+            "--type",
+            "process",
+            "--install-policy",
+            "never",
+            "--no-create-pool-if-not-found",
+        ]
         command += ["--limit", str(limit)] if limit else []
-        super().__init__(f"worker {name} of pool {pool}", 0, command, log, env)
+        super().__init__(name=f"worker {name} of pool {pool}", port=0, command=command, log=log, env=env)
         self._workers = f"{env['PREFECT_API_URL']}/work_pools/{pool}/workers/filter"
         self._worker_name = name
 
@@ -158,16 +179,21 @@ class Services:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def __getitem__(self, name: str) -> Service:
         return self.services[name]
 
     def worker(self, pool: str, name: str = "", env: Mapping[str, str] | None = None, limit: int = 0) -> Worker:
-        """Start a process worker for a pool that exists, and wait until it is online. `env` goes to its flow runs too."""
+        """Start a process worker for a pool that exists, and wait until it is online. `env` goes to its flow runs
+        too."""
         name = name or f"{pool}-{len(self.services)}"
-        worker = Worker(pool, name, self.folder / f"{name}.log", {**self.environment, **(env or {})}, limit)
+        worker = Worker(
+            pool=pool, name=name, log=self.folder / f"{name}.log", env={**self.environment, **(env or {})}, limit=limit
+        )
         self.services[name] = worker
         worker.start()
         worker.wait()
@@ -198,31 +224,78 @@ class Services:
         if "mlflow" in self.ports:
             given["MLFLOW_TRACKING_URI"] = f"http://{HOST}:{self.ports['mlflow']}"
         if "s3" in self.ports:
-            given |= {"AWS_ENDPOINT_URL": f"http://{HOST}:{self.ports['s3']}", "AWS_ACCESS_KEY_ID": "metronome",
-                      "AWS_SECRET_ACCESS_KEY": "metronome", "AWS_DEFAULT_REGION": "us-east-1"}  # fmt: skip
+            given |= {
+                "AWS_ENDPOINT_URL": f"http://{HOST}:{self.ports['s3']}",
+                "AWS_ACCESS_KEY_ID": "metronome",
+                "AWS_SECRET_ACCESS_KEY": "metronome",
+                "AWS_DEFAULT_REGION": "us-east-1",
+            }
         return given
 
     def _prefect(self) -> Service:
-        port, home = self.ports["prefect"], self.folder / "prefect"
+        port = self.ports["prefect"]
+        home = self.folder / "prefect"
         home.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port), "--analytics-off"]
+        command = [
+            sys.executable,
+            "-m",
+            "prefect",
+            "server",
+            "start",
+            "--host",
+            HOST,
+            "--port",
+            str(port),
+            "--analytics-off",
+        ]
         env = {"PREFECT_HOME": str(home), "PREFECT_UI_API_URL": self.environment["PREFECT_API_URL"]}
-        return Service("Prefect server", port, command, self.folder / "prefect.log", env, "/api/health")
+        return Service(
+            name="Prefect server",
+            port=port,
+            command=command,
+            log=self.folder / "prefect.log",
+            env=env,
+            health="/api/health",
+        )
 
     def _mlflow(self) -> Service:
         port = self.ports["mlflow"]
         artifacts = f"s3://{BUCKET}/mlflow" if "s3" in self.ports else str(self.folder / "mlartifacts")
-        command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1",
-                   "--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}", "--artifacts-destination", artifacts]
-        env = {**self.environment, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # else up to ten processes, 30 s to start
+        command = [
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--host",
+            HOST,
+            "--port",
+            str(port),
+            "--workers",
+            "1",
+            "--backend-store-uri",
+            f"sqlite:///{self.folder / 'mlflow.db'}",
+            "--artifacts-destination",
+            artifacts,
+        ]
+        # else up to ten processes, 30 s to start
+        env = {**self.environment, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         env.pop("MLFLOW_TRACKING_URI")
-        return Service("MLflow server", port, command, self.folder / "mlflow.log", env, "/health")
+        return Service(
+            name="MLflow server", port=port, command=command, log=self.folder / "mlflow.log", env=env, health="/health"
+        )
 
     def _s3(self) -> Service:
         if find_spec("moto") is None:
             raise BadInput("the S3 endpoint is moto, which is not installed: pip install -e '.[dev]', or make services")
         command = [sys.executable, "-m", "moto.server", "--host", HOST, "--port", str(self.ports["s3"])]
-        return Service("S3 endpoint", self.ports["s3"], command, self.folder / "s3.log", {}, "/moto-api/")
+        return Service(
+            name="S3 endpoint",
+            port=self.ports["s3"],
+            command=command,
+            log=self.folder / "s3.log",
+            env={},
+            health="/moto-api/",
+        )
 
 
 def free_port() -> int:
@@ -239,8 +312,10 @@ def check_port(port: int, name: str, within_s: float = 0.0) -> None:
             return socket.create_server((HOST, port)).close()
         except OSError as error:
             if time.monotonic() > deadline:
-                raise BadInput(f"port {port} for the {name} is not free ({os.strerror(error.errno or 0)}): is another one "
-                               "running already? End that, or give another port") from None
+                raise BadInput(
+                    f"port {port} for the {name} is not free ({os.strerror(error.errno or 0)}): is another one "
+                    "running already? End that, or give another port"
+                ) from None
         time.sleep(POLL_S)
 
 
@@ -279,7 +354,9 @@ def _serve(services: Services, asked: threading.Event) -> None:
     with services:
         print("\n".join(f"{one.name:<15} {one.url if one.port else 'runs'}" for one in services.services.values()))
         print("\nCtrl-C ends them. For other shells:\n")
-        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in services.environment.items()), flush=True)
+        print(
+            "\n".join(f"export {name}={shlex.quote(value)}" for name, value in services.environment.items()), flush=True
+        )
         while not asked.wait(1.0):
             for service in services.services.values():
                 service.check()

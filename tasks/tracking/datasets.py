@@ -26,10 +26,13 @@ def log_datasets(found: Mapping[str, Any]) -> None:
 
     The digest is the version: a hash of the rows themselves. Whole hashes and counts are tags.
     """
-    client, own = mlflow.MlflowClient(), write_queue()
+    client = mlflow.MlflowClient()
+    own = write_queue()
     for name, context in (("train", "training"), ("heldout", "evaluation")):
         figures = found[name]
-        dataset = MetaDataset(_source(figures["source"]), name=_name(figures["source"]), digest=figures["version"][:DIGEST])
+        dataset = MetaDataset(
+            _source(figures["source"]), name=_name(figures["source"]), digest=figures["version"][:DIGEST]
+        )
         tags = {"version": figures["version"], "content_hash": figures["content_hash"], "rows": str(figures["rows"])}
         labels = [InputTag(key, value) for key, value in {"mlflow.data.context": context, **tags}.items()]
         entry = DatasetInput(Dataset(**dataset.to_dict()), labels)

@@ -47,9 +47,9 @@ def missing(folder: RunFolder) -> list[dict[str, Any]]:
 def log_finished(config: Config, tracked: Callable[..., AbstractContextManager[str]] = tracked_run.tracked) -> None:
     """Log what a finished evaluation has written, in the run folder's MLflow run.
 
-    Waits for MLflow's store of artifacts as long as for MLflow itself (tasks.tracking.retry): an attempt that gave up sooner
-    would be resumed so often that it is ended (tasks.cluster.watchdog). Raises TrackingAway when either is away for longer:
-    nothing is lost, the next one to log in this run folder writes it.
+    Waits for MLflow's store of artifacts as long as for MLflow itself (tasks.tracking.retry): an attempt that gave up
+    sooner would be resumed so often that it is ended (tasks.cluster.watchdog). Raises TrackingAway when either is away
+    for longer: nothing is lost, the next one to log in this run folder writes it.
     """
     folder = RunFolder(config.folder)
     with tracked(config, evaluation=True):
@@ -66,8 +66,10 @@ def log_or_say(config: Config) -> None:
     try:
         log_finished(config)
     except TrackingAway as error:
-        complain(f"warning: {error}. The figures are in {RunFolder(config.folder).evaluations}, the next evaluation or resume of "
-                 "this run logs them")
+        complain(
+            f"warning: {error}. The figures are in {RunFolder(config.folder).evaluations}, the next evaluation or "
+            "resume of this run logs them"
+        )
 
 
 def _notes(folder: RunFolder) -> Path:
@@ -95,11 +97,17 @@ class InRun:
         """Look into the run folder."""
         for row in log_new(self._folder):
             if row.get("in_run"):
-                say("evaluate", f"version {row['weight_version']}: {describe(row)}; took {row['seconds']:.1f} s, "
-                                f"of which training waited {row['exposed_s']:.1f} s")
+                say(
+                    "evaluate",
+                    f"version {row['weight_version']}: {describe(row)}; took {row['seconds']:.1f} s, "
+                    f"of which training waited {row['exposed_s']:.1f} s",
+                )
         lost = list(read_lines(dropped(self._folder)))
-        for row in lost[self._told:]:
-            say("evaluate", f"version {row['weight_version']} dropped: {row['reason']}; training waited {row['exposed_s']:.1f} s")
+        for row in lost[self._told :]:
+            say(
+                "evaluate",
+                f"version {row['weight_version']} dropped: {row['reason']}; training waited {row['exposed_s']:.1f} s",
+            )
         self._told = len(lost)
 
 
@@ -123,8 +131,15 @@ def _cut(row: Mapping[str, Any]) -> str:
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
     """Evaluations for people, with the paired comparison where there is one; a line each."""
-    lines = [describe(row) + (f"; against version {row['against']['weight_version']}: {difference(row['against'])}"
-                              if "against" in row else "") for row in rows]
+    lines = [
+        describe(row)
+        + (
+            f"; against version {row['against']['weight_version']}: {difference(row['against'])}"
+            if "against" in row
+            else ""
+        )
+        for row in rows
+    ]
     return "\n             ".join(lines)
 
 
@@ -134,12 +149,15 @@ def _with_interval(row: Mapping[str, Any], name: str, prefix: str) -> str:
 
 def difference(found: Mapping[str, Any]) -> str:
     """A paired comparison for people."""
-    return (f"{found['difference']:+.3f} [{found['ci_low']:+.3f}, {found['ci_high']:+.3f}], p = {found['p_value']:.2g}; better "
-            f"on {found['better']}, worse on {found['worse']} of {found['problems']} problems")
+    return (
+        f"{found['difference']:+.3f} [{found['ci_low']:+.3f}, {found['ci_high']:+.3f}], p = {found['p_value']:.2g}; "
+        f"better on {found['better']}, worse on {found['worse']} of {found['problems']} problems"
+    )
 
 
 def closing(folder: RunFolder) -> dict[str, str]:
-    """Rows of the closing table: each benchmark's first and last evaluation, their paired difference, and the cost in the run."""
+    """Rows of the closing table: each benchmark's first and last evaluation, their paired difference, and the cost in
+    the run."""
     rows = list(read_lines(folder.evaluations))
     names = list(dict.fromkeys(row["benchmark"] for row in rows))
     table: dict[str, str] = {}
@@ -150,9 +168,12 @@ def closing(folder: RunFolder) -> dict[str, str]:
 
 
 def _before_and_after(rows: Sequence[Mapping[str, Any]], which: str) -> dict[str, str]:
-    first, last = rows[0], rows[-1]
-    table = {f"accuracy {when}{which}": f"{describe(row)} (version {row['weight_version']})"
-             for when, row in (("before", first), ("after", last))}
+    first = rows[0]
+    last = rows[-1]
+    table = {
+        f"accuracy {when}{which}": f"{describe(row)} (version {row['weight_version']})"
+        for when, row in (("before", first), ("after", last))
+    }
     if "against" in last:
         table[f"difference{which}"] = difference(last["against"])
     return table

@@ -35,7 +35,9 @@ def run_url(config: Config, run_id: str) -> str:
     """The run's page in the MLflow UI."""
     store = tracked_run.tracking_uri(config)
     server = store if store.startswith(("http://", "https://")) else UI
-    experiment = retry_while_away("the link to MLflow", lambda: mlflow.get_experiment_by_name(config.tracking.experiment))
+    experiment = retry_while_away(
+        "the link to MLflow", lambda: mlflow.get_experiment_by_name(config.tracking.experiment)
+    )
     assert experiment is not None, "tracked() makes it"
     return f"{server.rstrip('/')}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
 
@@ -51,4 +53,6 @@ def _link(config: Config, run_id: str) -> None:
     description = "The run in MLflow."
     if not tracked_run.tracking_uri(config).startswith("http"):
         description += f" Its store has no server; this shows it there:\n\n    {tracked_run.ui_command(config)}"
-    create_link_artifact(run_url(config, run_id), link_text=f"{config.run.name} in MLflow", key="mlflow", description=description)
+    create_link_artifact(
+        run_url(config, run_id), link_text=f"{config.run.name} in MLflow", key="mlflow", description=description
+    )

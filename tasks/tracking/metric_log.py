@@ -1,8 +1,8 @@
 """Which steps an MLflow run has, so that no step is logged twice and none is left out, whatever was killed.
 
-Steps are logged as they end, before a checkpoint covers them. A crash may lose the last ones (logging is asynchronous), and the
-steps after the checkpoint are done again: on resume what MLflow lacks is logged from steps.jsonl, and a redone step that it has
-keeps the figures it got first. The tag `metronome.redone_steps` says which those are.
+Steps are logged as they end, before a checkpoint covers them. A crash may lose the last ones (logging is asynchronous),
+and the steps after the checkpoint are done again: on resume what MLflow lacks is logged from steps.jsonl, and a redone
+step that it has keeps the figures it got first. The tag `metronome.redone_steps` says which those are.
 """
 
 from __future__ import annotations

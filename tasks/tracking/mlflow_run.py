@@ -38,7 +38,8 @@ NUMBER = "metronome.run_id"
 
 _current: list[tuple[WriteQueue, Config]] = []
 
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # MLflow's 7 take four minutes; the recorder tries again anyway
+# MLflow's 7 take four minutes; the recorder tries again anyway
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 
 
 def write_queue() -> WriteQueue:
@@ -50,20 +51,23 @@ def write_queue() -> WriteQueue:
 
 @contextmanager
 def mlflow_run(config: Config, known: str | None, keeps_status: bool = False) -> Iterator[mlflow.ActiveRun]:
-    """The body in an MLflow run (`known`: its id, None for a new one) with a recorder and samples of the machine's load.
+    """The body in an MLflow run (`known`: its id, None for a new one) with a recorder and samples of the machine's
+    load.
 
-    What the run folder holds at the end becomes artifacts. A body that raises leaves the run as FAILED, one that is cancelled
-    or interrupted as KILLED; with `keeps_status` a known run ends as what it was. Raises TrackingAway.
+    What the run folder holds at the end becomes artifacts. A body that raises leaves the run as FAILED, one that is
+    cancelled or interrupted as KILLED; with `keeps_status` a known run ends as what it was. Raises TrackingAway.
     """
     before, run = _started(config, known)
     own = WriteQueue(run.info.run_id)
     load = MachineLoad(own, run.info.run_id, run.info.start_time)
     _current.append((own, config))
-    status, patience = "KILLED", HURRY_S
+    status = "KILLED"
+    patience = HURRY_S
     try:
         _log_config(own, config, run)
         yield run
-        status, patience = "FINISHED", FLUSH_S
+        status = "FINISHED"
+        patience = FLUSH_S
     except Exception:
         status = "FAILED"
         raise
@@ -97,16 +101,26 @@ def log_model_input(path: Path) -> None:
 
     In the background: reading a large model for its hash takes a while.
     """
-    client, own = mlflow.MlflowClient(), write_queue()
+    client = mlflow.MlflowClient()
+    own = write_queue()
 
     def link() -> None:
         digest = content_hash(path)
         experiment = client.get_run(own.run_id).info.experiment_id
         filter_string = f"tags.content_hash = '{digest}'"
         known = client.search_logged_models([experiment], filter_string=filter_string, max_results=1)
-        model = known[0] if known else mlflow.create_external_model(
-            metric_name(path.name).replace(".", "_"), source_run_id=own.run_id, model_type="base", experiment_id=experiment,
-            params={"path": str(path), "content_hash": digest}, tags={"content_hash": digest})
+        model = (
+            known[0]
+            if known
+            else mlflow.create_external_model(
+                metric_name(path.name).replace(".", "_"),
+                source_run_id=own.run_id,
+                model_type="base",
+                experiment_id=experiment,
+                params={"path": str(path), "content_hash": digest},
+                tags={"content_hash": digest},
+            )
+        )
         client.log_inputs(own.run_id, models=[LoggedModelInput(model.model_id)])
 
     own.do("the base model", link)
@@ -115,12 +129,14 @@ def log_model_input(path: Path) -> None:
 def cut(value: str) -> str:
     """A parameter's value within MLflow's limit; one that is cut says so."""
     note = f" ... ({len(value)} characters; whole in config.toml)"
-    return value if len(value) <= PARAMETER_LIMIT else value[:PARAMETER_LIMIT - len(note)] + note
+    return value if len(value) <= PARAMETER_LIMIT else value[: PARAMETER_LIMIT - len(note)] + note
 
 
 def _log_config(own: WriteQueue, config: Config, run: Any) -> None:  # noqa: ANN401
     """Parameters, cut to MLflow's limit. They can't be changed: what a resumed run changes is a tag `changed.KEY`."""
-    client, run_id, before = mlflow.MlflowClient(), run.info.run_id, run.data.params
+    client = mlflow.MlflowClient()
+    run_id = run.info.run_id
+    before = run.data.params
     parameters = {name: cut(str(value)) for name, value in flatten(config.model_dump(mode="json")).items()}
     fresh = [Param(name, value) for name, value in parameters.items() if name not in before]
     changed = {f"changed.{name}": value for name, value in parameters.items() if before.get(name, value) != value}
@@ -128,7 +144,7 @@ def _log_config(own: WriteQueue, config: Config, run: Any) -> None:  # noqa: ANN
     if number := identity(config.folder):
         tags[NUMBER] = number
     for start in range(0, len(fresh), PARAMETERS_AT_ONCE):
-        part = fresh[start:start + PARAMETERS_AT_ONCE]
+        part = fresh[start : start + PARAMETERS_AT_ONCE]
         own.do("parameters", partial(client.log_batch, run_id, params=part))
     own.do("tags", lambda: client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()]))
 

@@ -34,27 +34,31 @@ def registered_name(recipe: str) -> str:
 
 
 def started_from(config: Config, recipe: str, start: str) -> Config:
-    """The config with `model.path` the folder to start from. `start`: "base" (as it is), "nightly", "latest" or "champion".
+    """The config with `model.path` the folder to start from. `start`: "base" (as it is), "nightly", "latest" or
+    "champion".
 
-    `run.seed` becomes another one, too: plus the number of the recipe's newest version, whoever registered it. So a run that
-    goes on from another one's policy does not draw that one's prompts and responses again.
+    `run.seed` becomes another one, too: plus the number of the recipe's newest version, whoever registered it. So a run
+    that goes on from another one's policy does not draw that one's prompts and responses again.
 
-    A run folder that exists keeps what it began with (`as_begun`). "nightly" and "latest" without such a policy are the base
-    model; "champion" without one is BadInput. Raises TrackingAway.
+    A run folder that exists keeps what it began with (`as_begun`). "nightly" and "latest" without such a policy are the
+    base model; "champion" without one is BadInput. Raises TrackingAway.
     """
     if RunFolder(config.folder).config.exists():
         return as_begun(config, start)
     if start == "base":  # also where the recipe is the config.toml of a run that was continued
         return config.model_copy(update={"model": config.model.model_copy(update={"start": start})})
     name = registered_name(recipe)
-    found, newest = _registered(config, name, start), _registered(config, name, LATEST)
+    found = _registered(config, name, start)
+    newest = _registered(config, name, LATEST)
     if found is None:
         say("start", f"no {'night' if start == NIGHTLY else 'run'} has registered a policy of {name} yet")
-        path, version = config.model.path, ""
+        path = config.model.path
+        version = ""
     else:
-        path, version = str(_fetched(config, found)), f"models:/{name}/{found.version}"
+        path = str(_fetched(config, found))
+        version = f"models:/{name}/{found.version}"
     seed = config.run.seed + (int(newest.version) if newest is not None else 0)
-    return _with(config, path, start, version, seed)
+    return _with(config=config, path=path, start=start, version=version, seed=seed)
 
 
 def as_begun(config: Config, start: str = "base") -> Config:
@@ -69,7 +73,9 @@ def as_begun(config: Config, start: str = "base") -> Config:
     if before.model.start == start == "base":
         return config
     seed = config.run.seed if before.model.start == "base" else before.run.seed
-    return _with(config, before.model.path, before.model.start, before.model.continued_from, seed)
+    return _with(
+        config=config, path=before.model.path, start=before.model.start, version=before.model.continued_from, seed=seed
+    )
 
 
 def _with(config: Config, path: str, start: str, version: str, seed: int) -> Config:
@@ -79,13 +85,16 @@ def _with(config: Config, path: str, start: str, version: str, seed: int) -> Con
 
 
 def model_folder(config: Config, recipe: str, model: str) -> Config:
-    """The config with `model.path` what a person named: a folder, a word of `started_from`, or empty for the config's own."""
+    """The config with `model.path` what a person named: a folder, a word of `started_from`, or empty for the config's
+    own."""
     if model in (NIGHTLY, LATEST, CHAMPION):
         name = registered_name(recipe)
         found = _registered(config, name, model)
         if found is None:
-            raise BadInput(f"no {'night' if model == NIGHTLY else 'run'} has registered a policy of {name} at "
-                           f"{tracking_uri(config)}: train one first, or name a folder")
+            raise BadInput(
+                f"no {'night' if model == NIGHTLY else 'run'} has registered a policy of {name} at "
+                f"{tracking_uri(config)}: train one first, or name a folder"
+            )
         model = str(_fetched(config, found))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": model})}) if model else config
 
@@ -116,7 +125,9 @@ def _fetched(config: Config, version: ModelVersion) -> Path:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
-            got = mlflow.artifacts.download_artifacts(version.source, dst_path=scratch, tracking_uri=tracking_uri(config))
+            got = mlflow.artifacts.download_artifacts(
+                version.source, dst_path=scratch, tracking_uri=tracking_uri(config)
+            )
             shutil.move(got, folder)
     read_shape(folder)
     return folder

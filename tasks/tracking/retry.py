@@ -35,8 +35,13 @@ def retry_while_away(what: str, action: Callable[[], Result], within_s: float | 
             if refused(error):
                 raise
             if time.monotonic() + pause > deadline:
-                raise TrackingAway(f"{what}: MLflow did not answer for {patience:.0f} s: {first_line(error)}") from error
+                raise TrackingAway(
+                    f"{what}: MLflow did not answer for {patience:.0f} s: {first_line(error)}"
+                ) from error
             if number == 0:
-                complain(f"warning: {what}: MLflow does not answer: {first_line(error)}. Waiting up to {patience:.0f} s for it")
+                complain(
+                    f"warning: {what}: MLflow does not answer: {first_line(error)}. Waiting up to {patience:.0f} s for "
+                    "it"
+                )
         time.sleep(pause)
     raise AssertionError("the pauses never end")

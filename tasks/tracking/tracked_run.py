@@ -51,7 +51,8 @@ def tracking_uri(config: Config) -> str:
 
 
 def ui_command(config: Config) -> str:
-    """The address of the MLflow server; of a store without one the command that opens it, with this environment's mlflow."""
+    """The address of the MLflow server; of a store without one the command that opens it, with this environment's
+    mlflow."""
     if tracking_uri(config).startswith(("http://", "https://")):
         return tracking_uri(config)
     mlflow_command = Path(sys.executable).with_name("mlflow")
@@ -64,10 +65,11 @@ def ui_command(config: Config) -> str:
 def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
     """Track the body in the run folder's MLflow run (made if there is none yet); yields its id.
 
-    A folder without one that has a number is looked up by that: the run's folder was lost, and it goes on from its checkpoints.
-    Raises BadInput for a store that MLflow refuses or, for a new run, that is away; TrackingAway for one that is away for long
-    when a run goes on or is evaluated. A body that raises leaves the run marked as failed, one that is interrupted as killed; an
-    `evaluation` of a run leaves it as it was. MLflow writes what is queued when the run ends.
+    A folder without one that has a number is looked up by that: the run's folder was lost, and it goes on from its
+    checkpoints. Raises BadInput for a store that MLflow refuses or, for a new run, that is away; TrackingAway for one
+    that is away for long when a run goes on or is evaluated. A body that raises leaves the run marked as failed, one
+    that is interrupted as killed; an `evaluation` of a run leaves it as it was. MLflow writes what is queued when the
+    run ends.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
     id_file = config.folder / RUN_ID
@@ -89,19 +91,24 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
 
 
 def check_store(config: Config) -> None:
-    """Before an evaluation, which needs no store: raises BadInput for one that MLflow refuses, and says when one is away."""
+    """Before an evaluation, which needs no store: raises BadInput for one that MLflow refuses, and says when one is
+    away."""
     try:
         _connect(config)
     except mlflow.MlflowException as error:
         if refused(error):
             raise _unusable(config, error) from None
-        complain(f"warning: MLflow ({tracking_uri(config)}) does not answer: {first_line(error)}. The evaluation goes on, it is "
-                 "logged afterwards")
+        complain(
+            f"warning: MLflow ({tracking_uri(config)}) does not answer: {first_line(error)}. The evaluation goes on, "
+            "it is logged afterwards"
+        )
 
 
 def _unusable(config: Config, error: mlflow.MlflowException) -> BadInput:
-    return BadInput(f"tracking.uri = {tracking_uri(config)!r}, experiment {config.tracking.experiment!r}: "
-                    f"MLflow can't use it: {first_line(error)}")
+    return BadInput(
+        f"tracking.uri = {tracking_uri(config)!r}, experiment {config.tracking.experiment!r}: "
+        f"MLflow can't use it: {first_line(error)}"
+    )
 
 
 def _start_step_log(run_id: str, config: Config, resumed: bool) -> None:
@@ -115,8 +122,8 @@ def _start_step_log(run_id: str, config: Config, resumed: bool) -> None:
 
 
 def log_step(row: Mapping[str, Any]) -> None:
-    """Every number of a line of steps.jsonl, at its step, once (tasks.tracking.metric_log); of some steps the response samples
-    too."""
+    """Every number of a line of steps.jsonl, at its step, once (tasks.tracking.metric_log); of some steps the response
+    samples too."""
     _step_logs[write_queue().run_id](row["step"], numbers(row))
     log_samples(row["step"])
 
@@ -135,9 +142,13 @@ def register(name: str, policy: Path) -> str:
     """
     run = mlflow.active_run()
     assert run is not None
-    client, digest = mlflow.MlflowClient(), content_hash(policy)
-    made = [version for version in client.search_model_versions(f"name = '{name}' and run_id = '{run.info.run_id}'")
-            if version.tags.get(POLICY_HASH) == digest]
+    client = mlflow.MlflowClient()
+    digest = content_hash(policy)
+    made = [
+        version
+        for version in client.search_model_versions(f"name = '{name}' and run_id = '{run.info.run_id}'")
+        if version.tags.get(POLICY_HASH) == digest
+    ]
     if made:
         return str(made[0].version)
     mlflow.log_artifacts(str(policy), "policy")
@@ -156,8 +167,10 @@ def _connect(config: Config) -> str:
 
 
 def _found(config: Config) -> str | None:
-    """Id of the newest MLflow run of this name with the run folder's number; None if there is none in the experiment."""
-    experiment, number = _connect(config), identity(config.folder)
+    """Id of the newest MLflow run of this name with the run folder's number; None if there is none in the
+    experiment."""
+    experiment = _connect(config)
+    number = identity(config.folder)
     if not number.isalnum():  # none, or not one of ours: it comes from a checkpoint
         return None
     runs = mlflow.MlflowClient().search_runs([experiment], f"tags.`{NUMBER}` = '{number}'")
@@ -165,7 +178,8 @@ def _found(config: Config) -> str | None:
 
 
 def _use(uri: str) -> None:
-    """Set MLflow's store, and not the environment variable that MLflow sets along: that one is the user's word on later runs."""
+    """Set MLflow's store, and not the environment variable that MLflow sets along: that one is the user's word on later
+    runs."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
     mlflow.set_tracking_uri(uri)
     if before is None:

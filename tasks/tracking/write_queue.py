@@ -1,7 +1,8 @@
 """Writes to one MLflow run from a thread of its own, so that a slow or absent tracking server never holds a run up.
 
-What is recorded stands in a queue, in order. While the server does not answer, the queue waits and grows (a step is about
-forty numbers); it says so once, tries again, and says when the server is back. What is still there at the end is named.
+What is recorded stands in a queue, in order. While the server does not answer, the queue waits and grows (a step is
+about forty numbers); it says so once, tries again, and says when the server is back. What is still there at the end is
+named.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ class WriteQueue:
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Record a file as it is when its turn comes; `folder` is in the run's artifacts."""
-        self.do(f"{folder}/{path.name}".lstrip("/"), lambda: self._client.log_artifact(self.run_id, str(path), folder or None))
+        self.do(
+            f"{folder}/{path.name}".lstrip("/"),
+            lambda: self._client.log_artifact(self.run_id, str(path), folder or None),
+        )
 
     def do(self, what: str, action: Callable[[], object]) -> None:
         """Record by any call to MLflow, repeated until it succeeds or is refused; it must give the run id itself."""
@@ -120,12 +124,14 @@ class WriteQueue:
             self._drop(len(batch))
 
     def _next(self) -> list[Write]:
-        """The first records, metrics up to a request's limit; they stay in the queue. Empty when closed and all is written."""
+        """The first records, metrics up to a request's limit; they stay in the queue. Empty when closed and all is
+        written."""
         with self._change:
             self._change.wait_for(lambda: self._queue or self._deadline is not None)
             if not self._queue:
                 return []
-            batch, size = [self._queue[0]], len(self._queue[0].metrics)
+            batch = [self._queue[0]]
+            size = len(self._queue[0].metrics)
             for record in list(self._queue)[1:BATCH] if batch[0].action is None else ():
                 size += len(record.metrics)
                 if record.action is not None or size > BATCH:
@@ -146,8 +152,10 @@ class WriteQueue:
 
     def _complain_once(self, batch: list[Write], error: Exception, failures: int) -> None:
         if not failures:
-            self._say(f"warning: MLflow ({self._uri}) does not take {batch[0].what}: {first_line(error)}. The run goes on; "
-                      "what is recorded is kept and written when MLflow answers")
+            self._say(
+                f"warning: MLflow ({self._uri}) does not take {batch[0].what}: {first_line(error)}. The run goes on; "
+                "what is recorded is kept and written when MLflow answers"
+            )
 
     def _pause(self, seconds: float) -> bool:
         """Wait before the next try, not beyond the deadline; whether there is time for one."""
@@ -166,7 +174,8 @@ class WriteQueue:
 
 
 class MachineLoad:
-    """Samples CPU, memory, disk, network and NVIDIA devices of this machine into `system/...` metrics (psutil, by MLflow).
+    """Samples CPU, memory, disk, network and NVIDIA devices of this machine into `system/...` metrics (psutil, by
+    MLflow).
 
     MLflow's own monitor ends at the first request that fails; this one only measures, the recorder delivers.
     """
@@ -210,7 +219,7 @@ def first_line(error: Exception) -> str:
 
 
 def enumeration(names: list[str]) -> str:
-    """"metrics of step 3 to 7, timeline.html": runs of steps together, each name once."""
+    """ "metrics of step 3 to 7, timeline.html": runs of steps together, each name once."""
     prefix = "metrics of step "
     steps = sorted({int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)})
     runs: list[list[int]] = []

@@ -1,4 +1,5 @@
-"""The hccl sender without an NPU: it calls vllm-ascend as its published source declares; nothing is transferred here."""
+"""The hccl sender without an NPU: it calls vllm-ascend as its published source declares; nothing is transferred
+here."""
 
 import ast
 import re
@@ -111,8 +112,18 @@ def test_without_vllm_ascend_or_with_pipelines_it_is_refused(monkeypatch, tmp_pa
 
 @pytest.mark.slow
 def test_the_schema_is_what_the_wheel_says(tmp_path):
-    download = [sys.executable, "-m", "pip", "download", "vllm-ascend==0.23.0", "--no-deps", "--only-binary=:all:",
-                "--python-version=3.11", "--platform=manylinux_2_34_x86_64", f"--dest={tmp_path}"]  # fmt: skip
+    download = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "vllm-ascend==0.23.0",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version=3.11",
+        "--platform=manylinux_2_34_x86_64",
+        f"--dest={tmp_path}",
+    ]
     done = subprocess.run(download, capture_output=True, text=True, timeout=200)
     if done.returncode:
         pytest.skip(f"vllm-ascend can't be downloaded: {done.stderr.strip().splitlines()[-1:]}")
@@ -122,7 +133,9 @@ def test_the_schema_is_what_the_wheel_says(tmp_path):
     for name, fields in published().items():
         owner, _, method = name.partition(".")
         if method:
-            (function,) = (node for node in classes[owner].body if isinstance(node, ast.FunctionDef) and node.name == method)
+            (function,) = (
+                node for node in classes[owner].body if isinstance(node, ast.FunctionDef) and node.name == method
+            )
             assert [argument.arg for argument in function.args.args] == fields
         else:
             assert [node.target.id for node in classes[owner].body if isinstance(node, ast.AnnAssign)] == fields

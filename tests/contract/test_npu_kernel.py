@@ -32,8 +32,10 @@ def published():
 
 
 def fusion_attention(query, key, value, head_num, input_layout, **options):
-    """What torch_npu 2.13.0 documents (_op_plugin_docs.py) of TND with sparse_mode 3; refuses what it does not allow."""
-    queries, keys = options["actual_seq_qlen"], options["actual_seq_kvlen"]
+    """What torch_npu 2.13.0 documents (_op_plugin_docs.py) of TND with sparse_mode 3; refuses what it does not
+    allow."""
+    queries = options["actual_seq_qlen"]
+    keys = options["actual_seq_kvlen"]
     tokens, heads, width = query.shape
     hidden = options["atten_mask"]
     assert input_layout == "TND"
@@ -77,7 +79,9 @@ def _call(query, key, value, head_num, input_layout, *rest, **options):
     names = [argument.name for argument in torch.ops.npu.npu_fusion_attention.default._schema.arguments][5:]
     given = dict(zip(names, rest, strict=False)) | options
     defaults = {"scale": 1.0, "sparse_mode": 0, "atten_mask": None, "actual_seq_qlen": None, "actual_seq_kvlen": None}
-    return fusion_attention(query, key, value, head_num, input_layout, **(defaults | given))
+    return fusion_attention(
+        query=query, key=key, value=value, head_num=head_num, input_layout=input_layout, **(defaults | given)
+    )
 
 
 def rows(case):
@@ -144,8 +148,18 @@ def test_another_sparse_mode_would_be_noticed(mode, monkeypatch):
 
 @pytest.mark.slow
 def test_the_fixture_is_what_the_wheel_ships(tmp_path):
-    download = [sys.executable, "-m", "pip", "download", "torch_npu==2.13.0", "--no-deps", "--only-binary=:all:",
-                "--python-version=3.11", "--platform=manylinux_2_28_x86_64", f"--dest={tmp_path}"]  # fmt: skip
+    download = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "torch_npu==2.13.0",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version=3.11",
+        "--platform=manylinux_2_28_x86_64",
+        f"--dest={tmp_path}",
+    ]
     done = subprocess.run(download, capture_output=True, text=True, timeout=200)
     if done.returncode:
         pytest.skip(f"torch_npu can't be downloaded: {done.stderr.strip().splitlines()[-1:]}")

@@ -69,7 +69,13 @@ async def test_read_only_routes(http):
     assert (await get(http, "/health"))[0] == 200
     assert await get(http, "/weight_version") == (200, {"weight_version": 0})
     assert await get(http, "/get_world_size") == (200, {"world_size": 1})
-    assert (await get(http, "/load"))[1].keys() == {"running", "waiting", "prefills", "generated_tokens", "weight_version"}
+    assert (await get(http, "/load"))[1].keys() == {
+        "running",
+        "waiting",
+        "prefills",
+        "generated_tokens",
+        "weight_version",
+    }
 
 
 async def test_metrics_are_prometheus_text_and_count(http):
@@ -93,8 +99,9 @@ async def test_metrics_are_prometheus_text_and_count(http):
 
 
 async def test_a_completion_has_vllms_shape_and_our_version(http, models):
-    reply = await complete(http, temperature=0.7, top_p=1.0, top_k=0, seed=3, n=1, logprobs=0, return_token_ids=True,
-                           stop_token_ids=[])
+    reply = await complete(
+        http, temperature=0.7, top_p=1.0, top_k=0, seed=3, n=1, logprobs=0, return_token_ids=True, stop_token_ids=[]
+    )
     assert reply["object"] == "text_completion"
     assert reply["model"] == models[0]
     assert reply["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
@@ -113,7 +120,9 @@ async def test_prompt_logprobs_have_vllms_shape_and_are_those_of_transformers(ht
     plain = await complete(http, prompt=prompt, max_tokens=1, seed=3)
     assert "prompt_logprobs" not in plain["choices"][0]
     # whatever the response is sampled with, the prompt's are of temperature 1
-    choice = (await complete(http, prompt=prompt, max_tokens=1, seed=3, prompt_logprobs=0, temperature=0.5))["choices"][0]
+    choice = (await complete(http, prompt=prompt, max_tokens=1, seed=3, prompt_logprobs=0, temperature=0.5))["choices"][
+        0
+    ]
     first, *others = choice["prompt_logprobs"]
     assert first is None
     assert [list(other) for other in others] == [[str(token)] for token in prompt[1:]]
@@ -131,7 +140,7 @@ async def test_a_stop_token_is_part_of_the_response(http):
     greedy = (await complete(http, temperature=0))["choices"][0]["token_ids"]
     stop = greedy[3]
     choice = (await complete(http, temperature=0, stop_token_ids=[stop]))["choices"][0]
-    assert choice["token_ids"] == greedy[:greedy.index(stop) + 1]
+    assert choice["token_ids"] == greedy[: greedy.index(stop) + 1]
     assert choice["finish_reason"] == "stop"
 
 
@@ -150,11 +159,22 @@ async def test_a_group_shares_its_prefill(http):
     assert (await get(http, "/load"))[1]["prefills"] == before + 2
 
 
-@pytest.mark.parametrize("body", [
-    {}, {"prompt": []}, {"prompt": "text"}, {"prompt": [64]}, {"prompt": [2] * CONTEXT}, {"prompt": [2], "n": 2},
-    {"prompt": [2], "temperature": float("nan")}, {"prompt": [2], "max_tokens": -1}, {"prompt": [2], "prompt_logprobs": 1},
-    {"prompt": [2], "prompt_logprobs": False}, {"prompt": [2], "stream": True},
-])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": []},
+        {"prompt": "text"},
+        {"prompt": [64]},
+        {"prompt": [2] * CONTEXT},
+        {"prompt": [2], "n": 2},
+        {"prompt": [2], "temperature": float("nan")},
+        {"prompt": [2], "max_tokens": -1},
+        {"prompt": [2], "prompt_logprobs": 1},
+        {"prompt": [2], "prompt_logprobs": False},
+        {"prompt": [2], "stream": True},
+    ],
+)
 async def test_bad_completions_are_400_without_effect(http, body):
     before = await get(http, "/load")
     status, reply = await post(http, "/v1/completions", body)
@@ -165,8 +185,12 @@ async def test_bad_completions_are_400_without_effect(http, body):
 
 
 async def test_other_client_errors_are_json_too(http):
-    for method, path, body, status in (("POST", "/v1/completions", b"{", 400), ("GET", "/nothing", None, 404),
-                                       ("GET", "/v1/completions", None, 405), ("POST", "/pause?mode=keep", b"{}", 400)):
+    for method, path, body, status in (
+        ("POST", "/v1/completions", b"{", 400),
+        ("GET", "/nothing", None, 404),
+        ("GET", "/v1/completions", None, 405),
+        ("POST", "/pause?mode=keep", b"{}", 400),
+    ):
         async with http.request(method, path, data=body) as reply:
             assert reply.status == status
             assert (await reply.json())["error"]["code"] == status
@@ -216,9 +240,15 @@ async def test_pause_wait_drains(http):
 
 async def update(http, path, version):
     """The whole sequence; the status of each call."""
-    calls = (("/pause?mode=abort", {}), ("/init_weight_transfer_engine", {"init_info": {}}),
-             ("/start_weight_update", {}), ("/update_weights", {"update_info": {"path": path}}),
-             ("/finish_weight_update", {"weight_version": version}), ("/reset_prefix_cache", {}), ("/resume", {}))
+    calls = (
+        ("/pause?mode=abort", {}),
+        ("/init_weight_transfer_engine", {"init_info": {}}),
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": {"path": path}}),
+        ("/finish_weight_update", {"weight_version": version}),
+        ("/reset_prefix_cache", {}),
+        ("/resume", {}),
+    )
     return [(await post(http, route, body))[0] for route, body in calls]
 
 
@@ -246,7 +276,8 @@ async def test_completions_sent_during_an_update_are_served_by_the_new_weights(h
 
 
 async def test_a_bad_file_is_400_and_the_old_weights_stay(http, models, tmp_path):
-    before, version = await complete(http, seed=9), (await get(http, "/weight_version"))[1]
+    before = await complete(http, seed=9)
+    version = (await get(http, "/weight_version"))[1]
     (tmp_path / "cut.safetensors").write_bytes(Path(models[1], "model.safetensors").read_bytes()[:-64])
     for path in (str(tmp_path / "cut.safetensors"), str(tmp_path / "absent")):
         assert await update(http, path, 99) == [200, 200, 200, 400, 409, 200, 200]
@@ -269,22 +300,33 @@ async def test_the_wrong_order_is_409_without_effect(http, models):
 
 def test_sigterm_ends_it_with_exit_code_0_also_under_load(models, tmp_path):
     core = str(min(os.sched_getaffinity(0)))
-    with serving(models[0], tmp_path, "--deterministic", "--cores", core) as (process, ready):
+    with serving(models[0], tmp_path, "--deterministic", "--cores", core) as (
+        process,
+        ready,
+    ):
         with socket.create_connection((ready["host"], ready["port"]), timeout=DEADLINE_S) as connection:
             body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}).encode()
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                               b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n" % len(body) + body
+            )
             process.send_signal(signal.SIGTERM)
             assert process.wait(5) == 0
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("--host", "0.0.0.0"), "only loopback"), (("--slots", "0"), "--slots 0: must be at least 1"),
-    (("--model", "nowhere"), "no config.json"), (("--port-file", "nowhere/port.json"), "there is no folder"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "0.0.0.0"), "only loopback"),
+        (("--slots", "0"), "--slots 0: must be at least 1"),
+        (("--model", "nowhere"), "no config.json"),
+        (("--port-file", "nowhere/port.json"), "there is no folder"),
+    ],
+)
 def test_bad_arguments_are_refused_with_exit_code_2(models, tmp_path, arguments, message):
-    run = subprocess.run(command(models[0], tmp_path / "port.json", *arguments), capture_output=True, text=True,
-                         timeout=DEADLINE_S)
+    run = subprocess.run(
+        command(models[0], tmp_path / "port.json", *arguments), capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert run.returncode == 2
     assert message in run.stderr
     assert "Traceback" not in run.stderr

@@ -45,11 +45,21 @@ def request(route, body=b"{}", headers=(), method="POST", **more):
 GOOD = json.dumps({"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}).encode()
 
 
-@pytest.mark.parametrize("headers", [
-    [], [("Authorization", "")], [("Authorization", TOKEN)], [("Authorization", f"Bearer {TOKEN}x")],
-    [("Authorization", "Bearer ")], [("Authorization", f"Bearer {TOKEN[:-1]}")], [("Authorization", f"Basic {TOKEN}")],
-    [("Authorization", "Bearer \udcff\udc80")], [("Authorization", f"Bearer {TOKEN}")] * 2, [("Cookie", f"token={TOKEN}")],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [("Authorization", "")],
+        [("Authorization", TOKEN)],
+        [("Authorization", f"Bearer {TOKEN}x")],
+        [("Authorization", "Bearer ")],
+        [("Authorization", f"Bearer {TOKEN[:-1]}")],
+        [("Authorization", f"Basic {TOKEN}")],
+        [("Authorization", "Bearer \udcff\udc80")],
+        [("Authorization", f"Bearer {TOKEN}")] * 2,
+        [("Cookie", f"token={TOKEN}")],
+    ],
+)
 def test_without_the_token_nothing_is_done(server, headers):
     before = server.call("GET", "/load")
     for route in (*ROUTES, "/nowhere"):
@@ -105,7 +115,9 @@ def test_large_bodies_are_413(server, route, limit):
 
 def test_the_longest_prompt_is_no_large_body(server):
     body = {"prompt": [63] * (CONTEXT - 1), "max_tokens": 1, "stop_token_ids": list(range(64))}
-    assert server.send(request("/v1/completions", json.dumps(body, indent=8).encode(), server.authorization()))[0] == 200
+    assert (
+        server.send(request("/v1/completions", json.dumps(body, indent=8).encode(), server.authorization()))[0] == 200
+    )
 
 
 def test_a_slow_body_is_waited_for_and_a_stalled_one_is_408(server):

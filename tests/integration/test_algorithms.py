@@ -1,6 +1,8 @@
-"""Every advantage and loss in whole runs: it trains in sync, and a recorded periodic run replays in sync, the same bit for bit.
+"""Every advantage and loss in whole runs: it trains in sync, and a recorded periodic run replays in sync, the same bit
+for bit.
 
-A run pairs an advantage with a loss, so as many runs as there are of either cover all. Runs of a layout share their processes.
+A run pairs an advantage with a loss, so as many runs as there are of either cover all. Runs of a layout share their
+processes.
 """
 
 import math
@@ -19,18 +21,39 @@ from support.parallel.runs import Job, run
 from support.runs import base_settings, config_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1300)]
-PAIRS = [("grpo", "grpo"), ("rloo", "dapo"), ("opo", "dr_grpo"), ("dr_grpo", "gspo"), ("grpo_passk", "cispo"), ("gpg", "grpo")]
+PAIRS = [
+    ("grpo", "grpo"),
+    ("rloo", "dapo"),
+    ("opo", "dr_grpo"),
+    ("dr_grpo", "gspo"),
+    ("grpo_passk", "cispo"),
+    ("gpg", "grpo"),
+]
 BATCH_PAIRS = [("reinforce_plus_plus", "m2po"), ("reinforce_plus_plus_baseline", "bapo")]
-STEPS, FEW = 20, 3
-ALONE, FOUR = "1 process", "TP2 x DP2"
+STEPS = 20
+FEW = 3
+ALONE = "1 process"
+FOUR = "TP2 x DP2"
 LAYOUTS = {ALONE: {}, FOUR: {"parallel.tensor": 2, "parallel.data": 2}}
-TINY = {"rollout.concurrency": 2, "rollout.max_new_tokens": 8, "train.prompts_per_step": 4, "train.micro_batch_tokens": 60,
-        "weights.check_tokens": 4, "checkpoint.every": 0, "rollout.deterministic": True, "rollout.timeout_s": 300,
-        "train.timeout_s": 300}  # fmt: skip
+TINY = {
+    "rollout.concurrency": 2,
+    "rollout.max_new_tokens": 8,
+    "train.prompts_per_step": 4,
+    "train.micro_batch_tokens": 60,
+    "weights.check_tokens": 4,
+    "checkpoint.every": 0,
+    "rollout.deterministic": True,
+    "rollout.timeout_s": 300,
+    "train.timeout_s": 300,
+}
 
 
 def settings_of(advantage, loss):
-    return {"algorithm.advantage": advantage, "algorithm.loss": loss, "algorithm.kl_coef": 0 if advantage == "gpg" else 0.01}
+    return {
+        "algorithm.advantage": advantage,
+        "algorithm.loss": loss,
+        "algorithm.kl_coef": 0 if advantage == "gpg" else 0.01,
+    }
 
 
 def name(advantage, loss, kind):
@@ -54,8 +77,11 @@ def jobs_of(layout, base):
     jobs = []
 
     def add(pair, kind, mode, steps, replay=""):
-        chosen = base | settings_of(*pair) | {"run.name": name(*pair, kind), "train.mode": mode, "train.steps": steps,
-                                              "train.record": kind == "live"}  # fmt: skip
+        chosen = (
+            base
+            | settings_of(*pair)
+            | {"run.name": name(*pair, kind), "train.mode": mode, "train.steps": steps, "train.record": kind == "live"}
+        )
         jobs.append(Job(config_of(chosen), name(*pair, replay) if replay else ""))
 
     for pair in PAIRS:
@@ -93,7 +119,9 @@ def test_exactly_those_of_batch_scope_are_refused_in_periodic(settings, pair):
     for key, chosen, batch in (("advantage", pair[0], pair in BATCH_PAIRS), ("loss", pair[1], pair in BATCH_PAIRS)):
         one = settings | {"train.mode": "periodic", "algorithm.kl_coef": 0, f"algorithm.{key}": chosen}
         if batch:
-            with pytest.raises(BadInput, match=f"algorithm.{key} = .*{chosen}.* takes its statistics over the whole batch"):
+            with pytest.raises(
+                BadInput, match=f"algorithm.{key} = .*{chosen}.* takes its statistics over the whole batch"
+            ):
                 config_of(one)
         else:
             config_of(one)
@@ -110,12 +138,15 @@ def test_each_trains_in_sync(runs_of, pair):
     assert max(line["grad_norm"] for line in lines) > 0
 
 
-@pytest.mark.parametrize(("layout", "pair"), [(ALONE, pair) for pair in PAIRS + BATCH_PAIRS] + [(FOUR, pair) for pair in PAIRS])
+@pytest.mark.parametrize(
+    ("layout", "pair"), [(ALONE, pair) for pair in PAIRS + BATCH_PAIRS] + [(FOUR, pair) for pair in PAIRS]
+)
 def test_a_recorded_run_replays_in_sync_bit_for_bit(runs_of, tiny_model, layout, pair):
     """Contract 2. The recorded runs of group scope are periodic ones."""
     runs = runs_of(layout)
     live, replayed = (name(*pair, kind) for kind in ("live", "replayed"))
-    one, other = weights(runs, live), weights(runs, replayed)
+    one = weights(runs, live)
+    other = weights(runs, replayed)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert len(lines_of(runs, live)) == (FEW if pair in BATCH_PAIRS else STEPS)
@@ -126,11 +157,15 @@ def test_a_recorded_run_replays_in_sync_bit_for_bit(runs_of, tiny_model, layout,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_order_of_arrival_changes_is_printed(runs_of, tiny_model, capsys, layout):
-    """A periodic run and a sync run of the same seed: responses depend on prompt, seed and weights only, windows on arrival."""
+    """A periodic run and a sync run of the same seed: responses depend on prompt, seed and weights only, windows on
+    arrival."""
     one, other = (weights(runs_of(layout), name(*PAIRS[0], kind)) for kind in ("live", "sync"))
-    moved, apart = difference(one, load_file(tiny_model / "model.safetensors")), difference(one, other)
+    moved = difference(one, load_file(tiny_model / "model.safetensors"))
+    apart = difference(one, other)
     with capsys.disabled():
-        print(f"\n{layout}, periodic in order of arrival and sync, {PAIRS[0]}, {STEPS} steps: weights differ by at most "
-              f"{apart:.3g}, training moved them by {moved:.3g}")
+        print(
+            f"\n{layout}, periodic in order of arrival and sync, {PAIRS[0]}, {STEPS} steps: weights differ by at most "
+            f"{apart:.3g}, training moved them by {moved:.3g}"
+        )
     assert math.isfinite(apart)
     assert moved > 1e-3

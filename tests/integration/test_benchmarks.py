@@ -13,8 +13,9 @@ SMALL = ("--repeats", "1", "--hidden", "64", "--layers", "2")
 
 
 def figures(name, *arguments):
-    done = subprocess.run([sys.executable, f"benchmarks/{name}.py", *arguments], capture_output=True, text=True, timeout=280,
-                          cwd=ROOT)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", *arguments], capture_output=True, text=True, timeout=280, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("RESULT ")

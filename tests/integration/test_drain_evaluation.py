@@ -20,8 +20,14 @@ def weights(folder, name):
 
 @pytest.fixture
 def exact(settings):
-    return settings | {"train.steps": STEPS, "rollout.deterministic": True, "train.consume": "prompt_order",
-                       "evaluate.problems": 6, "evaluate.samples": 2, "evaluate.max_new_tokens": 8}  # fmt: skip
+    return settings | {
+        "train.steps": STEPS,
+        "rollout.deterministic": True,
+        "train.consume": "prompt_order",
+        "evaluate.problems": 6,
+        "evaluate.samples": 2,
+        "evaluate.max_new_tokens": 8,
+    }
 
 
 def run(settings, folder):
@@ -49,8 +55,18 @@ def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropp
     assert rows[2]["against"]["weight_version"] == 0
     _never_beside_a_step(read_spans(folder / "trace"))
 
-    late = run(exact | {"run.name": "late", "evaluate.every": 2, "evaluate.max_wait_s": 0, "evaluate.max_new_tokens": 50,
-                        "evaluate.problems": 40, "evaluate.samples": 8}, tmp_path)  # fmt: skip
+    late = run(
+        exact
+        | {
+            "run.name": "late",
+            "evaluate.every": 2,
+            "evaluate.max_wait_s": 0,
+            "evaluate.max_new_tokens": 50,
+            "evaluate.problems": 40,
+            "evaluate.samples": 8,
+        },
+        tmp_path,
+    )
     assert not (late / "evaluations.jsonl").exists()
     lost = list(read_lines(late / "evaluations/dropped.jsonl"))
     assert [row["weight_version"] for row in lost] == [0, 2]
@@ -61,7 +77,8 @@ def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropp
 
 
 def _never_beside_a_step(spans):
-    """No response of a step was sampled while one of an evaluation was, and all of them between the step's last and the sync."""
+    """No response of a step was sampled while one of an evaluation was, and all of them between the step's last and the
+    sync."""
     for version in range(3):
         own = [span for span in spans if span["name"] == "evaluate" and span["step"] == version]
         last = max(span["end"] for span in spans if span["name"] == "rollout" and span["step"] == version)

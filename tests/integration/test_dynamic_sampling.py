@@ -13,16 +13,24 @@ from support.parallel.runs import Job, run
 from support.runs import ROOT, config_of, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-STEPS, WANTED = 4, 3
+STEPS = 4
+WANTED = 3
 REWARDS = ROOT / "tests/support/rewards.py"
 
 
 @pytest.fixture
 def dynamic(settings):
-    return settings | {"algorithm.dynamic_sampling": True, "reward.function": f"{REWARDS}:even_of_odd", "train.steps": STEPS,
-                       "train.prompts_per_step": WANTED, "rollout.concurrency": 4, "rollout.deterministic": True,
-                       "rollout.timeout_s": 300, "train.timeout_s": 300,
-                       "train.record": True}  # fmt: skip
+    return settings | {
+        "algorithm.dynamic_sampling": True,
+        "reward.function": f"{REWARDS}:even_of_odd",
+        "train.steps": STEPS,
+        "train.prompts_per_step": WANTED,
+        "rollout.concurrency": 4,
+        "rollout.deterministic": True,
+        "rollout.timeout_s": 300,
+        "train.timeout_s": 300,
+        "train.record": True,
+    }
 
 
 def lines_of(folder, name):
@@ -40,7 +48,9 @@ def trained(folder, name):
     found = {}
     for entry in entries:
         for group in entry["groups"]:
-            assert found.setdefault(entry["step"], {}).setdefault(group["index"], group["prompt"][0]) == group["prompt"][0]
+            assert (
+                found.setdefault(entry["step"], {}).setdefault(group["index"], group["prompt"][0]) == group["prompt"][0]
+            )
     return {step: [ids[index] for index in range(WANTED)] for step, ids in found.items()}
 
 
@@ -49,10 +59,15 @@ def expected(settings):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings["model.path"])
-    prompts = encode(read_problems(settings["data.train"]), tokenizer, "{problem}", settings["rollout.max_context"]).prompts
-    loader, position, steps = PromptLoader(prompts, 0, WANTED), 0, []
+    prompts = encode(
+        read_problems(settings["data.train"]), tokenizer, "{problem}", settings["rollout.max_context"]
+    ).prompts
+    loader = PromptLoader(prompts, 0, WANTED)
+    position = 0
+    steps = []
     for _ in range(STEPS):
-        kept, first = [], position
+        kept = []
+        first = position
         while len(kept) < WANTED:
             prompt = loader.at(position)[1]
             kept += [prompt.id] if int(prompt.problem.partition("+")[0]) % 2 else []
@@ -62,24 +77,35 @@ def expected(settings):
 
 
 def check(settings, folder, name):
-    steps, lines = expected(settings), lines_of(folder, name)
+    steps = expected(settings)
+    lines = lines_of(folder, name)
     assert [line["prompts_used"] for line in lines] == [used for _, used in steps]
     assert trained(folder, name) == {step: kept for step, (kept, _) in enumerate(steps)}
     assert all(line["equal_groups"] == 0 and line["grad_norm"] > 0 for line in lines)
     assert max(used for _, used in steps) > WANTED
 
 
-def test_what_is_kept_depends_on_prompt_order_alone_in_every_mode_and_a_resumed_run_goes_on_bit_for_bit(dynamic, tmp_path):
+def test_what_is_kept_depends_on_prompt_order_alone_in_every_mode_and_a_resumed_run_goes_on_bit_for_bit(
+    dynamic, tmp_path
+):
     in_order = {"train.consume": "prompt_order"}
     stale = {"algorithm.kl_coef": 0, "algorithm.old_policy": "rollout"}
-    modes = {"sync": in_order, "one_step_off": stale, "bounded": stale | {"train.max_staleness": 2},
-             "hopeless": {"train.mode": "periodic", "algorithm.dynamic_sampling_batches": 1}}  # fmt: skip
+    modes = {
+        "sync": in_order,
+        "one_step_off": stale,
+        "bounded": stale | {"train.max_staleness": 2},
+        "hopeless": {"train.mode": "periodic", "algorithm.dynamic_sampling_batches": 1},
+    }
     with pytest.raises(MetronomeError, match=r"step \d: of 3 prompts only [012] have responses with different rewards"):
-        run([Job(config_of(dynamic | {"run.name": mode, "train.mode": mode} | more)) for mode, more in modes.items()], 300)
+        run(
+            [Job(config_of(dynamic | {"run.name": mode, "train.mode": mode} | more)) for mode, more in modes.items()],
+            300,
+        )
     for mode in list(modes)[:3]:
         check(dynamic, tmp_path, mode)
 
-    periodic = dynamic | in_order | {"run.name": "periodic", "rollout.instances": 2}  # more prompts are tried, the same are kept
+    # more prompts are tried, the same are kept
+    periodic = dynamic | in_order | {"run.name": "periodic", "rollout.instances": 2}
     for more, arguments in (({"train.steps": 2}, ()), ({}, ("--resume",))):
         code, output = launch(periodic | more, tmp_path, *arguments)
         assert code == 0, output

@@ -1,7 +1,8 @@
 """Instances of a running job that die, hang, err, come and go (contract 7).
 
-Whatever happens to them, every response of every step is trained exactly once, on the step's weights, and the final weights
-are those of a run that nothing happened to, bit for bit: `rollout.deterministic` and `train.consume = "prompt_order"`.
+Whatever happens to them, every response of every step is trained exactly once, on the step's weights, and the final
+weights are those of a run that nothing happened to, bit for bit: `rollout.deterministic` and `train.consume =
+"prompt_order"`.
 """
 
 import contextlib
@@ -20,10 +21,20 @@ from support.elastic_job import Job
 from support.faults import answer_500, drop_connections, kill, kill_in_update, sleep_until, stopped
 from support.runs import launch
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]  # every wait has a deadline of its own; the first test runs two jobs
+# every wait has a deadline of its own; the first test runs two jobs
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 STEPS = 10
-SAME = ("step", "weight_version", "versions_seen", "reward_mean", "response_length_mean", "trained_tokens", "loss", "grad_norm")
+SAME = (
+    "step",
+    "weight_version",
+    "versions_seen",
+    "reward_mean",
+    "response_length_mean",
+    "trained_tokens",
+    "loss",
+    "grad_norm",
+)
 """Keys of steps.jsonl that no fault may change."""
 
 
@@ -31,9 +42,12 @@ def recipe(settings, folder):
     """A run in `folder`. One thread each, however many instances there are: their number must change no bit."""
     cores = sorted(os.sched_getaffinity(0))
     return elastic_job.recipe(settings, folder, STEPS) | {
-        "train.consume": "prompt_order", "train.devices": cores[:1], "rollout.devices": cores[-1:] * 2,
-        "rollout.deterministic": True, "rollout.heartbeat_s": 1.5,
-    }  # fmt: skip
+        "train.consume": "prompt_order",
+        "train.devices": cores[:1],
+        "rollout.devices": cores[-1:] * 2,
+        "rollout.deterministic": True,
+        "rollout.heartbeat_s": 1.5,
+    }
 
 
 @pytest.fixture
@@ -102,7 +116,8 @@ def test_killed_in_the_middle_of_a_step(two, job, undisturbed):
 
 @pytest.mark.parametrize("transport", ["file", "gloo"])
 def test_killed_during_a_weight_update(two, job, undisturbed, transport):
-    run = job(two | {"weights.transport": transport, "rollout.heartbeat_s": 15})  # not taken for silent before it is killed
+    # not taken for silent before it is killed
+    run = job(two | {"weights.transport": transport, "rollout.heartbeat_s": 15})
     run.wait(lambda: run.steps() >= 2, "two steps")
     kill_in_update(run, "instance-1")
     with run.held():

@@ -1,4 +1,5 @@
-"""An evaluation whose instances are started elsewhere, as a node of the rollout pool does: real instances, no Prefect."""
+"""An evaluation whose instances are started elsewhere, as a node of the rollout pool does: real instances, no
+Prefect."""
 
 import threading
 from contextlib import nullcontext
@@ -13,12 +14,26 @@ from tasks.cluster import other_nodes, rollout_node
 
 def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_path, tiny_model, monkeypatch):
     """The run's own model is not there: an instance that loaded it could not serve."""
-    config = config_of(settings | {"model.path": str(tmp_path / "gone"), "rollout.instances": 0, "rollout.wait_s": 90,
-                                   "rollout.timeout_s": 120, "evaluate.problems": 4, "evaluate.max_new_tokens": 8,
-                                   "evaluate.max_context": 48})  # fmt: skip
-    folder, meeting, asked, failed = RunFolder(config.folder), tmp_path / "meeting", [], []
+    config = config_of(
+        settings
+        | {
+            "model.path": str(tmp_path / "gone"),
+            "rollout.instances": 0,
+            "rollout.wait_s": 90,
+            "rollout.timeout_s": 120,
+            "evaluate.problems": 4,
+            "evaluate.max_new_tokens": 8,
+            "evaluate.max_context": 48,
+        }
+    )
+    folder = RunFolder(config.folder)
+    meeting = tmp_path / "meeting"
+    asked = []
+    failed = []
     folder.create(config, resume=False)
-    monkeypatch.setattr(other_nodes, "_flow_run_during", lambda deployment, given, *_: asked.append(given) or nullcontext())
+    monkeypatch.setattr(
+        other_nodes, "_flow_run_during", lambda deployment, given, *_: asked.append(given) or nullcontext()
+    )
     with other_nodes.evaluation_nodes(config, tiny_model, 2, meeting) as place:
         [given] = asked
 
@@ -34,7 +49,7 @@ def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_pat
 
         pool = threading.Thread(target=node, daemon=True)
         pool.start()
-        [row] = evaluate(config, tiny_model, 5, folder, place)
+        [row] = evaluate(config=config, model=tiny_model, weight_version=5, folder=folder, meeting=place)
     pool.join(60)
     assert not pool.is_alive()
     assert not failed

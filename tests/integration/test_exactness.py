@@ -23,8 +23,13 @@ def steps(tmp_path, name):
 
 @pytest.fixture
 def exact(settings):
-    small_windows = {"train.micro_batch_tokens": 150}  # several a step, so that a periodic step trains before its last arrival
-    return settings | small_windows | {"rollout.deterministic": True, "train.consume": "prompt_order", "rollout.concurrency": 1}
+    # several a step, so that a periodic step trains before its last arrival
+    small_windows = {"train.micro_batch_tokens": 150}
+    return (
+        settings
+        | small_windows
+        | {"rollout.deterministic": True, "train.consume": "prompt_order", "rollout.concurrency": 1}
+    )
 
 
 def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):

@@ -37,14 +37,17 @@ def test_a_tensor_corrupted_in_transit_is_caught_by_its_checksum(settings, monke
 
 def test_a_tensor_corrupted_before_its_checksum_is_caught_by_the_probe(settings, monkeypatch):
     corrupt(monkeypatch, version=1, in_transit=False)
-    with pytest.raises(WeightSyncError, match=r"instance-0: after the update to weight version 1 .* differ from the trainer's"):
+    with pytest.raises(
+        WeightSyncError, match=r"instance-0: after the update to weight version 1 .* differ from the trainer's"
+    ):
         launch_here(config_of(settings))
     assert [line["step"] for line in read_lines(config_of(settings).folder / "steps.jsonl")] == [0]
 
 
 def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, monkeypatch):
     """Also when instances generate long before the trainer compares: it does so 1 s late, a step takes less."""
-    put, kept = [], SampleQueue.put
+    put = []
+    kept = SampleQueue.put
 
     def note(queue, group):
         put.append((queue.step, {version for response in group.responses for _, version in response.versions}))
@@ -66,7 +69,9 @@ def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, m
         await seen(client, cuts)
 
     monkeypatch.setattr(InstanceClient, "_until_trusted", reply)
-    with pytest.raises(WeightSyncError, match=r"instance-0: after the update to weight version 1 .* differ from the trainer's"):
+    with pytest.raises(
+        WeightSyncError, match=r"instance-0: after the update to weight version 1 .* differ from the trainer's"
+    ):
         launch_here(config_of(settings))
     assert {(step, *versions) for step, versions in put} == {(0, 0)}
     assert sampled.count(False) > 1  # of both versions some were there before the comparison
@@ -99,8 +104,11 @@ def test_a_wrong_reward_stops_the_run_after_a_checkpoint(settings, tmp_path, rew
 
 
 def test_on_error_zero_counts_and_goes_on(settings, tmp_path):
-    wrong = {"reward.function": f"{ROOT}/tests/support/rewards.py:raises", "train.prompts_per_step": 20,
-             "reward.on_error": "zero"}  # fmt: skip
+    wrong = {
+        "reward.function": f"{ROOT}/tests/support/rewards.py:raises",
+        "train.prompts_per_step": 20,
+        "reward.on_error": "zero",
+    }
     code, output = launch(settings | wrong | {"train.steps": 2}, tmp_path)
     assert code == 0, output
     assert sum(line["reward_errors"] for line in read_lines(tmp_path / "run/steps.jsonl")) == 4
@@ -118,7 +126,9 @@ def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number
     alone = {"rollout.restarts": 0, "rollout.wait_s": 0.5}  # else it is started again
     config = write_config(settings | alone | {"train.steps": 100_000}, tmp_path)
     log = (tmp_path / "output").open("w+")
-    launcher = subprocess.Popen([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], stderr=log, cwd=ROOT)
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], stderr=log, cwd=ROOT
+    )
     try:
         wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
         tree = Tree(launcher.pid)
@@ -172,4 +182,3 @@ def test_two_instances_survive_the_death_of_one(settings, tmp_path):
     assert [line["step"] for line in lines] == list(range(30))
     assert lines[-1]["pool_size"] == 1
     assert all(line["versions_seen"] == [line["step"]] for line in lines)
-

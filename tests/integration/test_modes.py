@@ -8,8 +8,13 @@ from support.runs import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 STEPS = 6
-STALE = {"train.steps": STEPS, "algorithm.old_policy": "rollout", "algorithm.kl_coef": 0, "rollout.concurrency": 2,
-         "train.micro_batch_tokens": 150}  # fmt: skip
+STALE = {
+    "train.steps": STEPS,
+    "algorithm.old_policy": "rollout",
+    "algorithm.kl_coef": 0,
+    "rollout.concurrency": 2,
+    "train.micro_batch_tokens": 150,
+}
 
 
 def run(settings, folder, *arguments):
@@ -36,8 +41,13 @@ def test_an_exact_lag_is_kept_and_is_a_function_of_the_seed(settings, tmp_path, 
 
 @pytest.mark.parametrize("transport", ["file", "gloo"])
 def test_bounded_staleness_with_two_instances(settings, tmp_path, transport):
-    bounded = {"train.mode": "bounded", "train.max_staleness": 2, "rollout.instances": 2, "weights.staged": True,
-               "weights.transport": transport}  # fmt: skip
+    bounded = {
+        "train.mode": "bounded",
+        "train.max_staleness": 2,
+        "rollout.instances": 2,
+        "weights.staged": True,
+        "weights.transport": transport,
+    }
     lines = run(settings | STALE | bounded, tmp_path)
     assert [line["step"] for line in lines] == list(range(STEPS))
     for line in lines:

@@ -29,8 +29,13 @@ REWARDS = ROOT / "tests/support/rewards.py"
 @pytest.fixture
 def exact(settings):
     """A function of its seed; windows of two groups, so that a periodic step trains before its last arrival."""
-    return settings | {"rollout.deterministic": True, "train.consume": "prompt_order", "rollout.concurrency": 1,
-                       "train.micro_batch_tokens": 150, "train.steps": 2}  # fmt: skip
+    return settings | {
+        "rollout.deterministic": True,
+        "train.consume": "prompt_order",
+        "rollout.concurrency": 1,
+        "train.micro_batch_tokens": 150,
+        "train.steps": 2,
+    }
 
 
 def check_report(lines, count, ranks):
@@ -64,7 +69,8 @@ def test_tensor_parallel_runs_are_exact_and_resume_as_replicas(exact, deep_model
     windows = Counter(span["step"] for span in spans(tmp_path, "periodic", "train", 0))
     assert min(windows.values()) >= 2
     assert [span["groups"] for span in spans(tmp_path, "periodic", "train", 0)] == [
-        span["groups"] for span in spans(tmp_path, "periodic", "train", 1)]
+        span["groups"] for span in spans(tmp_path, "periodic", "train", 1)
+    ]
     assert any(overlapped(read_spans(tmp_path / "periodic/trace")).values())
 
     replicas = {"run.name": "periodic", "parallel.tensor": 1, "parallel.data": 2, "train.steps": 4}
@@ -84,7 +90,9 @@ def test_replicas_are_exact_also_when_one_dies_and_the_run_resumes(exact, tmp_pa
     launcher, log = start(periodic, tmp_path)
     try:
         checkpoints = tmp_path / "periodic/checkpoints"
-        wait_for(lambda: len(steps(tmp_path, "periodic")) >= 3 and latest(checkpoints), "the third step and a checkpoint")
+        wait_for(
+            lambda: len(steps(tmp_path, "periodic")) >= 3 and latest(checkpoints), "the third step and a checkpoint"
+        )
         tree = Tree(launcher.pid)
         send(rank(tree, 1), "SIGKILL")
         assert launcher.wait(timeout=60) == 1
@@ -125,7 +133,11 @@ def test_pipeline_and_context_parallel_runs(exact, deep_model, tmp_path, small_b
     assert not [span for span in read_spans(tmp_path / "context/trace") if span["name"] == "bubble"]
 
     (one, *_), (other, *_) = (steps(tmp_path, layout) for layout in ("pipeline", "context"))
-    for key in ("reward_mean", "trained_tokens", "response_length_mean"):  # the same rollouts, since the weights are the same
+    for key in (
+        "reward_mean",
+        "trained_tokens",
+        "response_length_mean",
+    ):  # the same rollouts, since the weights are the same
         assert one[key] == other[key], key
     for key in ("grad_norm", "entropy"):
         assert one[key] == pytest.approx(other[key], rel=1e-4), key
@@ -142,7 +154,8 @@ def entries(path):
 
 
 def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, tmp_path):
-    slow = {"reward.function": f"{REWARDS}:after_100_ms", "rollout.concurrency": 2}  # responses land long before their group
+    # responses land long before their group
+    slow = {"reward.function": f"{REWARDS}:after_100_ms", "rollout.concurrency": 2}
     early = settings | slow | {"parallel.data": 2, "train.steps": 2, "train.record": True, "train.score_early": True}
     run(early | {"run.name": "live"}, tmp_path)
     live = steps(tmp_path, "live")
@@ -158,13 +171,18 @@ def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, t
     assert [[line[key] for key in exactly] for line in live] == [[line[key] for key in exactly] for line in again]
 
     late = tmp_path / "late.msgpack"  # the same windows, but nothing scored before its group is there
-    late.write_bytes(b"".join(msgpack.packb(entry) for entry in [header, *(entry for entry in given if "groups" in entry)]))
-    run(early | {"run.name": "late", "train.record": False, "train.score_early": False}, tmp_path, "--replay", str(late))
+    late.write_bytes(
+        b"".join(msgpack.packb(entry) for entry in [header, *(entry for entry in given if "groups" in entry)])
+    )
+    run(
+        early | {"run.name": "late", "train.record": False, "train.score_early": False}, tmp_path, "--replay", str(late)
+    )
     assert spans(tmp_path, "late", "score") == []
     for mine, theirs in zip(live, steps(tmp_path, "late"), strict=True):
         for key in ("loss", "grad_norm", "kl", "old_ratio_max"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-7), key
-    # The change as a whole, not single weights: where a gradient is near Adam's epsilon, its last bits change a step by percents.
+    # The change as a whole, not single weights: where a gradient is near Adam's epsilon, its last bits change a step by
+    # percents.
     base = load_file(f"{settings['model.path']}/model.safetensors")
     one, other = (change(base, weights(tmp_path, name)) for name in ("live", "late"))
     assert one.norm() > 0.1  # the two steps of 1e-3 or so moved them
@@ -192,7 +210,8 @@ def with_a_wrong_logprob(given, unit):
 
 def check_early_scores(given, folder):
     """Some responses were scored while their group was not complete, each once, by one unit per group."""
-    complete, scored = set(), []
+    complete = set()
+    scored = []
     for entry in given:
         step = entry["step"]
         complete |= {(step, group["index"]) for group in entry.get("groups", ())}
@@ -204,15 +223,23 @@ def check_early_scores(given, folder):
     assert len({response[:2] + response[3:] for response in scored}) == len({response[:2] for response in scored})
     assert sum(span["responses"] for span in spans(folder, "live", "score")) == len(scored)
     for step in (0, 1):
-        score, train = ([span for span in spans(folder, "live", kind) if span["step"] == step] for kind in ("score", "train"))
+        score, train = (
+            [span for span in spans(folder, "live", kind) if span["step"] == step] for kind in ("score", "train")
+        )
         assert score[0]["start"] < train[0]["start"]
 
 
 def test_replicas_that_share_experts_replay_in_lockstep(settings, tmp_path):
     """Written by hand with transformers' log-probabilities, since the embedded engine samples from no such model."""
     model = save(tmp_path / "mixture", "qwen3_moe")
-    mixture = settings | {"model.path": model, "rollout.engine": "vllm", "train.steps": 2, "train.prompts_per_step": 3,
-                          "train.micro_batch_tokens": 50, "train.ratio_gap_limit": 0}  # fmt: skip
+    mixture = settings | {
+        "model.path": model,
+        "rollout.engine": "vllm",
+        "train.steps": 2,
+        "train.prompts_per_step": 3,
+        "train.micro_batch_tokens": 50,
+        "train.ratio_gap_limit": 0,
+    }
     layouts = {"one": {}, "lockstep": {"parallel.data": 2, "parallel.expert": 2}}
     for name, layout in layouts.items():
         record = tmp_path / f"{name}.msgpack"
@@ -226,27 +253,51 @@ def test_replicas_that_share_experts_replay_in_lockstep(settings, tmp_path):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
         assert mine["trained_tokens"] == theirs["trained_tokens"]
     assert steps(tmp_path, "lockstep")[0]["max_ratio_gap"] <= 1e-3
-    ours, theirs, base = weights(tmp_path, "lockstep"), weights(tmp_path, "one"), load_file(f"{model}/model.safetensors")
+    ours = weights(tmp_path, "lockstep")
+    theirs = weights(tmp_path, "one")
+    base = load_file(f"{model}/model.safetensors")
     assert ours.keys() == base.keys()
-    moved, apart = (sum(float((side[key] - theirs[key]).square().sum()) for key in base) ** 0.5 for side in (base, ours))
+    moved, apart = (
+        sum(float((side[key] - theirs[key]).square().sum()) for key in base) ** 0.5 for side in (base, ours)
+    )
     assert moved > 0.05
     assert apart < 0.01 * moved
 
 
 def write_record(path, config, model):
     """Two steps of the same three groups, in windows of one and two, all taken by the only unit."""
-    recorder, draw, judge = RecordWriter(path, config, 0), random.Random(0), reference(model)
+    recorder = RecordWriter(path, config, 0)
+    draw = random.Random(0)
+    judge = reference(model)
 
     def ids(length):
         return [draw.randrange(2, 61) for _ in range(length)]
 
     def group(step, index):
-        prompt, responses = ids(9), []
+        prompt = ids(9)
+        responses = []
         for answer in map(ids, (7, 3, 12, 5)):
             logprobs = tuple(reference_logprobs(judge, prompt, answer).tolist())
-            responses.append(Response(tuple(answer), logprobs, ((0, step),), (True,) * len(answer), "stop", "", 0, "instance-0"))
+            responses.append(
+                Response(
+                    token_ids=tuple(answer),
+                    logprobs=logprobs,
+                    versions=((0, step),),
+                    loss_mask=(True,) * len(answer),
+                    finish_reason="stop",
+                    text="",
+                    seed=0,
+                    instance="instance-0",
+                )
+            )
         scores = tuple(Score(draw.random()) for _ in responses)
-        return Group(step, index, Prompt(f"p{index}", "", "", tuple(prompt)), tuple(responses), scores)
+        return Group(
+            step=step,
+            index=index,
+            prompt=Prompt(f"p{index}", "", "", tuple(prompt)),
+            responses=tuple(responses),
+            scores=scores,
+        )
 
     for step, window in ((0, (0, 1)), (0, (2,)), (1, (1,)), (1, (2, 0))):
         recorder.add(step, 0, {"groups": [group_to_wire(group(step, index)) for index in window]})
@@ -254,7 +305,12 @@ def write_record(path, config, model):
 
 
 def test_a_replica_that_gets_nothing_and_groups_that_come_slowly(settings, tmp_path):
-    slow = {"reward.function": f"{REWARDS}:after_3_s", "train.prompts_per_step": 1, "parallel.data": 2, "train.steps": 2}
+    slow = {
+        "reward.function": f"{REWARDS}:after_3_s",
+        "train.prompts_per_step": 1,
+        "parallel.data": 2,
+        "train.steps": 2,
+    }
     run(settings | slow, tmp_path)
     lines = steps(tmp_path, "run")
     check_report(lines, 2, 2)
@@ -275,7 +331,9 @@ def test_an_error_of_one_replica_ends_all_after_a_checkpoint(settings, tmp_path,
 
 
 def test_what_does_not_fit_the_model_is_refused_before_anything_starts(settings, tmp_path):
-    assert "parallel.tensor = 3 does not divide its 4 attention heads" in refused(settings | {"parallel.tensor": 3}, tmp_path)
+    assert "parallel.tensor = 3 does not divide its 4 attention heads" in refused(
+        settings | {"parallel.tensor": 3}, tmp_path
+    )
     save(tmp_path / "mixture", "qwen3_moe", max_position_embeddings=128)
     said = refused(settings | {"model.path": str(tmp_path / "mixture")}, tmp_path)
     assert 'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM' in said

@@ -11,15 +11,26 @@ from support.parallel.runs import Job, run
 from support.runs import config_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-STEPS, PROMPTS, LAG = 6, 4, {"one_step_off": 1, "bounded": 2}
+STEPS = 6
+PROMPTS = 4
+LAG = {"one_step_off": 1, "bounded": 2}
 
 
 def test_a_response_carries_the_versions_of_its_tokens_and_is_trained_once(settings, tmp_path):
     base = settings | {
-        "rollout.partial": True, "train.record": True, "train.steps": STEPS, "train.prompts_per_step": PROMPTS,
-        "rollout.max_new_tokens": 120, "rollout.max_context": 160, "rollout.concurrency": 1, "train.micro_batch_tokens": 1000,
-        "algorithm.old_policy": "rollout", "algorithm.kl_coef": 0, "rollout.timeout_s": 300, "train.timeout_s": 300,
-    }  # fmt: skip
+        "rollout.partial": True,
+        "train.record": True,
+        "train.steps": STEPS,
+        "train.prompts_per_step": PROMPTS,
+        "rollout.max_new_tokens": 120,
+        "rollout.max_context": 160,
+        "rollout.concurrency": 1,
+        "train.micro_batch_tokens": 1000,
+        "algorithm.old_policy": "rollout",
+        "algorithm.kl_coef": 0,
+        "rollout.timeout_s": 300,
+        "train.timeout_s": 300,
+    }
     modes = {"one_step_off": {"weights.staged": False}, "bounded": {"weights.staged": True, "train.max_staleness": 2}}
     jobs = [Job(config_of(base | {"run.name": mode, "train.mode": mode} | more)) for mode, more in modes.items()]
     replay = base | modes["bounded"] | {"run.name": "replay", "train.mode": "bounded", "train.record": False}
@@ -27,7 +38,9 @@ def test_a_response_carries_the_versions_of_its_tokens_and_is_trained_once(setti
     for mode in modes:
         check_run(tmp_path / mode, LAG[mode])
     one, other = (load_file(tmp_path / name / "policy/model.safetensors") for name in ("bounded", "replay"))
-    assert {key: tensor.tobytes() for key, tensor in one.items()} == {key: tensor.tobytes() for key, tensor in other.items()}
+    assert {key: tensor.tobytes() for key, tensor in one.items()} == {
+        key: tensor.tobytes() for key, tensor in other.items()
+    }
 
 
 def check_run(folder, lag):
@@ -35,9 +48,13 @@ def check_run(folder, lag):
     with (folder / "record.msgpack").open("rb") as file:
         _, *entries = msgpack.Unpacker(file)
     groups = [group for entry in entries for group in entry["groups"]]
-    assert sorted((group["step"], group["index"]) for group in groups) == [(s, p) for s in range(STEPS) for p in range(PROMPTS)]
-    cut = {step: check(step, [one for group in groups if group["step"] == step for one in group["responses"]], lag)
-           for step in range(STEPS)}  # fmt: skip
+    assert sorted((group["step"], group["index"]) for group in groups) == [
+        (s, p) for s in range(STEPS) for p in range(PROMPTS)
+    ]
+    cut = {
+        step: check(step, [one for group in groups if group["step"] == step for one in group["responses"]], lag)
+        for step in range(STEPS)
+    }
     assert sum(cut.values()) > 0
     assert [line["continued"] for line in lines] == [cut[step] for step in range(STEPS)]
     assert all(math.isfinite(line[key]) for line in lines for key in ("loss", "grad_norm", "mismatch_kl"))
@@ -45,7 +62,8 @@ def check_run(folder, lag):
 
 
 def check(step, responses, lag):
-    """No token is older than the mode allows, versions only rise, and every token has its log-probability; how many were cut."""
+    """No token is older than the mode allows, versions only rise, and every token has its log-probability; how many
+    were cut."""
     assert len(responses) == 4 * PROMPTS
     for one in responses:
         starts, versions = zip(*one["versions"], strict=True)

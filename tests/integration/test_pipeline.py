@@ -21,8 +21,12 @@ def command(settings, *arguments):
 
 @pytest.fixture
 def small(settings):
-    return settings | {"run.name": "small", "evaluate.problems": 16, "evaluate.max_new_tokens": 16,
-                       "checkpoint.path": str(Path(settings["run.output"]) / "published")}  # fmt: skip
+    return settings | {
+        "run.name": "small",
+        "evaluate.problems": 16,
+        "evaluate.max_new_tokens": 16,
+        "checkpoint.path": str(Path(settings["run.output"]) / "published"),
+    }
 
 
 def test_the_whole_pipeline(small, tmp_path):
@@ -61,7 +65,8 @@ def _check_tracking(output):
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param("SIGINT", marks=pytest.mark.slow), pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGKILL"]
+    "number",
+    [pytest.param("SIGINT", marks=pytest.mark.slow), pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGKILL"],
 )
 def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
     endless = small | {"train.steps": 100_000, "evaluate.problems": 2}
@@ -95,8 +100,9 @@ def test_bad_input_is_refused_before_anything_starts(small, tmp_path):
     }
     for override, said in cases.items():
         environment = {**os.environ, "NO_COLOR": "1"}
-        done = subprocess.run([*command(small), "--set", override], capture_output=True, text=True, timeout=60, cwd=ROOT,
-                              env=environment)  # fmt: skip
+        done = subprocess.run(
+            [*command(small), "--set", override], capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment
+        )
         assert done.returncode == 2, (override, done.stderr)
         assert said in done.stderr
         assert done.stderr.startswith("error: ")

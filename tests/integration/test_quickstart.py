@@ -48,12 +48,19 @@ def test_the_quickstart_learns():
     assert sum(overlaps.values()) >= 0.9 * len(lines)
 
 
-@pytest.mark.skipif(REAL is None, reason="METRONOME_REAL_DATA is unset: the real problem sets are not part of the project")
+@pytest.mark.skipif(
+    REAL is None, reason="METRONOME_REAL_DATA is unset: the real problem sets are not part of the project"
+)
 def test_real_competition_problems_go_through():
     folder, printed = run(
-        "infra/recipes/aime.toml", "--set", f"data.train={REAL}/deepscaler_aime_1983_2023.json",
-        "--set", f"evaluate.benchmark={REAL}/aime24.json", "--set", "train.steps=2",
-    )  # fmt: skip
+        "infra/recipes/aime.toml",
+        "--set",
+        f"data.train={REAL}/deepscaler_aime_1983_2023.json",
+        "--set",
+        f"evaluate.benchmark={REAL}/aime24.json",
+        "--set",
+        "train.steps=2",
+    )
     assert "over-long" in printed
     lines = list(read_lines(folder / "steps.jsonl"))
     assert len(lines) == 2

@@ -38,10 +38,16 @@ def test_a_rank_that_only_follows_dies(axis, settings, tmp_path):
 
 @pytest.mark.slow
 def test_a_replica_that_hangs_is_named_and_the_run_resumes(settings, tmp_path):
-    """A stopped process hears neither signals nor its lifeline. The others get as long again to stop, before all are killed."""
+    """A stopped process hears neither signals nor its lifeline. The others get as long again to stop, before all are
+    killed."""
     silent_s = 15
-    slow = settings | {"train.timeout_s": silent_s, "parallel.data": 2, "reward.function": f"{REWARDS}:after_3_s",
-                       "train.prompts_per_step": 2, "checkpoint.every": 1}  # fmt: skip
+    slow = settings | {
+        "train.timeout_s": silent_s,
+        "parallel.data": 2,
+        "reward.function": f"{REWARDS}:after_3_s",
+        "train.prompts_per_step": 2,
+        "checkpoint.every": 1,
+    }
     said = end_of(slow, tmp_path, 1, "SIGSTOP", timeout_s=4 * silent_s)
     assert f"no sign of life of unit 1 of the trainer in {silent_s} s (train.timeout_s)" in said
     done = step_of(latest(tmp_path / "run/checkpoints"))

@@ -1,4 +1,5 @@
-"""S3 that fails at every single request of a checkpoint's upload: what looks complete is complete, and the next try succeeds."""
+"""S3 that fails at every single request of a checkpoint's upload: what looks complete is complete, and the next try
+succeeds."""
 
 import hashlib
 import json
@@ -18,7 +19,12 @@ server = pytest.importorskip("moto.server")
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(300)]
 
-CONTENT = {"__0_0.distcp": b"\x00weights" * 20_000, "__1_0.distcp": b"moments" * 999, ".metadata": b"index", "state.json": b"{}"}
+CONTENT = {
+    "__0_0.distcp": b"\x00weights" * 20_000,
+    "__1_0.distcp": b"moments" * 999,
+    ".metadata": b"index",
+    "state.json": b"{}",
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +34,13 @@ def proxy():
         endpoint = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
         endpoint.start()
         with s3_proxy(*endpoint.get_host_and_port()) as running:
-            for name, value in {"ENDPOINT_URL": running.url, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x", "MAX_ATTEMPTS": "1",
-                                "DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
+            for name, value in {
+                "ENDPOINT_URL": running.url,
+                "ACCESS_KEY_ID": "x",
+                "SECRET_ACCESS_KEY": "x",
+                "MAX_ATTEMPTS": "1",
+                "DEFAULT_REGION": "us-east-1",
+            }.items():
                 patch.setenv(f"AWS_{name}", value)
             patch.setattr(s3fs.S3FileSystem, "retries", 1)
             s3fs.S3FileSystem.clear_instance_cache()
@@ -44,7 +55,7 @@ def a_checkpoint(folder, step, fill=b"", names=tuple(CONTENT)):
     target = folder / f"step-{step:06d}"
     files.partial_of(target).mkdir(parents=True)
     for name, content in ((name, CONTENT[name]) for name in names):
-        (files.partial_of(target) / name).write_bytes(fill + content[len(fill):])
+        (files.partial_of(target) / name).write_bytes(fill + content[len(fill) :])
     files.publish(files.partial_of(target), target, step, {"reward_mean": 0.5})
     return target
 
@@ -67,11 +78,14 @@ def must_be_whole(found, *checkpoints):
 
 
 def fail_at_every_request(proxy, fault, place, old, new, only=False):
-    """Upload `new` over `old` with the fault from each request on in turn, or at that one `only`: a reader finds no mixture.
+    """Upload `new` over `old` with the fault from each request on in turn, or at that one `only`: a reader finds no
+    mixture.
 
     (number of requests, failed uploads, all requests of the uploads)
     """
-    number, failed, seen = 0, 0, []
+    number = 0
+    failed = 0
+    seen = []
     while True:
         proxy.heal()
         store.upload(old, f"{place}/{old.name}")
@@ -80,7 +94,8 @@ def fail_at_every_request(proxy, fault, place, old, new, only=False):
             store.upload(new, f"{place}/{new.name}")
             message = ""
         except CheckpointError as error:
-            failed, message = failed + 1, str(error)
+            failed = failed + 1
+            message = str(error)
         assert not message or re.match(rf"publishing .* {place}/{new.name} \(checkpoint\.path\) failed: .", message)
         requests = len(proxy.requests)
         seen += proxy.requests
@@ -97,15 +112,19 @@ def fail_at_every_request(proxy, fault, place, old, new, only=False):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_no_failing_request_makes_half_a_checkpoint_look_complete(proxy, tmp_path, fault):
     """Also where an older checkpoint of the same step, with files of the same sizes, is there: a redone step's."""
-    old, new = a_checkpoint(tmp_path / "old", 4), a_checkpoint(tmp_path / "new", 4, b"redone")
-    number, failed, _ = fail_at_every_request(proxy, fault, f"s3://bucket/{tmp_path.name}", old, new)
+    old = a_checkpoint(tmp_path / "old", 4)
+    new = a_checkpoint(tmp_path / "new", 4, b"redone")
+    number, failed, _ = fail_at_every_request(
+        proxy=proxy, fault=fault, place=f"s3://bucket/{tmp_path.name}", old=old, new=new
+    )
     assert number > 8  # look, delete the marker, four files, look, marker
     assert failed >= number - 2
 
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Files of 128 KiB and more go in parts, as those of 100 MiB do otherwise; moto takes parts below S3's 5 MiB here."""
+    """Files of 128 KiB and more go in parts, as those of 100 MiB do otherwise; moto takes parts below S3's 5 MiB
+    here."""
     monkeypatch.setattr("s3fs.core.calculate_chunksize", lambda filesize, chunksize=None: 2**16)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 2**16)
 
@@ -116,14 +135,20 @@ def unfinished(folder):
     return [one["Key"] for one in answer.get("Uploads") or ()]
 
 
-@pytest.mark.parametrize(("fault", "only"), [*((fault, False) for fault in FAULTS), ("refuse", True), ("lose answer", True)])
+@pytest.mark.parametrize(
+    ("fault", "only"), [*((fault, False) for fault in FAULTS), ("refuse", True), ("lose answer", True)]
+)
 def test_nor_does_one_in_an_upload_in_parts(proxy, tmp_path, small_parts, fault, only):
     """As the files of every real checkpoint go. What was not aborted at once is when old checkpoints are deleted."""
     large = ["__0_0.distcp"]
-    old, new = a_checkpoint(tmp_path / "old", 4, b"", large), a_checkpoint(tmp_path / "new", 4, b"redone", large)
-    number, failed, seen = fail_at_every_request(proxy, fault, f"s3://bucket/{tmp_path.name}", old, new, only)
+    old = a_checkpoint(tmp_path / "old", 4, b"", large)
+    new = a_checkpoint(tmp_path / "new", 4, b"redone", large)
+    number, failed, seen = fail_at_every_request(
+        proxy=proxy, fault=fault, place=f"s3://bucket/{tmp_path.name}", old=old, new=new, only=only
+    )
     assert number > 9  # look, delete the marker, begin, three parts, complete, look, marker
-    assert failed >= (2 if only and fault == "lose answer" else number - 2)  # aiohttp sends all but begin and complete again
+    # aiohttp sends all but begin and complete again
+    assert failed >= (2 if only and fault == "lose answer" else number - 2)
     kinds = ("POST .*[?]uploads", "PUT .*partNumber=3&uploadId=", "POST .*[?]uploadId=", "DELETE .*[?]uploadId=")
     assert [kind for kind in kinds if not any(re.search(kind, request) for request in seen)] == []
     assert only or unfinished(tmp_path.name)  # where the abort failed, too
@@ -133,7 +158,9 @@ def test_nor_does_one_in_an_upload_in_parts(proxy, tmp_path, small_parts, fault,
 
 def test_retention_aborts_what_a_kill_broke_off_up_to_the_newest_checkpoint_and_nobody_elses(proxy, tmp_path):
     proxy.heal()
-    names = [f"{tmp_path.name}/run/step-{step:06d}/__0_0.distcp" for step in (2, 4, 6)] + [f"{tmp_path.name}/other/step-000002/f"]
+    names = [f"{tmp_path.name}/run/step-{step:06d}/__0_0.distcp" for step in (2, 4, 6)] + [
+        f"{tmp_path.name}/other/step-000002/f"
+    ]
     for name in names:
         fsspec.filesystem("s3").call_s3("create_multipart_upload", Bucket="bucket", Key=name)
     checkpoint = a_checkpoint(tmp_path / "run", 4)
@@ -183,7 +210,9 @@ def test_a_flipped_byte_is_found_by_file_name(proxy, tmp_path, name):
     damaged[len(damaged) // 2] ^= 0x10
     (checkpoint / name).write_bytes(damaged)
     assert files.complete(checkpoint)  # by names and sizes
-    with pytest.raises(CheckpointError, match=rf"step-000002: {name} is not the file that _SUCCESS\.json was written for"):
+    with pytest.raises(
+        CheckpointError, match=rf"step-000002: {name} is not the file that _SUCCESS\.json was written for"
+    ):
         files.check(checkpoint)
     s3, root = fsspec.core.url_to_fs(place)
     s3.pipe_file(f"{root}/{checkpoint.name}/{name}", bytes(damaged))
@@ -197,4 +226,6 @@ def test_the_marker_has_a_checksum_of_every_file(tmp_path):
     marker = json.loads((a_checkpoint(tmp_path, 2) / "_SUCCESS.json").read_text())
     small = {name: hashlib.sha256(CONTENT[name]).hexdigest() for name in (".metadata", "state.json")}
     assert marker["sha256"] == small
-    assert marker["xxh3_128"] == {name: xxhash.xxh3_128_hexdigest(CONTENT[name]) for name in ("__0_0.distcp", "__1_0.distcp")}
+    assert marker["xxh3_128"] == {
+        name: xxhash.xxh3_128_hexdigest(CONTENT[name]) for name in ("__0_0.distcp", "__1_0.distcp")
+    }

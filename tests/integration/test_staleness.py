@@ -1,4 +1,5 @@
-"""One cell of benchmarks/staleness.py: a real run of the loop at staleness 4 with a loss of batch scope, its table and plot."""
+"""One cell of benchmarks/staleness.py: a real run of the loop at staleness 4 with a loss of batch scope, its table and
+plot."""
 
 import json
 import math
@@ -9,13 +10,24 @@ import pytest
 
 from support.runs import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # the quickstart's base model is made first where it is not cached
+# the quickstart's base model is made first where it is not cached
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 8
 
 
 def test_one_cell(tmp_path):
-    command = [sys.executable, "benchmarks/staleness.py", "--cell", "4:m2po:0", "--steps", str(STEPS), "--prompts", "3",
-               "--output", str(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        "benchmarks/staleness.py",
+        "--cell",
+        "4:m2po:0",
+        "--steps",
+        str(STEPS),
+        "--prompts",
+        "3",
+        "--output",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     (cell,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))

@@ -25,24 +25,37 @@ def models(folder):
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = dict(
-        vocab_size=261, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=261,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+    )
     torch.manual_seed(0)
     Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).save_pretrained(folder / "dense")
-    experts = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+    experts = Qwen3MoeConfig(
+        **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
+    )
     Qwen3MoeForCausalLM(experts).save_pretrained(folder / "moe")
 
 
 @contextlib.contextmanager
 def started(what, folder, sessions, count):
-    """The ranks as processes, each with its output in a file of the folder; they meet in stores of ours, one for each session.
+    """The ranks as processes, each with its output in a file of the folder; they meet in stores of ours, one for each
+    session.
 
     A port that is only looked up and left free again may be somebody else's by the time a rank listens on it.
     """
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(sessions)]
-    shared = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0",
-              "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(RANK), what, str(folder), *(str(store.port) for store in stores)],

@@ -26,7 +26,9 @@ def worlds(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(worlds, request):
     """Looks a case's outcome up; runs a world size at the first question, all its selected cases at once."""
-    parameters = [value for item in request.session.items if hasattr(item, "callspec") for value in item.callspec.params.values()]
+    parameters = [
+        value for item in request.session.items if hasattr(item, "callspec") for value in item.callspec.params.values()
+    ]
     selected = {case.name: case for case in parameters if isinstance(case, Case)}
     found = {}
 
@@ -71,7 +73,8 @@ PAIRS = [
 
 @pytest.mark.parametrize(("case", "separate"), PAIRS)
 def test_a_shared_prompt_is_the_same_responses_alone(case, separate, outcomes):
-    (ours,), (theirs,) = outcomes(case).ranks(), outcomes(separate).ranks()
+    (ours,) = outcomes(case).ranks()
+    (theirs,) = outcomes(separate).ranks()
     assert ours["figures"]["computed_tokens"] <= theirs["figures"]["computed_tokens"]
     for name, gradient in theirs["gradients"].items():
         assert torch.norm(ours["gradients"][name] - gradient) <= 1e-5 * torch.norm(gradient), name
@@ -79,10 +82,9 @@ def test_a_shared_prompt_is_the_same_responses_alone(case, separate, outcomes):
 
 @pytest.mark.parametrize("name", ["dp2", "tp2dp2"])
 def test_a_sharded_optimizer_makes_the_same_update(name, outcomes):
-    """One step of Adam at a rate at which it is seen; the gradients are the same bit for bit, since two terms commute."""
-    whole, sharded = (
-        next(case for case in CASES if case.name == f"{kind}-{name}") for kind in ("whole", "sharded")
-    )  # fmt: skip
+    """One step of Adam at a rate at which it is seen; the gradients are the same bit for bit, since two terms
+    commute."""
+    whole, sharded = (next(case for case in CASES if case.name == f"{kind}-{name}") for kind in ("whole", "sharded"))
     for ours, theirs in zip(outcomes(sharded).ranks(), outcomes(whole).ranks(), strict=True):
         assert ours["weights"].keys() == theirs["weights"].keys()
         for key, weight in theirs["weights"].items():
@@ -92,7 +94,9 @@ def test_a_sharded_optimizer_makes_the_same_update(name, outcomes):
 @named(controlled())
 def test_gradient_control_is_the_same_in_every_layout(case, outcomes, worlds):
     """The cosine is that of transformers' gradients, every parameter counted once; after projection it is LOW."""
-    first, second = (worlds.expected(case.model, groups, 1.0, "plain").gradients for groups in (case.before, case.groups))
+    first, second = (
+        worlds.expected(case.model, groups, 1.0, "plain").gradients for groups in (case.before, case.groups)
+    )
     cosine = product(first, second) / math.sqrt(product(first, first) * product(second, second))
     assert LOW < abs(cosine) < 0.9
     for rank in outcomes(case).ranks():

@@ -21,8 +21,9 @@ PADDING = 4096
     ],
 )
 def test_two_ranks_hold_what_is_computed(kind, overrides, tmp_path):
-    model = tiny_models.save(tmp_path / kind, kind, vocab_size=64, hidden_size=64, intermediate_size=128,
-                             tie_word_embeddings=kind == "llama")  # fmt: skip
+    model = tiny_models.save(
+        tmp_path / kind, kind, vocab_size=64, hidden_size=64, intermediate_size=128, tie_word_embeddings=kind == "llama"
+    )
     given = [f"model.path={model}", "train.ratio_gap_limit=0", "algorithm.old_policy=previous", *overrides]
     for rank, figures in enumerate(ranks(tmp_path, RANK, given)):
         for name, (real, computed) in figures.items():

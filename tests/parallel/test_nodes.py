@@ -1,4 +1,5 @@
-"""Trainer ranks on two nodes that meet by rendezvous: two agents on this machine that share nothing but the run folder."""
+"""Trainer ranks on two nodes that meet by rendezvous: two agents on this machine that share nothing but the run
+folder."""
 
 import subprocess
 import sys
@@ -21,12 +22,21 @@ pytestmark = pytest.mark.parallel
 
 @pytest.mark.timeout(400)
 def test_two_nodes_train_what_one_does(settings, tmp_path):
-    common = settings | {"train.steps": 2, "parallel.data": 2, "train.consume": "prompt_order", "rollout.deterministic": True,
-                         "rollout.max_new_tokens": 8, "rollout.timeout_s": 150, "train.timeout_s": 150}  # fmt: skip
+    common = settings | {
+        "train.steps": 2,
+        "parallel.data": 2,
+        "train.consume": "prompt_order",
+        "rollout.deterministic": True,
+        "rollout.max_new_tokens": 8,
+        "rollout.timeout_s": 150,
+        "train.timeout_s": 150,
+    }
     two = common | {"run.name": "two", "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
     command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(write_config(two, tmp_path))]
     launcher = subprocess.Popen(command, cwd=ROOT)
-    node = subprocess.Popen([sys.executable, "-m", "engine.trainer.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT)
+    node = subprocess.Popen(
+        [sys.executable, "-m", "engine.trainer.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT
+    )
     try:
         assert launcher.wait(300) == 0
         assert node.wait(30) == 0
@@ -38,7 +48,9 @@ def test_two_nodes_train_what_one_does(settings, tmp_path):
     code, said = launch(common | {"run.name": "one"}, tmp_path)
     assert code == 0, said
     keys = ("step", "reward_mean", "loss", "grad_norm")
-    lines = [[[row[key] for key in keys] for row in read_lines(tmp_path / name / "steps.jsonl")] for name in ("one", "two")]
+    lines = [
+        [[row[key] for key in keys] for row in read_lines(tmp_path / name / "steps.jsonl")] for name in ("one", "two")
+    ]
     assert len(lines[0]) == 2
     assert lines[0] == lines[1]
     first, second = ((tmp_path / name / "policy/model.safetensors").read_bytes() for name in ("one", "two"))
@@ -53,7 +65,8 @@ def test_a_node_that_is_not_asked_for_gives_up(tmp_path):
 def test_the_control_channel_hears_nobody_without_its_key(monkeypatch):
     from engine.wire.control_keys import guard_server
 
-    port, keys = free_port(), make_keys()
+    port = free_port()
+    keys = make_keys()
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         guard_server(server, keys)
         server.bind(address := f"tcp://127.0.0.1:{port}")

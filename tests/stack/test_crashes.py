@@ -26,9 +26,10 @@ AWAY_S = 600.0
 
 METRONOME = [sys.executable, "-m", "flows.cli"]
 STEPS = 60
-SLOW_S, CRAWL_S = 0.25, 5.0
-"""Seconds that a group's reward takes, four times a step: while steps are waited for, and while anything else is, so that the
-run is not through before a busy machine has done that."""
+SLOW_S = 0.25
+CRAWL_S = 5.0
+"""Seconds that a group's reward takes, four times a step: while steps are waited for, and while anything else is, so
+that the run is not through before a busy machine has done that."""
 SWEEP = "import time; time.sleep(20); from tasks.cluster import watchdog; watchdog.sweep(15)"
 """A restarted server may have lost the event of the crash; what the watchdog does every minute."""
 
@@ -45,13 +46,26 @@ def place(tmp_path_factory):
 def small(place, tiny_model, problems):
     """Settings under which a run's numbers depend on nothing but its seed."""
     return {
-        "run.output": str(place), "model.path": str(tiny_model), "data.train": str(problems), "data.heldout": str(problems),
-        "reward.function": f"{place / 'reward.py'}:reward", "reward.timeout_s": 60, "rollout.group_size": 4,
+        "run.output": str(place),
+        "model.path": str(tiny_model),
+        "data.train": str(problems),
+        "data.heldout": str(problems),
+        "reward.function": f"{place / 'reward.py'}:reward",
+        "reward.timeout_s": 60,
+        "rollout.group_size": 4,
         "rollout.max_new_tokens": 8,
-        "rollout.max_context": 64, "rollout.deterministic": True, "train.consume": "prompt_order", "train.steps": STEPS,
-        "train.prompts_per_step": 4, "train.learning_rate": 1e-3, "algorithm.old_policy": "previous", "algorithm.kl_coef": 0.01,
-        "checkpoint.every": 2, "evaluate.problems": 2, "evaluate.max_new_tokens": 4,
-    }  # fmt: skip
+        "rollout.max_context": 64,
+        "rollout.deterministic": True,
+        "train.consume": "prompt_order",
+        "train.steps": STEPS,
+        "train.prompts_per_step": 4,
+        "train.learning_rate": 1e-3,
+        "algorithm.old_policy": "previous",
+        "algorithm.kl_coef": 0.01,
+        "checkpoint.every": 2,
+        "evaluate.problems": 2,
+        "evaluate.max_new_tokens": 4,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +138,8 @@ def wait_for_resume(folder, killed_in, api, run):
 
 
 def test_every_process_of_a_run_may_die(deployed, services, environment, small, place, undisturbed):
-    api, folder = deployed, place / "killed"
+    api = deployed
+    folder = place / "killed"
     worker = services.worker("cpu", "mortal")
     run = start(api, small | {"run.name": "killed"})
     wait_for_two_steps(folder, api, run)
@@ -152,7 +167,8 @@ def test_every_process_of_a_run_may_die(deployed, services, environment, small, 
 
     assert same(weights(folder), undisturbed)
     assert [row["step"] for row in read_lines(folder / "steps.jsonl")] == list(range(STEPS))
-    assert len(list(read_lines(folder / "evaluations.jsonl"))) == 2  # before and after, though the flow began three times
+    # before and after, though the flow began three times
+    assert len(list(read_lines(folder / "evaluations.jsonl"))) == 2
     check_mlflow(environment["MLFLOW_TRACKING_URI"], folder)
 
 
@@ -176,7 +192,8 @@ def check_mlflow(uri, folder):
 
 
 def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, environment, small, place, undisturbed):
-    api, folder = deployed, place / "cancelled"
+    api = deployed
+    folder = place / "cancelled"
     services.worker("cpu", "third")
     settings = small | {"run.name": "cancelled", "checkpoint.every": 0}
     run = start(api, settings)
@@ -189,12 +206,19 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, envir
     print(f"no process is left {time.monotonic() - asked:.1f} s after the cancel")
     wait_for(lambda: state(api, run)["type"] == "CANCELLED", "the state CANCELLED", AWAY_S)
     done = last_step(folder) + 1
-    assert step_of(latest(folder / "checkpoints")) == done < STEPS  # it is there because of the cancel: checkpoint.every is 0
+    # it is there because of the cancel: checkpoint.every is 0
+    assert step_of(latest(folder / "checkpoints")) == done < STEPS
 
     slow_down(place, 0)
     sets = [part for override in overrides(settings) for part in ("--set", override)]
-    again = subprocess.run([*METRONOME, "run", "--resume", *sets], env=environment, cwd=ROOT, capture_output=True, text=True,
-                           timeout=AWAY_S)  # fmt: skip
+    again = subprocess.run(
+        [*METRONOME, "run", "--resume", *sets],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=AWAY_S,
+    )
     slow_down(place, CRAWL_S)
     assert again.returncode == 0, again.stdout + again.stderr
     assert same(weights(folder), undisturbed)
@@ -210,7 +234,9 @@ def test_a_run_that_gets_no_further_ends_with_the_reason(environment, small, pla
     try:
         killed = set()
         while flow.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it, or the flow, ended while we looked (a zombie counts as that)
+            with contextlib.suppress(
+                psutil.NoSuchProcess
+            ):  # it, or the flow, ended while we looked (a zombie counts as that)
                 for child in psutil.Process(flow.pid).children():
                     if child.pid not in killed and "engine.launcher.launch" in " ".join(child.cmdline()):
                         time.sleep(1.0)

@@ -33,7 +33,9 @@ def call(command, environment, timeout=300, cwd=ROOT):
 
 def flow_runs(api, deployment):
     found = {one["name"]: one["id"] for one in post(f"{api}/deployments/filter", {})}
-    rows = post(f"{api}/flow_runs/filter", {"deployments": {"id": {"any_": [found[deployment]]}}, "sort": "START_TIME_DESC"})
+    rows = post(
+        f"{api}/flow_runs/filter", {"deployments": {"id": {"any_": [found[deployment]]}}, "sort": "START_TIME_DESC"}
+    )
     return {row["id"]: row for row in rows}
 
 
@@ -49,7 +51,9 @@ def wait_for_runs(api, deployment, state, timeout_s=240.0, of=None):
             if row["state_type"] == state:
                 return row
             assert row["state_type"] not in ("FAILED", "CRASHED", "CANCELLED"), row["state"]
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {deployment} {state}: {[r['state'] for r in rows]}"
+        assert time.monotonic() < deadline, (
+            f"waited {timeout_s:.0f} s for {deployment} {state}: {[r['state'] for r in rows]}"
+        )
         time.sleep(0.5)
 
 
@@ -58,11 +62,21 @@ def deployed(services, environment, tiny_model, problems, tmp_path_factory):
     """(API URL, overrides, folder) once a very small recipe is deployed, twice, and a worker serves it."""
     folder = tmp_path_factory.mktemp("runs")
     small = {
-        "run.output": str(folder), "model.path": str(tiny_model), "data.train": str(problems), "data.heldout": str(problems),
-        "reward.function": f"{ROOT / 'tests/support/rewards.py'}:even", "rollout.group_size": 4, "rollout.max_new_tokens": 8,
-        "rollout.max_context": 64, "train.steps": 2, "train.prompts_per_step": 4, "evaluate.problems": 4,
-        "evaluate.max_new_tokens": 8, "checkpoint.every": 1, "checkpoint.path": f"s3://{BUCKET}/checkpoints",
-    }  # fmt: skip
+        "run.output": str(folder),
+        "model.path": str(tiny_model),
+        "data.train": str(problems),
+        "data.heldout": str(problems),
+        "reward.function": f"{ROOT / 'tests/support/rewards.py'}:even",
+        "rollout.group_size": 4,
+        "rollout.max_new_tokens": 8,
+        "rollout.max_context": 64,
+        "train.steps": 2,
+        "train.prompts_per_step": 4,
+        "evaluate.problems": 4,
+        "evaluate.max_new_tokens": 8,
+        "checkpoint.every": 1,
+        "checkpoint.path": f"s3://{BUCKET}/checkpoints",
+    }
     sets = [part for override in overrides(small) for part in ("--set", override)]
     for _ in range(2):
         said = call([*METRONOME, "deploy", *sets, "--timezone", "Asia/Shanghai", "--npus", "16"], environment)
@@ -82,8 +96,11 @@ def test_a_second_deploy_makes_nothing_twice(deployed):
     [nightly] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "nightly"]
     assert len(nightly["schedules"]) == 1
     assert nightly["schedules"][0]["schedule"]["timezone"] == "Asia/Shanghai"
-    at_once = {one["name"]: one["global_concurrency_limit"]["limit"] for one in post(f"{api}/deployments/filter", {})
-               if one["global_concurrency_limit"]}  # fmt: skip
+    at_once = {
+        one["name"]: one["global_concurrency_limit"]["limit"]
+        for one in post(f"{api}/deployments/filter", {})
+        if one["global_concurrency_limit"]
+    }
     assert at_once == {"nightly": 1, "evaluate": 1, "nightly-evaluation": 1}
     assert nightly["concurrency_options"]["collision_strategy"] == "ENQUEUE"  # the next one waits, it is not cancelled
     limits = post(f"{api}/v2/concurrency_limits/filter", {})
@@ -135,22 +152,46 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
 
 @pytest.mark.slow
 def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, environment):
-    """The pipeline starts no instance itself: without those that the pool's worker joins to it there is not one response."""
+    """The pipeline starts no instance itself: without those that the pool's worker joins to it there is not one
+    response."""
     api, _, folder = deployed
-    parameters = {"settings": {"name": "pooled", "learning_rate": 0.01}, "on_rollout_pool": 1, "continue_from": "latest"}
+    parameters = {
+        "settings": {"name": "pooled", "learning_rate": 0.01},
+        "on_rollout_pool": 1,
+        "continue_from": "latest",
+    }
     given = [part for name, value in parameters.items() for part in ("--param", f"{name}={json.dumps(value)}")]
     [pipeline] = [one for one in post(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
-    sets = [*pipeline["parameters"]["overrides"], "rollout.instances=0", "rollout.wait_s=150", "rollout.deterministic=true"]
-    call([*PREFECT, "deployment", "run", "metronome/pipeline", *given, "--param", f"overrides={json.dumps(sets)}", "--watch"],
-         environment, 500)  # fmt: skip
+    sets = [
+        *pipeline["parameters"]["overrides"],
+        "rollout.instances=0",
+        "rollout.wait_s=150",
+        "rollout.deterministic=true",
+    ]
+    call(
+        [
+            *PREFECT,
+            "deployment",
+            "run",
+            "metronome/pipeline",
+            *given,
+            "--param",
+            f"overrides={json.dumps(sets)}",
+            "--watch",
+        ],
+        environment,
+        500,
+    )
     pooled = folder / "pooled"
     assert len((pooled / "steps.jsonl").read_text().splitlines()) == 2
     assert "metronome-quickstart-1" in (pooled / "config.toml").read_text()  # the policy that the other run registered
     evaluations = list(read_lines(pooled / "evaluations.jsonl"))
     assert [row["weight_version"] for row in evaluations] == [0, 2]
     assert evaluations[1]["protocol"]["seed"] == 1  # the run's: 0, plus the number of the version that it went on from
-    before, after = ([one["text"] for problem in read_lines(pooled / row["table"]) for one in problem["responses"]]
-                     for row in evaluations)  # fmt: skip
+    before, after = (
+        [one["text"] for problem in read_lines(pooled / row["table"]) for one in problem["responses"]]
+        for row in evaluations
+    )
     assert len(before) == len(after) > 0
     assert before != after  # with the same seeds: the instances held the trained policy
     assert not list((pooled / "logs").glob("instance-*"))  # none was started beside the trainer
@@ -161,7 +202,15 @@ def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, enviro
 def test_a_training_is_evaluated_by_itself(deployed, environment):
     """Of the flow `train`, which does not evaluate."""
     api, _, folder = deployed
-    command = [*PREFECT, "deployment", "run", "train/train", "--param", f"settings={json.dumps({'name': 'trained'})}", "--watch"]
+    command = [
+        *PREFECT,
+        "deployment",
+        "run",
+        "train/train",
+        "--param",
+        f"settings={json.dumps({'name': 'trained'})}",
+        "--watch",
+    ]
     call(command, environment, 400)
     wait_for_runs(api, "train", "COMPLETED")
     wait_for_runs(api, "evaluate", "COMPLETED", of="trained")
@@ -182,7 +231,9 @@ def _instances_have_ended(api, count):
 def test_a_cancelled_run_ends_its_instances_on_the_rollout_pool(deployed, tmp_path):
     api, given, folder = deployed
     before = flow_runs(api, "serve-rollouts").keys()
-    slow = overrides({"reward.function": braked(tmp_path, 1.0), "train.steps": 500, "rollout.instances": 0, "rollout.wait_s": 99})
+    slow = overrides(
+        {"reward.function": braked(tmp_path, 1.0), "train.steps": 500, "rollout.instances": 0, "rollout.wait_s": 99}
+    )
     run = start(api, "pipeline", {"settings": {"name": "ended"}, "on_rollout_pool": 1, "overrides": [*given, *slow]})
 
     def trains():
@@ -196,12 +247,14 @@ def test_a_cancelled_run_ends_its_instances_on_the_rollout_pool(deployed, tmp_pa
     assert any(map(processes, began))
     patiently(post, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
     wait_for(lambda: not any(map(processes, (run, *began))), "the end of all processes", 60)
-    wait_for(lambda: {state(api, one)["type"] for one in (run, *began)} == {"CANCELLED"}, "the state CANCELLED of all", 60)
+    wait_for(
+        lambda: {state(api, one)["type"] for one in (run, *began)} == {"CANCELLED"}, "the state CANCELLED of all", 60
+    )
 
 
 def test_the_devices_of_a_run_are_taken_in_one_go(deployed, environment):
-    """16 slots: one that holds 12 leaves none for one that wants 6, and that one waits with nothing in its hands. One that wants
-    more than there are is told so."""
+    """16 slots: one that holds 12 leaves none for one that wants 6, and that one waits with nothing in its hands. One
+    that wants more than there are is told so."""
     code = """
 from engine.errors import BadInput, DeadlineError
 from tasks.cluster.devices import hold_npus
@@ -224,28 +277,33 @@ for wrong in ((17,), (1, "another")):
     assert said[:2] == ["6 slots of the limit ascend-npus were not free within 3 s", "the rest"]
     assert [line[: line.index(":")] for line in said[2:]] == [
         "this run takes 17 of Prefect's limit ascend-npus, which is less in all",
-        "Prefect has no limit another, of which this run takes 1"]  # fmt: skip
+        "Prefect has no limit another, of which this run takes 1",
+    ]
 
 
 def _check_mlflow(uri, folder, base):
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    [run] = client.search_runs([one.experiment_id for one in client.search_experiments()], "attributes.run_name = 'day'")
+    [run] = client.search_runs(
+        [one.experiment_id for one in client.search_experiments()], "attributes.run_name = 'day'"
+    )
     assert run.info.status == "FINISHED"
     history = client.get_metric_history(run.info.run_id, "reward_mean")
     assert [(point.step) for point in history] == [0, 1]
     [version] = client.search_model_versions("name = 'metronome-quickstart'")
     assert version.run_id == run.info.run_id
     tags = {name.removeprefix("metronome."): value for name, value in version.tags.items()}
-    data, final = json.loads((folder / "day/data.json").read_text()), list(read_lines(folder / "day/evaluations.jsonl"))[-1]
+    data = json.loads((folder / "day/data.json").read_text())
+    final = list(read_lines(folder / "day/evaluations.jsonl"))[-1]
     assert tags["data_version"] == data["train"]["version"]
     assert (tags["steps"], tags["mode"], tags["start"]) == ("2", "periodic", "base")
     assert (Path(tags["base_model"]).resolve(), tags["base_model_hash"]) == (base.resolve(), content_hash(base))
     assert (tags["benchmark"], tags["avg_at_k"]) == (final["benchmark"], f"{final['avg_at_k']:.6f}")
     assert tags["config_hash"] == sha256((folder / "day/config.toml").read_bytes()).hexdigest()
     assert "continued_from" not in tags
-    assert any(name.endswith("avg_at_k") for name in run.data.metrics), run.data.metrics  # the evaluation's, in the same run
+    # the evaluation's, in the same run
+    assert any(name.endswith("avg_at_k") for name in run.data.metrics), run.data.metrics
     return run
 
 
@@ -264,9 +322,14 @@ def _check_artifacts(api, flow_run, run):
 def _check_s3(environment, folder):
     import s3fs
 
-    store = s3fs.S3FileSystem(endpoint_url=environment["AWS_ENDPOINT_URL"], key=environment["AWS_ACCESS_KEY_ID"],
-                              secret=environment["AWS_SECRET_ACCESS_KEY"])  # fmt: skip
-    [marker] = [name for name in store.find(f"{BUCKET}/checkpoints/day") if name.endswith("_SUCCESS.json") and "2" in name]
+    store = s3fs.S3FileSystem(
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        key=environment["AWS_ACCESS_KEY_ID"],
+        secret=environment["AWS_SECRET_ACCESS_KEY"],
+    )
+    [marker] = [
+        name for name in store.find(f"{BUCKET}/checkpoints/day") if name.endswith("_SUCCESS.json") and "2" in name
+    ]
     files = json.loads(store.cat(marker))["files"]
     assert all(store.exists(f"{os.path.dirname(marker)}/{name}") for name in files)
     [here] = (folder / "day/policy").glob("*.safetensors")

@@ -1,4 +1,5 @@
-"""Flow runs whose end nobody hears of, on a real Prefect server and workers: an automation finds them, the watchdog resumes them.
+"""Flow runs whose end nobody hears of, on a real Prefect server and workers: an automation finds them, the watchdog
+resumes them.
 
 What the other automations do is in test_crashes.
 """
@@ -62,7 +63,8 @@ def call(environment):
 
 @pytest.fixture(scope="module")
 def api(call, environment, tmp_path_factory):
-    """The API's URL once two flows are deployed that wait for a file. Silence is short, and no automation hears of crashes."""
+    """The API's URL once two flows are deployed that wait for a file. Silence is short, and no automation hears of
+    crashes."""
     folder = tmp_path_factory.mktemp("flows")
     for name in ("lonely", "unheard"):
         (folder / f"{name}.py").write_text(FLOW.format(name=name))
@@ -77,12 +79,15 @@ def begun(folder):
 
 def heard(api, run):
     """Whether the server has a heartbeat of the run."""
-    asked = {"filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{run}"]}}}
+    asked = {
+        "filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}, "resource": {"id": [f"prefect.flow-run.{run}"]}}
+    }
     return patiently(post, f"{api}/events/filter", asked)["total"] > 0
 
 
 def history(api, run):
     """(name, message) of all states of a run."""
+
     def read():
         with urllib.request.urlopen(f"{api}/flow_run_states/?flow_run_id={run}", timeout=30) as reply:
             return [(one["name"], one["message"]) for one in json.load(reply)]
@@ -91,7 +96,8 @@ def history(api, run):
 
 
 def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, environment, tmp_path):
-    """One crash is reported and the event lost. Then worker and flow of the other run are killed: nobody is left to report it."""
+    """One crash is reported and the event lost. Then worker and flow of the other run are killed: nobody is left to
+    report it."""
     folders = {name: tmp_path / name for name in ("lonely", "unheard")}
     worker = services.worker(POOL, "lost")
     for folder in folders.values():
@@ -112,7 +118,9 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, envir
     dog = subprocess.Popen(command, env=environment, cwd=ROOT)
     try:
         for run in runs.values():
-            wait_for(lambda run=run: state(api, run)["type"] == "COMPLETED", "the end of the second attempt", SILENCE_S + 160)
+            wait_for(
+                lambda run=run: state(api, run)["type"] == "COMPLETED", "the end of the second attempt", SILENCE_S + 160
+            )
     finally:
         dog.kill()
         dog.wait()

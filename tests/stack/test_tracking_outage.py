@@ -26,7 +26,9 @@ def services(tmp_path_factory):
 @pytest.fixture
 def config(services, tmp_path):
     before = mlflow.get_tracking_uri()
-    yield Config(run=Run(name="run", output=str(tmp_path)), train=Train(steps=10), tracking=Tracking(uri=services["mlflow"].url))
+    yield Config(
+        run=Run(name="run", output=str(tmp_path)), train=Train(steps=10), tracking=Tracking(uri=services["mlflow"].url)
+    )
     mlflow.set_tracking_uri(before)
 
 
@@ -59,7 +61,8 @@ def test_a_server_that_comes_back_gets_every_step_once(services, config, capsys)
         started = time.monotonic()
         for step in (1, 2, 3):
             do_step(config, step)
-        assert time.monotonic() - started < 4.0, "steps wait for the server"  # each, if they did, until its request gives up
+        # each, if they did, until its request gives up
+        assert time.monotonic() - started < 4.0, "steps wait for the server"
         until(lambda: "does not take" in (told := capsys.readouterr().err) and server.url in told, "the warning", 30.0)
         server.start()
         server.wait()
@@ -71,7 +74,9 @@ def test_a_server_that_comes_back_gets_every_step_once(services, config, capsys)
     assert "steps.jsonl" in [item.path for item in mlflow.MlflowClient().list_artifacts(run_id)]
 
 
-def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_named(services, config, capsys, monkeypatch):
+def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_named(
+    services, config, capsys, monkeypatch
+):
     monkeypatch.setattr(mlflow_run, "FLUSH_S", 2.0)
     server = services["mlflow"]
     with tracked_run.tracked(config) as run_id:
@@ -92,7 +97,8 @@ def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_na
 def test_an_evaluation_needs_no_server_and_is_logged_when_there_is_one(services, settings, capsys, monkeypatch):
     """The command itself, with a real model and instance."""
     monkeypatch.setattr(retry, "AWAY_S", 2.0)
-    server, before = services["mlflow"], mlflow.get_tracking_uri()
+    server = services["mlflow"]
+    before = mlflow.get_tracking_uri()
     config = config_of(settings | {"tracking.uri": server.url, "evaluate.problems": 2, "evaluate.max_new_tokens": 4})
     server.stop()
     _evaluate(config)

@@ -46,10 +46,12 @@ ONE_RUN = ["-m", "prefect", "work-queue", "set-concurrency-limit", "default", "1
 
 @pytest.fixture(scope="module")
 def api(services, environment):
-    """The API's URL once training and further nodes are deployed, there are three NPUs, and two workers for one run at a time."""
+    """The API's URL once training and further nodes are deployed, there are three NPUs, and two workers for one run at
+    a time."""
     for command in (["-c", DEPLOY], ONE_RUN):
-        done = subprocess.run([sys.executable, *command], env=environment | WORKER, cwd=ROOT, capture_output=True, text=True,
-                              timeout=300)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, *command], env=environment | WORKER, cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     for name in ("node-0", "node-1"):
         services.worker(POOL, name, WORKER, limit=1)
@@ -58,15 +60,22 @@ def api(services, environment):
 
 def slots(api):
     """How many of the limit's slots are taken."""
-    [limit] = [one for one in patiently(post, f"{api}/v2/concurrency_limits/filter", {}) if one["name"] == "ascend-npus"]
+    [limit] = [
+        one for one in patiently(post, f"{api}/v2/concurrency_limits/filter", {}) if one["name"] == "ascend-npus"
+    ]
     return limit["active_slots"]
 
 
 def worker_of(api, run):
     """Name of the worker that a flow run was on."""
+
     def read():
-        asked = {"filter": {"event": {"name": ["prefect.worker.submitted-flow-run"]},
-                            "related": {"id": [f"prefect.flow-run.{run}"]}}}  # fmt: skip
+        asked = {
+            "filter": {
+                "event": {"name": ["prefect.worker.submitted-flow-run"]},
+                "related": {"id": [f"prefect.flow-run.{run}"]},
+            }
+        }
         [event] = post(f"{api}/events/filter", asked)["events"]
         return event["resource"]["prefect.resource.name"]
 
@@ -99,14 +108,29 @@ def cancel(api, run, node):
 
 def test_a_run_on_two_nodes_is_cancelled_and_resumed_and_one_waits(api, settings, tmp_path):
     """The run that waits would take the worker of the first one's second node, and wait there for NPUs."""
-    common = settings | {"train.steps": STEPS, "parallel.data": 2, "train.consume": "prompt_order", "rollout.deterministic": True,
-                         "rollout.max_new_tokens": 8, "rollout.timeout_s": 200, "train.timeout_s": 200, "checkpoint.every": 0,
-                         "reward.function": braked(tmp_path, SLOW_S), "reward.timeout_s": 60,
-                         "platform.device": "auto"}  # fmt: skip
-    two = {"overrides": overrides(common | {"run.name": "two", "parallel.nodes": 2,
-                                            "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"})}  # fmt: skip
-    run, taken, folder = start(api, "counted", two), {slots(api)}, tmp_path / "two"
-    other, meanwhile = start(api, "counted", {"overrides": overrides(common | {"run.name": "one"})}), set()
+    common = settings | {
+        "train.steps": STEPS,
+        "parallel.data": 2,
+        "train.consume": "prompt_order",
+        "rollout.deterministic": True,
+        "rollout.max_new_tokens": 8,
+        "rollout.timeout_s": 200,
+        "train.timeout_s": 200,
+        "checkpoint.every": 0,
+        "reward.function": braked(tmp_path, SLOW_S),
+        "reward.timeout_s": 60,
+        "platform.device": "auto",
+    }
+    two = {
+        "overrides": overrides(
+            common | {"run.name": "two", "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
+        )
+    }
+    run = start(api, "counted", two)
+    taken = {slots(api)}
+    folder = tmp_path / "two"
+    other = start(api, "counted", {"overrides": overrides(common | {"run.name": "one"})})
+    meanwhile = set()
 
     def trains():
         taken.add(slots(api))
@@ -118,7 +142,8 @@ def test_a_run_on_two_nodes_is_cancelled_and_resumed_and_one_waits(api, settings
     cancel(api, run, node_of(api, run, folder))
     slow_down(tmp_path, 0)
     done = len(list(read_lines(folder / "steps.jsonl")))
-    assert step_of(latest(folder / "checkpoints")) == done < STEPS  # it is there because of the cancel: checkpoint.every is 0
+    # it is there because of the cancel: checkpoint.every is 0
+    assert step_of(latest(folder / "checkpoints")) == done < STEPS
     assert meanwhile == {"SCHEDULED"}
 
     again = start(api, "counted", two | {"resume": True})  # when the other one is through, as it asked first

@@ -1,4 +1,5 @@
-"""Changes that make an answer another one. Nothing here knows how the verifier works: numbers check them where they can."""
+"""Changes that make an answer another one. Nothing here knows how the verifier works: numbers check them where they
+can."""
 
 import math
 import random
@@ -57,7 +58,8 @@ def another(digits, draw):
 
 def entries(text):
     """The entries of a bracket or list, commas inside brackets apart; None if it has but one."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for token in re.findall(r"\\.|,\\!|.", text, re.DOTALL):
         depth += (token in "([{") - (token in ")]}")
         if token == "," and depth == 0:
@@ -106,8 +108,15 @@ def reversed_letters(text):
 
 def other_unit(text):
     """cm for km and so on."""
-    others = {"cm": "km", "inches": "feet", "feet": "inches", "p.m.": "a.m.", "cents": "dollars", "hours": "days",
-              "miles": "yards"}  # fmt: skip
+    others = {
+        "cm": "km",
+        "inches": "feet",
+        "feet": "inches",
+        "p.m.": "a.m.",
+        "cents": "dollars",
+        "hours": "days",
+        "miles": "yards",
+    }
     found = re.search(r"\{ ?(" + "|".join(map(re.escape, others)) + r")\}", text)
     return text.replace(found[1], others[found[1]]) if found else None
 

@@ -39,7 +39,9 @@ def save(checkpoints, step, **figures):
 
 
 def assert_same(policy, other):
-    for (name, ours), theirs in zip(policy.models.policy.named_parameters(), other.models.policy.parameters(), strict=True):
+    for (name, ours), theirs in zip(
+        policy.models.policy.named_parameters(), other.models.policy.parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs), name
     for ours, theirs in zip(policy.models.old.weights, other.models.old.weights, strict=True):
         assert torch.equal(ours, theirs)

@@ -7,8 +7,19 @@ from engine.tools.comparison.run_figures import ComparedRun
 
 
 def step(number, seconds=10.0, tokens=1000.0, reward=0.5, **more):
-    return {"step": number, "step_s": seconds, "tokens_per_s_per_device": tokens / seconds, "reward_mean": reward,
-            "sync_s": 1.0, "check_s": 0.3, "wait_s": 3.7, "train_s": 4.0, "update_s": 0.5, "rollout_s": 5.0, **more}  # fmt: skip
+    return {
+        "step": number,
+        "step_s": seconds,
+        "tokens_per_s_per_device": tokens / seconds,
+        "reward_mean": reward,
+        "sync_s": 1.0,
+        "check_s": 0.3,
+        "wait_s": 3.7,
+        "train_s": 4.0,
+        "update_s": 0.5,
+        "rollout_s": 5.0,
+        **more,
+    }
 
 
 def run(name="one", seconds=10.0, reward=0.5, noise=0.0, steps=40, seed=0, **more):
@@ -19,5 +30,14 @@ def run(name="one", seconds=10.0, reward=0.5, noise=0.0, steps=40, seed=0, **mor
 
 
 def evaluation(value, low, high, **more):
-    return {"step": 40, "weight_version": 40, "benchmark": "b", "problems": 100, "samples": 1, "avg_at_k": value, "ci_low": low,
-            "ci_high": high, **more}  # fmt: skip
+    return {
+        "step": 40,
+        "weight_version": 40,
+        "benchmark": "b",
+        "problems": 100,
+        "samples": 1,
+        "avg_at_k": value,
+        "ci_low": low,
+        "ci_high": high,
+        **more,
+    }

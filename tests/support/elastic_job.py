@@ -1,6 +1,7 @@
 """A running job, on either engine, whose instances tests stop, kill, cut off, add and remove (faults.py).
 
-What holds whatever happens is checked by `Job.end`: every response of every step was trained exactly once, on the step's weights.
+What holds whatever happens is checked by `Job.end`: every response of every step was trained exactly once, on the
+step's weights.
 """
 
 import contextlib
@@ -26,7 +27,8 @@ from engine.wire.codec import group_from_wire
 from support.faults import proxy_to
 from support.runs import ROOT, config_of, overrides, wait_for, write_config
 
-PROMPTS, GROUP = 8, 4
+PROMPTS = 8
+GROUP = 4
 
 REWARD = """
 import time
@@ -45,26 +47,41 @@ def recipe(settings, folder, steps):
     """A run in `folder`."""
     (folder / "gated.py").write_text(REWARD.format(gate=str(folder / "gate")))
     return settings | {
-        "run.output": str(folder), "train.steps": steps, "train.prompts_per_step": PROMPTS, "train.record": True,
-        "rollout.instances": 2, "rollout.group_size": GROUP, "rollout.concurrency": 1, "rollout.max_new_tokens": 40,
-        "rollout.max_context": 96, "reward.function": f"{folder}/gated.py:reward", "reward.timeout_s": 200,
-    }  # fmt: skip
+        "run.output": str(folder),
+        "train.steps": steps,
+        "train.prompts_per_step": PROMPTS,
+        "train.record": True,
+        "rollout.instances": 2,
+        "rollout.group_size": GROUP,
+        "rollout.concurrency": 1,
+        "rollout.max_new_tokens": 40,
+        "rollout.max_context": 96,
+        "reward.function": f"{folder}/gated.py:reward",
+        "reward.timeout_s": 200,
+    }
 
 
 class Job:
-    """A launcher that runs, its instances' processes, and what its registry says. Ends what it started with its block."""
+    """A launcher that runs, its instances' processes, and what its registry says. Ends what it started with its
+    block."""
 
     def __init__(self, settings, folder, patience_s=90.0):
         """`patience_s`: of every wait."""
-        self.settings, self.patience_s = settings, patience_s
-        self.folder, self.gate, self._scratch = folder / "run", folder / "gate", folder
+        self.settings = settings
+        self.patience_s = patience_s
+        self.folder = folder / "run"
+        self.gate = folder / "gate"
+        self._scratch = folder
         self._stack = contextlib.ExitStack()
 
     def __enter__(self):
         self._log = self._stack.enter_context((self._scratch / "output").open("w+"))
         config = write_config(self.settings, self._scratch)
-        self.process = self._start([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)],
-                                   stdout=self._log, stderr=self._log)
+        self.process = self._start(
+            [sys.executable, "-m", "engine.launcher.launch", "--config", str(config)],
+            stdout=self._log,
+            stderr=self._log,
+        )
         return self
 
     def __exit__(self, *_):
@@ -72,12 +89,17 @@ class Job:
 
     def _start(self, command, env=None, **options):
         """A process that ends with the job, and with the tests however they end."""
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | (env or {}) | {LIFELINE: hold_lifeline()},
-                                   start_new_session=True, **options)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | (env or {}) | {LIFELINE: hold_lifeline()},
+            start_new_session=True,
+            **options,
+        )
         self._stack.callback(_end, process)
         return process
 
-    # instances that are not its own -------------------------------------------------------------------------------------
+    # instances that are not its own ---------------------------------------------------------------
 
     def guest(self):
         """`metronome serve --join`, under the name "guest"."""
@@ -89,8 +111,11 @@ class Job:
 
     def another(self):
         """An instance that nobody told of the job, once it serves: (process, URL)."""
-        config, port_file = config_of(self.settings), self._scratch / "another.address"
-        command, env = instance_command(config, Path(config.model.path), "another", 0, port_file)
+        config = config_of(self.settings)
+        port_file = self._scratch / "another.address"
+        command, env = instance_command(
+            config=config, model=Path(config.model.path), name="another", number=0, port_file=port_file
+        )
         process = self._start(command, env)
         self.wait(lambda: port_file.exists() or process.poll() is not None, "the other instance")
         return process, f"http://127.0.0.1:{json.loads(port_file.read_text())['port']}"
@@ -101,7 +126,7 @@ class Job:
         self.call("/join", {"name": "proxied", "url": proxy.url})
         return proxy
 
-    # what it says -------------------------------------------------------------------------------------------------------
+    # what it says ---------------------------------------------------------------------------------
 
     def call(self, route, body=None):
         return json.loads(self.ask(route, body))
@@ -159,13 +184,14 @@ class Job:
         server = psutil.Process(json.loads((self.folder / f"logs/{name}.address").read_text())["pid"])
         return [server, *server.children(recursive=True)]
 
-    # waiting ------------------------------------------------------------------------------------------------------------
+    # waiting --------------------------------------------------------------------------------------
 
     def wait(self, condition, what):
         wait_for(condition, what, self.patience_s)
 
     def wait_for_samples(self):
-        """While rewards are held: until the step is sampled. Nobody holds a group for a while, not only between two steps."""
+        """While rewards are held: until the step is sampled. Nobody holds a group for a while, not only between two
+        steps."""
         idle = time.monotonic()
 
         def sampled():
@@ -183,7 +209,7 @@ class Job:
         yield
         self.gate.unlink()
 
-    # the end ------------------------------------------------------------------------------------------------------------
+    # the end --------------------------------------------------------------------------------------
 
     def check(self):
         assert self.process.poll() is None, self.output()
@@ -209,14 +235,17 @@ class Job:
             given[entry["step"]] += map(group_from_wire, entry.get("groups", ()))
         problems = len(list(read_lines(Path(self.settings["data.train"]))))
         for line in lines:
-            groups, step = given[line["step"]], line["step"]
+            groups = given[line["step"]]
+            step = line["step"]
             assert sorted(group.index for group in groups) == list(range(PROMPTS))
             for group in groups:
                 epoch = (step * PROMPTS + group.index) // problems
                 seeds = [sampling_seed(0, epoch, group.prompt.id, number) for number in range(GROUP)]
                 assert [response.seed for response in group.responses] == seeds
                 assert all(response.versions == ((0, step),) for response in group.responses)
-            tokens = sum(len(group.prompt.token_ids) + len(one.token_ids) for group in groups for one in group.responses)
+            tokens = sum(
+                len(group.prompt.token_ids) + len(one.token_ids) for group in groups for one in group.responses
+            )
             assert line["trained_tokens"] == tokens
 
 

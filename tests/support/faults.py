@@ -13,7 +13,8 @@ from aiohttp import web
 
 @contextlib.contextmanager
 def stopped(run, name):
-    """One of its own instances is stopped (SIGSTOP) at work; the block begins when that was noticed. Gives when it was."""
+    """One of its own instances is stopped (SIGSTOP) at work; the block begins when that was noticed. Gives when it
+    was."""
     run.wait(lambda: run.works(name), f"work of {name}")
     processes = run.processes(name)
     for process in processes:
@@ -34,8 +35,8 @@ def kill(run, name):
 
 
 def kill_in_update(run, name):
-    """One of its own instances, while it is given weights. rollout.heartbeat_s must be long enough for the step to end and the
-    update to begin before it is taken for silent."""
+    """One of its own instances, while it is given weights. rollout.heartbeat_s must be long enough for the step to end
+    and the update to begin before it is taken for silent."""
     with run.held():
         run.wait_for_samples()
         processes = run.processes(name)
@@ -72,7 +73,8 @@ def drop_connections(run, proxy):
 def proxy_to(target):
     """Runs in a thread of its own."""
     state = SimpleNamespace(mode="pass", url="", faults=Counter())
-    loop, started = asyncio.new_event_loop(), threading.Event()
+    loop = asyncio.new_event_loop()
+    started = threading.Event()
 
     async def forward(request):
         if state.mode != "pass":
@@ -87,7 +89,9 @@ def proxy_to(target):
     async def ask(request, body):
         try:
             async with state.session.request(request.method, target + str(request.rel_url), data=body) as answer:
-                status, kind, body = answer.status, answer.content_type, await answer.read()
+                status = answer.status
+                kind = answer.content_type
+                body = await answer.read()
         except aiohttp.ClientError:  # its instance is gone: so is the proxy, as far as a client can tell
             request.transport.close()
             return web.Response()

@@ -39,7 +39,19 @@ COMPLETION_KEYS = (
     "stream",
     "stop",
 )
-UPDATE_KEYS = ("transport", "version", "stage", "bucket", "names", "dtypes", "shapes", "checksums", "path", "staged", "perturb")
+UPDATE_KEYS = (
+    "transport",
+    "version",
+    "stage",
+    "bucket",
+    "names",
+    "dtypes",
+    "shapes",
+    "checksums",
+    "path",
+    "staged",
+    "perturb",
+)
 WEIGHT_KEYS = {
     "/update_weights": "update_info",
     "/finish_weight_update": "weight_version",
@@ -56,8 +68,22 @@ def request_bytes(method, route, body, headers=(), length=None):
     return "\r\n".join(lines).encode("utf-8", "surrogateescape") + b"\r\n\r\n" + body
 
 
-NUMBERS = [2**31, 2**63, -(2**63) - 1, 2**64, 10**400, -(10**400), -1, 0, 1.5, 1e308, 1e-308, float("nan"),
-           float("inf"), float("-inf")]  # fmt: skip
+NUMBERS = [
+    2**31,
+    2**63,
+    -(2**63) - 1,
+    2**64,
+    10**400,
+    -(10**400),
+    -1,
+    0,
+    1.5,
+    1e308,
+    1e-308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+]
 TEXTS = ["", "\x00", "\ud800", "/dev/zero", "/", "..", "/proc/self/mem", "x" * 5000]
 OTHERS = [None, True, False, [], {}, [None], [[]], [-1], [2**64], [1.0], ["5"], [True], {"a": {}}, [5] * 5000]
 ODD = [*NUMBERS, *TEXTS, *OTHERS]
@@ -72,7 +98,9 @@ values = st.recursive(
 
 def one_key_wrong(right, keys):
     """A right body with some keys set to anything, so that a single key is what the instance must find."""
-    return st.dictionaries(st.sampled_from(keys) | texts, values, min_size=1, max_size=2).map(lambda wrong: right | wrong)
+    return st.dictionaries(st.sampled_from(keys) | texts, values, min_size=1, max_size=2).map(
+        lambda wrong: right | wrong
+    )
 
 
 def completion(prompt):
@@ -131,8 +159,18 @@ route_bodies = st.one_of(
     st.tuples(st.sampled_from(ROUTES), values),
 )
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "get", "X" * 50]
-ODD_PATHS = ["*", "//", "/%00", "/v1/completions/../pause", "http://other/load", "/pause?mode=%ff", "/pause?mode=keep",
-             "/pause?mode=wait&mode=keep", "/load?" + "x" * 20_000, "/nowhere"]  # fmt: skip
+ODD_PATHS = [
+    "*",
+    "//",
+    "/%00",
+    "/v1/completions/../pause",
+    "http://other/load",
+    "/pause?mode=%ff",
+    "/pause?mode=keep",
+    "/pause?mode=wait&mode=keep",
+    "/load?" + "x" * 20_000,
+    "/nowhere",
+]
 paths = st.one_of(
     st.sampled_from(ROUTES),
     st.text(st.characters(codec="ascii", exclude_categories=["Cc", "Zs"]), max_size=20).map("/".__add__),
@@ -176,16 +214,22 @@ def well_formed(server):
     by_route = st.one_of(asked.map(lambda body: ("/v1/completions", body)), route_bodies)
     right = by_route.map(lambda pair: request_bytes("POST", pair[0], dumped(pair[1]), server.authorization()))
     broken = st.builds(
-        lambda route, body: request_bytes("POST", route, body, server.authorization()), st.sampled_from(ROUTES), broken_json
+        lambda route, body: request_bytes("POST", route, body, server.authorization()),
+        st.sampled_from(ROUTES),
+        broken_json,
     )
     lost = st.builds(
-        lambda method, path, body: request_bytes(method, path, body, server.authorization()), methods, paths, broken_json
+        lambda method, path, body: request_bytes(method, path, body, server.authorization()),
+        methods,
+        paths,
+        broken_json,
     )
     return st.one_of(right, right, broken, lost)
 
 
 def table(server):
-    """Every key of a completion and of an update with every odd value, every odd header, every route by every method."""
+    """Every key of a completion and of an update with every odd value, every odd header, every route by every
+    method."""
     headers = server.authorization()
     for key in COMPLETION_KEYS:
         for value in ODD:
@@ -210,7 +254,9 @@ def odd_http(server):
         st.just(b"{}") | broken_json,
     )
     length = st.builds(
-        lambda route, number: request_bytes("POST", route, b"{}", server.authorization(), number),
+        lambda route, number: request_bytes(
+            method="POST", route=route, body=b"{}", headers=server.authorization(), length=number
+        ),
         st.sampled_from(ROUTES),
         st.sampled_from([0, 1, 2**40, -1, "0x2", "", "2, 2"]),
     )

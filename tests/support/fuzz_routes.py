@@ -2,9 +2,9 @@
 
     METRONOME_TOKEN=... python tests/support/fuzz_routes.py http://127.0.0.1:8000 --examples 500
 
-Requests are written to a socket as bytes, so that they may break every rule. After each one: no 5xx, an answer or an end of
-the connection before the deadline, and, when it was refused, the same tokens and log-probabilities for a fixed request, by the
-same weight version.
+Requests are written to a socket as bytes, so that they may break every rule. After each one: no 5xx, an answer or an
+end of the connection before the deadline, and, when it was refused, the same tokens and log-probabilities for a fixed
+request, by the same weight version.
 """
 
 import argparse
@@ -46,7 +46,8 @@ class Server:
     checked: int = 0
 
     def send(self, raw, pause_s=0.0, end=False):
-        """Status and body of the answer to these bytes; None when the connection ended without. A pause halves the bytes."""
+        """Status and body of the answer to these bytes; None when the connection ended without. A pause halves the
+        bytes."""
         deadline = time.monotonic() + self.deadline_s
         with self.connect() as connection:
             try:
@@ -73,13 +74,16 @@ class Server:
 
     def call(self, method, route, body=None):
         """A request as it should be."""
-        return self.send(request_bytes(method, route, json.dumps({} if body is None else body).encode(), self.authorization()))
+        return self.send(
+            request_bytes(method, route, json.dumps({} if body is None else body).encode(), self.authorization())
+        )
 
     def authorization(self):
         return [("Authorization", f"Bearer {self.token}")] if self.token else []
 
     def state(self):
-        """What a refused request must not change: what the instance generates, by which weights; needs it not to be paused."""
+        """What a refused request must not change: what the instance generates, by which weights; needs it not to be
+        paused."""
         body = {
             "prompt": list(self.prompt),
             "max_tokens": 6,
@@ -191,7 +195,8 @@ def fuzz(server, examples, strategy, **how):
 
 
 def fuzz_update(server, examples):
-    """Bad bodies in the middle of a weight update; then the weights of the model's folder, which it has, bring it to its end."""
+    """Bad bodies in the middle of a weight update; then the weights of the model's folder, which it has, bring it to
+    its end."""
 
     @settings(
         max_examples=examples,
@@ -245,7 +250,10 @@ def main():
     fuzz_all(server, arguments.examples)
     if arguments.updates:
         fuzz_update(server, arguments.updates)
-    print(f"no 5xx, no hang, no effect of what was refused: {server.checked} requests in {time.monotonic() - started:.0f} s")
+    print(
+        f"no 5xx, no hang, no effect of what was refused: {server.checked} requests in "
+        f"{time.monotonic() - started:.0f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,16 @@ from support.runs import config_of
 
 def response(ids, logprobs=None, mask=None):
     ids = tuple(ids)
-    return Response(ids, tuple(logprobs or [-5.0] * len(ids)), ((0, 0),), tuple(mask or [True] * len(ids)), "stop", "", 0, "i")
+    return Response(
+        token_ids=ids,
+        logprobs=tuple(logprobs or [-5.0] * len(ids)),
+        versions=((0, 0),),
+        loss_mask=tuple(mask or [True] * len(ids)),
+        finish_reason="stop",
+        text="",
+        seed=0,
+        instance="i",
+    )
 
 
 def a_group(lengths=(7, 3, 12, 5), index=0, seed=0, prompt=9):
@@ -19,7 +28,7 @@ def a_group(lengths=(7, 3, 12, 5), index=0, seed=0, prompt=9):
     ids = [[draw.randrange(256) for _ in range(length)] for length in lengths]
     question = Prompt("p", "", "", tuple(draw.randrange(256) for _ in range(prompt)))
     scores = [Score(draw.random()) for _ in lengths]
-    return Group(0, index, question, tuple(map(response, ids)), tuple(scores))
+    return Group(step=0, index=index, prompt=question, responses=tuple(map(response, ids)), scores=tuple(scores))
 
 
 def a_policy(settings, **changes):

@@ -25,10 +25,21 @@ class World:
     def __init__(self, folder, stack, synced, **rollout):
         config = Config(rollout=ROLLOUT | rollout)
         self.trace = Trace(folder / "trace", "launcher")
-        self.pool = Pool(config, folder, folder, health.HealthMonitor, self.trace, synced)
-        self.producer = Producer(self.pool, Scores(), str, SamplingSettings(16, 1.0, 1.0, 0), 4, 0, self.trace)
+        self.pool = Pool(
+            config=config, model=folder, folder=folder, health=health.HealthMonitor, trace=self.trace, synced=synced
+        )
+        self.producer = Producer(
+            pool=self.pool,
+            verifier=Scores(),
+            decode=str,
+            sampling=SamplingSettings(16, 1.0, 1.0, 0),
+            group_size=4,
+            seed=0,
+            trace=self.trace,
+        )
         self.stack = stack
-        self.groups, self.landed = [], []
+        self.groups = []
+        self.landed = []
 
     async def join(self, name, scripted=None):
         scripted = scripted or Scripted()

@@ -32,7 +32,9 @@ def _slow(seconds):
     return reward
 
 
-after_100_ms, after_3_s, after_30_s = _slow(0.1), _slow(3), _slow(30)
+after_100_ms = _slow(0.1)
+after_3_s = _slow(3)
+after_30_s = _slow(30)
 
 
 def even_of_odd(prompt, responses):

@@ -22,10 +22,18 @@ def save_model(folder, **sizes):
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     config = Qwen3Config(
-        **{"intermediate_size": 128, "num_hidden_layers": 2, **sizes}, vocab_size=260, hidden_size=64, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-    )  # fmt: skip
+        **{"intermediate_size": 128, "num_hidden_layers": 2, **sizes},
+        vocab_size=260,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -72,7 +80,14 @@ def write_config(settings, folder):
 
 def launch(settings, folder, *arguments):
     """Run the launcher to its end: (exit code, output)."""
-    command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(write_config(settings, folder)), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "engine.launcher.launch",
+        "--config",
+        str(write_config(settings, folder)),
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
     return done.returncode, done.stdout + done.stderr
 

@@ -5,8 +5,8 @@ import threading
 from contextlib import contextmanager, suppress
 
 FAULTS = ("refuse", "cut", "cut body", "lose answer")
-"""refuse: 500 instead of passing it on. cut: the connection ends before the request is passed on. cut body: after half of it
-is. lose answer: after the endpoint has done it."""
+"""refuse: 500 instead of passing it on. cut: the connection ends before the request is passed on. cut body: after half
+of it is. lose answer: after the endpoint has done it."""
 
 
 class S3Proxy:
@@ -19,14 +19,19 @@ class S3Proxy:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.requests = []
         """First lines of the requests since `spoil`, without the HTTP version."""
-        self._first, self._last, self._fault = 0, -1, ""
+        self._first = 0
+        self._last = -1
+        self._fault = ""
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def spoil(self, fault, first, last=10**9):
         """Spoil the requests number `first` to `last`, counted from 0 from now on."""
         with self._lock:
-            self.requests, self._fault, self._first, self._last = [], fault, first, last
+            self.requests = []
+            self._fault = fault
+            self._first = first
+            self._last = last
 
     def heal(self):
         """Pass everything on."""
@@ -66,7 +71,7 @@ class S3Proxy:
     def _pass_on(self, client, head, body, fault):
         with socket.create_connection(self._target, timeout=30) as server:
             if fault == "cut body":
-                server.sendall(head + body[:len(body) // 2])
+                server.sendall(head + body[: len(body) // 2])
                 return
             server.sendall(head + body)
             answer = b"".join(iter(lambda: server.recv(65536), b""))
@@ -83,7 +88,9 @@ def _read_head(client):
             return b"", b"", 0
         data += part
     head, _, body = data.partition(b"\r\n\r\n")
-    lengths = [int(line.partition(b":")[2]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")]
+    lengths = [
+        int(line.partition(b":")[2]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
+    ]
     return head + b"\r\n\r\n", body, sum(lengths) - len(body)
 
 
@@ -107,7 +114,11 @@ def _read_chunks(client, data):
 
 def _one_request(head):
     """The head with `Connection: close`, so that the answer ends with the connection."""
-    lines = [line for line in head.rstrip(b"\r\n").split(b"\r\n") if not line.lower().startswith((b"connection:", b"expect:"))]
+    lines = [
+        line
+        for line in head.rstrip(b"\r\n").split(b"\r\n")
+        if not line.lower().startswith((b"connection:", b"expect:"))
+    ]
     return b"\r\n".join([*lines, b"Connection: close"]) + b"\r\n\r\n"
 
 

@@ -30,11 +30,16 @@ def tokens_of(prompt, seed):
 
 
 class Scripted:
-    """Behaviour is set by attributes: `status` (for completions), `delay_s`, `silent` (answers nothing), `drop`, `body`."""
+    """Behaviour is set by attributes: `status` (for completions), `delay_s`, `silent` (answers nothing), `drop`,
+    `body`."""
 
     def __init__(self, version=0):
         self.version = version
-        self.status, self.delay_s, self.silent, self.drop, self.body = 200, 0.0, False, False, None
+        self.status = 200
+        self.delay_s = 0.0
+        self.silent = False
+        self.drop = False
+        self.body = None
         self.finish = "stop"
         self.cuts = 0  # so many completions end after a token, as if a pause cut them
         self.seeds = []
@@ -53,21 +58,35 @@ class Scripted:
             if self.status != 200 or self.body is not None:
                 return web.Response(status=self.status, text=self.body or '{"error": {"message": "scripted"}}')
             begun = body.get("continued", 0)
-            tokens = tokens_of(body["prompt"][:len(body["prompt"]) - begun], body["seed"])[begun:]
+            tokens = tokens_of(body["prompt"][: len(body["prompt"]) - begun], body["seed"])[begun:]
             cut = self.cuts > 0 and len(tokens) > 1
             self.cuts -= cut
             tokens = tokens[:1] if cut else tokens
-            return web.json_response({
-                "choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": [-1.0] * len(tokens)},
-                             "finish_reason": "abort" if cut else self.finish}],
-                "weight_version": self.version, "weight_versions": [[0, self.version]],
-            })
+            return web.json_response(
+                {
+                    "choices": [
+                        {
+                            "token_ids": tokens,
+                            "logprobs": {"token_logprobs": [-1.0] * len(tokens)},
+                            "finish_reason": "abort" if cut else self.finish,
+                        }
+                    ],
+                    "weight_version": self.version,
+                    "weight_versions": [[0, self.version]],
+                }
+            )
         finally:
             self.running -= 1
 
     async def load(self, request):
-        return web.json_response({"running": self.running, "waiting": 0, "generated_tokens": 10 * len(self.seeds),
-                                  "weight_version": self.version})
+        return web.json_response(
+            {
+                "running": self.running,
+                "waiting": 0,
+                "generated_tokens": 10 * len(self.seeds),
+                "weight_version": self.version,
+            }
+        )
 
     async def finish_update(self, request):
         self.version = (await request.json())["weight_version"]
@@ -86,8 +105,14 @@ class Scripted:
     async def serving(self, port=0):
         """Serve within the block; gives the URL."""
         app = web.Application(middlewares=[self.mute])
-        app.add_routes([web.post("/v1/completions", self.completions), web.get("/load", self.load),
-                        web.get("/health", self.health), web.post("/finish_weight_update", self.finish_update)])
+        app.add_routes(
+            [
+                web.post("/v1/completions", self.completions),
+                web.get("/load", self.load),
+                web.get("/health", self.health),
+                web.post("/finish_weight_update", self.finish_update),
+            ]
+        )
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
         await runner.setup()
         try:
@@ -101,7 +126,10 @@ class Sync:
     """A weight sync whose catching up is scripted: `fails` so often, then brings the instance to `version`."""
 
     def __init__(self, version=None, fails=0, error=None):
-        self.version, self.fails, self.error, self.caught_up = version, fails, error, []
+        self.version = version
+        self.fails = fails
+        self.error = error
+        self.caught_up = []
 
     async def catch_up(self, instance):
         await asyncio.sleep(0.01)

@@ -15,7 +15,9 @@ class Sent:
     """Requests sent to an engine, and their results."""
 
     def __init__(self, engine):
-        self.engine, self.requests, self.results = engine, [], {}
+        self.engine = engine
+        self.requests = []
+        self.results = {}
 
     def send(self, prompt=PROMPT, **settings):
         number = len(self.requests)

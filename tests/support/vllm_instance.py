@@ -32,19 +32,36 @@ BUCKET = 8192
 
 
 def config(dtype="float32", **rollout):
-    return Config.model_validate({
-        "model": {"dtype": dtype}, "train": {"ratio_gap_limit": 0},
-        "rollout": {"engine": "vllm", "instances": 1, "group_size": 4, "concurrency": 2, "max_context": CONTEXT,
-                    "max_new_tokens": CONTEXT - 1, **rollout}})
+    return Config.model_validate(
+        {
+            "model": {"dtype": dtype},
+            "train": {"ratio_gap_limit": 0},
+            "rollout": {
+                "engine": "vllm",
+                "instances": 1,
+                "group_size": 4,
+                "concurrency": 2,
+                "max_context": CONTEXT,
+                "max_new_tokens": CONTEXT - 1,
+                **rollout,
+            },
+        }
+    )
 
 
 @contextlib.contextmanager
 def serving(model, folder, tensor=1, token=TOKEN, dtype="float32", **environment):
     """An instance, as (client, child)."""
     port_file = folder / "port.json"
-    arguments, env = command(config(dtype, tensor=tensor), model, "under-test", 0, port_file)
-    child = Child("under-test", arguments, folder / "vllm.log",
-                  env | {"METRONOME_TOKEN": token, "OMP_NUM_THREADS": "1", **environment})
+    arguments, env = command(
+        config=config(dtype, tensor=tensor), model=model, name="under-test", number=0, port_file=port_file
+    )
+    child = Child(
+        "under-test",
+        arguments,
+        folder / "vllm.log",
+        env | {"METRONOME_TOKEN": token, "OMP_NUM_THREADS": "1", **environment},
+    )
     try:
         deadline = time.monotonic() + START_S
         while not port_file.exists():
@@ -160,7 +177,14 @@ def written(packed_buckets, folder, version):
     for bucket in packed_buckets:
         path = folder / f"{bucket.number}.safetensors"
         bucket_file.write(path, bucket, bucket.wire())
-        yield {"transport": "file", "version": version, "stage": 0, "bucket": bucket.number, "path": str(path), **bucket.wire()}
+        yield {
+            "transport": "file",
+            "version": version,
+            "stage": 0,
+            "bucket": bucket.number,
+            "path": str(path),
+            **bucket.wire(),
+        }
 
 
 class Sender:
@@ -171,8 +195,19 @@ class Sender:
         made = []
         gather = threading.Thread(target=lambda: made.append(meeting.gather(world)), daemon=True)
         gather.start()
-        client.post("/init_weight_transfer_engine", {"init_info": {
-            "transport": "gloo", "generation": 1, "stages": [meeting.address], "rank": 1, "world_size": world, "timeout_s": 30}})
+        client.post(
+            "/init_weight_transfer_engine",
+            {
+                "init_info": {
+                    "transport": "gloo",
+                    "generation": 1,
+                    "stages": [meeting.address],
+                    "rank": 1,
+                    "world_size": world,
+                    "timeout_s": 30,
+                }
+            },
+        )
         gather.join(30)
         self.group = made[0]
 

@@ -46,19 +46,26 @@ class Model:
 
 
 class Client:
-    """An instance, behind the calls of InstanceClient. `fault(route, body, count)` may raise, wait or change the body."""
+    """An instance, behind the calls of InstanceClient. `fault(route, body, count)` may raise, wait or change the
+    body."""
 
     url = "http://127.0.0.1:1"
 
     def __init__(self, name, base, fault=None):
-        self.name, self.base, self.fault = name, base, fault
-        self.held, self.version, self.paused, self.update = weights(0), 0, False, None
+        self.name = name
+        self.base = base
+        self.fault = fault
+        self.held = weights(0)
+        self.version = 0
+        self.paused = False
+        self.update = None
         self.stale_head = None
         self.receiver = Receiver(TIMEOUT_S)
         self.counts = {}
         self.calls = []
         self.gone = asyncio.Event()
-        self.trusted, self.anew = True, False
+        self.trusted = True
+        self.anew = False
 
     def cut(self, reason):
         self.gone.set()
@@ -67,7 +74,8 @@ class Client:
         self.trusted = False
 
     def trust(self, anew=False):
-        self.trusted, self.anew = True, anew
+        self.trusted = True
+        self.anew = anew
 
     async def call(self, method, route, body=None, timeout_s=None):
         route = route.split("?")[0]
@@ -79,7 +87,11 @@ class Client:
             await asyncio.wait([work, cut], return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
             if work.done():
                 return work.result()
-            raise InstanceGone(f"{self.name}: given up") if self.gone.is_set() else DeadlineError(f"{self.name}: no answer")
+            raise (
+                InstanceGone(f"{self.name}: given up")
+                if self.gone.is_set()
+                else DeadlineError(f"{self.name}: no answer")
+            )
         except BadInput as error:
             raise Refused(f"{self.name}: {route} answered 400: {error}") from None
         except (TransferError, DeadlineError) as error:
@@ -126,15 +138,17 @@ class Client:
             self.receiver.stage(info)
             return
         assert self.update is not None
-        received = await asyncio.to_thread(lambda: [(name, tensor.clone()) for name, tensor in
-                                                    self.receiver.receive(info, self.base)])
+        received = await asyncio.to_thread(
+            lambda: [(name, tensor.clone()) for name, tensor in self.receiver.receive(info, self.base)]
+        )
         assert not {name for name, _ in received} & self.update.keys()
         self.update |= dict(received)
 
     async def finish_weight_update(self, body):
         assert self.update.keys() == self.held.keys()
         self.held = self.update | ({OUTPUT: self.held[OUTPUT]} if self.stale_head else {})
-        self.version, self.update = body["weight_version"], None
+        self.version = body["weight_version"]
+        self.update = None
 
     async def completions(self, body):
         assert not self.paused
@@ -159,7 +173,8 @@ class Pool:
             raise ProcessDied("no rollout instance is left")
 
     def exclude(self, instance, reason):
-        instance.state, self.reasons[instance.name] = "silent", reason
+        instance.state = "silent"
+        self.reasons[instance.name] = reason
         instance.client.cut(reason)
 
     def admit(self, instance):
@@ -205,9 +220,20 @@ class Launcher:
 
 
 def publisher(launcher, transport, folder, bucket_bytes=2000):
-    ranks = SimpleNamespace(exports=True, writes=True, stage=0, from_first=lambda act: act(), gather=lambda message: [message])
+    ranks = SimpleNamespace(
+        exports=True, writes=True, stage=0, from_first=lambda act: act(), gather=lambda message: [message]
+    )
     made = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
-    return Verifying(launcher, launcher, ranks, made, folder / "weights", torch.float32, bucket_bytes, 2 * TIMEOUT_S)
+    return Verifying(
+        control=launcher,
+        sender=launcher,
+        ranks=ranks,
+        transport=made,
+        folder=folder / "weights",
+        dtype=torch.float32,
+        bucket_bytes=bucket_bytes,
+        timeout_s=2 * TIMEOUT_S,
+    )
 
 
 class Verifying(Publisher):

@@ -30,8 +30,11 @@ def start(settings, folder):
 
 def rank(tree, number):
     """The process of a trainer rank."""
-    (found,) = [process for process in tree.processes if "engine.trainer.rank" in process.cmdline()
-                and process.environ()["RANK"] == str(number)]  # fmt: skip
+    (found,) = [
+        process
+        for process in tree.processes
+        if "engine.trainer.rank" in process.cmdline() and process.environ()["RANK"] == str(number)
+    ]
     return found
 
 

@@ -50,9 +50,11 @@ def test_compose_runs_the_prefect_of_the_constraints():
 
 
 def test_compose_watches_over_runs():
-    """The watchdog runs beside the server, and the worker's flows send the heartbeats by which their silence is noticed."""
+    """The watchdog runs beside the server, and the worker's flows send the heartbeats by which their silence is
+    noticed."""
     services = yaml.safe_load(COMPOSE.read_text())["services"]
-    watchdog, worker = services["watchdog"], services["worker"]
+    watchdog = services["watchdog"]
+    worker = services["worker"]
     assert watchdog["command"] == "python -m tasks.cluster.watchdog"
     assert watchdog["restart"] == "unless-stopped"
     assert watchdog["environment"]["PREFECT_API_URL"] == worker["environment"]["PREFECT_API_URL"]
@@ -61,7 +63,9 @@ def test_compose_watches_over_runs():
 
 
 def test_containers_use_files_and_extras_that_exist():
-    extras = set(re.findall(r"^(\w+) = \[$", (ROOT / "pyproject.toml").read_text().split("optional-dependencies]")[1], re.M))
+    extras = set(
+        re.findall(r"^(\w+) = \[$", (ROOT / "pyproject.toml").read_text().split("optional-dependencies]")[1], re.M)
+    )
     assert len(CONTAINERS) == 4
     for path in CONTAINERS:
         text = path.read_text()

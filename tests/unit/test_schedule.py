@@ -8,9 +8,21 @@ from engine.types import Group, Prompt, Response, Score
 
 def group(step, *versions, rewards=(1.0,), statuses=("ok",)):
     runs = tuple(enumerate(versions))
-    responses = tuple(Response((1, 2), (-1.0, -1.0), runs, (True, True), "length", "", 0, "instance-3") for _ in rewards)
+    responses = tuple(
+        Response(
+            token_ids=(1, 2),
+            logprobs=(-1.0, -1.0),
+            versions=runs,
+            loss_mask=(True, True),
+            finish_reason="length",
+            text="",
+            seed=0,
+            instance="instance-3",
+        )
+        for _ in rewards
+    )
     scores = tuple(Score(r, s) for r, s in zip(rewards, statuses, strict=True))
-    return Group(step, 0, Prompt("p7", "", "", (1, 2, 3)), responses, scores)
+    return Group(step=step, index=0, prompt=Prompt("p7", "", "", (1, 2, 3)), responses=responses, scores=scores)
 
 
 def schedule(mode, **train):
@@ -54,7 +66,22 @@ def test_what_is_staler_than_the_bound_is_refused():
 
 def test_staleness_is_that_of_the_oldest_token():
     assert [staleness(5, response) for response in group(5, 3, 5).responses] == [2]
-    assert staleness(5, Response((), (), (), (), "stop", "", 0, "i")) == 0
+    assert (
+        staleness(
+            5,
+            Response(
+                token_ids=(),
+                logprobs=(),
+                versions=(),
+                loss_mask=(),
+                finish_reason="stop",
+                text="",
+                seed=0,
+                instance="i",
+            ),
+        )
+        == 0
+    )
 
 
 def test_a_response_that_was_continued_is_as_stale_as_its_oldest_token_and_every_token_is_checked():

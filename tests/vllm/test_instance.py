@@ -31,7 +31,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return [Path(save(folder / name, seed=seed, tie_word_embeddings=True, head_dim=16)) for seed, name in enumerate("ab")]
+    return [
+        Path(save(folder / name, seed=seed, tie_word_embeddings=True, head_dim=16)) for seed, name in enumerate("ab")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +67,25 @@ def test_its_processes_leave_the_cores_to_others_while_they_wait(client):
     """vLLM's own way is to spin for a second after each message."""
     processes = psutil.Process(client.address["pid"]).children(recursive=True)
     client.complete()
-    started, before = time.monotonic(), cpu_seconds(processes)
+    started = time.monotonic()
+    before = cpu_seconds(processes)
     time.sleep(0.6)
     assert cpu_seconds(processes) - before < 0.4 * (time.monotonic() - started)  # spinning: 1.0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_transformers(client, models, temperature):
-    reply = client.complete(max_tokens=60, seed=3, temperature=temperature, top_p=1.0, top_k=0, n=1, logprobs=0,
-                            return_token_ids=True, stop_token_ids=[])
+    reply = client.complete(
+        max_tokens=60,
+        seed=3,
+        temperature=temperature,
+        top_p=1.0,
+        top_k=0,
+        n=1,
+        logprobs=0,
+        return_token_ids=True,
+        stop_token_ids=[],
+    )
     choice = reply["choices"][0]
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (60, "length")
     assert reply["weight_versions"] == [[0, 0]]
@@ -113,15 +125,39 @@ def test_max_tokens_is_cut_to_the_context(client):
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (CONTEXT - len(PROMPT), "length")
 
 
-@pytest.mark.parametrize("body", [
-    b"{", b"[1]", b'"x"', b"[" * 20000, b'{"prompt": [2], "x": "\xff"}', {}, {"prompt": []}, {"prompt": "text"},
-    {"prompt": [VOCABULARY]}, {"prompt": [-1]}, {"prompt": [1.5]}, {"prompt": [True]}, {"prompt": [2] * CONTEXT},
-    {"prompt": [2], "n": 2}, {"prompt": [2], "temperature": 1e-9}, {"prompt": [2], "temperature": "hot"},
-    {"prompt": [2], "temperature": 10**400}, {"prompt": [2], "max_tokens": -1}, {"prompt": [2], "max_tokens": 2**40},
-    {"prompt": [2], "stream": True}, {"prompt": [2], "seed": 2**63}, {"prompt": [2], "top_p": 0}, {"prompt": [2], "top_k": 1.5},
-    {"prompt": [2], "stop_token_ids": [10**9]}, {"prompt": [2], "prompt_logprobs": 5}, {"prompt": [2], "logprobs": False},
-    b'{"prompt": [2], "temperature": NaN}', b'{"prompt": [2], "top_p": Infinity}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[1]",
+        b'"x"',
+        b"[" * 20000,
+        b'{"prompt": [2], "x": "\xff"}',
+        {},
+        {"prompt": []},
+        {"prompt": "text"},
+        {"prompt": [VOCABULARY]},
+        {"prompt": [-1]},
+        {"prompt": [1.5]},
+        {"prompt": [True]},
+        {"prompt": [2] * CONTEXT},
+        {"prompt": [2], "n": 2},
+        {"prompt": [2], "temperature": 1e-9},
+        {"prompt": [2], "temperature": "hot"},
+        {"prompt": [2], "temperature": 10**400},
+        {"prompt": [2], "max_tokens": -1},
+        {"prompt": [2], "max_tokens": 2**40},
+        {"prompt": [2], "stream": True},
+        {"prompt": [2], "seed": 2**63},
+        {"prompt": [2], "top_p": 0},
+        {"prompt": [2], "top_k": 1.5},
+        {"prompt": [2], "stop_token_ids": [10**9]},
+        {"prompt": [2], "prompt_logprobs": 5},
+        {"prompt": [2], "logprobs": False},
+        b'{"prompt": [2], "temperature": NaN}',
+        b'{"prompt": [2], "top_p": Infinity}',
+    ],
+)
 def test_malformed_completions_are_400_without_effect(client, body):
     before = client.ask("GET", "/load")
     raw = {"data": body} if isinstance(body, bytes) else {"json": body}
@@ -136,18 +172,34 @@ def test_malformed_completions_are_400_without_effect(client, body):
 def test_other_client_errors(client):
     assert client.ask("POST", "/pause?mode=keep", {})[0] == 400
     assert client.ask("GET", "/v1/completions")[0] == 405
-    for route in ("/collective_rpc", "/v1/models", "/abort_requests", "/server_info", "/sleep"):  # vLLM's own, behind the layer
+    for route in (
+        "/collective_rpc",
+        "/v1/models",
+        "/abort_requests",
+        "/server_info",
+        "/sleep",
+    ):  # vLLM's own, behind the layer
         assert client.ask("POST", route, {})[0] == 404
     assert client.session.post(client.url + "/v1/completions", data=b" " * 2**20, timeout=30).status_code == 413
-    assert client.session.post(client.url + "/update_weights", data=b" " * (16 * 2**20 + 1), timeout=30).status_code == 413
+    assert (
+        client.session.post(client.url + "/update_weights", data=b" " * (16 * 2**20 + 1), timeout=30).status_code == 413
+    )
 
 
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic abc"}])
 def test_every_route_but_health_wants_the_token(client, header):
     before = client.choice(seed=1)
     assert requests.get(client.url + "/health", headers=header, timeout=30).status_code == 200
-    for method, route in (("POST", "/v1/completions"), ("GET", "/weight_version"), ("GET", "/load"), ("GET", "/metrics"),
-                          ("POST", "/pause"), ("POST", "/start_weight_update"), ("POST", "/update_weights"), ("GET", "/nothing")):
+    for method, route in (
+        ("POST", "/v1/completions"),
+        ("GET", "/weight_version"),
+        ("GET", "/load"),
+        ("GET", "/metrics"),
+        ("POST", "/pause"),
+        ("POST", "/start_weight_update"),
+        ("POST", "/update_weights"),
+        ("GET", "/nothing"),
+    ):
         reply = requests.request(method, client.url + route, headers=header, json={}, timeout=30)
         assert (reply.status_code, reply.json()["error"]["type"]) == (401, "UnauthorizedError")
     assert client.choice(seed=1) == before
@@ -170,7 +222,8 @@ def cached(client):
 
 def test_what_it_keeps_of_a_prompt_ends_with_the_version(client, models, tmp_path):
     """A prompt of two whole blocks of 32 tokens and some more: its second completion takes both from the cache."""
-    prompt, began = [2 + 7 * number % 59 for number in range(70)], cached(client)
+    prompt = [2 + 7 * number % 59 for number in range(70)]
+    began = cached(client)
     for version, model in enumerate(models):
         if version:
             client.update(file_infos(model, tmp_path / str(version), version), version)
@@ -190,7 +243,7 @@ def test_weights_go_there_and_back_by_gloo(client, models):
 
 @pytest.mark.parametrize("transport", ["file", "gloo"])
 def test_staged_weights_arrive_while_it_generates(client, models, tmp_path, transport):
-    infos = (file_infos(models[1], tmp_path / "1", 1) if transport == "file" else Sender(client, 2).infos(models[1], 1))
+    infos = file_infos(models[1], tmp_path / "1", 1) if transport == "file" else Sender(client, 2).infos(models[1], 1)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         running = pool.submit(client.choice, max_tokens=90, seed=5)
         for info in infos:
@@ -266,8 +319,14 @@ def test_the_wrong_order_and_malformed_updates_have_no_effect(client, models, tm
     client.post("/pause?mode=wait")
     client.post("/update_weights", {"update_info": info}, 409)
     client.post("/finish_weight_update", {"weight_version": 1}, 409)
-    for body in ({}, {"update_info": 3}, {"update_info": {}}, {"update_info": info | {"transport": "pigeon"}},
-                 {"update_info": info | {"names": 3}}, {"update_info": info | {"path": "nowhere"}}):  # fmt: skip
+    for body in (
+        {},
+        {"update_info": 3},
+        {"update_info": {}},
+        {"update_info": info | {"transport": "pigeon"}},
+        {"update_info": info | {"names": 3}},
+        {"update_info": info | {"path": "nowhere"}},
+    ):
         client.post("/start_weight_update")
         client.post("/update_weights", body, 400)
         client.post("/start_weight_update")

@@ -81,8 +81,14 @@ def test_both_processes_of_an_untied_model_get_the_weights(untied, tmp_path):
 @contextlib.contextmanager
 def trainer(model, dtype):
     """The trainer's models from a folder, computed in `dtype`."""
-    given = Config.model_validate({"model": {"path": str(model), "dtype": "bfloat16"}, "algorithm": {"kl_coef": 0},
-                                   "train": {"dtype": dtype, "ratio_gap_limit": 0}, "rollout": {"engine": "vllm"}})
+    given = Config.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "bfloat16"},
+            "algorithm": {"kl_coef": 0},
+            "train": {"dtype": dtype, "ratio_gap_limit": 0},
+            "rollout": {"engine": "vllm"},
+        }
+    )
     with platform.single(platform.get("cpu")):
         yield open_models(given, platform.get("cpu"))
 
@@ -111,8 +117,12 @@ def test_a_bf16_instance_computes_what_the_trainer_does_and_one_with_a_wrong_ten
             with trainer(tied[1], dtype) as models:
                 led(client, publish(models, tmp_path / f"{version}", version), "bfloat16")
                 assert client.version() == version
-                wrong = publish(models, tmp_path / f"{version + 1}", version + 1, ["model.layers.1.mlp.down_proj.weight"])
-                message = rf"under-test: after the update to weight version {version + 1} .* mean difference .*, limit 0.02"
+                wrong = publish(
+                    models, tmp_path / f"{version + 1}", version + 1, ["model.layers.1.mlp.down_proj.weight"]
+                )
+                message = (
+                    rf"under-test: after the update to weight version {version + 1} .* mean difference .*, limit 0.02"
+                )
                 with pytest.raises(WeightSyncError, match=message):
                     led(client, wrong, "bfloat16")
 
@@ -128,8 +138,10 @@ def test_the_self_test_sees_a_stale_tied_head(tied, tmp_path):
 
 
 def test_processes_end_with_their_parent_and_with_the_server(tied, tmp_path):
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tied[0]), str(tmp_path)],
-                              env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])})
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tied[0]), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+    )
     try:
         port_file = tmp_path / "port.json"
         wait_for(lambda: port_file.exists() or parent.poll() is not None, "the instance", 180)
@@ -150,9 +162,14 @@ def test_processes_end_with_their_parent_and_with_the_server(tied, tmp_path):
 
 def test_processes_end_with_a_server_that_is_killed(tied, tmp_path):
     """Also while it loads: nothing of it is left to load on."""
-    arguments, env = command(config(), tied[0], "under-test", 0, tmp_path / "port.json")
+    arguments, env = command(
+        config=config(), model=tied[0], name="under-test", number=0, port_file=tmp_path / "port.json"
+    )
     with subprocess.Popen(arguments, env=os.environ | env, start_new_session=True) as server:
-        wait_for(lambda: any("EngineCore" in " ".join(p.cmdline()) for p in Tree(server.pid).processes), "the engine's process")
+        wait_for(
+            lambda: any("EngineCore" in " ".join(p.cmdline()) for p in Tree(server.pid).processes),
+            "the engine's process",
+        )
         tree = Tree(server.pid)
         server.kill()
     assert tree.left(15.0) == []

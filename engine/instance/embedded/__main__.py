@@ -43,18 +43,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine.instance.embedded", description=__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need METRONOME_TOKEN")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; others than loopback need METRONOME_TOKEN"
+    )
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--port-file", type=Path, help="where to write host, port and pid, as JSON, when ready")
     parser.add_argument("--name", default="instance-0", help="name of this instance in messages")
     parser.add_argument("--slots", type=int, default=32, help="responses decoded at the same time")
     parser.add_argument("--max-context", type=int, default=2048, help="prompt and response tokens together")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
-    parser.add_argument("--open-requests", type=int, default=4096, help="completions waiting or running; more are answered 429")
-    parser.add_argument("--read-timeout", type=float, default=60.0, help="seconds a client may take to send a request's body")
+    parser.add_argument(
+        "--open-requests", type=int, default=4096, help="completions waiting or running; more are answered 429"
+    )
+    parser.add_argument(
+        "--read-timeout", type=float, default=60.0, help="seconds a client may take to send a request's body"
+    )
     parser.add_argument("--cores", type=_cores, default=[], help="comma-separated CPU cores to stay on")
-    parser.add_argument("--deterministic", action="store_true",
-                        help="a response depends on prompt, seed and weights only")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="a response depends on prompt, seed and weights only"
+    )
     return parser
 
 
@@ -64,7 +71,14 @@ def _cores(text: str) -> list[int]:
 
 def _check(options: argparse.Namespace) -> None:
     check_address(options.host, access_token())
-    for key, least in (("slots", 1), ("threads", 1), ("max_context", 2), ("port", 0), ("open_requests", 1), ("read_timeout", 1)):
+    for key, least in (
+        ("slots", 1),
+        ("threads", 1),
+        ("max_context", 2),
+        ("port", 0),
+        ("open_requests", 1),
+        ("read_timeout", 1),
+    ):
         if getattr(options, key) < least:
             raise BadInput(f"--{key.replace('_', '-')} {getattr(options, key)}: must be at least {least}")
     if options.port_file is not None and not options.port_file.parent.is_dir():
@@ -81,7 +95,8 @@ async def _serve(options: argparse.Namespace) -> None:
     from engine.instance.protocol import RequestLimits
 
     engine = _engine(options)
-    asked, ended = asyncio.Event(), asyncio.Event()
+    asked = asyncio.Event()
+    ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.set)
@@ -89,12 +104,15 @@ async def _serve(options: argparse.Namespace) -> None:
     worker = EngineThread(engine, loop, ended.set)
     worker.start()
     # prompt and stop tokens
-    guard = Guard(access_token(), options.max_context + engine.model.vocabulary, options.open_requests, options.read_timeout)
+    guard = Guard(
+        access_token(), options.max_context + engine.model.vocabulary, options.open_requests, options.read_timeout
+    )
     app = Routes(worker, limits, options.model, guard).application()
     async with _listening(app, options.host, options.port) as port:
         _announce(options, port)
-        await asyncio.wait([asyncio.ensure_future(event.wait()) for event in (asked, ended)],
-                           return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [asyncio.ensure_future(event.wait()) for event in (asked, ended)], return_when=asyncio.FIRST_COMPLETED
+        )
         if ended.is_set():
             raise ProcessDied("the engine's thread ended by the error above")
         worker.stop()
@@ -113,8 +131,9 @@ def _engine(options: argparse.Namespace) -> Engine:
     torch.set_num_threads(options.threads)
     torch.set_num_interop_threads(1)
     torch.set_grad_enabled(False)
-    engine = Engine(RolloutModel(options.model, options.max_context), options.slots, options.max_context,
-                    options.deterministic)
+    engine = Engine(
+        RolloutModel(options.model, options.max_context), options.slots, options.max_context, options.deterministic
+    )
     engine.submit(Request((0,), Sampling(max_tokens=min(2, options.max_context - 1)), lambda result: None))
     while engine.busy:
         engine.step()

@@ -24,7 +24,10 @@ class Routes:
     """Handlers over one worker. Whatever a handler refuses has had no effect."""
 
     def __init__(self, worker: EngineThread, limits: protocol.RequestLimits, model: str, guard: Guard) -> None:
-        self._worker, self._limits, self._model, self._guard = worker, limits, model, guard
+        self._worker = worker
+        self._limits = limits
+        self._model = model
+        self._guard = guard
         self._updates = Updates(worker, Path(model))
         self._numbers = itertools.count()
 
@@ -32,21 +35,23 @@ class Routes:
         """The routes as an aiohttp application."""
         app = web.Application(middlewares=[_errors_as_json, *self._guard.middlewares()])
         app.on_shutdown.append(self._close)
-        app.add_routes([
-            web.post("/v1/completions", self.completions),
-            web.get("/health", self.health),
-            web.get("/weight_version", self.weight_version),
-            web.get("/get_world_size", self.world_size),
-            web.get("/load", self.load),
-            web.get("/metrics", self.metrics),
-            web.post("/pause", self.pause),
-            web.post("/resume", self.resume),
-            web.post("/init_weight_transfer_engine", self.init_weight_transfer_engine),
-            web.post("/start_weight_update", self.start_weight_update),
-            web.post("/update_weights", self.update_weights),
-            web.post("/finish_weight_update", self.finish_weight_update),
-            web.post("/reset_prefix_cache", self.reset_prefix_cache),
-        ])
+        app.add_routes(
+            [
+                web.post("/v1/completions", self.completions),
+                web.get("/health", self.health),
+                web.get("/weight_version", self.weight_version),
+                web.get("/get_world_size", self.world_size),
+                web.get("/load", self.load),
+                web.get("/metrics", self.metrics),
+                web.post("/pause", self.pause),
+                web.post("/resume", self.resume),
+                web.post("/init_weight_transfer_engine", self.init_weight_transfer_engine),
+                web.post("/start_weight_update", self.start_weight_update),
+                web.post("/update_weights", self.update_weights),
+                web.post("/finish_weight_update", self.finish_weight_update),
+                web.post("/reset_prefix_cache", self.reset_prefix_cache),
+            ]
+        )
         return app
 
     async def _close(self, app: web.Application) -> None:
@@ -149,7 +154,9 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
 
 def _error(status: int, kind: str, message: str, headers: Mapping[str, str] | None = None) -> web.Response:
     answer = _json({"error": {"message": message, "type": kind, "code": status}}, status)
-    answer.headers.update({key: value for key, value in (headers or {}).items() if key in ("Allow", "WWW-Authenticate")})
+    answer.headers.update(
+        {key: value for key, value in (headers or {}).items() if key in ("Allow", "WWW-Authenticate")}
+    )
     return answer
 
 

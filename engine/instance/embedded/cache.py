@@ -15,8 +15,8 @@ BLOCK = 16
 class KeyValueCache:
     """Keys and values [layers, slots, kv heads, dim, capacity]; the capacity doubles when a response outgrows it.
 
-    Tokens come last because decoding multiplies a query or two of a head with all of its tokens: so both products run along
-    them, which takes half the time of [capacity, dim] (measured, heads of 16).
+    Tokens come last because decoding multiplies a query or two of a head with all of its tokens: so both products run
+    along them, which takes half the time of [capacity, dim] (measured, heads of 16).
     """
 
     def __init__(self, layers: int, slots: int, kv_heads: int, head_dim: int, capacity: int) -> None:

@@ -73,11 +73,20 @@ class Engine:
 
     def __init__(self, model: RolloutModel, slots: int, max_context: int, deterministic: bool = False) -> None:
         """With `deterministic`, every step decodes all slots at full length, so that no shape depends on the load."""
-        self.model, self.slots, self.max_context, self.deterministic = model, slots, max_context, deterministic
+        self.model = model
+        self.slots = slots
+        self.max_context = max_context
+        self.deterministic = deterministic
         capacity = max_context if deterministic else min(4 * BLOCK, max_context)
         # kernels divide rows between threads: odd numbers of rows gave a row other bits in another slot
         self.rows = -(-slots // BLOCK) * BLOCK if deterministic else slots
-        self.cache = KeyValueCache(len(model.layers), self.rows, model.kv_heads, model.head_dim, capacity)
+        self.cache = KeyValueCache(
+            layers=len(model.layers),
+            slots=self.rows,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            capacity=capacity,
+        )
         self.prompts = PromptCache(model.prefill, PROMPTS_KEPT * max_context)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -96,7 +105,7 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self.running or (self.waiting and not self.paused))
 
-    # requests ---------------------------------------------------------------------------------------------------------
+    # requests -------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queue a request; it is checked already, and prompt and max_tokens fit into the context together.
@@ -148,7 +157,7 @@ class Engine:
         if self.deterministic:
             # unused slots take part, at a position that the next prompt overwrites
             spare = [0] * (self.rows - len(tokens))
-            return self._forward(tokens + spare, positions + spare, self.max_context)[:len(tokens)]
+            return self._forward(tokens + spare, positions + spare, self.max_context)[: len(tokens)]
         length = min(-(-(max(positions) + 1) // BLOCK) * BLOCK, self.max_context)
         self.cache.reserve(length, self.max_context)
         return self._forward(tokens, positions, length)
@@ -158,15 +167,24 @@ class Engine:
 
     def _record(self, tokens: list[int], logprobs: list[float]) -> None:
         self.generated_tokens += len(tokens)
-        reasons = [request.add(token, logprob)
-                   for request, token, logprob in zip(self.running, tokens, logprobs, strict=True)]
+        reasons = [
+            request.add(token, logprob) for request, token, logprob in zip(self.running, tokens, logprobs, strict=True)
+        ]
         for slot, reason in reversed(list(enumerate(reasons))):  # from the end: _free moves the last response down
             if reason is not None:
                 self._end(self.running[slot], reason)
                 self._free(slot)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        request.reply(Result(request.token_ids, request.logprobs, reason, self.version, request.prompt_logprobs))
+        request.reply(
+            Result(
+                token_ids=request.token_ids,
+                logprobs=request.logprobs,
+                finish_reason=reason,
+                version=self.version,
+                prompt_logprobs=request.prompt_logprobs,
+            )
+        )
 
     def _free(self, slot: int) -> None:
         """Give up a slot; the last response moves into it, so that the running ones stay the first slots."""
@@ -178,11 +196,12 @@ class Engine:
             self._call_idle()
 
     def _call_idle(self) -> None:
-        waiters, self._on_idle = self._on_idle, []
+        waiters = self._on_idle
+        self._on_idle = []
         for waiter in waiters:
             waiter()
 
-    # control ----------------------------------------------------------------------------------------------------------
+    # control --------------------------------------------------------------------------------------
 
     def pause(self, abort: bool, done: Callable[[], None]) -> None:
         """Admit nothing from now on; call `done` once nothing runs.
@@ -237,8 +256,8 @@ class Engine:
         self._mixed = self._mixed or self._load.touched
 
     def fail_update(self) -> None:
-        """The update has ended without success. If some weights are new already, requests are refused until another update
-        succeeds; those that wait end as aborted."""
+        """The update has ended without success. If some weights are new already, requests are refused until another
+        update succeeds; those that wait end as aborted."""
         self._load = None
         if self._mixed:
             for request in self.waiting:
@@ -253,13 +272,20 @@ class Engine:
         self.model.refresh()
         self.prompts.clear()
         self.cache.clear()
-        self.version, self._load, self._mixed = version, None, False
+        self.version = version
+        self._load = None
+        self._mixed = False
         self.updates += 1
 
     def load(self) -> dict[str, int]:
         """Requests running and waiting, prompts computed and tokens sampled since the start, and the weight version."""
-        return {"running": len(self.running), "waiting": len(self.waiting), "prefills": self.prompts.computed,
-                "generated_tokens": self.generated_tokens, "weight_version": self.version}
+        return {
+            "running": len(self.running),
+            "waiting": len(self.waiting),
+            "prefills": self.prompts.computed,
+            "generated_tokens": self.generated_tokens,
+            "weight_version": self.version,
+        }
 
     def figures(self) -> dict[str, int]:
         """What /metrics shows: `load`, and the weight updates since the start."""

@@ -23,7 +23,9 @@ class EngineThread:
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, on_end: Callable[[], None]) -> None:
         """`on_end` is called in `loop` when the thread ends, whether asked to or by an error."""
-        self._engine, self._loop, self._on_end = engine, loop, on_end
+        self._engine = engine
+        self._loop = loop
+        self._on_end = on_end
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 

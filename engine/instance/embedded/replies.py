@@ -1,4 +1,5 @@
-"""What the embedded engine makes of a request's body, and its reply: vLLM's OpenAI-compatible ones, with token ids, no text."""
+"""What the embedded engine makes of a request's body, and its reply: vLLM's OpenAI-compatible ones, with token ids, no
+text."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def completion_reply(number: int, model: str, prompt: Sequence[int], result: Res
     }
     if result.prompt_logprobs is not None:
         choice["prompt_logprobs"] = _prompt_logprobs(prompt, result.prompt_logprobs)
-    used, prompt_tokens = len(result.token_ids), len(prompt)
+    used = len(result.token_ids)
+    prompt_tokens = len(prompt)
     return {
         "id": f"cmpl-{number}",
         "object": "text_completion",

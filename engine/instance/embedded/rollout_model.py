@@ -52,17 +52,21 @@ class RolloutModel:
         return keys, values, self._logits(hidden[-1:])[0]
 
     def scored_prefill(self, ids: list[int]) -> tuple[tuple[Tensor, Tensor, Tensor], list[float]]:
-        """`prefill`, and the log-probabilities (temperature 1) of ids[1:], each after those before it; one forward for both."""
+        """`prefill`, and the log-probabilities (temperature 1) of ids[1:], each after those before it; one forward for
+        both."""
         keys, values, hidden = self._prompt(ids)
         targets = torch.tensor(ids[1:])[:, None]
-        scores = [value  # logits of so many rows at a time: of a long prompt with a large vocabulary they are gigabytes
-                  for rows, wanted in zip(hidden[:-1].split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True)
-                  for value in self._logits(rows).log_softmax(-1).gather(1, wanted)[:, 0].tolist()]
+        scores = [
+            value  # logits of so many rows at a time: of a long prompt with a large vocabulary they are gigabytes
+            for rows, wanted in zip(hidden[:-1].split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True)
+            for value in self._logits(rows).log_softmax(-1).gather(1, wanted)[:, 0].tolist()
+        ]
         return (keys, values, self._logits(hidden[-1:])[0]), scores
 
     def _prompt(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values, and the hidden states [len(ids), hidden]."""
-        keys, values = [], []
+        keys = []
+        values = []
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys.append(k.permute(1, 2, 0))
@@ -78,13 +82,16 @@ class RolloutModel:
         tokens [n] are put at positions [n] (all below `length`); attention reads the slots' first `length` entries and
         ignores those behind a row's position.
         """
-        n, rows, scale = len(tokens), torch.arange(len(tokens)), self.head_dim**-0.5
+        n = len(tokens)
+        rows = torch.arange(len(tokens))
+        scale = self.head_dim**-0.5
         ahead = torch.arange(length) > positions[:, None]
         mask = torch.zeros(n, length).masked_fill_(ahead, float("-inf"))
         mask = mask.repeat_interleave(self.kv_heads, 0)[:, None]
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.keys[index, :n], cache.values[index, :n]
+            keys = cache.keys[index, :n]
+            values = cache.values[index, :n]
             keys[rows, :, :, positions] = k
             values[rows, :, :, positions] = v
             keys, values = (x[..., :length].flatten(0, 1) for x in (keys, values))
@@ -105,7 +112,7 @@ class RolloutModel:
         heads = self.layers[0].heads + self.kv_heads
         cos, sin = (table[positions].expand(-1, heads, -1).contiguous() for table in (self.cos, self.sin))
         for index, layer in enumerate(self.layers):
-            hidden = layer.forward(index, hidden, cos, sin, attend)
+            hidden = layer.forward(index=index, hidden=hidden, cos=cos, sin=sin, attend=attend)
         return self.norm(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -116,7 +123,8 @@ class Layer:
     """One decoder block over rows of hidden states [n, hidden]; what the rows are to each other is up to `attend`."""
 
     def __init__(self, block: nn.Module) -> None:
-        attention, mlp = block.self_attn, block.mlp
+        attention = block.self_attn
+        mlp = block.mlp
         self.attention = attention
         self.head_dim: int = attention.head_dim
         self.heads = attention.q_proj.out_features // self.head_dim
@@ -126,14 +134,16 @@ class Layer:
         self.gate_up = _fuse(mlp.gate_proj, mlp.up_proj)
         self.down = mlp.down_proj.weight, mlp.down_proj.bias
         self.activation = mlp.act_fn
-        self.norm_in, self.norm_mlp = Norm(block.input_layernorm), Norm(block.post_attention_layernorm)
+        self.norm_in = Norm(block.input_layernorm)
+        self.norm_mlp = Norm(block.post_attention_layernorm)
         self.norm_qk = Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.refresh()
 
     def refresh(self) -> None:
         """Recompute what is derived from the parameters: the weight [heads + kv heads, dim] of q's and k's norm."""
         if self.norm_qk is not None:
-            q, k = self.attention.q_norm.weight, self.attention.k_norm.weight
+            q = self.attention.q_norm.weight
+            k = self.attention.k_norm.weight
             self.norm_qk.weight = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
 
     def forward(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -145,12 +155,13 @@ class Layer:
 
     def _queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         joint = linear(x, *self.qkv).view(len(x), -1, self.head_dim)
-        qk, v = joint[:, :-self.kv_heads], joint[:, -self.kv_heads:]
+        qk = joint[:, : -self.kv_heads]
+        v = joint[:, -self.kv_heads :]
         if self.norm_qk is not None:
             qk = self.norm_qk(qk)
         # rotate_half(x) * sin of the Hugging Face models, with the sign in the sine
         qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
-        return qk[:, :self.heads], qk[:, self.heads:], v
+        return qk[:, : self.heads], qk[:, self.heads :], v
 
 
 class Norm:
@@ -179,8 +190,13 @@ def _load(folder: str) -> nn.Module:
         raise BadInput(f"--model {folder}: no config.json there; a Hugging Face model folder is needed")
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True,
-            output_loading_info=True)
+            folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise BadInput(f"--model {folder}: {error}") from None
     if found["missing_keys"]:  # transformers would go on with random ones
@@ -196,8 +212,10 @@ def _check_supported(model: nn.Module, folder: str) -> None:
     if "sliding_attention" in (getattr(model.config, "layer_types", None) or ()):
         raise BadInput(f"--model {folder}: sliding-window attention; the embedded engine runs full attention only")
     if model.model.rotary_emb.rope_type not in STATIC_ROPE:
-        raise BadInput(f"--model {folder}: rope_type {model.model.rotary_emb.rope_type!r} changes with the length; "
-                       f"the embedded engine runs {', '.join(STATIC_ROPE)}")
+        raise BadInput(
+            f"--model {folder}: rope_type {model.model.rotary_emb.rope_type!r} changes with the length; "
+            f"the embedded engine runs {', '.join(STATIC_ROPE)}"
+        )
 
 
 def _stop_ids(model: nn.Module, folder: str) -> frozenset[int]:
@@ -229,4 +247,3 @@ def _join(parameters: list[nn.Parameter]) -> Tensor:
     for parameter, rows in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = rows
     return joined
-

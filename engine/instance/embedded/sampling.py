@@ -24,7 +24,8 @@ class Sampling:
     """Tokens of the response that were sampled already, and are part of the prompt."""
 
     def uniforms(self) -> list[float]:
-        """The random numbers in [0, 1) of the tokens to sample: a stream of the response's own, whatever else is sampled.
+        """The random numbers in [0, 1) of the tokens to sample: a stream of the response's own, whatever else is
+        sampled.
 
         A response that is continued goes on in its stream.
         """

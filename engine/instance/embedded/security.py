@@ -1,4 +1,5 @@
-"""What stands between the network and the routes: the access token and limits on requests. What is refused has no effect."""
+"""What stands between the network and the routes: the access token and limits on requests. What is refused has no
+effect."""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ FAULTS = HttpProcessingError, web.RequestPayloadError, ConnectionError
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 COMPLETIONS = "/v1/completions"
-WEIGHT_ROUTES = frozenset({"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"})
+WEIGHT_ROUTES = frozenset(
+    {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
+)
 
 WEIGHTS_BYTES = 16 * 2**20
-"""Largest body of a weight route: names, shapes and checksums of a bucket's tensors, about 200 bytes each; never the tensors."""
+"""Largest body of a weight route: names, shapes and checksums of a bucket's tensors, about 200 bytes each; never the
+tensors."""
 OTHER_BYTES = 2**16
 """Largest body of a control route, and of a completion beside its token ids."""
 TOKEN_BYTES = 16
@@ -33,11 +37,14 @@ class Guard:
     """Token and limits of one instance, as aiohttp middlewares."""
 
     def __init__(self, token: str | None, tokens: int, open_requests: int, read_s: float) -> None:
-        """`tokens`: most token ids in a completion's body. `open_requests`: most completions that wait or run at a time.
+        """`tokens`: most token ids in a completion's body. `open_requests`: most completions that wait or run at a
+        time.
 
         `read_s`: seconds a client may take to send a body.
         """
-        self._token, self._read_s, self._open_requests = token, read_s, open_requests
+        self._token = token
+        self._read_s = read_s
+        self._open_requests = open_requests
         self._completion_bytes = OTHER_BYTES + TOKEN_BYTES * tokens
         self._open = 0
 
@@ -52,8 +59,10 @@ class Guard:
         asks_health = request.method == "GET" and request.path == "/health"
         if asks_health or authorized(headers[0] if len(headers) == 1 else None, self._token):
             return await handler(request)
-        raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"},
-                                   text=f"send `Authorization: Bearer TOKEN`, with {VARIABLE} of this server")
+        raise web.HTTPUnauthorized(
+            headers={"WWW-Authenticate": "Bearer"},
+            text=f"send `Authorization: Bearer TOKEN`, with {VARIABLE} of this server",
+        )
 
     @web.middleware
     async def limit_open(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -93,7 +102,8 @@ class Guard:
 
 
 class ClientFaults(logging.Filter):
-    """Keeps out of the log what a client sent wrong: it got its 400, and a trace each would let anybody fill the disk."""
+    """Keeps out of the log what a client sent wrong: it got its 400, and a trace each would let anybody fill the
+    disk."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """False for such a record."""

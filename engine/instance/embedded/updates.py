@@ -1,4 +1,5 @@
-"""Weight updates of a rollout instance: bytes are received beside the engine's thread, which then copies them into the model."""
+"""Weight updates of a rollout instance: bytes are received beside the engine's thread, which then copies them into the
+model."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Updates:
     async def update(self, update_info: dict[str, Any]) -> None:
         """Receive and load a bucket, or begin to stage it. What fails once the update_info is accepted ends the update.
 
-        A broadcast bucket is verified and loaded while the next one comes in: what is wrong with it is told to the next call.
+        A broadcast bucket is verified and loaded while the next one comes in: what is wrong with it is told to the next
+        call.
         """
         if update_info.get("staged"):
             self._receiver.stage(update_info)
@@ -83,7 +85,8 @@ class Updates:
 
     async def _loaded(self) -> None:
         """Until the bucket before is loaded; raises what was wrong with it."""
-        loading, self._loading = self._loading, None
+        loading = self._loading
+        self._loading = None
         if loading is not None:
             await loading
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from engine.errors import BadInput
 
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
 
 Named = tuple[str, Tensor]
 
@@ -29,16 +30,16 @@ class WeightLoad:
         return bool(self._loaded)
 
     def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The memory of parameters that are about to be received into; of none before something was loaded, so that an update
-        that fails with its first bucket leaves the weights as they were."""
+        """The memory of parameters that are about to be received into; of none before something was loaded, so that an
+        update that fails with its first bucket leaves the weights as they were."""
         return {name: self._parameters[name].data for name in names if name in self._parameters} if self._loaded else {}
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Named], cast: bool = False) -> None:
         """Copy tensors, under their Hugging Face names, into the parameters; `cast`: from another dtype if need be.
 
-        Raises BadInput for a tensor that is unknown, came before, or has another shape or dtype, before a single parameter
-        is touched. A tied output layer may be left out, or be equal to the embedding.
+        Raises BadInput for a tensor that is unknown, came before, or has another shape or dtype, before a single
+        parameter is touched. A tied output layer may be left out, or be equal to the embedding.
         """
         self._check(tensors, cast)
         for name, tensor in tensors:
@@ -54,8 +55,9 @@ class WeightLoad:
         """Raise BadInput unless every parameter was loaded."""
         if missing := sorted(self._parameters.keys() - self._loaded):
             raise BadInput(f"the weights are not whole: missing {len(missing)} tensor(s), the first {missing[0]}")
-        if self._head is not None and not torch.equal(self._head.to(self._parameters[EMBEDDING].dtype),
-                                                      self._parameters[EMBEDDING]):
+        if self._head is not None and not torch.equal(
+            self._head.to(self._parameters[EMBEDDING].dtype), self._parameters[EMBEDDING]
+        ):
             raise BadInput(f"{OUTPUT} differs from {EMBEDDING}, but this model ties them")
 
     def _check(self, tensors: Sequence[Named], cast: bool) -> None:
@@ -69,11 +71,18 @@ class WeightLoad:
                 raise BadInput(f"{name} came twice in one update")
             seen.add(name)
             if tensor.shape != parameter.shape or (tensor.dtype != parameter.dtype and not cast):
-                raise BadInput(f"{name} is {tensor.dtype} {list(tensor.shape)}, "
-                               f"the model's is {parameter.dtype} {list(parameter.shape)}")
+                raise BadInput(
+                    f"{name} is {tensor.dtype} {list(tensor.shape)}, "
+                    f"the model's is {parameter.dtype} {list(parameter.shape)}"
+                )
         self._check_tied(dict(tensors))
 
     def _check_tied(self, tensors: dict[str, Tensor]) -> None:
         """Where both names of a tied embedding come together, they must be equal."""
-        if self._tied and OUTPUT in tensors and EMBEDDING in tensors and not torch.equal(tensors[OUTPUT], tensors[EMBEDDING]):
+        if (
+            self._tied
+            and OUTPUT in tensors
+            and EMBEDDING in tensors
+            and not torch.equal(tensors[OUTPUT], tensors[EMBEDDING])
+        ):
             raise BadInput(f"{OUTPUT} differs from {EMBEDDING}, but this model ties them")

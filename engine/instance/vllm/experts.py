@@ -1,4 +1,5 @@
-"""Mixtures of experts on a CPU: vLLM packs their weights for its kernel when it loads them, but not when it reloads them."""
+"""Mixtures of experts on a CPU: vLLM packs their weights for its kernel when it loads them, but not when it reloads
+them."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ PACKS_ONCE = "0.32."
 
 
 def pack_at_every_load() -> None:
-    """From now on experts that get new weights compute with them: without this, the kernel reads rows of plain weights as packed
-    ones. Does nothing where vLLM does not compute on a CPU, nor in releases that were not looked at: if one needs it too, the
-    comparison after a weight sync refuses its mixtures.
+    """From now on experts that get new weights compute with them: without this, the kernel reads rows of plain weights
+    as packed ones. Does nothing where vLLM does not compute on a CPU, nor in releases that were not looked at: if one
+    needs it too, the comparison after a weight sync refuses its mixtures.
     """
     from vllm import __version__
     from vllm.platforms import current_platform
@@ -25,7 +26,8 @@ def pack_at_every_load() -> None:
 
 
 def repack(method: Any) -> None:  # noqa: ANN401
-    """Change the class that readies a layer's experts (vLLM's, or one that is called the same) to pack in later calls, too."""
+    """Change the class that readies a layer's experts (vLLM's, or one that is called the same) to pack in later calls,
+    too."""
     set_up = method._setup_kernel
 
     def _setup_kernel(self: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:  # noqa: ANN401

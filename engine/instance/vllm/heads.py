@@ -1,4 +1,5 @@
-"""Attention heads of any size on a CPU: vLLM's kernels there know some sizes (32, 64, 80 …) and end the engine for others."""
+"""Attention heads of any size on a CPU: vLLM's kernels there know some sizes (32, 64, 80 …) and end the engine for
+others."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from torch.nn.functional import pad
 def support_every_size() -> None:
     """From now on vLLM's attention layers widen the heads of an unknown size with zeros to the next known one.
 
-    That changes no number: zeros add nothing to q·k, and v's zeros come out as columns that are cut off. The cache grows by
-    the same factor. Does nothing where vLLM does not compute on a CPU.
+    That changes no number: zeros add nothing to q·k, and v's zeros come out as columns that are cut off. The cache
+    grows by the same factor. Does nothing where vLLM does not compute on a CPU.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
@@ -25,8 +26,10 @@ def support_every_size() -> None:
 
 
 def widen(attention: Any, sizes: list[int]) -> None:  # noqa: ANN401
-    """Change the class of attention layers (vLLM's, or one that is built and called the same) to use only these head sizes."""
-    build, compute = attention.__init__, attention.forward
+    """Change the class of attention layers (vLLM's, or one that is built and called the same) to use only these head
+    sizes."""
+    build = attention.__init__
+    compute = attention.forward
 
     def __init__(self: Any, num_heads: int, head_size: int, *others: Any, **named: Any) -> None:  # noqa: ANN401, N807
         known = min((size for size in sizes if size >= head_size), default=head_size)
@@ -35,10 +38,12 @@ def widen(attention: Any, sizes: list[int]) -> None:  # noqa: ANN401
 
     def forward(self: Any, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any) -> Tensor:  # noqa: ANN401
         """query [tokens, heads * size], key and value [tokens, key-value heads * size] → [tokens, heads * size]."""
-        size, wide = self.metronome_head_size, self.head_size
+        size = self.metronome_head_size
+        wide = self.head_size
         if size == wide:
             return compute(self, query, key, value, *others, **named)
         rows = [pad(rows.view(len(rows), -1, size), (0, wide - size)).flatten(1) for rows in (query, key, value)]
         return compute(self, *rows).view(len(query), -1, wide)[..., :size].flatten(1)
 
-    attention.__init__, attention.forward = __init__, forward
+    attention.__init__ = __init__
+    attention.forward = forward

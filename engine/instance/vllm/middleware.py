@@ -1,7 +1,8 @@
-"""Our protocol on top of vLLM's server (its --middleware): the outermost ASGI layer, through which every request passes.
+"""Our protocol on top of vLLM's server (its --middleware): the outermost ASGI layer, through which every request
+passes.
 
-Token and limits first, then only the routes of the protocol; vLLM's many others do not exist from outside. Completions are
-checked, passed on, and their replies get the weight version; weight routes go to our session in vLLM's workers.
+Token and limits first, then only the routes of the protocol; vLLM's many others do not exist from outside. Completions
+are checked, passed on, and their replies get the weight version; weight routes go to our session in vLLM's workers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 COMPLETIONS = "/v1/completions"
 PASSED = {("GET", "/health"), ("GET", "/metrics"), ("GET", "/get_world_size")}
 """Routes that vLLM answers itself."""
-WEIGHT_ROUTES = frozenset({"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"})
+WEIGHT_ROUTES = frozenset(
+    {"/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"}
+)
 
 WEIGHTS_BYTES = 16 * 2**20
 """Largest body of a weight route: names, shapes and checksums of a bucket's tensors, never the tensors."""
@@ -54,7 +57,9 @@ class Middleware:
             except BadInput as error:
                 await _send_error(send, 400, "BadRequest", str(error))
             except Refusal as error:
-                await _send_error(send, error.status, error.kind, str(error), error.headers)
+                await _send_error(
+                    send=send, status=error.status, kind=error.kind, message=str(error), headers=error.headers
+                )
         else:
             await send({"type": "websocket.close", "code": 1008})
 
@@ -64,14 +69,18 @@ class Middleware:
         service = self._of(scope)
         if route == ("POST", COMPLETIONS):
             body = await self._body(scope, receive, OTHER_BYTES + TOKEN_BYTES * service.limits.max_context)
-            await self._complete(scope, receive, send, service, body)
+            await self._complete(scope=scope, receive=receive, send=send, service=service, body=body)
             return
         handler = service.handlers.get(route)
         if handler is None and route not in PASSED:
             known = {method for method, path in {*service.handlers, *PASSED, ("POST", COMPLETIONS)} if path == route[1]}
             if known:
-                raise Refusal(405, "MethodNotAllowed", f"{route[1]} takes {', '.join(sorted(known))}",
-                              {"Allow": ", ".join(sorted(known))})
+                raise Refusal(
+                    405,
+                    "MethodNotAllowed",
+                    f"{route[1]} takes {', '.join(sorted(known))}",
+                    {"Allow": ", ".join(sorted(known))},
+                )
             raise Refusal(404, "NotFound", f"there is no route {route[1]}")
         body = await self._body(scope, receive, WEIGHTS_BYTES if route[1] in WEIGHT_ROUTES else OTHER_BYTES)
         if handler is None:
@@ -88,8 +97,12 @@ class Middleware:
     def _demand_token(self, scope: Scope, route: tuple[str, str]) -> None:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if route != ("GET", "/health") and not authorized(given[0] if len(given) == 1 else None, self._token):
-            raise Refusal(401, "Unauthorized", f"send `Authorization: Bearer TOKEN`, with {VARIABLE} of this server",
-                          {"WWW-Authenticate": "Bearer"})
+            raise Refusal(
+                401,
+                "Unauthorized",
+                f"send `Authorization: Bearer TOKEN`, with {VARIABLE} of this server",
+                {"WWW-Authenticate": "Bearer"},
+            )
 
     async def _body(self, scope: Scope, receive: Receive, limit: int) -> bytes:
         """The request's body: 413 beyond the limit, 408 when it takes too long."""
@@ -97,7 +110,8 @@ class Middleware:
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > limit:
             raise too_large
-        parts, size = [], 0
+        parts = []
+        size = 0
         try:
             async with asyncio.timeout(READ_S):
                 while True:
@@ -129,7 +143,8 @@ class _Reply:
     """What vLLM sends, kept."""
 
     def __init__(self) -> None:
-        self.status, self._parts = 500, list[bytes]()
+        self.status = 500
+        self._parts = list[bytes]()
 
     async def take(self, message: Message) -> None:
         """An ASGI send."""
@@ -169,6 +184,11 @@ async def _send_error(send: Send, status: int, kind: str, message: str, headers:
 async def _send_json(send: Send, status: int, value: Any, headers: dict[str, str] | None = None) -> None:  # noqa: ANN401
     body = json.dumps(value).encode()
     pairs = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
-    await send({"type": "http.response.start", "status": status,
-                "headers": [(name.lower().encode(), value.encode()) for name, value in pairs.items()]})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(name.lower().encode(), value.encode()) for name, value in pairs.items()],
+        }
+    )
     await send({"type": "http.response.body", "body": body})

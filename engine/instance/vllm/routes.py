@@ -20,7 +20,8 @@ LOAD_S = 0.5
 DRAIN_S = 60.0
 """Seconds a pause waits for replies that vLLM has finished to be finished here."""
 
-POLL_S, MAX_POLL_S = 0.0005, 0.02
+POLL_S = 0.0005
+MAX_POLL_S = 0.02
 """How often a transfer under way is looked at: first, and when it takes long."""
 
 Handler = Callable[[str, bytes], Awaitable[dict[str, Any]]]
@@ -31,7 +32,9 @@ class Refusal(MetronomeError):
 
     def __init__(self, status: int, kind: str, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
-        self.status, self.kind, self.headers = status, kind, headers
+        self.status = status
+        self.kind = kind
+        self.headers = headers
 
 
 class VllmInstance:
@@ -41,8 +44,11 @@ class VllmInstance:
         """`engine`: vLLM's EngineClient."""
         self._engine = engine
         config = engine.vllm_config
-        self.limits = protocol.RequestLimits(config.model_config.get_vocab_size(), config.model_config.max_model_len,
-                                    request_bodies.stop_ids(Path(config.model_config.model)))
+        self.limits = protocol.RequestLimits(
+            config.model_config.get_vocab_size(),
+            config.model_config.max_model_len,
+            request_bodies.stop_ids(Path(config.model_config.model)),
+        )
         self._seats = config.scheduler_config.max_num_seqs
         self._version = WeightVersionReader(self._read_version)
         self._open = asyncio.Event()  # closed while paused
@@ -64,7 +70,7 @@ class VllmInstance:
             ("POST", "/finish_weight_update"): self.finish,
         }
 
-    # completions ------------------------------------------------------------------------------------------------------
+    # completions ----------------------------------------------------------------------------------
 
     def parse_completion(self, body: bytes) -> dict[str, Any]:
         """The body for vLLM. BadInput."""
@@ -92,7 +98,8 @@ class VllmInstance:
                 self._idle.set()
 
     async def _open_before(self, gone: Callable[[], Awaitable[Any]]) -> None:
-        opened, left = asyncio.ensure_future(self._open.wait()), asyncio.ensure_future(gone())
+        opened = asyncio.ensure_future(self._open.wait())
+        left = asyncio.ensure_future(gone())
         try:
             await asyncio.wait({opened, left}, return_when=asyncio.FIRST_COMPLETED)
             if left.done():
@@ -124,7 +131,7 @@ class VllmInstance:
             "weight_versions": runs if tokens else [],
         }
 
-    # state ------------------------------------------------------------------------------------------------------------
+    # state ----------------------------------------------------------------------------------------
 
     async def weight_version(self, query: str, body: bytes) -> dict[str, Any]:
         """Of the last finished update, from the workers."""
@@ -136,8 +143,12 @@ class VllmInstance:
             async with asyncio.timeout(LOAD_S):
                 await self._version.after()
         running = min(self._running, self._seats)
-        return {"running": running, "waiting": self._held + self._running - running,
-                "generated_tokens": self._generated, "weight_version": self._version.known}
+        return {
+            "running": running,
+            "waiting": self._held + self._running - running,
+            "generated_tokens": self._generated,
+            "weight_version": self._version.known,
+        }
 
     async def pause(self, query: str, body: bytes) -> dict[str, Any]:
         """Hold new completions back; answers when none is under way."""
@@ -156,8 +167,11 @@ class VllmInstance:
                 async with asyncio.timeout(DRAIN_S):
                     await self._idle.wait()
             except TimeoutError:
-                raise Refusal(500, "Deadline", f"{self._running} completions are still under way {DRAIN_S:g} s "
-                                               f"after vLLM paused (mode {mode})") from None
+                raise Refusal(
+                    500,
+                    "Deadline",
+                    f"{self._running} completions are still under way {DRAIN_S:g} s after vLLM paused (mode {mode})",
+                ) from None
         return {"status": "paused"}
 
     async def resume(self, query: str, body: bytes) -> dict[str, Any]:
@@ -167,13 +181,16 @@ class VllmInstance:
             if self._updating:
                 raise Refusal(409, "Conflict", "a weight update is under way; finish it before /resume")
             if any(state["damaged"] for state in await self._workers("state")):
-                raise Refusal(409, "Conflict", "an unfinished update left a mixture of weights; a whole update must come first")
+                raise Refusal(
+                    409, "Conflict", "an unfinished update left a mixture of weights; a whole update must come first"
+                )
             await self._engine.resume_generation()
             self._open.set()
         return {"status": "resumed"}
 
     async def reset_prefix_cache(self, query: str, body: bytes) -> dict[str, Any]:
-        """Forget computed prompts. vLLM can't while a request holds some of them, and says so: then it is an error here."""
+        """Forget computed prompts. vLLM can't while a request holds some of them, and says so: then it is an error
+        here."""
         protocol.parse_object(body or b"{}")
         for pause_s in (0.0, 0.01, 0.1, 0.5):  # what a finished request held is free a moment later
             await asyncio.sleep(pause_s)
@@ -181,7 +198,7 @@ class VllmInstance:
                 return {"message": "prefix cache reset"}
         raise Refusal(409, "Conflict", "running requests hold cached prompts; call /pause before /reset_prefix_cache")
 
-    # weights ----------------------------------------------------------------------------------------------------------
+    # weights --------------------------------------------------------------------------------------
 
     async def connect(self, query: str, body: bytes) -> dict[str, Any]:
         """Join the senders' groups."""
@@ -234,13 +251,14 @@ class VllmInstance:
     async def _job(self, kind: str, info: dict[str, Any]) -> None:
         """WeightSession.begin, and its end; meanwhile the engine can be asked other things."""
         self._jobs += 1
-        number, pause_s = self._jobs, POLL_S
+        number = self._jobs
+        pause_s = POLL_S
         await self._workers("begin", {"number": number, kind: info})
         while not all(await self._workers("poll", number)):
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.5, MAX_POLL_S)
 
-    # workers ----------------------------------------------------------------------------------------------------------
+    # workers --------------------------------------------------------------------------------------
 
     async def _workers(self, action: str, argument: Any = None) -> list[Any]:  # noqa: ANN401
         """The same action in every worker. Refusal with the first error."""
@@ -255,14 +273,21 @@ class VllmInstance:
     async def _read_version(self) -> int:
         versions = {state["weight_version"] for state in await self._workers("state")}
         if len(versions) != 1:
-            raise Refusal(500, "InternalServer", f"this instance's workers hold different weight versions: {sorted(versions)}")
+            raise Refusal(
+                500, "InternalServer", f"this instance's workers hold different weight versions: {sorted(versions)}"
+            )
         return int(versions.pop())
 
 
 def _choice(choice: dict[str, Any], tokens: list[int], values: list[float]) -> dict[str, Any]:
     """vLLM's choice without what the protocol does not have."""
-    own = {"index": 0, "text": "", "token_ids": tokens, "finish_reason": choice["finish_reason"],
-           "logprobs": {"token_logprobs": values, "tokens": [f"token_id:{token}" for token in tokens]}}
+    own = {
+        "index": 0,
+        "text": "",
+        "token_ids": tokens,
+        "finish_reason": choice["finish_reason"],
+        "logprobs": {"token_logprobs": values, "tokens": [f"token_id:{token}" for token in tokens]},
+    }
     return own if choice.get("prompt_logprobs") is None else own | {"prompt_logprobs": choice["prompt_logprobs"]}
 
 

@@ -27,11 +27,13 @@ from engine.run.process import LIFELINE, bind, drop_lifeline, hold_lifeline, wat
 from engine.wire.access_token import access_token, authorization, check_address
 
 NAP = "METRONOME_VLLM_NAP_S"
-"""Environment variable for vLLM's processes on a CPU: seconds that they sleep where vLLM gives up a turn while it waits; 0: none.
+"""Environment variable for vLLM's processes on a CPU: seconds that they sleep where vLLM gives up a turn while it
+waits; 0: none.
 
 Each message keeps whoever reads them in a loop of `os.sched_yield` (vLLM 0.32: SpinCondition.wait in
-vllm/distributed/device_communicators/shm_broadcast.py) for up to a second, which takes half of a core from whoever computes.
-With naps a step of the quickstart with two instances on two cores took 4.0 s, without them 8.2 (8 steps each, one run each).
+vllm/distributed/device_communicators/shm_broadcast.py) for up to a second, which takes half of a core from whoever
+computes. With naps a step of the quickstart with two instances on two cores took 4.0 s, without them 8.2 (8 steps each,
+one run each).
 """
 NAP_LIMIT_S = 0.01
 """A token costs several messages: longer naps cost more than they give."""
@@ -46,8 +48,8 @@ NAME = "metronome"
 """The model's name in vLLM; requests need not say it."""
 POLL_S = 0.1
 WARM_UP_S = 600.0
-"""Deadline of the first completion: vLLM takes 2 to 15 s for what it leaves to the first batch with log-probabilities, on a busy
-machine minutes. Whoever started it has a deadline of its own (rollout.timeout_s)."""
+"""Deadline of the first completion: vLLM takes 2 to 15 s for what it leaves to the first batch with log-probabilities,
+on a busy machine minutes. Whoever started it has a deadline of its own (rollout.timeout_s)."""
 
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # without it the weight routes' engine calls do not exist
@@ -67,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     for number in (signal.SIGTERM, signal.SIGINT):  # until vLLM's own handlers take over, when it serves
         signal.signal(number, lambda *_: _leave(0))
-    watch_lifeline(lambda: _leave(1))  # not the whole group at once: Python's resource tracker then frees the shared memory
+    # not the whole group at once: Python's resource tracker then frees the shared memory
+    watch_lifeline(lambda: _leave(1))
     try:
         token = _check(options)
         os.environ[LIFELINE] = hold_lifeline()
@@ -89,7 +92,9 @@ def _leave(code: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine.instance.vllm", description=__doc__)
     parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--host", default="127.0.0.1", help="IP address to listen on; off loopback METRONOME_TOKEN must be set")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="IP address to listen on; off loopback METRONOME_TOKEN must be set"
+    )
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--port-file", type=Path, help="where to write host, port and pid, as JSON, when ready")
     parser.add_argument("--name", default="instance-0", help="name of this instance in messages")
@@ -168,7 +173,12 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         "--middleware": "engine.instance.vllm.middleware.Middleware",
         "--allowed-origins": "[]",
     }
-    flags = ["--skip-tokenizer-init", "--enable-prefix-caching", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+    flags = [
+        "--skip-tokenizer-init",
+        "--enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+        "--disable-fastapi-docs",
+    ]
     if options.device == "cpu":
         pairs["--block-size"] = "32"  # the CPU's default of 128 lets few prompts share their cache
         flags.append("--enforce-eager")

@@ -1,4 +1,5 @@
-"""Weight updates of one vLLM worker: our receiver on one side, vLLM's layerwise reload on the other. Runs inside the worker."""
+"""Weight updates of one vLLM worker: our receiver on one side, vLLM's layerwise reload on the other. Runs inside the
+worker."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from engine.errors import BadInput, MetronomeError, TransferError
 from engine.instance.receiver import Receiver
 
 KEEP_STALE_HEAD = "METRONOME_TEST_KEEP_STALE_HEAD"
-"""Environment variable of a test: leave vLLM's stale copy of a tied lm_head alone, to see that the self-test catches it."""
+"""Environment variable of a test: leave vLLM's stale copy of a tied lm_head alone, to see that the self-test catches
+it."""
 
 TIED_HEAD = "lm_head.weight"
 
@@ -28,8 +30,8 @@ class OutOfOrder(MetronomeError):
 class WeightSession:
     """Receives weights and puts them into the worker's model, bucket by bucket between start and finish.
 
-    A bucket is received and verified whole before the model sees it. One that is refused ends the update; when tensors of it
-    were loaded before, the weights are a mixture (`damaged`) until a later update is finished.
+    A bucket is received and verified whole before the model sees it. One that is refused ends the update; when tensors
+    of it were loaded before, the weights are a mixture (`damaged`) until a later update is finished.
     """
 
     def __init__(self, worker: Any) -> None:  # noqa: ANN401
@@ -43,19 +45,19 @@ class WeightSession:
         self._damaged = False
         self._job: _Job | None = None
 
-    # state ------------------------------------------------------------------------------------------------------------
+    # state ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """{"weight_version": of the last finished update (0: from disk), "damaged": …, "updating": …}."""
         return {"weight_version": self._version, "damaged": self._damaged, "updating": self._loaded is not None}
 
-    # the update -------------------------------------------------------------------------------------------------------
+    # the update -----------------------------------------------------------------------------------
 
     def begin(self, job: dict[str, Any]) -> None:
         """Start a job that waits for others in a thread, so that the engine stays answerable; `poll` asks for its end.
 
-        `job`: {"number", "connect": init_info} or {"number", "receive": update_info}. It replaces an older one; joining new
-        groups also calls off whatever waits in the old.
+        `job`: {"number", "connect": init_info} or {"number", "receive": update_info}. It replaces an older one; joining
+        new groups also calls off whatever waits in the old.
         """
         if "connect" in job:
             self._job = _Job(job["number"], self._worker.device, lambda: self._connect(job["connect"]))
@@ -69,8 +71,10 @@ class WeightSession:
         elif info.get("transport") == "base":  # waits for nobody, and is too much to hold at once
             self._load(self._receiver.receive(info, self._base))
         else:  # whole before the model sees it, so that nothing of a bucket that is refused is loaded
+
             def work() -> list[tuple[str, Tensor]]:
                 return list(self._receiver.receive(info, self._base))
+
         self._job = _Job(job["number"], self._worker.device, work)
 
     def poll(self, number: int) -> bool:
@@ -105,10 +109,14 @@ class WeightSession:
             raise OutOfOrder("no weights were loaded since /start_weight_update")
         if missing := sorted(self._expected.keys() - self._loaded - ({TIED_HEAD} if self._tied else set())):
             self.abort()
-            raise OutOfOrder(f"the update lacks {len(missing)} of {len(self._expected)} tensors, the first {missing[0]}")
+            raise OutOfOrder(
+                f"the update lacks {len(missing)} of {len(self._expected)} tensors, the first {missing[0]}"
+            )
         self._end_reload()
         self._refresh_tied_head()
-        self._loaded, self._damaged, self._version = None, False, version
+        self._loaded = None
+        self._damaged = False
+        self._version = version
 
     def abort(self) -> None:
         """End an update without its weights: layers that got none keep theirs, others make the model `damaged`."""
@@ -123,7 +131,7 @@ class WeightSession:
         """Leave the senders' groups."""
         self._receiver.close()
 
-    # inside -----------------------------------------------------------------------------------------------------------
+    # inside ---------------------------------------------------------------------------------------
 
     @property
     def _model(self) -> nn.Module:
@@ -178,7 +186,8 @@ class WeightSession:
                 _reload().finalize_layerwise_reload(self._model, self._worker.model_config)
 
     def _refresh_tied_head(self) -> None:
-        """vLLM on the CPU computes logits from a packed copy of lm_head; that of a tied one is left as it was by any reload."""
+        """vLLM on the CPU computes logits from a packed copy of lm_head; that of a tied one is left as it was by any
+        reload."""
         head = getattr(self._model, "lm_head", None)
         method = getattr(head, "quant_method", None)
         if head is None or method is None or os.environ.get(KEEP_STALE_HEAD) == "1":
@@ -187,22 +196,26 @@ class WeightSession:
             with self._in_worker(), torch.no_grad():
                 method.process_weights_after_loading(head)
 
-    # hccl: vllm-ascend's own transfer. Written from its published source (0.23.0), not run on hardware -----------------------
+    # hccl: vllm-ascend's own transfer. Written from its published source (0.23.0), not run on hardware
 
     def _connect_hccl(self, init_info: dict[str, Any]) -> None:
         if self._engine is None:
-            raise BadInput("transport hccl needs an instance that was started for it (weights.transport = \"hccl\")")
+            raise BadInput('transport hccl needs an instance that was started for it (weights.transport = "hccl")')
         if len(init_info["stages"]) != 1:
             raise BadInput(f"transport hccl knows one sender; {len(init_info['stages'])} pipeline stages send here")
         stage = init_info["stages"][0]
-        self._worker.init_weight_transfer_engine({
-            "master_address": stage["host"], "master_port": stage["port"],
-            "rank_offset": init_info["rank"], "world_size": init_info["world_size"],
-        })
+        self._worker.init_weight_transfer_engine(
+            {
+                "master_address": stage["host"],
+                "master_port": stage["port"],
+                "rank_offset": init_info["rank"],
+                "world_size": init_info["world_size"],
+            }
+        )
 
     def _load_hccl(self, info: dict[str, Any]) -> None:
         if self._engine is None:
-            raise BadInput("transport hccl needs an instance that was started for it (weights.transport = \"hccl\")")
+            raise BadInput('transport hccl needs an instance that was started for it (weights.transport = "hccl")')
         for name, shape in zip(info["names"], info["shapes"], strict=True):
             self._check(name, tuple(shape))
         keys = ("names", "shapes", "packed", "packed_buffer_size_bytes", "packed_num_buffers")
@@ -216,7 +229,8 @@ class _Job:
     def __init__(self, number: int, device: torch.device, work: Callable[[], Any] | None) -> None:
         """No `work`: done already."""
         self.number = number
-        self._device, self._work = device, work
+        self._device = device
+        self._work = work
         self._result: Any = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -242,8 +256,10 @@ class _Job:
 
     def take(self) -> Any:  # noqa: ANN401
         """The result, once. Raises the work's error."""
-        result, self._result = self._result, None
-        error, self._error = self._error, None
+        result = self._result
+        self._result = None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         return result

@@ -1,4 +1,5 @@
-"""What vLLM's workers get from us (--worker-extension-cls): a weight session, called by the middleware through collective_rpc."""
+"""What vLLM's workers get from us (--worker-extension-cls): a weight session, called by the middleware through
+collective_rpc."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class WorkerExtension:
     _metronome_session: WeightSession | None = None
 
     def metronome(self, action: str, argument: Any = None) -> dict[str, Any]:  # noqa: ANN401
-        """`action` is a method of WeightSession. Gives {"result": …}, or {"error": …, "status": …} where it refused or failed.
+        """`action` is a method of WeightSession. Gives {"result": …}, or {"error": …, "status": …} where it refused or
+        failed.
 
         Errors are returned, not raised: vLLM would end the engine for some, and lose the message of others.
         """

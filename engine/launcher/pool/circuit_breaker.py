@@ -51,7 +51,9 @@ class CircuitBreaker:
 
     def success(self) -> None:
         """A request was answered as it should be."""
-        self._faults, self._open_s, self._tried = 0, 0.0, False
+        self._faults = 0
+        self._open_s = 0.0
+        self._tried = False
 
     def fault(self) -> None:
         """A request failed. What was sent before it opened may still fail: that is not held against it again."""
@@ -66,4 +68,6 @@ class CircuitBreaker:
         self._tried = False
 
     def _open(self, seconds: float) -> None:
-        self._open_s, self._until, self._tried = seconds, self._clock() + seconds, False
+        self._open_s = seconds
+        self._until = self._clock() + seconds
+        self._tried = False

@@ -33,8 +33,8 @@ class Dispatcher:
     """A group goes to the instance that will probably finish it first; who waits is served in order of asking."""
 
     def __init__(self, instances: list[Instance], concurrency: int, give_back: Callable[[Place], None]) -> None:
-        """`instances`: those of the pool, now and later; `concurrency`: groups in flight on each; `give_back`: takes a place
-        that was given to somebody who no longer wants it."""
+        """`instances`: those of the pool, now and later; `concurrency`: groups in flight on each; `give_back`: takes a
+        place that was given to somebody who no longer wants it."""
         self._instances = instances
         self._concurrency = concurrency
         self._give_back = give_back
@@ -44,7 +44,8 @@ class Dispatcher:
     async def ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
         """Wait for a place; the limits are those of the requests under way and rollout.wait_s (`fail`).
 
-        `avoid`: others, if any serve; `first`: before all who wait already; `least`: of this weight version or a later one.
+        `avoid`: others, if any serve; `first`: before all who wait already; `least`: of this weight version or a later
+        one.
         """
         asked = _Waiter(asyncio.get_running_loop().create_future(), avoid, least)
         (self._waiting.appendleft if first else self._waiting.append)(asked)

@@ -1,4 +1,5 @@
-"""Keeps the pool alive: hears hearts, starts dead instances again, brings late ones to the weights, knows when to give up."""
+"""Keeps the pool alive: hears hearts, starts dead instances again, brings late ones to the weights, knows when to give
+up."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from engine.wire.address import http_url
 LOOK_S = 0.1
 """How often processes are looked at."""
 BACKOFF_S = 0.5
-"""Pause before the first restart of a process, and before the second attempt to bring an instance to the weights; it doubles."""
+"""Pause before the first restart of a process, and before the second attempt to bring an instance to the weights; it
+doubles."""
 ATTEMPTS = 3
 """An instance that could not be brought to the weights so often in a row is given up."""
 
@@ -72,11 +74,13 @@ class HealthMonitor:
         """An error in a background task ends the run: nobody would look after the instances any more."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._pool.fail(error if isinstance(error, MetronomeError) else MetronomeError(f"the pool failed: {error!r}"))
+            self._pool.fail(
+                error if isinstance(error, MetronomeError) else MetronomeError(f"the pool failed: {error!r}")
+            )
             if not isinstance(error, MetronomeError):
                 raise error
 
-    # processes ------------------------------------------------------------------------------------------------------------
+    # processes ------------------------------------------------------------------------------------
 
     async def _watch_processes(self) -> None:
         """Notice deaths at once; fail the pool when nothing lived for rollout.wait_s."""
@@ -108,7 +112,7 @@ class HealthMonitor:
                 self._pool.enter(declared.name, http_url(*address), declared)
                 return
 
-    # hearts ---------------------------------------------------------------------------------------------------------------
+    # hearts ---------------------------------------------------------------------------------------
 
     async def _watch_instance(self, instance: Instance) -> None:
         """Until it is gone: beat by beat, exclude it when it is silent, bring it back when it answers."""
@@ -150,10 +154,13 @@ class HealthMonitor:
     def _compare(self, instance: Instance, holds: object) -> None:
         """Whoever starts an instance again behind the same address gives it other weights than we know of."""
         if instance.state == "serving" and None not in (instance.version, holds) and holds != instance.version:
-            self._pool.exclude(instance, f"holds weight version {holds}, it was brought to {instance.version}: started again?")
+            self._pool.exclude(
+                instance, f"holds weight version {holds}, it was brought to {instance.version}: started again?"
+            )
 
     def _needs_catch_up(self, instance: Instance) -> bool:
-        """Whether it must be brought to the weights on its own, now; before the first publish it waits for that instead."""
+        """Whether it must be brought to the weights on its own, now; before the first publish it waits for that
+        instead."""
         if instance.leaving or instance.state not in ("starting", "silent") or instance in self._catching_up:
             return False
         sync = self._pool.sync
@@ -163,9 +170,11 @@ class HealthMonitor:
         return False
 
     async def _catch_up(self, instance: Instance) -> None:
-        """Bring it to the current version, again when that moved on meanwhile; then it serves. Give it up after ATTEMPTS."""
+        """Bring it to the current version, again when that moved on meanwhile; then it serves. Give it up after
+        ATTEMPTS."""
         sync = self._pool.sync
-        instance.state, instance.version = "updating", None
+        instance.state = "updating"
+        instance.version = None
         try:
             while sync is not None and instance.lives and instance.version != sync.version:
                 version = sync.version

@@ -12,8 +12,8 @@ from engine.run.process import Child
 from engine.run.trace import Trace
 
 State = Literal["starting", "updating", "serving", "draining", "silent", "gone"]
-"""starting: answers, has no weights of the run yet · updating: is given weights · serving: takes prompts · draining: finishes
-what it holds, then is gone · silent: excluded, may come back · gone: never comes back under this object."""
+"""starting: answers, has no weights of the run yet · updating: is given weights · serving: takes prompts · draining:
+finishes what it holds, then is gone · silent: excluded, may come back · gone: never comes back under this object."""
 
 WORKING: tuple[State, ...] = ("serving", "updating")
 """States that count in pool_size: it takes prompts, or is being given the weights with which it goes on."""
@@ -102,7 +102,8 @@ class Instance:
     def loaded(self, figures: dict[str, Any]) -> None:
         """Take in an answer to GET /load."""
         now = time.monotonic()
-        before, after = self.figures.get("generated_tokens"), figures.get("generated_tokens")
+        before = self.figures.get("generated_tokens")
+        after = figures.get("generated_tokens")
         if before is not None and after is not None and now > self._loaded:
             self.tokens_per_s = max(0.0, after - before) / (now - self._loaded)
         self.figures = {key: value for key, value in figures.items() if isinstance(value, (int, float))}

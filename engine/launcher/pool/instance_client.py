@@ -17,7 +17,8 @@ from engine.types import Prompt, Response
 
 
 class InstanceGone(MetronomeError):
-    """The connection to the instance failed or broke, or the pool gave the instance up. Its requests go to another one."""
+    """The connection to the instance failed or broke, or the pool gave the instance up. Its requests go to another
+    one."""
 
 
 class InstanceFault(MetronomeError):
@@ -52,8 +53,8 @@ class SamplingSettings:
 class InstanceClient:
     """HTTP calls to one rollout instance; every call has a deadline, and `cut` ends those under way.
 
-    Between `distrust` and `trust` the instance may sample, but its responses are held back: none that new weights sampled
-    leaves before they were compared with the trainer's. A `cut` loses what is held.
+    Between `distrust` and `trust` the instance may sample, but its responses are held back: none that new weights
+    sampled leaves before they were compared with the trainer's. A `cut` loses what is held.
     """
 
     def __init__(self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
@@ -72,13 +73,14 @@ class InstanceClient:
     ) -> dict[str, Any]:
         """The JSON object that the instance answers; `timeout_s` defaults to rollout.timeout_s.
 
-        Raises InstanceGone (connection broken, or cut), InstanceFault (5xx or bad reply), DeadlineError, Busy (409 …) and
-        Refused (other 4xx); each names instance and route.
+        Raises InstanceGone (connection broken, or cut), InstanceFault (5xx or bad reply), DeadlineError, Busy (409 …)
+        and Refused (other 4xx); each names instance and route.
         """
         try:
             async with self._limited(f"{method} {route}", timeout_s):
                 async with self._session.request(method, self.url + route, json=body, allow_redirects=False) as answer:
-                    status, raw = answer.status, await answer.read()
+                    status = answer.status
+                    raw = await answer.read()
         except aiohttp.ClientResponseError as error:
             raise InstanceFault(f"{self.name}: {method} {route}: no HTTP answer: {error.message}") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -107,13 +109,14 @@ class InstanceClient:
         self._trusted.clear()
 
     def trust(self, anew: bool = False) -> None:
-        """It computes with the trainer's weights: let its responses go. `anew`: it was left out before, so what was asked of it
-        since is lost, as by a `cut`: other weights may have sampled that."""
+        """It computes with the trainer's weights: let its responses go. `anew`: it was left out before, so what was
+        asked of it since is lost, as by a `cut`: other weights may have sampled that."""
         self._cuts += anew
         self._trusted.set()
 
     async def _until_trusted(self, cuts: int) -> None:
-        """For a response that was asked for after so many cuts. Raises InstanceGone when it was cut since, DeadlineError."""
+        """For a response that was asked for after so many cuts. Raises InstanceGone when it was cut since,
+        DeadlineError."""
         if cuts == self._cuts and not self._trusted.is_set():
             async with self._limited("POST /v1/completions, whose weights were to be compared with the trainer's"):
                 await self._trusted.wait()
@@ -129,13 +132,16 @@ class InstanceClient:
                 self._cut[scope] = reason
                 scope.reschedule(now)
 
-    async def complete(self, prompt: Prompt, sampling: SamplingSettings, seed: int, so_far: Response | None = None) -> Response:
+    async def complete(
+        self, prompt: Prompt, sampling: SamplingSettings, seed: int, so_far: Response | None = None
+    ) -> Response:
         """Sample one response, or go on with one; its text is left empty (the caller has the tokenizer).
 
-        Returns once the weights that sampled it are trusted. Raises what `call` raises. With `sampling.partial` one that a pause
-        broke off comes back with finish_reason "abort".
+        Returns once the weights that sampled it are trusted. Raises what `call` raises. With `sampling.partial` one
+        that a pause broke off comes back with finish_reason "abort".
         """
-        begun, cuts = so_far.token_ids if so_far is not None else (), self._cuts
+        begun = so_far.token_ids if so_far is not None else ()
+        cuts = self._cuts
         reply = await self.call(
             "POST",
             "/v1/completions",
@@ -157,8 +163,10 @@ class InstanceClient:
         try:
             return joined(so_far, self._response(reply, seed, sampling.partial))
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InstanceFault(f"{self.name}: its reply to POST /v1/completions is not one: "
-                                f"{type(error).__name__} {error}; it begins {str(reply)[:200]}") from None
+            raise InstanceFault(
+                f"{self.name}: its reply to POST /v1/completions is not one: "
+                f"{type(error).__name__} {error}; it begins {str(reply)[:200]}"
+            ) from None
 
     def _response(self, reply: dict[str, Any], seed: int, partial: bool) -> Response:
         choice = reply["choices"][0]
@@ -168,8 +176,9 @@ class InstanceClient:
         if choice["finish_reason"] == "abort" and not (partial and token_ids):
             raise Busy(f"{self.name}: a pause broke off the response after {len(token_ids)} tokens")
         if len(token_ids) != len(logprobs) or choice["finish_reason"] not in finish:
-            raise ValueError(f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, "
-                             f"finish_reason {choice['finish_reason']!r}")
+            raise ValueError(
+                f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, finish_reason {choice['finish_reason']!r}"
+            )
         return Response(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -183,7 +192,8 @@ class InstanceClient:
 
 
 def joined(so_far: Response | None, more: Response) -> Response:
-    """A response and its continuation as one: tokens, log-probabilities and weight versions are those they were sampled with."""
+    """A response and its continuation as one: tokens, log-probabilities and weight versions are those they were sampled
+    with."""
     if so_far is None:
         return more
     begun = len(so_far.token_ids)

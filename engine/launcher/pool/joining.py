@@ -39,18 +39,22 @@ class JoinRoutes:
     def application(self) -> web.Application:
         """The routes as an aiohttp application."""
         app = web.Application(middlewares=[self._guarded], client_max_size=MAX_BODY)
-        app.add_routes([
-            web.post("/join", self.join),
-            web.post("/leave", self.leave),
-            web.get("/status", self.status),
-            web.get("/metrics", self.metrics),
-        ])
+        app.add_routes(
+            [
+                web.post("/join", self.join),
+                web.post("/leave", self.leave),
+                web.get("/status", self.status),
+                web.get("/metrics", self.metrics),
+            ]
+        )
         return app
 
     async def join(self, request: web.Request) -> web.Response:
-        """{"name", "url"}: the instance enters the pool, or is in it. With "again": true, 410 if it was asked to leave."""
+        """{"name", "url"}: the instance enters the pool, or is in it. With "again": true, 410 if it was asked to
+        leave."""
         body = _object(await request.read())
-        name, url = _name(body), _url(body, self._token)
+        name = _name(body)
+        url = _url(body, self._token)
         again = body.get("again", False)
         if not isinstance(again, bool):
             raise BadInput(f"again = {again!r}: expected true or false")
@@ -81,12 +85,14 @@ class JoinRoutes:
 
     async def status(self, request: web.Request) -> web.Response:
         """The instances, and the last finished step."""
-        return _json({
-            "pool_size": self._pool.size,
-            "instances": [instance.status() for instance in self._pool.instances],
-            "step": self.step().get("step"),
-            "failure": str(self._pool.failure) if self._pool.failure is not None else None,
-        })
+        return _json(
+            {
+                "pool_size": self._pool.size,
+                "instances": [instance.status() for instance in self._pool.instances],
+                "step": self.step().get("step"),
+                "failure": str(self._pool.failure) if self._pool.failure is not None else None,
+            }
+        )
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus' text format."""
@@ -107,9 +113,11 @@ class JoinRoutes:
 
 @contextlib.asynccontextmanager
 async def serve_joining(pool: Pool, config: Config, folder: Path) -> AsyncIterator[JoinRoutes]:
-    """Serve on rollout.listen within the block, the address in <folder>/rollout.address. Raises BadInput if that can't be."""
+    """Serve on rollout.listen within the block, the address in <folder>/rollout.address. Raises BadInput if that can't
+    be."""
     host, port = listen_address(config.rollout.listen)
-    routes, file = JoinRoutes(pool, access_token()), folder / ADDRESS_FILE
+    routes = JoinRoutes(pool, access_token())
+    file = folder / ADDRESS_FILE
     runner = web.AppRunner(routes.application(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
@@ -144,7 +152,9 @@ def _object(raw: bytes) -> dict[str, Any]:
 def _name(body: Mapping[str, Any]) -> str:
     name = body.get("name")
     if not (isinstance(name, str) and NAME.fullmatch(name)):
-        raise BadInput(f"name = {name!r}: expected up to 100 letters, digits, '.', '_' and '-', the first a letter or digit")
+        raise BadInput(
+            f"name = {name!r}: expected up to 100 letters, digits, '.', '_' and '-', the first a letter or digit"
+        )
     return name
 
 

@@ -87,7 +87,7 @@ class Pool:
         self._health = health(self)
         self._ends: dict[str, str] = {}
 
-    # who is in it ---------------------------------------------------------------------------------------------------------
+    # who is in it ---------------------------------------------------------------------------------
 
     def spawn(self, count: int) -> None:
         """Start so many declared instances' processes; `connect` waits for them."""
@@ -103,7 +103,8 @@ class Pool:
     def enter(self, name: str, url: str, declared: InstanceProcess | None = None) -> Instance:
         """Take in an instance that answers under `url`; it serves once it holds the current weights."""
         if self._session is None:
-            connector, token = aiohttp.TCPConnector(limit=0), authorization(access_token())
+            connector = aiohttp.TCPConnector(limit=0)
+            token = authorization(access_token())
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), headers=token)
         client = InstanceClient(name, url, self._session, self.config.rollout.timeout_s)
         child, restarts = (None, 0) if declared is None else (declared.child, declared.restarts)
@@ -132,11 +133,15 @@ class Pool:
 
     def members(self) -> list[Instance]:
         """Those that must get the next version. One that is just catching up is not among them: it does so again."""
-        return [one for one in self.instances
-                if one.lives and one.met and not one.leaving and not self._health.catching_up(one)]
+        return [
+            one
+            for one in self.instances
+            if one.lives and one.met and not one.leaving and not self._health.catching_up(one)
+        ]
 
     def admit(self, instance: Instance) -> None:
-        """It holds the current weights: it takes prompts from now on (unless it was excluded or asked to leave meanwhile)."""
+        """It holds the current weights: it takes prompts from now on (unless it was excluded or asked to leave
+        meanwhile)."""
         if instance.leaving:
             self.gone(instance, "left")
         elif instance.lives:
@@ -144,13 +149,16 @@ class Pool:
             self.changed()
 
     def exclude(self, instance: Instance, reason: str) -> None:
-        """It takes no more prompts; whoever waits for it goes on without. It comes back when it answers and holds the weights."""
+        """It takes no more prompts; whoever waits for it goes on without. It comes back when it answers and holds the
+        weights."""
         if instance.state == "gone":
             return
         if instance.leaving or (instance.child is not None and not instance.child.alive):
             self.gone(instance, reason)
             return
-        instance.state, instance.reason, instance.busy = "silent", reason, None
+        instance.state = "silent"
+        instance.reason = reason
+        instance.busy = None
         instance.version = None  # an update may have been broken off
         instance.client.cut(reason)
         self.changed()
@@ -177,7 +185,7 @@ class Pool:
         if (instance.state == "draining" and not instance.groups) or instance.state in ("starting", "silent"):
             self.gone(instance, "left")
 
-    # the next group -------------------------------------------------------------------------------------------------------
+    # the next group -------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def borrow(
@@ -185,8 +193,8 @@ class Pool:
     ) -> AsyncIterator[Place]:
         """Room on the instance with the smallest expected finish for one group; on others than `avoid` if any serve.
 
-        `first`: before all who wait already, for a group that was begun and cut. `least`: only on one that holds this weight
-        version or a later one.
+        `first`: before all who wait already, for a group that was begun and cut. `least`: only on one that holds this
+        weight version or a later one.
 
         Raises ProcessDied when no instance lived for rollout.wait_s.
         """
@@ -234,7 +242,7 @@ class Pool:
         if instance.state == "serving" and now - instance.busy > self.config.rollout.heartbeat_s:
             self.exclude(instance, f"has refused every request as paused for {now - instance.busy:.1f} s")
 
-    # the end --------------------------------------------------------------------------------------------------------------
+    # the end --------------------------------------------------------------------------------------
 
     async def wait_for_member(self) -> None:
         """Until an instance lives. Raises ProcessDied when none did for rollout.wait_s."""

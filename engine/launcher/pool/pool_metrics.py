@@ -40,7 +40,9 @@ class _Scrape(Collector):
         yield self._states("breaker", "1 for the state of its circuit breaker.", CircuitBreaker.STATES)
         for key, value in self._step.items():
             if isinstance(value, (int, float)):
-                yield GaugeMetricFamily(f"metronome_step_{key}", f"{key} of the last finished step (steps.jsonl).", value)
+                yield GaugeMetricFamily(
+                    f"metronome_step_{key}", f"{key} of the last finished step (steps.jsonl).", value
+                )
 
     def _of_instances(self, key: str, text: str) -> Metric:
         family = GaugeMetricFamily(f"metronome_pool_instance_{key}", text, labels=["instance"])

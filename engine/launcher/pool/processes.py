@@ -35,7 +35,9 @@ class InstanceProcesses:
     def _child(self, number: int, port_file: Path) -> Child:
         port_file.unlink(missing_ok=True)
         name = f"instance-{number}"
-        command, env = instance_command(self._config, self._model, name, number, port_file)
+        command, env = instance_command(
+            config=self._config, model=self._model, name=name, number=number, port_file=port_file
+        )
         return Child(name, command, self._logs / f"{name}.log", env)
 
     async def close(self) -> None:

@@ -61,7 +61,9 @@ class Participants:
         """
         members = self.members
         results = await asyncio.gather(*(act(instance) for instance in members), return_exceptions=True)
-        failed = {one: result for one, result in zip(members, results, strict=True) if isinstance(result, BaseException)}
+        failed = {
+            one: result for one, result in zip(members, results, strict=True) if isinstance(result, BaseException)
+        }
         self._leave_out(failed)
         return [result for result in results if not isinstance(result, BaseException)]
 
@@ -88,7 +90,11 @@ class Participants:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-        failed = {one: error for task, one in tasks.items() if not task.cancelled() and (error := task.exception()) is not None}
+        failed = {
+            one: error
+            for task, one in tasks.items()
+            if not task.cancelled() and (error := task.exception()) is not None
+        }
         if failed or pending:
             self.connected = []
         struck = [one for one, error in failed.items() if isinstance(error, InstanceFault)]

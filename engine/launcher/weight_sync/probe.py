@@ -12,7 +12,8 @@ from engine.launcher.pool.instance_client import InstanceFault
 PERTURBED_TOKENS = 8
 """How many tokens' output rows the self-test changes."""
 TOLERANCE = {"float32": (1e-4, "largest"), "bfloat16": (0.02, "mean")}
-"""By the instances' dtype: how far log-probabilities of trainer and instance may be apart, and which difference counts."""
+"""By the instances' dtype: how far log-probabilities of trainer and instance may be apart, and which difference
+counts."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,18 @@ class Probe:
 
     def request(self) -> dict[str, Any]:
         """The body of the /v1/completions that asks for their log-probabilities (temperature 1)."""
-        return {"prompt": list(self.token_ids), "max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0,
-                "n": 1, "logprobs": 0, "prompt_logprobs": 0, "return_token_ids": True}
+        return {
+            "prompt": list(self.token_ids),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "seed": 0,
+            "n": 1,
+            "logprobs": 0,
+            "prompt_logprobs": 0,
+            "return_token_ids": True,
+        }
 
     def read(self, reply: dict[str, Any]) -> list[float]:
         """The log-probabilities in its reply, one for each token after the first. Raises InstanceFault."""

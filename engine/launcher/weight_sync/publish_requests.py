@@ -33,7 +33,8 @@ class PublishRequests:
         batches: Callable[[], Sequence[Batch]],
         allows_publish: Callable[[], bool],
     ) -> None:
-        """`batches`: those in flight; `allows_publish`: whether nothing else (an evaluation) needs the weights where they are."""
+        """`batches`: those in flight; `allows_publish`: whether nothing else (an evaluation) needs the weights where
+        they are."""
         self._config = config
         self._service = service
         self._trace = trace
@@ -46,23 +47,38 @@ class PublishRequests:
 
     def handlers(self) -> tuple[Handler, ...]:
         """Named as the trainer's operations."""
-        return (self.may_publish, self.sync_open, self.sync_connect, self.sync_bucket, self.sync_abort, self.sync_finish,
-                self.sync_verify)
+        return (
+            self.may_publish,
+            self.sync_open,
+            self.sync_connect,
+            self.sync_bucket,
+            self.sync_abort,
+            self.sync_finish,
+            self.sync_verify,
+        )
 
     @cached_property
     def sync(self) -> WeightSync:
         """Leads the instances through weight syncs; the pool asks it to bring late ones to the weights."""
         assert self._service is not None
-        config, rollout = self._config, self._config.rollout
+        config = self._config
+        rollout = self._config.rollout
         vocabulary = read_shape(Path(config.model.path)).vocabulary
         fixed = probe(vocabulary, config.weights.check_tokens, rollout.max_context, config.model.dtype)
         in_turn = self._in_background and not self._schedule.exact and not rollout.partial
-        self._service.pool.sync = sync = WeightSync(self._service.pool, fixed, rollout.timeout_s, config.weights.staged,
-                                                    rollout.partial, in_turn)
+        self._service.pool.sync = sync = WeightSync(
+            pool=self._service.pool,
+            probe=fixed,
+            timeout_s=rollout.timeout_s,
+            staged=config.weights.staged,
+            cut=rollout.partial,
+            in_turn=in_turn,
+        )
         return sync
 
     async def may_publish(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Whether weights may move: the last swap is through and, where each batch has one version, all are generated."""
+        """Whether weights may move: the last swap is through and, where each batch has one version, all are
+        generated."""
         self._run_state.check()
         return await self._run_state.wait_briefly(lambda: {"now": True} if self._may_publish_now() else {})
 
@@ -106,7 +122,8 @@ class PublishRequests:
         return {}
 
     async def sync_verify(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The trainer's log-probabilities, which are compared with every instance's: before this returns, or by the swap."""
+        """The trainer's log-probabilities, which are compared with every instance's: before this returns, or by the
+        swap."""
         self._run_state.check()
         self.sync.expect(request["expected"])
         return {} if self._in_background else await self.sync.checked()
@@ -116,7 +133,8 @@ class PublishRequests:
         self._trace.add("sync", self._began, time.time(), lane="instances", step=version)
 
     async def _swap_in_background(self, swap: Awaitable[None], batches: Sequence[Batch]) -> None:
-        """Swap once the batches in flight are generated, where each has one version; else each instance as it becomes free."""
+        """Swap once the batches in flight are generated, where each has one version; else each instance as it becomes
+        free."""
         try:
             if self._schedule.exact:
                 await self._run_state.wait_until(lambda: all(batch.generated for batch in batches))

@@ -1,11 +1,12 @@
-"""Leading the instances through a weight sync: two phases, every instance checked, one that fails left out (contract 7).
+"""Leading the instances through a weight sync: two phases, every instance checked, one that fails left out (contract
+7).
 
-Open: the instances that are to get the version are paused. The trainer's sender then announces bucket after bucket, which
-every instance receives and verifies by checksums. Finish: each names the version, forgets cached prompts and serves again.
-Checked: each must give the trainer's log-probabilities for a few fixed tokens. That is computed by both beside the first
-responses of the new weights, which are held back until it has passed (InstanceClient.distrust), and lost when it does not.
-Once per connection an instance shows that it follows new weights at all: it loads visibly perturbed ones and its
-log-probabilities must move.
+Open: the instances that are to get the version are paused. The trainer's sender then announces bucket after bucket,
+which every instance receives and verifies by checksums. Finish: each names the version, forgets cached prompts and
+serves again. Checked: each must give the trainer's log-probabilities for a few fixed tokens. That is computed by both
+beside the first responses of the new weights, which are held back until it has passed (InstanceClient.distrust), and
+lost when it does not. Once per connection an instance shows that it follows new weights at all: it loads visibly
+perturbed ones and its log-probabilities must move.
 """
 
 from __future__ import annotations
@@ -41,11 +42,16 @@ class WeightSync:
         cut: bool = False,
         in_turn: bool = False,
     ) -> None:
-        """`timeout_s`: of every call; `staged`: buckets are received while the instances generate, and swapped in at finish;
-        `cut`: responses under way are broken off, to be continued (rollout.partial), else they are waited for; `in_turn`: staged
-        weights are swapped in by one instance after the other, while those whose turn has not come go on with the old ones."""
-        self._cut, self._in_turn = cut, in_turn and staged
-        self._pool, self._probe, self._timeout_s, self._staged = pool, probe, timeout_s, staged
+        """`timeout_s`: of every call; `staged`: buckets are received while the instances generate, and swapped in at
+        finish; `cut`: responses under way are broken off, to be continued (rollout.partial), else they are waited for;
+        `in_turn`: staged weights are swapped in by one instance after the other, while those whose turn has not come go
+        on with the old ones."""
+        self._cut = cut
+        self._in_turn = in_turn and staged
+        self._pool = pool
+        self._probe = probe
+        self._timeout_s = timeout_s
+        self._staged = staged
         self._calls = UpdateCalls(probe, timeout_s)
         self._version: int | None = None
         self._snapshot: Path | None = None
@@ -71,7 +77,7 @@ class WeightSync:
         """Of the last publish that was finished; None before the first."""
         return self._version
 
-    # a publish, as the trainer's sender goes through it -------------------------------------------------------------------
+    # a publish, as the trainer's sender goes through it -------------------------------------------
 
     async def open(self, version: int) -> dict[str, Any]:
         """Pause the instances that are to get the version. Waits for one (the pool's limit).
@@ -80,7 +86,9 @@ class WeightSync:
         "connect": whether groups must be made anew, "local": whether all are on this machine, "probe": token ids}.
         """
         if self._unchecked:
-            raise MetronomeError(f"weight version {self._version} was not compared with the trainer's before version {version}")
+            raise MetronomeError(
+                f"weight version {self._version} was not compared with the trainer's before version {version}"
+            )
         self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
         await self._pool.wait_for_member()
         self._quiet.clear()
@@ -106,11 +114,17 @@ class WeightSync:
         }
 
     async def connect(self, version: int, stages: list[dict[str, Any]], transport: str) -> dict[str, Any]:
-        """Have all members join the stages' groups while the senders gather them. {"retry": True}: begin again with `open`."""
+        """Have all members join the stages' groups while the senders gather them. {"retry": True}: begin again with
+        `open`."""
         sizes = self._sizes
         ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._participants.members)}
-        info = {"transport": transport, "generation": self._generation, "stages": stages, "world_size": 1 + sum(sizes),
-                "timeout_s": self._timeout_s}
+        info = {
+            "transport": transport,
+            "generation": self._generation,
+            "stages": stages,
+            "world_size": 1 + sum(sizes),
+            "timeout_s": self._timeout_s,
+        }
 
         async def join(instance: Instance) -> None:
             body = {"init_info": info | {"rank": ranks[instance]}}
@@ -124,13 +138,15 @@ class WeightSync:
     async def bucket(self, update_info: dict[str, Any]) -> dict[str, Any]:
         """Have every member receive the same bucket, one bucket at a time.
 
-        {"retry": True}: a member of a collective transfer failed; begin again with `open`. Raises WeightSyncError when every
-        member refuses the bucket: then it is the bucket that is wrong.
+        {"retry": True}: a member of a collective transfer failed; begin again with `open`. Raises WeightSyncError when
+        every member refuses the bucket: then it is the bucket that is wrong.
         """
         async with self._one_bucket:
             if not self._staged and not self._started:
                 members = self._participants.members
-                await self._participants.each(partial(self._calls.start, during=f"weight version {update_info['version']}"))
+                await self._participants.each(
+                    partial(self._calls.start, during=f"weight version {update_info['version']}")
+                )
                 self._started = True
                 if self._participants.members != members and update_info.get("transport") != "file":
                     return {"retry": True}
@@ -157,14 +173,15 @@ class WeightSync:
         return {"retry": True}
 
     async def finish(self, version: int, snapshot: str | None) -> dict[str, Any]:
-        """Every member serves the version, or is left out; `checked` must follow before a response of it is seen. `snapshot`:
-        folder from which late instances load it (it may be complete only later). Raises WeightSyncError when all members that
-        live hold something else."""
+        """Every member serves the version, or is left out; `checked` must follow before a response of it is seen.
+        `snapshot`: folder from which late instances load it (it may be complete only later). Raises WeightSyncError
+        when all members that live hold something else."""
         self._unchecked = True
 
         async def complete(instance: Instance) -> None:
             if self._in_turn and (not instance.lives or instance.state == "updating"):
-                # it left, or was left out, before its turn; the pool may be bringing it to the weights on its own already
+                # it left, or was left out, before its turn; the pool may be bringing it to the weights on its own
+                # already
                 self._participants.connected = []
                 return
             if self._staged:
@@ -179,36 +196,44 @@ class WeightSync:
             self._pool.admit(instance)
 
         await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
-        self._version, self._snapshot = version, Path(snapshot) if snapshot else None
+        self._version = version
+        self._snapshot = Path(snapshot) if snapshot else None
         self._participants.succeeded()
         return {}
 
     def expect(self, expected: list[float] | None) -> None:
-        """The trainer's log-probabilities of the probe under the version that was opened last; None or []: it has none."""
+        """The trainer's log-probabilities of the probe under the version that was opened last; None or []: it has
+        none."""
         if self._trainer_logprobs is not None and not self._trainer_logprobs.done():
             self._trainer_logprobs.set_result(expected or None)
 
     async def checked(self) -> dict[str, Any]:
-        """After `finish` and `expect`: every member computes with the trainer's weights, or is left out and its responses are
-        lost. Raises WeightSyncError when all members that live compute with something else."""
+        """After `finish` and `expect`: every member computes with the trainer's weights, or is left out and its
+        responses are lost. Raises WeightSyncError when all members that live compute with something else."""
         checks = self._checks
 
         async def check(instance: Instance) -> None:
             if instance.state in ("serving", "draining") and instance in checks:
                 await checks[instance]
-            elif instance in checks:  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
+            elif (
+                instance in checks
+            ):  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
                 checks[instance].cancel()
                 await asyncio.gather(checks[instance], return_exceptions=True)
 
         await self._participants.each(check)
         self._expected = await self._wait_for_trainer_logprobs()
-        self._checks, self._unchecked = {}, False
+        self._checks = {}
+        self._unchecked = False
         self._quiet.set()
         return {}
 
     async def _compare(self, instance: Instance, version: int) -> None:
         await self._calls.compare(instance, version, self._wait_for_trainer_logprobs)
-        if instance.state in ("serving", "draining"):  # else it was left out meanwhile: it catches up before it counts again
+        if instance.state in (
+            "serving",
+            "draining",
+        ):  # else it was left out meanwhile: it catches up before it counts again
             instance.client.trust()
 
     async def _wait_for_trainer_logprobs(self) -> list[float] | None:
@@ -217,8 +242,10 @@ class WeightSync:
         try:
             return await asyncio.wait_for(asyncio.shield(self._trainer_logprobs), self._timeout_s)
         except TimeoutError:
-            raise DeadlineError(f"the trainer did not tell its log-probabilities of the fixed tokens under weight version "
-                                f"{self._version} within {self._timeout_s:g} s") from None
+            raise DeadlineError(
+                f"the trainer did not tell its log-probabilities of the fixed tokens under weight version "
+                f"{self._version} within {self._timeout_s:g} s"
+            ) from None
 
     async def close(self) -> None:
         """End the comparisons under way."""
@@ -226,7 +253,7 @@ class WeightSync:
             check.cancel()
         await asyncio.gather(*self._checks.values(), return_exceptions=True)
 
-    # instances that come late ---------------------------------------------------------------------------------------------
+    # instances that come late ---------------------------------------------------------------------
 
     async def catch_up(self, instance: Instance) -> None:
         """Self-test a late instance and bring it to the current version from its snapshot; it is not admitted yet.
@@ -239,7 +266,8 @@ class WeightSync:
             await self._until_quiet(instance)
             if self._version is None:
                 raise MetronomeError(f"{instance.name}: no weight version was published yet; it gets the first one")
-            version, expected = self._version, self._expected
+            version = self._version
+            expected = self._expected
             try:
                 await self._load_snapshot(instance, version)
                 await self._calls.swap(instance, version)
@@ -260,8 +288,14 @@ class WeightSync:
         await self._calls.pause(instance, f"weight version {version}", abort=True)
         await self._calls.start(instance, f"weight version {version}")
         for number, file in enumerate(files):
-            info = {**await asyncio.to_thread(wire_of, file), "transport": "file", "version": version, "stage": 0,
-                    "bucket": number, "path": str(file)}
+            info = {
+                **await asyncio.to_thread(wire_of, file),
+                "transport": "file",
+                "version": version,
+                "stage": 0,
+                "bucket": number,
+                "path": str(file),
+            }
             await self._calls.update(instance, info)
 
     async def _files(self, snapshot: Path) -> list[Path]:
@@ -281,8 +315,10 @@ class WeightSync:
             async with asyncio.timeout(self._timeout_s):
                 await self._quiet.wait()
         except TimeoutError:
-            raise DeadlineError(f"{instance.name}: the weight sync after version {self._version} did not end within "
-                                f"{self._timeout_s:g} s") from None
+            raise DeadlineError(
+                f"{instance.name}: the weight sync after version {self._version} did not end within "
+                f"{self._timeout_s:g} s"
+            ) from None
 
     async def self_test(self, instance: Instance) -> None:
         """UpdateCalls.self_test: raises WeightSyncError when the instance does not follow the weights it is given."""

@@ -27,7 +27,7 @@ class UpdateCalls:
 
     async def post(self, instance: Instance, route: str, body: dict[str, Any], during: str) -> dict[str, Any]:
         """POST with the update's deadline."""
-        return await self._call(instance, "POST", route, body, during)
+        return await self._call(instance=instance, method="POST", route=route, body=body, during=during)
 
     async def pause(self, instance: Instance, during: str, abort: bool = False) -> None:
         """Until nothing runs; `abort` breaks off what runs."""
@@ -51,28 +51,35 @@ class UpdateCalls:
         """Name the version, and see that the instance does. Raises WeightSyncError naming the instance."""
         during = f"weight version {version}"
         await self.name(instance, version, during)
-        holds = (await self._call(instance, "GET", "/weight_version", None, during)).get("weight_version")
+        holds = (
+            await self._call(instance=instance, method="GET", route="/weight_version", body=None, during=during)
+        ).get("weight_version")
         if holds != version:
-            raise WeightSyncError(f"{instance.name}: it holds weight version {holds} after an update to version {version}")
+            raise WeightSyncError(
+                f"{instance.name}: it holds weight version {holds} after an update to version {version}"
+            )
 
-    async def compare(self, instance: Instance, version: int, trainer: Callable[[], Awaitable[Sequence[float] | None]]) -> None:
-        """What the instance makes of the version, with the trainer's log-probabilities of the probe, which it is asked for
-        first: the trainer computes them meanwhile. None of them: nothing to compare.
+    async def compare(
+        self, instance: Instance, version: int, trainer: Callable[[], Awaitable[Sequence[float] | None]]
+    ) -> None:
+        """What the instance makes of the version, with the trainer's log-probabilities of the probe, which it is asked
+        for first: the trainer computes them meanwhile. None of them: nothing to compare.
 
         Raises WeightSyncError naming the instance.
         """
         if self.probe is None:
             return
-        found, expected = await self.ask(instance, self.probe, f"weight version {version}"), await trainer()
+        found = await self.ask(instance, self.probe, f"weight version {version}")
+        expected = await trainer()
         if not expected:
             return
         apart = self.probe.difference(expected, found)
         limit, which = TOLERANCE[self.probe.dtype]
         if not apart <= limit:
             raise WeightSyncError(
-                f"{instance.name}: after the update to weight version {version} its log-probabilities of {len(expected)} fixed "
-                f"tokens differ from the trainer's: {which} difference {apart:.3g}, limit {limit:g}; it computes with other "
-                "weights, or otherwise"
+                f"{instance.name}: after the update to weight version {version} its log-probabilities of "
+                f"{len(expected)} fixed tokens differ from the trainer's: {which} difference {apart:.3g}, limit "
+                f"{limit:g}; it computes with other weights, or otherwise"
             )
 
     async def self_test(self, instance: Instance) -> None:
@@ -92,9 +99,9 @@ class UpdateCalls:
         moved = max(abs(a - b) for a, b in zip(*found, strict=True))
         if not moved > MOVED:
             raise WeightSyncError(
-                f"{instance.name}: self-test failed: it loaded weights with the output rows of tokens {self.probe.perturb} "
-                f"changed, and its log-probabilities moved by {moved:.3g}, expected more than {MOVED:g}; it computes with "
-                "something else than the weights it is given"
+                f"{instance.name}: self-test failed: it loaded weights with the output rows of tokens "
+                f"{self.probe.perturb} changed, and its log-probabilities moved by {moved:.3g}, expected more than "
+                f"{MOVED:g}; it computes with something else than the weights it is given"
             )
 
     async def ask(self, instance: Instance, probe: Probe, during: str) -> list[float]:
@@ -107,7 +114,9 @@ class UpdateCalls:
 
     async def world_size(self, instance: Instance, during: str) -> int:
         """Processes of the instance that take part in a transfer."""
-        size = (await self._call(instance, "GET", "/get_world_size", None, during)).get("world_size")
+        size = (
+            await self._call(instance=instance, method="GET", route="/get_world_size", body=None, during=during)
+        ).get("world_size")
         if not isinstance(size, int) or size < 1:
             raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size!r}")
         return size

@@ -12,11 +12,12 @@ from engine.model.kernels.reference import sdpa
 from engine.model.layout import Layout, Part
 
 CALL_COST = 250_000
-"""Entries of the mask times width of all heads whose computation costs as much as one more call of the kernel (measured)."""
+"""Entries of the mask times width of all heads whose computation costs as much as one more call of the kernel
+(measured)."""
 
 
 @dataclass(frozen=True)
-class Batch:
+class AttentionCall:
     """One call: n times L queries, each of which sees some of their K keys."""
 
     queries: Tensor
@@ -29,9 +30,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Plan:
-    """The calls for a layout. Queries and keys of all of them are gathered at once; None where they are in place already."""
+    """The calls for a layout. Queries and keys of all of them are gathered at once; None where they are in place
+    already."""
 
-    batches: tuple[Batch, ...]
+    batches: tuple[AttentionCall, ...]
     queries: Tensor | None
     """[S] the rows in the order of the batches."""
     keys: Tensor | None
@@ -42,12 +44,12 @@ class Plan:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
     """Same result and shapes as `reference.masked`, by the calls that should take least time."""
-    return _run(q, k, v, layout.once(plan, CALL_COST // (q.shape[1] * q.shape[2])), scale)
+    return _run(q=q, k=k, v=v, plan=layout.once(plan, CALL_COST // (q.shape[1] * q.shape[2])), scale=scale)
 
 
 def by_segment(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
     """`attend` as if calls were free: only what is visible is computed."""
-    return _run(q, k, v, layout.once(plan, 0), scale)
+    return _run(q=q, k=k, v=v, plan=layout.once(plan, 0), scale=scale)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None) -> Tensor:
@@ -56,7 +58,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None) -> Te
     done = []
     for batch, *inputs in zip(plan.batches, queries, keys, values, strict=True):
         query, key, value = (x.unflatten(0, (batch.queries.shape[0], -1)) for x in inputs)
-        done.append(sdpa(query, key, value, batch.mask, scale).flatten(0, 1))
+        done.append(sdpa(q=query, k=key, v=value, mask=batch.mask, scale=scale).flatten(0, 1))
     return _gather(torch.cat(done) if len(done) > 1 else done[0], plan.order)
 
 
@@ -72,11 +74,16 @@ def plan(layout: Layout, call_cost: int) -> Plan:
     blocks: list[tuple[Part, ...]] = []
     apart: list[tuple[Part, ...]] = []
     for block in _merged([tuple(parts) for _, parts in groupby(layout.parts, lambda part: part.start)], call_cost):
-        (blocks if len(block) > 1 and _as_block(block, call_cost) < _as_parts(block, call_cost) else apart).append(block)
+        (blocks if len(block) > 1 and _as_block(block, call_cost) < _as_parts(block, call_cost) else apart).append(
+            block
+        )
     shapes: dict[tuple[int, int], list[Part]] = {}
     for part in (part for parts in apart for part in parts):
         shapes.setdefault((part.prefix, part.length), []).append(part)
-    batches = (*(_block(layout, parts) for parts in blocks), *(_batch(parts, layout.rows.device) for parts in shapes.values()))
+    batches = (
+        *(_block(layout, parts) for parts in blocks),
+        *(_batch(parts, layout.rows.device) for parts in shapes.values()),
+    )
     queries = torch.cat([batch.queries.flatten() for batch in batches])
     keys = torch.cat([batch.keys.flatten() for batch in batches])
     moved = _unless_in_place(queries, layout.size)
@@ -113,17 +120,21 @@ def _as_block(parts: tuple[Part, ...], call_cost: int) -> int:
 def _extent(parts: tuple[Part, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
     """First and end of the parts' consecutive rows, and of the keys that any of them sees."""
     last = parts[-1]
-    return (parts[0].query, last.query + last.length), (min(part.start for part in parts), max(sum(part.own) for part in parts))
+    return (parts[0].query, last.query + last.length), (
+        min(part.start for part in parts),
+        max(sum(part.own) for part in parts),
+    )
 
 
-def _block(layout: Layout, parts: tuple[Part, ...]) -> Batch:
+def _block(layout: Layout, parts: tuple[Part, ...]) -> AttentionCall:
     queries, keys = (torch.arange(*extent, device=layout.rows.device) for extent in _extent(parts))
-    return Batch(queries[None], keys[None], layout.visible(layout.rows[queries], keys))
+    return AttentionCall(queries[None], keys[None], layout.visible(layout.rows[queries], keys))
 
 
-def _batch(parts: list[Part], device: torch.device) -> Batch:
-    length, prefix = parts[0].length, parts[0].prefix
+def _batch(parts: list[Part], device: torch.device) -> AttentionCall:
+    length = parts[0].length
+    prefix = parts[0].prefix
     queries = torch.tensor([part.query for part in parts])[:, None] + torch.arange(length)
     keys = torch.stack([part.keys for part in parts])
     mask = torch.ones(length, prefix + length, dtype=torch.bool).tril(diagonal=prefix).to(device) if prefix else None
-    return Batch(queries.to(device), keys.to(device), mask)
+    return AttentionCall(queries.to(device), keys.to(device), mask)

@@ -1,7 +1,7 @@
 """CUDA: FlexAttention under a block mask, which skips the blocks of the mask in which nothing is visible.
 
-The mask is described by what each row sees: the keys from its own run's first to itself, and those of its prompt. So the
-kernel loads four numbers per query and none per key. Runs uncompiled on a CPU too, where the tests compare it.
+The mask is described by what each row sees: the keys from its own run's first to itself, and those of its prompt. So
+the kernel loads four numbers per query and none per key. Runs uncompiled on a CPU too, where the tests compare it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ VARIANTS = 32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked`. The block mask is made once per layout, the kernel once per process."""
+    """Same result and shapes as `reference.masked`. The block mask is made once per layout, the kernel once per
+    process."""
     out = _flex(q.is_cuda)(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -57,13 +58,15 @@ def block_mask(layout: Layout) -> BlockMask:
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return ((kv >= own[q]) & (kv <= row[q])) | ((kv >= first[q]) & (kv < end[q]))
 
-    some, whole = [], []
+    some = []
+    whole = []
     keys = torch.arange(layout.row_size, device=row.device)
     for queries in torch.arange(layout.size, device=row.device).split(CHUNK * BLOCK):
         blocks = _blocks(visible(queries, queries, queries[:, None], keys))
         some.append(blocks.any(-1))
         whole.append(blocks.all(-1))
-    partly, wholly = torch.cat(some), torch.cat(whole)
+    partly = torch.cat(some)
+    wholly = torch.cat(whole)
     return BlockMask.from_kv_blocks(
         *_listed(partly & ~wholly),
         *_listed(wholly),
@@ -81,14 +84,17 @@ def _blocks(mask: Tensor) -> Tensor:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[q, kv] bool → per block of queries how many blocks of keys [1, 1, q], and which, then the other ones [1, 1, q, kv]."""
+    """[q, kv] bool → per block of queries how many blocks of keys [1, 1, q], and which, then the other ones [1, 1, q,
+    kv]."""
     numbers = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], numbers.int()[None, None]
 
 
 def visible_keys(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What each row sees of the whole row, [S] int32 each: the keys own..row and first..end−1."""
-    own, first, end = [], [], []
+    own = []
+    first = []
+    end = []
     for part in layout.parts:
         own += [part.own[0]] * part.length
         first += [part.prompt[0]] * part.length

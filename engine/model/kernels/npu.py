@@ -1,8 +1,10 @@
-"""Ascend NPU: the fused kernel `npu_fusion_attention` of torch_npu, with the parts of the row as variable-length sequences.
+"""Ascend NPU: the fused kernel `npu_fusion_attention` of torch_npu, with the parts of the row as variable-length
+sequences.
 
-Layout "TND" (tokens, heads, width) with cumulative lengths; `sparse_mode` 3 is causal from the lower right corner, so that a
-part's queries see all keys before them and themselves causally, and wants a 2048×2048 upper triangle as its mask. Keys and
-values are gathered per part: its prompt, then its own run. Rules as documented in torch_npu 2.13.0 (`_op_plugin_docs.py`).
+Layout "TND" (tokens, heads, width) with cumulative lengths; `sparse_mode` 3 is causal from the lower right corner, so
+that a part's queries see all keys before them and themselves causally, and wants a 2048×2048 upper triangle as its
+mask. Keys and values are gathered per part: its prompt, then its own run. Rules as documented in torch_npu 2.13.0
+(`_op_plugin_docs.py`).
 
 Tested against the operator's published schema with a CPU kernel behind it; it has not run on an NPU.
 """

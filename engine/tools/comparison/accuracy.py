@@ -31,14 +31,16 @@ class Difference:
 
     @property
     def agreed(self) -> bool:
-        """Whether the test, where there is one, finds a difference at the interval's level. With few unequal problems the t
-        interval is too narrow: five right ones more and none less is p = 0.06."""
+        """Whether the test, where there is one, finds a difference at the interval's level. With few unequal problems
+        the t interval is too narrow: five right ones more and none less is p = 0.06."""
         return self.p_value is None or self.p_value <= 1 - self.level
 
 
 def last(run: ComparedRun, benchmark: str) -> Row | None:
     """The run's last evaluation on a benchmark with trained weights (version above 0); None if there is none."""
-    rows = [row for row in run.evaluations if row["benchmark"] == benchmark and row.get("weight_version", row["step"]) > 0]
+    rows = [
+        row for row in run.evaluations if row["benchmark"] == benchmark and row.get("weight_version", row["step"]) > 0
+    ]
     return max(reversed(rows), key=lambda row: row["step"]) if rows else None  # of several at one step the newest
 
 
@@ -49,7 +51,8 @@ def names(runs: list[ComparedRun]) -> list[str]:
 
 def difference(one: ComparedRun, other: ComparedRun, benchmark: str, confidence: float) -> Difference | None:
     """None unless both have evaluated trained weights on it."""
-    mine, theirs = last(one, benchmark), last(other, benchmark)
+    mine = last(one, benchmark)
+    theirs = last(other, benchmark)
     if mine is None or theirs is None:
         return None
     notes = _notes(mine, theirs)
@@ -57,8 +60,17 @@ def difference(one: ComparedRun, other: ComparedRun, benchmark: str, confidence:
     if ours and their and ours.keys() == their.keys() and mine.get("samples") == theirs.get("samples"):
         found = paired.compare(ours, their, int(mine.get("samples", 1)), confidence)
         interval = Interval(found.difference, found.ci_low, found.ci_high)
-        return Difference(benchmark, interval, True, found.problems, found.p_value, found.better, found.worse, notes,
-                          confidence)  # fmt: skip
+        return Difference(
+            benchmark=benchmark,
+            interval=interval,
+            paired=True,
+            problems=found.problems,
+            p_value=found.p_value,
+            better=found.better,
+            worse=found.worse,
+            notes=notes,
+            level=confidence,
+        )
     problems = int(min(mine.get("problems", 0), theirs.get("problems", 0)))
     return Difference(benchmark, unpaired(mine, theirs, confidence), False, problems, notes=notes, level=confidence)
 

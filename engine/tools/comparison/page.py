@@ -22,25 +22,31 @@ DASHES = ("", "7 4", "2 3", "9 3 2 3")
 POINTS = 400
 """Of one curve; a longer one is drawn by means of neighbouring steps."""
 PARTS = {
-    "sync_s": ("weight sync", "sync"), "check_s": ("compare weights", "check"), "wait_s": ("wait for responses", "wait"),
-    "train_s": ("train", "train"), "update_s": ("update", "update"), "other_s": ("other", "silent"),
-}  # fmt: skip
+    "sync_s": ("weight sync", "sync"),
+    "check_s": ("compare weights", "check"),
+    "wait_s": ("wait for responses", "wait"),
+    "train_s": ("train", "train"),
+    "update_s": ("update", "update"),
+    "other_s": ("other", "silent"),
+}
 """Of a step's time: name on the page (a run may be called "sync"), and the timeline's name for the colour."""
 ROLLOUT = ("rollout, beside it", "rollout")
 NOTES = (
-    "Tokens/s/device: prompt and response tokens of the trained responses, by step time and by all devices, training and "
-    "rollouts together. The first step of a run does not count for speed.",
-    "Wall time is the sum of the steps' times. Start-up, evaluations outside steps, pauses and redone steps are not in it.",
-    "Where a step's time goes: the upper bar is the trainer (it sends weights, has them compared, waits for responses, trains, "
-    "updates); the thin one is the rollout beside it. In sync they follow each other, in periodic they overlap.",
-    "Reward at the end: the mean of a run's last fifth of steps. Curves of more than 30 steps have a faint line for the steps, a "
-    "bold one for the moving average. Entropy and KL are means over the tokens of the responses, in nats.",
-    "Intervals of speed and reward come from six blocks of neighbouring steps (batch means, Student's t). Accuracy is paired by "
-    "problem where both runs have a table of the benchmark (t interval; sign-flip test), else it is the difference of two "
-    "Wilson intervals (Newcombe). Against several runs the intervals of speed and of reward are "
+    "Tokens/s/device: prompt and response tokens of the trained responses, by step time and by all devices, training "
+    "and rollouts together. The first step of a run does not count for speed.",
+    "Wall time is the sum of the steps' times. Start-up, evaluations outside steps, pauses and redone steps are not in "
+    "it.",
+    "Where a step's time goes: the upper bar is the trainer (it sends weights, has them compared, waits for responses, "
+    "trains, updates); the thin one is the rollout beside it. In sync they follow each other, in periodic they "
+    "overlap.",
+    "Reward at the end: the mean of a run's last fifth of steps. Curves of more than 30 steps have a faint line for "
+    "the steps, a bold one for the moving average. Entropy and KL are means over the tokens of the responses, in nats.",
+    "Intervals of speed and reward come from six blocks of neighbouring steps (batch means, Student's t). Accuracy is "
+    "paired by problem where both runs have a table of the benchmark (t interval; sign-flip test), else it is the "
+    "difference of two Wilson intervals (Newcombe). Against several runs the intervals of speed and of reward are "
     "widened so that those of one kind hold together, those of accuracy for all runs and benchmarks (Bonferroni).",
-    "These intervals hold for these runs. How much another seed, another machine or other load would change is not in them: "
-    "repeat runs to know.",
+    "These intervals hold for these runs. How much another seed, another machine or other load would change is not in "
+    "them: repeat runs to know.",
 )
 
 
@@ -64,12 +70,17 @@ def summary(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
 def _row(run: ComparedRun, names: Sequence[str]) -> list[str]:
     seconds = sum(run_figures.elapsed(run).values(), 0.0) and max(run_figures.elapsed(run).values())
     rewards = [value for _, value in run_figures.series(run, "reward_mean")]
-    end = rewards[-max(1, math.ceil(len(rewards) / 5)):]
+    end = rewards[-max(1, math.ceil(len(rewards) / 5)) :]
     return [
-        run.name, run.mode, _steps(run), f"{seconds:,.0f} s", _text(run_figures.breakdown(run)["step_s"], ".2f"),
-        _text(run_figures.speed(run_figures.counted(run)), ",.0f"), _text(sum(end) / len(end) if end else math.nan, ".3f"),
+        run.name,
+        run.mode,
+        _steps(run),
+        f"{seconds:,.0f} s",
+        _text(run_figures.breakdown(run)["step_s"], ".2f"),
+        _text(run_figures.speed(run_figures.counted(run)), ",.0f"),
+        _text(sum(end) / len(end) if end else math.nan, ".3f"),
         *(_accuracy(run, name) for name in names),
-    ]  # fmt: skip
+    ]
 
 
 def _steps(run: ComparedRun) -> str:
@@ -95,8 +106,10 @@ def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str,
     columns, rows = summary(runs)
     return {
         "title": f"{', '.join(run.name for run in runs[1:])} against {runs[0].name}",
-        "runs": [{"label": run.name, "color": PALETTE[number % len(PALETTE)], "dash": DASHES[number % len(DASHES)]}
-                 for number, run in enumerate(runs)],
+        "runs": [
+            {"label": run.name, "color": PALETTE[number % len(PALETTE)], "dash": DASHES[number % len(DASHES)]}
+            for number, run in enumerate(runs)
+        ],
         "verdicts": [{"answer": one.answer, "sentences": one.sentences, "cautions": one.cautions} for one in found],
         "table": {"columns": columns, "rows": rows},
         "charts": _charts(runs),
@@ -120,7 +133,9 @@ def _charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     return [chart for chart in drawn if chart["lines"]]
 
 
-def _chart(runs: Sequence[ComparedRun], key: str, title: str, x: str, timed: bool = False, zero: bool = False) -> dict[str, Any]:
+def _chart(
+    runs: Sequence[ComparedRun], key: str, title: str, x: str, timed: bool = False, zero: bool = False
+) -> dict[str, Any]:
     lines = []
     for number, run in enumerate(runs):
         times = run_figures.elapsed(run) if timed else {}
@@ -135,7 +150,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     size = math.ceil(len(points) / POINTS)
     if size <= 1:
         return list(points)
-    parts = [points[start:start + size] for start in range(0, len(points), size)]
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
     return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in parts]
 
 
@@ -156,10 +171,17 @@ def _forest(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> list[dict[
     for name in accuracy.names(list(runs)):
         rows = [(number, run, accuracy.last(run, name)) for number, run in enumerate(runs)]
         drawn = [
-            {"run": number, "label": f"{run.name}: {_accuracy(run, name)}", "hint": _sampled(row), "value": row["avg_at_k"],
-             "low": row["ci_low"], "high": row["ci_high"]}
-            for number, run, row in rows if row is not None and "ci_low" in row and "ci_high" in row
-        ]  # fmt: skip
+            {
+                "run": number,
+                "label": f"{run.name}: {_accuracy(run, name)}",
+                "hint": _sampled(row),
+                "value": row["avg_at_k"],
+                "low": row["ci_low"],
+                "high": row["ci_high"],
+            }
+            for number, run, row in rows
+            if row is not None and "ci_low" in row and "ci_high" in row
+        ]
         groups += [{"title": f"{name}: avg@k with its 95 % interval", "x": "avg@k", "rows": drawn}] if drawn else []
         groups += _against(name, found)
     return groups
@@ -172,11 +194,18 @@ def _sampled(row: Row) -> str:
 
 def _against(name: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
     rows = [
-        {"run": number, "label": _told(verdict, one), "hint": _how(one), "value": one.interval.value,
-         "low": one.interval.low, "high": one.interval.high}
+        {
+            "run": number,
+            "label": _told(verdict, one),
+            "hint": _how(one),
+            "value": one.interval.value,
+            "low": one.interval.low,
+            "high": one.interval.high,
+        }
         for number, verdict in enumerate(found, start=1)
-        for one in verdict.accuracy if one.benchmark == name and one.interval.known
-    ]  # fmt: skip
+        for one in verdict.accuracy
+        if one.benchmark == name and one.interval.known
+    ]
     if not rows:
         return []
     level = next(one.level for verdict in found for one in verdict.accuracy)  # of all the same
@@ -190,7 +219,9 @@ def _told(verdict: Verdict, one: Difference) -> str:
 
 def _how(one: Difference) -> str:
     kind = f"paired, {one.problems} problems" if one.paired else "not paired"
-    return kind + (f", p = {one.p_value:.2g}, better on {one.better}, worse on {one.worse}" if one.p_value is not None else "")
+    return kind + (
+        f", p = {one.p_value:.2g}, better on {one.better}, worse on {one.worse}" if one.p_value is not None else ""
+    )
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401

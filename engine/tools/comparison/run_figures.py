@@ -17,7 +17,8 @@ WARM_UP = 1
 MIN_STEPS = 5
 """Fewer common steps give no interval."""
 BLOCKS = 6
-"""Of neighbouring steps. Few and long ones: a machine's load changes slowly, and short blocks would be as alike as the steps."""
+"""Of neighbouring steps. Few and long ones: a machine's load changes slowly, and short blocks would be as alike as the
+steps."""
 PARTS = ("sync_s", "check_s", "wait_s", "train_s", "update_s")
 """What the trainer does one after the other in a step; scoring is part of train_s, rollouts go on beside it."""
 
@@ -90,7 +91,8 @@ def elapsed(run: ComparedRun) -> dict[int, float]:
 
     Start-up, evaluations outside steps, pauses and steps that were redone are not in it.
     """
-    total, found = 0.0, {}
+    total = 0.0
+    found = {}
     for row in run.steps:
         total += float(row["step_s"]) if _number(row.get("step_s")) else 0.0
         found[row["step"]] = total
@@ -98,7 +100,8 @@ def elapsed(run: ComparedRun) -> dict[int, float]:
 
 
 def speed(rows: Sequence[Row]) -> float:
-    """Trained tokens per second and device over all the rows: by time, not the mean of the steps' speeds. nan without any."""
+    """Trained tokens per second and device over all the rows: by time, not the mean of the steps' speeds. nan without
+    any."""
     known = [row for row in rows if _number(row.get("step_s")) and _number(row.get("tokens_per_s_per_device"))]
     seconds = sum(row["step_s"] for row in known)
     return sum(row["tokens_per_s_per_device"] * row["step_s"] for row in known) / seconds if seconds else math.nan
@@ -127,21 +130,28 @@ def common(one: ComparedRun, other: ComparedRun, key: str, skip: int = 0) -> lis
 def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Interval:
     """Tokens/s/device of `one` over `other`'s, on their common steps.
 
-    Steps that follow each other are alike, so the units are `BLOCKS` blocks of them (method of batch means): Student's t interval
-    of the mean log ratio of the blocks. Load that stays for about as long as a block makes it too narrow.
+    Steps that follow each other are alike, so the units are `BLOCKS` blocks of them (method of batch means): Student's
+    t interval of the mean log ratio of the blocks. Load that stays for about as long as a block makes it too narrow.
     """
-    pairs = [pair for pair in common(one, other, "tokens_per_s_per_device", WARM_UP) if all(row.get("step_s") for row in pair)]
+    pairs = [
+        pair
+        for pair in common(one, other, "tokens_per_s_per_device", WARM_UP)
+        if all(row.get("step_s") for row in pair)
+    ]
     if not pairs:
         return Interval(math.nan, -math.inf, math.inf)
-    logs = [_log_ratio(speed([pair[0] for pair in block]), speed([pair[1] for pair in block])) for block in blocks(pairs)]
+    logs = [
+        _log_ratio(speed([pair[0] for pair in block]), speed([pair[1] for pair in block])) for block in blocks(pairs)
+    ]
     mean = _interval(logs, len(pairs), confidence)
     return Interval(*(math.exp(value) if value < 700 else math.inf for value in (mean.value, mean.low, mean.high)))
 
 
 def reward_difference(one: ComparedRun, other: ComparedRun, confidence: float) -> Interval:
-    """Mean reward_mean of `one` minus `other`'s over the last third of their common steps; blocks as in `speed_ratio`."""
+    """Mean reward_mean of `one` minus `other`'s over the last third of their common steps; blocks as in
+    `speed_ratio`."""
     pairs = common(one, other, "reward_mean")
-    pairs = pairs[-max(MIN_STEPS, math.ceil(len(pairs) / 3)):]
+    pairs = pairs[-max(MIN_STEPS, math.ceil(len(pairs) / 3)) :]
     if not pairs:
         return Interval(math.nan, -math.inf, math.inf)
     means = [_mean([mine["reward_mean"] - theirs["reward_mean"] for mine, theirs in block]) for block in blocks(pairs)]
@@ -151,7 +161,7 @@ def reward_difference(one: ComparedRun, other: ComparedRun, confidence: float) -
 def blocks(rows: Sequence[Any]) -> list[Sequence[Any]]:
     """At most `BLOCKS` blocks of neighbours, as equally long as can be."""
     count = min(BLOCKS, len(rows))
-    return [rows[number * len(rows) // count:(number + 1) * len(rows) // count] for number in range(count)]
+    return [rows[number * len(rows) // count : (number + 1) * len(rows) // count] for number in range(count)]
 
 
 def _interval(values: Sequence[float], steps: int, confidence: float) -> Interval:

@@ -12,14 +12,17 @@ from engine.tools.comparison.accuracy import Difference
 from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
 
 CONFIDENCE = 0.95
-"""Of all intervals of a kind (speed, reward, accuracy) together: of k each has 1 - 0.05 / k (Bonferroni). There is one for each
-other run, of accuracy one for each other run and benchmark."""
+"""Of all intervals of a kind (speed, reward, accuracy) together: of k each has 1 - 0.05 / k (Bonferroni). There is one
+for each other run, of accuracy one for each other run and benchmark."""
 UNKNOWN = Interval(math.nan, -math.inf, math.inf)
 """Nothing can be said."""
 GRADES = {
-    "better": "better", "worse": "worse", "none": "without any difference seen", "open": "not shown to be better or worse",
+    "better": "better",
+    "worse": "worse",
+    "none": "without any difference seen",
+    "open": "not shown to be better or worse",
     "unknown": "of unknown quality",
-}  # fmt: skip
+}
 """What an interval of a difference says, in words."""
 PLACES = ("run.name", "run.output", "tracking.uri", "tracking.experiment", "checkpoint.path", "checkpoint.keep_last")
 """Keys that change where things lie, not what a run does."""
@@ -47,7 +50,8 @@ class Verdict:
 def verdicts(runs: Sequence[ComparedRun]) -> list[Verdict]:
     """Each run but the first against the first."""
     others = len(runs) - 1
-    sure, sure_of_accuracy = confidence(others), confidence(others * len(accuracies.names(list(runs))))
+    sure = confidence(others)
+    sure_of_accuracy = confidence(others * len(accuracies.names(list(runs))))
     return [_verdict(run, runs[0], sure, sure_of_accuracy) for run in runs[1:]]
 
 
@@ -62,7 +66,8 @@ def percent(level: float) -> str:
 
 
 def differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """Config keys whose values differ, with each run's value ("not set" where it has none); names and places left out."""
+    """Config keys whose values differ, with each run's value ("not set" where it has none); names and places left
+    out."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     rows = {key: [run.config.get(key, "not set") for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
@@ -84,7 +89,16 @@ def _verdict(run: ComparedRun, base: ComparedRun, sure: float, sure_of_accuracy:
         *_wall_time(run, base, pairs),
     ]
     answer = _answer(who, speed if steps >= run_figures.MIN_STEPS else UNKNOWN, accuracy, reward)
-    return Verdict(run, base, speed, reward, accuracy, answer, tuple(sentences), tuple(_cautions(run, base)))
+    return Verdict(
+        run=run,
+        base=base,
+        speed=speed,
+        reward=reward,
+        accuracy=accuracy,
+        answer=answer,
+        sentences=tuple(sentences),
+        cautions=tuple(_cautions(run, base)),
+    )
 
 
 def _who(run: ComparedRun) -> str:
@@ -94,7 +108,9 @@ def _who(run: ComparedRun) -> str:
 def _answer(who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference], reward: Interval) -> str:
     """Both questions in one sentence; the training reward speaks for quality where no benchmark does."""
     unlike = " (not evaluated alike)"
-    measured = [(f"on {one.benchmark}{unlike if one.notes else ''}", _side(one.interval, one.agreed)) for one in accuracy]
+    measured = [
+        (f"on {one.benchmark}{unlike if one.notes else ''}", _side(one.interval, one.agreed)) for one in accuracy
+    ]
     measured = measured or [("by its reward in training", _side(reward))]
     sides = [side for _, side in measured]
     against = speed.known and ((speed.low > 1 and "worse" in sides) or (speed.high < 1 and "better" in sides))
@@ -126,7 +142,8 @@ def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> st
         return f"Speed: {who[0]} and {who[1]} have no steps in common after the warm-up, the first step."
     told = f"{ratio.value:.2f} times the tokens/s/device of {who[1]}"
     if not ratio.known or steps < run_figures.MIN_STEPS:
-        return f"Speed: {who[0]} had {told}, but {steps} common steps after the warm-up are too few to say how sure that is."
+        few = f"but {steps} common steps after the warm-up are too few to say how sure that is"
+        return f"Speed: {who[0]} had {told}, {few}."
     sure = f"{level} interval {ratio.low:.2f} to {ratio.high:.2f}, {steps} common steps"
     if ratio.low > 1:
         return f"Speed in these runs: {who[0]} was faster: {told} ({sure})."
@@ -137,16 +154,27 @@ def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> st
 
 def _as_accurate(who: tuple[str, str], found: Difference) -> str:
     kind = f"paired over {found.problems} problems" if found.paired else f"unpaired, {found.problems} problems"
-    kind += f", p = {found.p_value:.2g}" if found.p_value is not None and not found.agreed and found.better + found.worse else ""
+    kind += (
+        f", p = {found.p_value:.2g}"
+        if found.p_value is not None and not found.agreed and found.better + found.worse
+        else ""
+    )
     notes = f" Careful: {'; '.join(found.notes)}." if found.notes else ""
-    return f"Accuracy on {found.benchmark}: {_sided(who, found.interval, percent(found.level), kind, found.agreed)}{notes}"
+    sided = _sided(who=who, found=found.interval, level=percent(found.level), kind=kind, agreed=found.agreed)
+    return f"Accuracy on {found.benchmark}: {sided}{notes}"
 
 
 def _as_rewarded(who: tuple[str, str], found: Interval, level: str, evaluated: bool) -> str:
-    hint = "" if evaluated else " There is no evaluation of trained weights in both runs, so this is the only measure of quality."
+    hint = (
+        ""
+        if evaluated
+        else " There is no evaluation of trained weights in both runs, so this is the only measure of quality."
+    )
     if math.isnan(found.value):
         return f"Reward: no steps in common to compare.{hint}"
-    return f"Reward in training (last third of the common steps): {_sided(who, found, level, 'by blocks of steps')}{hint}"
+    return (
+        f"Reward in training (last third of the common steps): {_sided(who, found, level, 'by blocks of steps')}{hint}"
+    )
 
 
 def _sided(who: tuple[str, str], found: Interval, level: str, kind: str, agreed: bool = True) -> str:
@@ -177,7 +205,9 @@ def _cautions(run: ComparedRun, base: ComparedRun) -> list[str]:
         shown = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")
         told.append(f"The two also differ in {shown}: what is said here may be due to that.")
     if run.steps and base.steps and len(run.steps) != len(base.steps):
-        told.append(f"{run.name} has {len(run.steps)} steps, {base.name} {len(base.steps)}; only common steps are compared.")
+        told.append(
+            f"{run.name} has {len(run.steps)} steps, {base.name} {len(base.steps)}; only common steps are compared."
+        )
     return told
 
 

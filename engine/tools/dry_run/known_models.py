@@ -14,20 +14,84 @@ from engine.model.shape import Llama3Scaling, ModelShape, read_shape
 
 
 def _qwen3(layers: int, hidden: int, heads: int, intermediate: int, tied: bool = False) -> ModelShape:
-    return ModelShape("Qwen3ForCausalLM", layers, hidden, heads, 8, 128, intermediate, 151936, 40960, 1e6, 1e-6, tied)
+    return ModelShape(
+        architecture="Qwen3ForCausalLM",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=8,
+        head_dim=128,
+        intermediate=intermediate,
+        vocabulary=151936,
+        context=40960,
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        tied=tied,
+    )
 
 
 def _qwen2_7b(context: int, rope_theta: float = 1e4) -> ModelShape:
-    return ModelShape("Qwen2ForCausalLM", 28, 3584, 28, 4, 128, 18944, 152064, context, rope_theta, 1e-6, False)
+    return ModelShape(
+        architecture="Qwen2ForCausalLM",
+        layers=28,
+        hidden=3584,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        intermediate=18944,
+        vocabulary=152064,
+        context=context,
+        rope_theta=rope_theta,
+        norm_eps=1e-6,
+        tied=False,
+    )
 
 
-_QWEN2_32B = ModelShape("Qwen2ForCausalLM", 64, 5120, 40, 8, 128, 27648, 152064, 131072, 1e6, 1e-5, False)
+_QWEN2_32B = ModelShape(
+    architecture="Qwen2ForCausalLM",
+    layers=64,
+    hidden=5120,
+    heads=40,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=27648,
+    vocabulary=152064,
+    context=131072,
+    rope_theta=1e6,
+    norm_eps=1e-5,
+    tied=False,
+)
 _LLAMA_3B = ModelShape(
-    "LlamaForCausalLM", 28, 3072, 24, 8, 128, 8192, 128256, 131072, 5e5, 1e-5, True, Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    architecture="LlamaForCausalLM",
+    layers=28,
+    hidden=3072,
+    heads=24,
+    kv_heads=8,
+    head_dim=128,
+    intermediate=8192,
+    vocabulary=128256,
+    context=131072,
+    rope_theta=5e5,
+    norm_eps=1e-5,
+    tied=True,
+    rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192),
 )
 
 KNOWN: Mapping[str, ModelShape] = {
-    "quickstart": ModelShape("Qwen3ForCausalLM", 4, 128, 8, 4, 16, 512, 260, 2048, 1e4, 1e-6, True),
+    "quickstart": ModelShape(
+        architecture="Qwen3ForCausalLM",
+        layers=4,
+        hidden=128,
+        heads=8,
+        kv_heads=4,
+        head_dim=16,
+        intermediate=512,
+        vocabulary=260,
+        context=2048,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tied=True,
+    ),
     "Qwen3-0.6B": _qwen3(28, 1024, 16, 3072, tied=True),
     "Qwen3-1.7B": _qwen3(28, 2048, 16, 6144, tied=True),
     "Qwen3-4B": _qwen3(36, 2560, 32, 9728, tied=True),
@@ -37,7 +101,9 @@ KNOWN: Mapping[str, ModelShape] = {
     "Qwen2.5-7B": _qwen2_7b(131072, 1e6),
     "Qwen2.5-32B": _QWEN2_32B,
     "Qwen2.5-Math-7B": _qwen2_7b(4096),
-    "Qwen2.5-Math-7B-32k": _qwen2_7b(32768),  # Qwen2.5-Math-7B with max_position_embeddings edited, as for long responses
+    "Qwen2.5-Math-7B-32k": _qwen2_7b(
+        32768
+    ),  # Qwen2.5-Math-7B with max_position_embeddings edited, as for long responses
     "DeepSeek-R1-Distill-Qwen-32B": _QWEN2_32B,
     "Llama-3.2-3B": _LLAMA_3B,
     "Llama-3.2-3B-Instruct": _LLAMA_3B,
@@ -57,5 +123,7 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
     for known, shape in KNOWN.items():
         if known.lower() == name:
             return shape, "published config.json"
-    raise BadInput(f"model.path = {path!r}: no config.json there, and the dry run has no sizes of {folder.name}; it knows "
-                   f"{', '.join(KNOWN)}. A folder with config.json alone is enough")
+    raise BadInput(
+        f"model.path = {path!r}: no config.json there, and the dry run has no sizes of {folder.name}; it knows "
+        f"{', '.join(KNOWN)}. A folder with config.json alone is enough"
+    )

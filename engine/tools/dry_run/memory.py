@@ -14,12 +14,15 @@ GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 
 RESERVE_GIB = 4.0
-"""Kept free on a trainer's device: the driver's context, buffers of collectives, fragmentation. Our allowance, not measured."""
+"""Kept free on a trainer's device: the driver's context, buffers of collectives, fragmentation. Our allowance, not
+measured."""
 ENGINE_GIB = 3.0
 """The same on a rollout device, with the peak of vLLM's own profiling run. Our allowance, not measured."""
 ENGINE_SHARE = 0.9
-"""Share of a device's memory that vLLM takes: a little less than its default (gpu_memory_utilization, 0.92 in vLLM 0.32)."""
-CHUNK_BYTES, CHUNKS = 2**28, 3
+"""Share of a device's memory that vLLM takes: a little less than its default (gpu_memory_utilization, 0.92 in vLLM
+0.32)."""
+CHUNK_BYTES = 2**28
+CHUNKS = 3
 """Log-probabilities are taken in chunks of so many bytes, up to three of them at a time (engine.model.logprobs)."""
 BUCKETS = 3
 """Buckets of `weights.bucket_mb` under way in a weight sync (engine.trainer.publish.publisher)."""
@@ -65,21 +68,27 @@ class Need:
 
 
 def trainer_need(shape: ModelShape, config: Config) -> Need:
-    """Of the trainer rank that needs most: under a pipeline the first and the last stage differ, so all are computed."""
+    """Of the trainer rank that needs most: under a pipeline the first and the last stage differ, so all are
+    computed."""
     needs = [_stage_need(shape, config, stage) for stage in range(config.parallel.pipeline)]
     return max(needs, key=lambda need: need.total)
 
 
 def _stage_need(shape: ModelShape, config: Config, stage: int) -> Need:
     held = rank_parameters(shape, config.parallel, stage)
-    terms = (*_states(held, config), *_working(shape, config, stage), Term("reserve", RESERVE_GIB * GIB, "our allowance"))
+    terms = (
+        *_states(held, config),
+        *_working(shape, config, stage),
+        Term("reserve", RESERVE_GIB * GIB, "our allowance"),
+    )
     who = f"trainer rank of stage {stage + 1} of {config.parallel.pipeline}"
     return Need(who, tuple(term for term in terms if term.bytes), config.platform.memory_gib * GIB)
 
 
 def _states(held: Parameters, config: Config) -> Iterator[Term]:
     """Everything of the parameters' size."""
-    size, count = BYTES[config.train.dtype], held.total
+    size = BYTES[config.train.dtype]
+    count = held.total
     yield Term("weights", count * size, f"{count / 1e6:,.1f} M parameters × {size} bytes")
     yield Term("gradients", count * 4, "parameters × 4 bytes (fp32)")
     yield optimizer_term(held, config)
@@ -91,8 +100,8 @@ def _states(held: Parameters, config: Config) -> Iterator[Term]:
 
 
 def optimizer_term(held: Parameters, config: Config) -> Term:
-    """Adam's two moments in fp32, and the fp32 master weights where weights are bf16; ZeRO stage 1 shares both (Rajbhandari
-    et al., arXiv:1910.02054 §3.1)."""
+    """Adam's two moments in fp32, and the fp32 master weights where weights are bf16; ZeRO stage 1 shares both
+    (Rajbhandari et al., arXiv:1910.02054 §3.1)."""
     each = 12 if config.train.dtype == "bfloat16" else 8
     parallel = config.parallel
     replicas = parallel.data * parallel.context if config.train.distributed_optimizer else 1
@@ -128,8 +137,11 @@ def _working(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
 
 
 def activations(shape: ModelShape, config: Config, stage: int) -> Term:
-    """Kept from forward to backward. Under 1F1B stage s of p holds p − s micro-batches (Narayanan et al., arXiv:2104.04473)."""
-    parallel, size, tokens = config.parallel, BYTES[config.train.dtype], row_tokens(config)
+    """Kept from forward to backward. Under 1F1B stage s of p holds p − s micro-batches (Narayanan et al.,
+    arXiv:2104.04473)."""
+    parallel = config.parallel
+    size = BYTES[config.train.dtype]
+    tokens = row_tokens(config)
     flight = min(parallel.pipeline - stage, WINDOW_PER_STAGE * parallel.pipeline)
     layers = shape.layers // parallel.pipeline
     each = _input_elements(shape, config) if config.train.recompute else layer_elements(shape, parallel)
@@ -144,7 +156,9 @@ def _input_elements(shape: ModelShape, config: Config) -> int:
 
 def _peak(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
     """Beside the activations, at the worst moment: the logits with their gradient, or one layer's backward pass."""
-    parallel, size, tokens = config.parallel, BYTES[config.train.dtype], row_tokens(config)
+    parallel = config.parallel
+    size = BYTES[config.train.dtype]
+    tokens = row_tokens(config)
     again = layer_elements(shape, parallel) if config.train.recompute else 0
     layer = tokens * (again + 4 * shape.intermediate // parallel.tensor) * size
     width = -(-shape.vocabulary // parallel.tensor)
@@ -162,7 +176,8 @@ class Room:
     """The key-value cache of one rollout instance."""
 
     per_token: int
-    """Bytes of one token on each of the instance's devices: 2 · layers · key-value heads · head size · bytes / tensor."""
+    """Bytes of one token on each of the instance's devices: 2 · layers · key-value heads · head size · bytes /
+    tensor."""
     tokens: int
     """That it has room for."""
     wanted: int
@@ -170,9 +185,10 @@ class Room:
 
 
 def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
-    """Of one device of a rollout instance. vLLM gives what is left to the key-value cache; one response at full length must fit,
-    the embedded engine reserves all slots."""
-    rollout, size = config.rollout, BYTES[config.model.dtype]
+    """Of one device of a rollout instance. vLLM gives what is left to the key-value cache; one response at full length
+    must fit, the embedded engine reserves all slots."""
+    rollout = config.rollout
+    size = BYTES[config.model.dtype]
     weights = rank_parameters(shape, _alone(config), 0).total * size
     heads = max(1, shape.kv_heads // rollout.tensor)
     per_token = 2 * shape.layers * heads * shape.head_dim * size

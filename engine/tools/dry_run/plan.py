@@ -45,7 +45,9 @@ def plan(config: Config) -> RunPlan:
     shape, source = shape_of(config.model.path)
     check_layout(shape, config.parallel)
     instance, cache = instance_need(shape, config)
-    made = RunPlan(config, shape, source, trainer_need(shape, config), instance, cache)
+    made = RunPlan(
+        config=config, shape=shape, source=source, trainer=trainer_need(shape, config), instance=instance, cache=cache
+    )
     if reasons := [*_lengths(made), *_batch(made), *_devices(made), *_memory(made)]:
         raise BadInput("this can't run as it stands: " + (reasons[0] if len(reasons) == 1 else _listed(reasons)))
     return made
@@ -56,37 +58,51 @@ def _listed(reasons: list[str]) -> str:
 
 
 def _lengths(made: RunPlan) -> Iterator[str]:
-    config, shape = made.config, made.shape
-    longest, budget = config.rollout.max_context, config.train.micro_batch_tokens
+    config = made.config
+    shape = made.shape
+    longest = config.rollout.max_context
+    budget = config.train.micro_batch_tokens
     for key, tokens in (("rollout.max_context", longest), ("evaluate.max_context", config.evaluate.max_context)):
         if tokens > shape.context:
             yield f"{key} = {tokens:,} is more than the {shape.context:,} positions that the model was made for"
     if budget < longest:
-        yield (f"train.micro_batch_tokens = {budget:,} is below the longest sequence, rollout.max_context = {longest:,}: one "
-               "response would be a micro-batch larger than the budget")
+        yield (
+            f"train.micro_batch_tokens = {budget:,} is below the longest sequence, rollout.max_context = {longest:,}: "
+            "one response would be a micro-batch larger than the budget"
+        )
 
 
 def _batch(made: RunPlan) -> Iterator[str]:
     config = made.config
     if config.parallel.units > config.train.prompts_per_step:
-        yield (f"{config.parallel.units} replicas (parallel.data) and train.prompts_per_step = {config.train.prompts_per_step}: "
-               "a replica trains whole groups, so some would never train")
+        yield (
+            f"{config.parallel.units} replicas (parallel.data) and train.prompts_per_step = "
+            f"{config.train.prompts_per_step}: a replica trains whole groups, so some would never train"
+        )
 
 
 def _devices(made: RunPlan) -> Iterator[str]:
-    config, given = made.config, made.config.platform.devices
+    config = made.config
+    given = made.config.platform.devices
     if given and made.devices > given:
         yield f"{_device_sum(made)} = {made.devices} devices, and platform.devices gives {given}"
-    parallel, node = config.parallel, config.platform.devices_per_node
+    parallel = config.parallel
+    node = config.platform.devices_per_node
     if parallel.ranks_per_node > node:
-        yield (f"parallel.nodes = {parallel.nodes} puts {parallel.ranks_per_node} trainer ranks on each node, which has {node} "
-               "devices (platform.devices_per_node)")
+        yield (
+            f"parallel.nodes = {parallel.nodes} puts {parallel.ranks_per_node} trainer ranks on each node, which has "
+            f"{node} devices (platform.devices_per_node)"
+        )
     if config.rollout.tensor > node:
-        yield (f"rollout.tensor = {config.rollout.tensor} is more than a node has (platform.devices_per_node = {node}): an "
-               "instance runs on one node")
+        yield (
+            f"rollout.tensor = {config.rollout.tensor} is more than a node has (platform.devices_per_node = {node}): "
+            "an instance runs on one node"
+        )
     if config.places_on_devices:
         yield from overlaps(config)
-        if config.rollout.instances and (beyond := sorted({one for one in config.rollout.devices if not 0 <= one < node})):
+        if config.rollout.instances and (
+            beyond := sorted({one for one in config.rollout.devices if not 0 <= one < node})
+        ):
             yield f"rollout.devices names {beyond}, and a node has 0 to {node - 1} (platform.devices_per_node)"
     if config.rollout.engine == "vllm" and made.shape.heads % config.rollout.tensor:
         yield f"rollout.tensor = {config.rollout.tensor} does not divide the model's {made.shape.heads} attention heads"
@@ -101,7 +117,8 @@ def _memory(made: RunPlan) -> Iterator[str]:
 
 
 def _device_sum(made: RunPlan) -> str:
-    parallel, rollout = made.config.parallel, made.config.rollout
+    parallel = made.config.parallel
+    rollout = made.config.rollout
     ranks = " × ".join(str(size) for size in (parallel.tensor, parallel.pipeline, parallel.context, parallel.data))
     return f"training {ranks} (tensor × pipeline × context × data) + rollouts {made.instances} × {rollout.tensor}"
 
@@ -129,7 +146,10 @@ def _model(made: RunPlan) -> dict[str, str]:
 def _spare(made: RunPlan) -> Iterator[tuple[str, str]]:
     given = made.config.platform.devices
     if given:
-        yield "given", f"{given} (platform.devices)" + (f", {given - made.devices} stay idle" if given > made.devices else "")
+        yield (
+            "given",
+            f"{given} (platform.devices)" + (f", {given - made.devices} stay idle" if given > made.devices else ""),
+        )
     training = f"{made.config.parallel.nodes} for training ({made.config.parallel.ranks_per_node} ranks each)"
     apart = f"{joining_nodes(made.config)} for rollouts that join"
     yield "nodes", f"of {made.config.platform.devices_per_node} devices: {training}, {apart}"
@@ -152,26 +172,32 @@ def _host(made: RunPlan) -> dict[str, str]:
 def _cache(room: Room) -> dict[str, str]:
     fits = f"room for {room.tokens:,} tokens"
     short = room.tokens < room.wanted
-    return {"cache": f"{fits}; all slots at full length would fill {room.wanted:,}" + (": they take turns then" if short else "")}
+    return {
+        "cache": f"{fits}; all slots at full length would fill {room.wanted:,}"
+        + (": they take turns then" if short else "")
+    }
 
 
 def _step(made: RunPlan) -> dict[str, str]:
     config = made.config
-    train, rollout = config.train, config.rollout
+    train = config.train
+    rollout = config.rollout
     responses = train.prompts_per_step * rollout.group_size
     whole = max(1, train.micro_batch_tokens // rollout.max_context)
     slots = made.instances * rollout.concurrency
     rows = {
         "batch": f"{train.prompts_per_step} prompts × {rollout.group_size} responses = {responses:,} responses, "
-                 f"at most {responses * rollout.max_context:,} tokens",
+        f"at most {responses * rollout.max_context:,} tokens",
         "replicas": f"{config.parallel.units}, each about {train.prompts_per_step / config.parallel.units:g} groups",
         "micro-batch": f"{train.micro_batch_tokens:,} tokens, {whole} responses at full length; "
-                       f"at most {math.ceil(responses / whole):,} a step",
+        f"at most {math.ceil(responses / whole):,} a step",
         "window": f"up to {config.window_tokens:,} tokens",
         "run": f"{train.steps} steps of mode {train.mode}, {train.steps * responses:,} responses",
-    }  # fmt: skip
+    }
     if slots:
         waves = train.prompts_per_step / slots
-        rows["rollouts"] = (f"{slots} groups in flight ({made.instances} instances × {rollout.concurrency}), {waves:.1f} waves"
-                            + (": slots stay empty" if waves < 1 and train.mode in ("sync", "periodic") else ""))
+        rows["rollouts"] = (
+            f"{slots} groups in flight ({made.instances} instances × {rollout.concurrency}), {waves:.1f} waves"
+            + (": slots stay empty" if waves < 1 and train.mode in ("sync", "periodic") else "")
+        )
     return rows

@@ -33,7 +33,8 @@ def rank_parameters(shape: ModelShape, parallel: Parallel, stage: int) -> Parame
     per_stage = shape.layers // parallel.pipeline
     layers = range(stage * per_stage, (stage + 1) * per_stage)
     vocabulary = -(-shape.vocabulary // parallel.tensor) * shape.hidden
-    shared, experts = 0, 0
+    shared = 0
+    experts = 0
     for layer in layers:
         shared += _attention(shape, parallel.tensor) + 2 * shape.hidden
         if shape.experts is not None and layer in shape.experts.layers:
@@ -41,7 +42,8 @@ def rank_parameters(shape: ModelShape, parallel: Parallel, stage: int) -> Parame
             experts += _experts(shape, shape.experts, parallel.expert)
         else:
             shared += 3 * shape.hidden * shape.intermediate // parallel.tensor
-    first, last = stage == 0, stage == parallel.pipeline - 1
+    first = stage == 0
+    last = stage == parallel.pipeline - 1
     shared += vocabulary * first + shape.hidden * last
     if last and not (shape.tied and first):  # a tied output layer is a copy of its own on another stage
         shared += vocabulary
@@ -49,7 +51,8 @@ def rank_parameters(shape: ModelShape, parallel: Parallel, stage: int) -> Parame
 
 
 def _attention(shape: ModelShape, tensor: int) -> int:
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
     cut = shape.hidden * (queries + 2 * keys) + queries * shape.hidden
     if shape.architecture == "Qwen2ForCausalLM":
         cut += queries + 2 * keys
@@ -68,14 +71,15 @@ def head_norms(shape: ModelShape) -> bool:
 def layer_elements(shape: ModelShape, parallel: Parallel, tables: bool = False) -> int:
     """Elements that one layer keeps per token of a rank's row, without recomputation.
 
-    Counted from what our layers save, as Korthikanti et al. (arXiv:2205.05198 §4.1) count theirs: both norms keep their input,
-    the two linear layers behind them the norms' outputs (4·h; shared among tensor ranks under sequence parallelism); attention
-    the joint projection, rotated queries and keys and its output, with head norms and several key-value heads a rank also a
-    copy of the queries; the MLP its gate and up projection and their product (3·f); the rotation four vectors of a head's
-    size, or none of its own where all layers share `tables` (engine.model.rotary, on a CPU). Small per-token statistics count
-    as two elements a norm or head.
+    Counted from what our layers save, as Korthikanti et al. (arXiv:2205.05198 §4.1) count theirs: both norms keep their
+    input, the two linear layers behind them the norms' outputs (4·h; shared among tensor ranks under sequence
+    parallelism); attention the joint projection, rotated queries and keys and its output, with head norms and several
+    key-value heads a rank also a copy of the queries; the MLP its gate and up projection and their product (3·f); the
+    rotation four vectors of a head's size, or none of its own where all layers share `tables` (engine.model.rotary, on
+    a CPU). Small per-token statistics count as two elements a norm or head.
     """
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries = shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
     stream = 4 * shape.hidden // (parallel.tensor if parallel.sequence else 1)
     copied = queries if head_norms(shape) and shape.kv_heads > parallel.tensor else 0
     attention = (queries + 2 * keys) + queries + keys + queries + copied

@@ -32,12 +32,15 @@ def worked(first: int, second: int, slip: tuple[int, int] | None = None) -> str:
     sum (0 … 19) into one column; what follows is consistent with it, so that nothing but the arithmetic is wrong.
     """
     lines: list[str] = []
-    result, carry = 0, 0
+    result = 0
+    carry = 0
     for column in range(COLUMNS):
-        left, right = _digit(first, column), _digit(second, column)
+        left = _digit(first, column)
+        right = _digit(second, column)
         total = slip[1] if slip is not None and slip[0] == column else left + right + carry
         lines.append(f"{left}{right}{carry}{total % 10}{total // 10}")
-        result, carry = result + total % 10 * 10**column, total // 10
+        result = result + total % 10 * 10**column
+        carry = total // 10
     return f"{';'.join(lines)}#{result + carry * 10**COLUMNS}"
 
 
@@ -53,8 +56,10 @@ def summands(problem: str) -> tuple[int, int]:
     """The two numbers of "315+849="; raises BadInput when the problem is no such addition."""
     match = re.fullmatch(rf"(\d{{{COLUMNS}}})\+(\d{{{COLUMNS}}})=", problem)
     if match is None:
-        raise BadInput(f"problem {problem!r}: the quickstart model is warmed up on additions like '315+849=' only; "
-                       "set model.path to a Hugging Face folder to train on other problems")
+        raise BadInput(
+            f"problem {problem!r}: the quickstart model is warmed up on additions like '315+849=' only; "
+            "set model.path to a Hugging Face folder to train on other problems"
+        )
     return int(match[1]), int(match[2])
 
 

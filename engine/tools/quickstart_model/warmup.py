@@ -42,8 +42,9 @@ class WarmUp:
     init_std: float = 0.06
     """Transformers' 0.02 suits a hidden size of thousands; at 128 it costs a fifth more steps."""
     wrong_share: float = 0.5
-    """Share of the rows that teach a wrong sum, which bounds the accuracy by 0.5 however well the rest is learned. Runs of GRPO
-    from models made with 0.5 ended at 0.94 to 0.98 held out, from models made with 0.3 (another learning rate) at 0.89."""
+    """Share of the rows that teach a wrong sum, which bounds the accuracy by 0.5 however well the rest is learned. Runs
+    of GRPO from models made with 0.5 ended at 0.94 to 0.98 held out, from models made with 0.3 (another learning rate)
+    at 0.89."""
     batch: int = 64
     """Rows per step."""
     learning_rate: float = 5e-3
@@ -83,7 +84,7 @@ def ensure_quickstart_model(
         made = Path(scratch) / "model"
         with torch.random.fork_rng(devices=[]), _one_thread():
             torch.manual_seed(seed)
-            _make(made, rows, seed, report, settings)
+            _make(folder=made, rows=rows, seed=seed, report=report, how=settings)
         _publish(made, folder, Path(scratch) / "replaced")
     return folder
 
@@ -119,7 +120,7 @@ def _make(folder: Path, rows: list[dict[str, str]], seed: int, report: Callable[
     """Warm a model up and write its folder, marker last."""
     tokenizer = byte_tokenizer.build(how.context)
     model = untrained(tokenizer, how)
-    _warm_up(model, tokenizer, rows, seed, report, how)
+    _warm_up(model=model, tokenizer=tokenizer, rows=rows, seed=seed, report=report, how=how)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
@@ -148,8 +149,14 @@ def untrained(tokenizer: PreTrainedTokenizerFast, how: WarmUp) -> Qwen3ForCausal
     return model
 
 
-def _warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], seed: int,
-             report: Callable[[str], None], how: WarmUp) -> None:
+def _warm_up(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    seed: int,
+    report: Callable[[str], None],
+    how: WarmUp,
+) -> None:
     """Supervised steps until sampled answers are right often enough; changes `model` in place."""
     started = time.monotonic()
     ids, labels = _tensors(lessons(rows, how.wrong_share, seed), tokenizer)
@@ -160,13 +167,17 @@ def _warm_up(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: 
         measured = step >= how.measure_from
         if measured:
             accuracy = _accuracy(model, tokenizer, rows, how.problems, max_tokens=ids.shape[1])
-        report(f"base model: step {step}, loss {loss:.3f}, accuracy {accuracy:.2f} (wanted {how.enough:.2f}), "
-               f"{time.monotonic() - started:.0f} s")
+        report(
+            f"base model: step {step}, loss {loss:.3f}, accuracy {accuracy:.2f} (wanted {how.enough:.2f}), "
+            f"{time.monotonic() - started:.0f} s"
+        )
         if measured and accuracy >= how.enough:
             return
     if accuracy < how.too_low:
-        raise MetronomeError(f"the quickstart model reached accuracy {accuracy:.2f} in {how.max_steps} warm-up steps, "
-                             f"below the {how.too_low:.2f} that GRPO needs; give a model of your own by model.path")
+        raise MetronomeError(
+            f"the quickstart model reached accuracy {accuracy:.2f} in {how.max_steps} warm-up steps, "
+            f"below the {how.too_low:.2f} that GRPO needs; give a model of your own by model.path"
+        )
 
 
 def _tensors(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
@@ -189,7 +200,8 @@ def _steps(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor, how: WarmUp) ->
     for step in range(1, how.max_steps + 1):
         if len(order) < how.batch:
             order = torch.randperm(len(ids))
-        chosen, order = order[: how.batch], order[how.batch :]
+        chosen = order[: how.batch]
+        order = order[how.batch :]
         # Padding stands on the right, where causal attention never looks: no mask needed.
         loss = model(input_ids=ids[chosen], labels=labels[chosen], use_cache=False).loss
         loss.backward()
@@ -206,8 +218,13 @@ def _rate(step: int, how: WarmUp) -> float:
 
 
 @torch.no_grad()
-def _accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]], problems: int,
-              max_tokens: int) -> float:
+def _accuracy(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[dict[str, str]],
+    problems: int,
+    max_tokens: int,
+) -> float:
     """Share of right answers (the text after "#") when one response to each of `problems` random rows is sampled."""
     chosen = [rows[place] for place in torch.randperm(len(rows))[:problems].tolist()]
     prompts = tokenizer([row["problem"] for row in chosen], return_tensors="pt", padding=True)

@@ -1,13 +1,13 @@
 """Checkpoints that are everything (contract 8) and never look complete when they are not.
 
 A checkpoint is a folder in Megatron's `torch_dist` format (weights, old policy, moments and random streams: see
-`checkpoint_state`) with `state.json` beside it (step, config, layout, schedule, the reference by path and hash). It is saved
-by all ranks at once and loaded by any layout. Each rank takes a copy of its tensors and goes on; a thread of its own writes
-them. Rank 0's thread makes the whole of it: index, rename, marker last, old ones deleted, the new one published to
-`checkpoint.path`. All ranks must see the same run folder.
+`checkpoint_state`) with `state.json` beside it (step, config, layout, schedule, the reference by path and hash). It is
+saved by all ranks at once and loaded by any layout. Each rank takes a copy of its tensors and goes on; a thread of its
+own writes them. Rank 0's thread makes the whole of it: index, rename, marker last, old ones deleted, the new one
+published to `checkpoint.path`. All ranks must see the same run folder.
 
-Megatron's index is a pickle. It is read only if it is the file that the marker was written for and refers to nothing but
-what an index consists of (`checkpoint_files.check`), so a checkpoint from a bucket can't run code.
+Megatron's index is a pickle. It is read only if it is the file that the marker was written for and refers to nothing
+but what an index consists of (`checkpoint_files.check`), so a checkpoint from a bucket can't run code.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Checkpoints:
     """The run's checkpoints, as one rank sees them. Built by every rank; `save` and `resume` are collectives of all."""
 
     def __init__(self, root: Path, policy: Policy, config: Config, reference_hash: str | None) -> None:
-        """`root`: folder `checkpoints` of the run folder; `reference_hash`: content of the reference model, None without one."""
+        """`root`: folder `checkpoints` of the run folder; `reference_hash`: content of the reference model, None
+        without one."""
         self._root = root
         self._policy = policy
         self._config = config
@@ -75,13 +76,15 @@ class Checkpoints:
         self.prompt_position: int | None = None
         """Prompts used before the next step, with algorithm.dynamic_sampling; else they are a function of the step."""
         self.prompts: str | None = None
-        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`): of the loaded checkpoint, or of the run."""
+        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`): of the loaded checkpoint, or of the
+        run."""
 
     def save(self, step: int, figures: Mapping[str, Any] | None = None) -> None:
-        """Take the checkpoint before step `step`; returns once the copy is taken. Nothing if it was the last one already.
+        """Take the checkpoint before step `step`; returns once the copy is taken. Nothing if it was the last one
+        already.
 
-        `figures` are the numbers of the last step; the best checkpoints are chosen by its reward_mean. Waits for the save
-        before, if that is still under way, and raises what it failed with. A collective of all ranks.
+        `figures` are the numbers of the last step; the best checkpoints are chosen by its reward_mean. Waits for the
+        save before, if that is still under way, and raises what it failed with. A collective of all ranks.
         """
         self.finish(self._config.train.timeout_s)
         target = folder_of(self._root, step)
@@ -99,10 +102,13 @@ class Checkpoints:
         """Forget a save that is through. Raises CheckpointError, naming it, if it failed. No collective."""
         if self._flight is None or not self._flight.done.done():
             return
-        flight, self._flight = self._flight, None
+        flight = self._flight
+        self._flight = None
         error = flight.done.exception()
         if error is not None:
-            raise CheckpointError(f"checkpoint {flight.name} could not be saved: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"checkpoint {flight.name} could not be saved: {type(error).__name__}: {error}"
+            ) from error
 
     def finish(self, timeout_s: float) -> None:
         """Wait until this rank has nothing left to write; rank 0 waits for all and for what is published.
@@ -110,15 +116,17 @@ class Checkpoints:
         Raises DeadlineError after `timeout_s` seconds, and like `poll`. No collective.
         """
         if self._flight is not None and wait([self._flight.done], timeout_s).not_done:
-            raise DeadlineError(f"waited {timeout_s:.0f} s for checkpoint {self._flight.name} to be written to {self._root}"
-                                + (f" and {self._place}" if self._place else ""))
+            raise DeadlineError(
+                f"waited {timeout_s:.0f} s for checkpoint {self._flight.name} to be written to {self._root}"
+                + (f" and {self._place}" if self._place else "")
+            )
         self.poll()
 
     def resume(self) -> int | None:
         """Load the newest complete checkpoint, of the run folder or else of `checkpoint.path`; the step to go on with.
 
-        None if there is none. Prints what is ignored and why, and what another layout can't take over. Raises BadInput if
-        the checkpoint is of another model or reference. A collective of all ranks.
+        None if there is none. Prints what is ignored and why, and what another layout can't take over. Raises BadInput
+        if the checkpoint is of another model or reference. A collective of all ranks.
         """
         found = self._policy.ranks.from_first(self._find)
         if not found["name"]:
@@ -128,7 +136,13 @@ class Checkpoints:
         self._check_layout(folder, state)
         same_layout = state["layout"] == layout()
         try:
-            load_state(str(folder), self._policy, state["updates"], same_layout, state["gradient_control"])
+            load_state(
+                folder=str(folder),
+                policy=self._policy,
+                updates=state["updates"],
+                same_layout=same_layout,
+                gradient_control=state["gradient_control"],
+            )
         except CheckpointException as error:
             raise CheckpointError(f"checkpoint {folder} could not be read: {error}") from error
         self._policy.scheduler.load_state_dict(state["scheduler"])
@@ -137,8 +151,10 @@ class Checkpoints:
         self.prompt_position = state.get("prompt_position")
         self.prompts = state.get("prompts")
         if not same_layout:
-            self._warn(f"checkpoint {folder.name} was saved in the layout {state['layout']}, this run has {layout()}: "
-                      "the random streams of its ranks are not restored (sampling does not depend on them)")  # fmt: skip
+            self._warn(
+                f"checkpoint {folder.name} was saved in the layout {state['layout']}, this run has {layout()}: "
+                "the random streams of its ranks are not restored (sampling does not depend on them)"
+            )
         return self._step
 
     def _prepare(self, step: int) -> bool:
@@ -174,7 +190,7 @@ class Checkpoints:
             return
         taken.gather(self._config.train.timeout_s)
         write_json(partial_of(target) / STATE, state)
-        publish(partial_of(target), target, int(state["step"]), figures, self._run)
+        publish(partial=partial_of(target), target=target, step=int(state["step"]), figures=figures, run=self._run)
         keep = self._config.checkpoint
         prune(self._root, keep.keep_last, keep.keep_best)
         if self._place:
@@ -208,12 +224,16 @@ class Checkpoints:
 
     def _check_layout(self, folder: Path, state: Mapping[str, Any]) -> None:
         if (state["reference"] or {}).get("hash") != (self._reference or {}).get("hash"):
-            raise BadInput(f"checkpoint {folder}: it was taken with another reference model (content hash differs); "
-                           "resume with the model.path that the run started from")
+            raise BadInput(
+                f"checkpoint {folder}: it was taken with another reference model (content hash differs); "
+                "resume with the model.path that the run started from"
+            )
         ours = _plain(asdict(self._policy.models.shape))
         if differs := sorted(key for key in ours if ours[key] != state["model"].get(key)):
-            raise BadInput(f"checkpoint {folder}: it is of another model than model.path = {self._config.model.path!r} "
-                           f"({', '.join(differs)} differ)")
+            raise BadInput(
+                f"checkpoint {folder}: it is of another model than model.path = {self._config.model.path!r} "
+                f"({', '.join(differs)} differ)"
+            )
         check_same_keys(self._config, state["config"])
 
     def _warn(self, message: str) -> None:

@@ -1,4 +1,5 @@
-"""What a checkpoint's tensors are called and how they are cut: the same for every layout and each of Megatron's optimizers.
+"""What a checkpoint's tensors are called and how they are cut: the same for every layout and each of Megatron's
+optimizers.
 
 `policy.*` are the exact weights (the optimizer's fp32 master weights where it has some), `old.*` the old policy's,
 `optimizer.state.exp_avg.policy.*` and `…exp_avg_sq…` Adam's moments in the shapes of the weights, `rng.RANK.*` a rank's
@@ -113,7 +114,8 @@ def _metadata() -> dict[str, Any]:
 
 
 def _bases(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """The optimizers inside Megatron's chain (that of the experts is one of its own), without those that have nothing to do."""
+    """The optimizers inside Megatron's chain (that of the experts is one of its own), without those that have nothing
+    to do."""
     for base in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not base.is_stub_optimizer:
             yield base
@@ -175,7 +177,8 @@ def _load_optimizer(folder: str, optimizer: MegatronOptimizer, weights: Parts, u
 
 
 def _make_room(base: MegatronOptimizer) -> None:
-    """Moments to load into. Megatron's distributed optimizer can't load where torch's Adam has begun to count its updates."""
+    """Moments to load into. Megatron's distributed optimizer can't load where torch's Adam has begun to count its
+    updates."""
     for state in base.optimizer.state.values():
         state.pop("step", None)
     base.init_state_fn(base.optimizer, base.config)
@@ -199,15 +202,20 @@ def _set_updates(adam: torch.optim.Optimizer, updates: int) -> None:
 
 def _rng(policy: Policy) -> Parts:
     mine = f"rng.{dist.get_rank():05d}."
-    return {name: ShardedTensor.from_rank_offsets(mine + name, state) for name, state in policy.platform.rng_state().items()}
+    return {
+        name: ShardedTensor.from_rank_offsets(mine + name, state) for name, state in policy.platform.rng_state().items()
+    }
 
 
 def _load_rng(folder: str) -> dict[str, Tensor]:
     """This rank's streams, by name."""
     mine = f"rng.{dist.get_rank():05d}."
     there = dist_checkpointing.load_tensors_metadata(folder)
-    parts = {key: ShardedTensor.from_rank_offsets(key, torch.empty(part.global_shape, dtype=torch.uint8))
-             for key, part in there.items() if key.startswith(mine)}  # fmt: skip
+    parts = {
+        key: ShardedTensor.from_rank_offsets(key, torch.empty(part.global_shape, dtype=torch.uint8))
+        for key, part in there.items()
+        if key.startswith(mine)
+    }
     return {key.removeprefix(mine): state for key, state in _load(folder, parts).items()}
 
 

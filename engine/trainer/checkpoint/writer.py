@@ -1,4 +1,5 @@
-"""Writing Megatron's `torch_dist` format in the background: a copy is taken at once, a thread of each rank writes its files.
+"""Writing Megatron's `torch_dist` format in the background: a copy is taken at once, a thread of each rank writes its
+files.
 
 Megatron's own asynchronous save forks the trainer and keeps a manager process per rank that outlives a `kill -9` of it
 (contract 9), and finishes with collectives. Here a thread writes, and ranks tell each other through files that they are
@@ -67,7 +68,9 @@ class _Planning(TorchDistSaveShardedStrategy):
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self.snapshot = Snapshot(checkpoint_dir)
-        planned, *_ = save_state_dict_async_plan(mcore_to_pyt_state_dict(tensors), self.snapshot, None, 0, planner=planner)
+        planned, *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(tensors), self.snapshot, None, 0, planner=planner
+        )
         self.snapshot.index = planned[1]
         return AsyncRequest(None, (), [])
 
@@ -98,13 +101,16 @@ class Snapshot(FileSystemWriter):
         write_json(_list_of(Path(self.path), self.rank_in_world), [_row(result) for result in results])
 
     def gather(self, timeout_s: float) -> None:
-        """On rank 0: wait for the lists of all ranks, then write the index. Raises DeadlineError naming the ranks that lack."""
+        """On rank 0: wait for the lists of all ranks, then write the index. Raises DeadlineError naming the ranks that
+        lack."""
         folder = Path(self.path)
         lists = [_list_of(folder, rank) for rank in range(self.world)]
         deadline = time.monotonic() + timeout_s
         while missing := [rank for rank, path in enumerate(lists) if not path.exists()]:
             if time.monotonic() > deadline:
-                raise DeadlineError(f"trainer ranks {missing} have not written their part of {folder} within {timeout_s:.0f} s")
+                raise DeadlineError(
+                    f"trainer ranks {missing} have not written their part of {folder} within {timeout_s:.0f} s"
+                )
             time.sleep(LOOK_S)
         assert self.index is not None
         self.finish(self.index, [[_result(row) for row in json.loads(path.read_text())] for path in lists])
@@ -122,8 +128,17 @@ def _list_of(folder: Path, rank: int) -> Path:
 
 
 def _row(result: WriteResult) -> list[Any]:
-    index, where = result.index, result.storage_data
-    return [index.fqn, list(index.offset), index.index, result.size_in_bytes, where.relative_path, where.offset, where.length]
+    index = result.index
+    where = result.storage_data
+    return [
+        index.fqn,
+        list(index.offset),
+        index.index,
+        result.size_in_bytes,
+        where.relative_path,
+        where.offset,
+        where.length,
+    ]
 
 
 def _result(row: Sequence[Any]) -> WriteResult:

@@ -1,7 +1,8 @@
-"""The sender by vllm-ascend's own weight transfer (transport hccl). Written from its published source, not run on hardware.
+"""The sender by vllm-ascend's own weight transfer (transport hccl). Written from its published source, not run on
+hardware.
 
-One sender, hence one pipeline stage. The instances' side is vllm-ascend's too: it loads what it receives as it comes, so the
-checksums are not compared on the way; the probe after the sync sees what they would have seen.
+One sender, hence one pipeline stage. The instances' side is vllm-ascend's too: it loads what it receives as it comes,
+so the checksums are not compared on the way; the probe after the sync sees what they would have seen.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ class HcclTransport:
     groups = True
 
     def __init__(self, timeout_s: float, device: torch.device, stages: int) -> None:
-        """Raises BadInput where vllm-ascend is missing and for several stages. `device`: the NPU of this rank's model."""
+        """Raises BadInput where vllm-ascend is missing and for several stages. `device`: the NPU of this rank's
+        model."""
         if stages > 1:
-            raise BadInput(f"weights.transport = \"hccl\" knows one sender, but parallel.pipeline = {stages}; use file")
+            raise BadInput(f'weights.transport = "hccl" knows one sender, but parallel.pipeline = {stages}; use file')
         try:
             from vllm_ascend.distributed.weight_transfer import hccl_engine
         except ImportError as error:
-            raise BadInput(f"weights.transport = \"hccl\" needs vllm-ascend in the trainer's environment too: {error}; use file, "
-                           "or gloo without devices") from None
+            raise BadInput(
+                f'weights.transport = "hccl" needs vllm-ascend in the trainer\'s environment too: {error}; use file, '
+                "or gloo without devices"
+            ) from None
         self._engine = hccl_engine
         self.device = device
         self._timeout_s = timeout_s
@@ -55,7 +59,8 @@ class HcclTransport:
             self._group = self._engine.HCCLWeightTransferEngine.trainer_init(where)
 
     def call_off(self) -> None:
-        """Drop the group. A broadcast under way can't be called off: HCCL's own time-out (HCCL_EXEC_TIMEOUT) ends it."""
+        """Drop the group. A broadcast under way can't be called off: HCCL's own time-out (HCCL_EXEC_TIMEOUT) ends
+        it."""
         self._group = None
 
     def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +78,10 @@ class Sending:
     """trainer_send_weights in a thread, since it returns when the bytes are through."""
 
     def __init__(self, engine: Any, group: Any, tensors: list[tuple[str, torch.Tensor]], timeout_s: float) -> None:  # noqa: ANN401
-        self._engine, self._group, self._tensors, self._timeout_s = engine, group, tensors, timeout_s
+        self._engine = engine
+        self._group = group
+        self._tensors = tensors
+        self._timeout_s = timeout_s
         self._error: RuntimeError | None = None
         self._thread = threading.Thread(target=self._run, name="hccl-broadcast", daemon=True)
         self._thread.start()
@@ -81,7 +89,9 @@ class Sending:
     def _run(self) -> None:
         if self._group is None:  # no instance
             return
-        arguments = self._engine.HCCLTrainerSendWeightsArgs(group=self._group, packed=True, packed_buffer_size_bytes=PACKED_BYTES)
+        arguments = self._engine.HCCLTrainerSendWeightsArgs(
+            group=self._group, packed=True, packed_buffer_size_bytes=PACKED_BYTES
+        )
         try:
             self._engine.HCCLWeightTransferEngine.trainer_send_weights(iter(self._tensors), arguments)
             torch.accelerator.synchronize()
@@ -95,4 +105,3 @@ class Sending:
             raise DeadlineError(f"a bucket of weights was not through within {self._timeout_s:g} s")
         if self._error is not None:
             raise TransferError(f"a member of the weight transfer failed: {self._error}")
-

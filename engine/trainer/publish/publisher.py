@@ -1,4 +1,5 @@
-"""Weight sync, the trainer's side: each pipeline stage's tensors are gathered, bucket by bucket, while others are sent."""
+"""Weight sync, the trainer's side: each pipeline stage's tensors are gathered, bucket by bucket, while others are
+sent."""
 
 from __future__ import annotations
 
@@ -30,14 +31,15 @@ class PublishedModel(Protocol):
     """What is published."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """This pipeline stage's whole tensors under Hugging Face names, valid until the parameters change (see `settle`).
+        """This pipeline stage's whole tensors under Hugging Face names, valid until the parameters change (see
+        `settle`).
 
         A collective of the ranks that share them.
         """
 
     def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities (temperature 1) of the tokens after the first; [] on ranks that do not know them. A collective
-        of each replica."""
+        """Log-probabilities (temperature 1) of the tokens after the first; [] on ranks that do not know them. A
+        collective of each replica."""
 
 
 class PublishRanks(Protocol):
@@ -68,8 +70,8 @@ class Retry(TransferError):
 
 
 class Publisher:
-    """Publishes weight versions; the launcher leads the instances (engine.launcher.weight_sync.sync). Built by all ranks at
-    once."""
+    """Publishes weight versions; the launcher leads the instances (engine.launcher.weight_sync.sync). Built by all
+    ranks at once."""
 
     def __init__(
         self,
@@ -83,9 +85,14 @@ class Publisher:
         timeout_s: float,
     ) -> None:
         """`sender`: the sending thread's own way to the launcher; `folder`: for snapshots, shared with the instances;
-        `dtype`: of the instances' weights; `timeout_s`: of each bucket, longer than the launcher's patience with one."""
-        self._control, self._sender, self._ranks = control, sender, ranks
-        self._dtype, self._bucket_bytes, self._timeout_s = dtype, bucket_bytes, timeout_s
+        `dtype`: of the instances' weights; `timeout_s`: of each bucket, longer than the launcher's patience with
+        one."""
+        self._control = control
+        self._sender = sender
+        self._ranks = ranks
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
         gathered = ranks.gather({"stage": ranks.stage, "exports": ranks.exports})
         self._stages = 1 + max(one["stage"] for one in gathered)
         self._alone = sum(one["exports"] and one["stage"] == ranks.stage for one in gathered) == 1
@@ -105,14 +112,16 @@ class Publisher:
     def _make_pipeline(self) -> SendPipeline:
         self._buffers = Buffers(UNDER_WAY, self._timeout_s, self._transport.device)
         if self._transport.groups:
-            steps, counted = [self._announce] if self._alone else [self._announce, self._snapshots.write], 1
+            steps = [self._announce] if self._alone else [self._announce, self._snapshots.write]
+            counted = 1
         else:
-            steps, counted = [self._write, self._announce], 2
+            steps = [self._write, self._announce]
+            counted = 2
         return SendPipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
 
     def publish(self, model: PublishedModel, version: int) -> float:
-        """Return once every instance holds exactly this version by its checksums, and serves it; `verify` must follow. Returns
-        the seconds it took (exposed sync).
+        """Return once every instance holds exactly this version by its checksums, and serves it; `verify` must follow.
+        Returns the seconds it took (exposed sync).
 
         A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
         """
@@ -126,11 +135,13 @@ class Publisher:
                 if not self._snapshot_after_sync:
                     self._complete_snapshot(version)
                 return time.perf_counter() - started
-        raise WeightSyncError(f"weight version {version} could not be sent: instances failed in each of {ATTEMPTS} attempts")
+        raise WeightSyncError(
+            f"weight version {version} could not be sent: instances failed in each of {ATTEMPTS} attempts"
+        )
 
     def verify(self, model: PublishedModel, version: int) -> None:
-        """After `publish`, while the instances generate already: compare what they make of the version with what we do. No
-        response that it sampled is given to anybody before.
+        """After `publish`, while the instances generate already: compare what they make of the version with what we do.
+        No response that it sampled is given to anybody before.
 
         A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
         """
@@ -141,7 +152,8 @@ class Publisher:
             self._snapshot = Background(lambda: self._write_snapshot(model, version), UNWRITTEN)
 
     def settle(self) -> None:
-        """Before the parameters change: until the version that was published last is in its snapshot, or that is dropped.
+        """Before the parameters change: until the version that was published last is in its snapshot, or that is
+        dropped.
 
         Raises nothing: what went wrong is told to all ranks by the next publish.
         """
@@ -175,7 +187,7 @@ class Publisher:
                 return False
         return True
 
-    # groups ---------------------------------------------------------------------------------------------------------------
+    # groups ---------------------------------------------------------------------------------------
 
     def _connect(self, version: int, opened: dict[str, Any]) -> bool:
         """Make the stages' groups with the instances. False to begin again."""
@@ -189,15 +201,18 @@ class Publisher:
         joining = Background(gather, "the groups of the weight transfer were not made") if sends else None
         name = self._transport.name
         reply = self._ranks.from_first(
-            lambda: self._control.ask("sync_connect", version=version, stages=stages, transport=name)
-            if opened["world_size"] > 1 else {}
+            lambda: (
+                self._control.ask("sync_connect", version=version, stages=stages, transport=name)
+                if opened["world_size"] > 1
+                else {}
+            )
         )
         if reply.get("retry") and sends:
             self._transport.call_off()
         outcome = self._caught(lambda: joining.result(self._timeout_s) if joining is not None else None)
         return self._agreed({"retry": True} if reply.get("retry") else outcome)
 
-    # buckets --------------------------------------------------------------------------------------------------------------
+    # buckets --------------------------------------------------------------------------------------
 
     def _gather(self, model: PublishedModel, version: int, stage: int) -> None:
         """Hand the stage's buckets to the pipeline as they fill. All of its ranks go through all of its tensors."""
@@ -210,8 +225,13 @@ class Publisher:
             return
         self._sending = []
         for bucket in self._packed(tensors):
-            info = {"transport": self._transport.name, "version": version, "stage": stage, "bucket": bucket.number,
-                    **bucket.wire()}
+            info = {
+                "transport": self._transport.name,
+                "version": version,
+                "stage": stage,
+                "bucket": bucket.number,
+                **bucket.wire(),
+            }
             info |= self._transport.write(bucket, info) if self._transport.groups else {}  # the others' write is a step
             self._sending.append(info)
             self._pipeline.put(bucket, info)
@@ -245,8 +265,8 @@ class Publisher:
 
     @property
     def _snapshot_after_sync(self) -> bool:
-        """Whether the snapshot is written after the sync, which then has cores and memory to itself: where it needs no other
-        rank. Else each bucket is written once it is sent."""
+        """Whether the snapshot is written after the sync, which then has cores and memory to itself: where it needs no
+        other rank. Else each bucket is written once it is sent."""
         return self._alone and self._transport.groups and self._pipeline is not None
 
     def _write_snapshot(self, model: PublishedModel, version: int) -> None:
@@ -255,13 +275,18 @@ class Publisher:
             self._snapshots.write(bucket, info)
             self._buffers.give(bucket.buffer)
             if self._outlived.is_set():
-                print(f"the snapshot of weight version {version} is dropped: it took more than {self._timeout_s:g} s", flush=True)
+                print(
+                    f"the snapshot of weight version {version} is dropped: it took more than {self._timeout_s:g} s",
+                    flush=True,
+                )
                 return
         self._snapshots.stage_done(version, self._ranks.stage)
 
     def _complete_snapshot(self, version: int) -> None:
-        """In the background, once its last bucket is written (and no instance reads it any more where it was staged)."""
-        pipeline, stage = self._pipeline, self._ranks.stage
+        """In the background, once its last bucket is written (and no instance reads it any more where it was
+        staged)."""
+        pipeline = self._pipeline
+        stage = self._ranks.stage
         if pipeline is None:
             return
 
@@ -278,7 +303,7 @@ class Publisher:
         gathered = self._ranks.gather({"probe": model.probe(token_ids)})
         return next((one["probe"] for one in gathered if one["probe"]), [])
 
-    # agreement ------------------------------------------------------------------------------------------------------------
+    # agreement ------------------------------------------------------------------------------------
 
     def _caught(self, act: Callable[[], Any]) -> dict[str, Any]:
         """The result of `act`, or its failure as a message."""

@@ -15,12 +15,15 @@ Step = Callable[[Bucket, dict[str, Any]], object]
 
 
 class SendPipeline:
-    """Puts buckets through steps, each in a thread of its own, in order; a bucket's memory comes back after the last step.
+    """Puts buckets through steps, each in a thread of its own, in order; a bucket's memory comes back after the last
+    step.
 
     After an error the buckets that follow are dropped, until `restart`.
     """
 
-    def __init__(self, steps: Sequence[Step], release: Callable[[Bucket], None], counted: int, timeout_s: float) -> None:
+    def __init__(
+        self, steps: Sequence[Step], release: Callable[[Bucket], None], counted: int, timeout_s: float
+    ) -> None:
         """`counted`: how many of the steps `wait` waits for; the others go on in the background."""
         self._steps = steps
         self._release = release
@@ -65,8 +68,10 @@ class SendPipeline:
     def _wait(self, steps: int, what: str) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._passed[steps - 1] == self._put, self._timeout_s):
-                raise DeadlineError(f"{self._put - self._passed[steps - 1]} buckets of weights were not {what} within "
-                                    f"{self._timeout_s:g} s")
+                raise DeadlineError(
+                    f"{self._put - self._passed[steps - 1]} buckets of weights were not {what} within "
+                    f"{self._timeout_s:g} s"
+                )
             if self._error is not None:
                 raise self._error
 

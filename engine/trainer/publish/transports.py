@@ -51,8 +51,8 @@ class Sent(Protocol):
 class Snapshots:
     """Versions of the weights in a folder that trainer and instances share, one folder of bucket files each.
 
-    The newest complete one stays: a late instance loads it without the ranks. The one before is written over by the next: new
-    memory costs four times what writing to it does. Safe for several stages' senders at once.
+    The newest complete one stays: a late instance loads it without the ranks. The one before is written over by the
+    next: new memory costs four times what writing to it does. Safe for several stages' senders at once.
     """
 
     def __init__(self, folder: Path, stages: int) -> None:
@@ -93,7 +93,9 @@ class Snapshots:
 
     def stage_done(self, version: int, stage: int) -> None:
         """A stage is written. The last one makes the version visible instead of the one before."""
-        partial, place, written = self._partial(version), self.place(version), self._written.pop(version, set())
+        partial = self._partial(version)
+        place = self.place(version)
+        written = self._written.pop(version, set())
         self._written.clear()
         for file in partial.glob(f"stage-{stage:03d}-*"):
             if file.name not in written:

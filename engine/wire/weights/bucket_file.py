@@ -1,6 +1,7 @@
 """A bucket as a safetensors file, written in one piece, and folders of them: the snapshots that late instances load.
 
-The file's metadata hold names, dtypes, shapes and checksums, so that a folder can be loaded with nothing else known of it.
+The file's metadata hold names, dtypes, shapes and checksums, so that a folder can be loaded with nothing else known of
+it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def write(path: Path, bucket: Bucket, wire: dict[str, Any]) -> None:
 def _write_all(file: Any, data: bytes | memoryview) -> None:  # noqa: ANN401
     left = memoryview(data)
     while left:
-        left = left[file.write(left):]
+        left = left[file.write(left) :]
 
 
 def wire_of(path: Path) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def wire_of(path: Path) -> dict[str, Any]:
     try:
         wire = json.loads(_header(path)[0]["__metadata__"]["bucket"])
     except (KeyError, TypeError, ValueError):
-        raise BadInput(f"{path}: not a bucket of weights; its metadata lack \"bucket\"") from None
+        raise BadInput(f'{path}: not a bucket of weights; its metadata lack "bucket"') from None
     return dict(wire)
 
 
@@ -120,8 +121,8 @@ class BucketFile:
         return [TensorSpec(name, TORCHS[dtype], shape) for name, (dtype, shape, *_) in places]
 
     def read(self, buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """Read the file, once, into a uint8 buffer on the host of at least `nbytes`; views of it. BadInput where the file
-        holds another dtype or shape, or is cut off meanwhile."""
+        """Read the file, once, into a uint8 buffer on the host of at least `nbytes`; views of it. BadInput where the
+        file holds another dtype or shape, or is cut off meanwhile."""
         left = memoryview(buffer.numpy())[: self.nbytes]
         try:
             with self._file as file:
@@ -137,8 +138,10 @@ class BucketFile:
     def _tensor(self, buffer: Tensor, spec: TensorSpec) -> Tensor:
         dtype, shape, begin, end = self._places[spec.name]
         if (dtype, shape) != (DTYPES[spec.dtype], spec.shape) or end - begin != spec.nbytes:
-            raise BadInput(f"{self.path}: {spec.name} is {dtype} {list(shape)}, announced was "
-                           f"{DTYPES[spec.dtype]} {list(spec.shape)}")
+            raise BadInput(
+                f"{self.path}: {spec.name} is {dtype} {list(shape)}, announced was "
+                f"{DTYPES[spec.dtype]} {list(spec.shape)}"
+            )
         return view(buffer[begin:end], spec)
 
 

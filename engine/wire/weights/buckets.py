@@ -1,8 +1,8 @@
 """Buckets: a pipeline stage's tensors, some at a time, so that the whole model is never in one place.
 
-A tensor that lies ready where it is sent from, contiguous and of the dtype that travels, is referred to; others are copied into a
-buffer that is used again. On the wire a bucket is described by `Bucket.wire` (docs: the update_info of /update_weights).
-Needs torch and xxhash alone: it also runs in vLLM's environment.
+A tensor that lies ready where it is sent from, contiguous and of the dtype that travels, is referred to; others are
+copied into a buffer that is used again. On the wire a bucket is described by `Bucket.wire` (docs: the update_info of
+/update_weights). Needs torch and xxhash alone: it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def title(update_info: dict[str, Any]) -> str:
 
 def _spec(name: Any, dtype: Any, shape: Any) -> TensorSpec:  # noqa: ANN401
     if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
-        raise BadInput(f"update_info: tensor {repr_short(name)} of dtype {repr_short(dtype)}; expected a name and one of "
-                       f"{', '.join(DTYPES)}")
+        raise BadInput(
+            f"update_info: tensor {repr_short(name)} of dtype {repr_short(dtype)}; expected a name and one of "
+            f"{', '.join(DTYPES)}"
+        )
     if not isinstance(shape, list) or len(shape) > 8 or any(type(size) is not int or size < 0 for size in shape):
         raise BadInput(f"update_info: {name} has the shape {repr_short(shape)}; expected a list of sizes")
     if math.prod(shape) >= 2**40:
@@ -80,13 +82,15 @@ def span(specs: Sequence[TensorSpec]) -> int:
 
 
 def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """The tensors of a bucket, of the uint8 buffer [≥ span] that holds them (a copy of one that begins at an odd place)."""
+    """The tensors of a bucket, of the uint8 buffer [≥ span] that holds them (a copy of one that begins at an odd
+    place)."""
     return [view(cut, spec) for cut, spec in zip(cuts(buffer, specs), specs, strict=True)]
 
 
 def cuts(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """uint8 [nbytes] for each of the tensors, one behind the other."""
-    offset, found = 0, []
+    offset = 0
+    found = []
     for spec in specs:
         found.append(buffer[offset : offset + spec.nbytes])
         offset += spec.nbytes
@@ -130,8 +134,8 @@ class Bucket:
 
 
 class Buffers:
-    """Host memory for the buckets that are under way; what is taken must be given back. Kept from sync to sync: the first
-    touch of memory costs more than the copy."""
+    """Host memory for the buckets that are under way; what is taken must be given back. Kept from sync to sync: the
+    first touch of memory costs more than the copy."""
 
     def __init__(self, count: int, timeout_s: float, device: torch.device | None = None) -> None:
         """`count` buckets at a time; `timeout_s`: how long to wait for one of them to be sent."""
@@ -142,8 +146,8 @@ class Buffers:
             self._free.put(torch.empty(0, dtype=torch.uint8, device=self._device))
 
     def take(self, nbytes: int) -> Tensor:
-        """A uint8 buffer of at least so many bytes: of the free ones the smallest that is large enough, else the largest,
-        grown. DeadlineError when none comes back in time."""
+        """A uint8 buffer of at least so many bytes: of the free ones the smallest that is large enough, else the
+        largest, grown. DeadlineError when none comes back in time."""
         try:
             free = [self._free.get(timeout=self._timeout_s)]
         except queue.Empty:
@@ -167,8 +171,8 @@ def pack(
 ) -> Iterator[Bucket]:
     """Put named tensors, as they come, into buckets of at most `limit` bytes or one tensor; cast to `dtype` if given.
 
-    Tensors that need no copy are referred to: they must not change while the bucket is in use. Each bucket's buffer is the
-    taker's, who gives it back. Raises BadInput for a dtype that does not travel.
+    Tensors that need no copy are referred to: they must not change while the bucket is in use. Each bucket's buffer is
+    the taker's, who gives it back. Raises BadInput for a dtype that does not travel.
     """
     bucket: Bucket | None = None
     number = used = 0
@@ -178,7 +182,9 @@ def pack(
             yield bucket
             bucket = None
         if bucket is None:
-            bucket, used, number = Bucket(number, [], [], buffers.take(max(limit, spec.nbytes))), 0, number + 1
+            bucket = Bucket(number, [], [], buffers.take(max(limit, spec.nbytes)))
+            used = 0
+            number = number + 1
         bucket.tensors.append(_ready(tensor, spec, bucket.buffer[used : used + spec.nbytes]))
         bucket.specs.append(spec)
         used += spec.nbytes
@@ -187,8 +193,8 @@ def pack(
 
 
 def small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, the first and second exchanged where the first alone is more than `limit` bytes (an embedding): instances
-    receive the first bucket beside their model and copy it, the others in place (WeightLoad.lend)."""
+    """The tensors, the first and second exchanged where the first alone is more than `limit` bytes (an embedding):
+    instances receive the first bucket beside their model and copy it, the others in place (WeightLoad.lend)."""
     left = iter(tensors)
     first = list(itertools.islice(left, 2))
     if len(first) == 2 and first[0][1].nbytes > limit >= first[1][1].nbytes:

@@ -1,13 +1,14 @@
-"""A checksum of a tensor's bytes, fast enough for every sync: XXH3 in host memory, integer arithmetic in torch on devices.
+"""A checksum of a tensor's bytes, fast enough for every sync: XXH3 in host memory, integer arithmetic in torch on
+devices.
 
-The receiver computes the kind that the sender announced: a transport's tensors lie in host memory on both ends, or on devices on
-both, but a late instance reads into host memory, from a snapshot, also what was sent between devices. Both kinds find what goes
-wrong in transit (a changed bit, places exchanged, bytes of another version); they are no defence against somebody who computes
-collisions.
+The receiver computes the kind that the sender announced: a transport's tensors lie in host memory on both ends, or on
+devices on both, but a late instance reads into host memory, from a snapshot, also what was sent between devices. Both
+kinds find what goes wrong in transit (a changed bit, places exchanged, bytes of another version); they are no defence
+against somebody who computes collisions.
 
-On devices the bytes are read as 64-bit words. Within a chunk each word is folded (so that its high bits count in the low
-ones) and multiplied by an odd pseudo-random weight of its place; the products are added modulo 2^64, and the chunks' sums are
-the coefficients of a polynomial modulo 2^64.
+On devices the bytes are read as 64-bit words. Within a chunk each word is folded (so that its high bits count in the
+low ones) and multiplied by an odd pseudo-random weight of its place; the products are added modulo 2^64, and the
+chunks' sums are the coefficients of a polynomial modulo 2^64.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _weights_of: dict[torch.device, Tensor] = {}
 
 
 def checksum(tensor: Tensor) -> str:
-    """Of the tensor's bytes in row-major order; shape and dtype do not count. 32 hexadecimal digits (XXH3, 128 bits) of one in
-    host memory, 16 of one on a device."""
+    """Of the tensor's bytes in row-major order; shape and dtype do not count. 32 hexadecimal digits (XXH3, 128 bits) of
+    one in host memory, 16 of one on a device."""
     data = _bytes(tensor)
     return xxhash.xxh3_128_hexdigest(data.numpy()) if data.device.type == "cpu" else device_checksum(tensor)
 

@@ -1,8 +1,8 @@
 """Broadcast groups of a pipeline stage's sender and all instances (torch.distributed; needs torch alone, no vllm).
 
-The sender is rank 0 and holds a TCPStore where the others find it. Members meet in the store, with a deadline, before the
-group is made: whoever died on the way leaves nobody in a constructor that can't be called off. Every wait in a group has
-a deadline, and `close` calls it off.
+The sender is rank 0 and holds a TCPStore where the others find it. Members meet in the store, with a deadline, before
+the group is made: whoever died on the way leaves nobody in a constructor that can't be called off. Every wait in a
+group has a deadline, and `close` calls it off.
 """
 
 from __future__ import annotations
@@ -47,19 +47,34 @@ class Rendezvous:
         return {"host": self.host, "port": self._store.port}
 
     def gather(self, world: int) -> BroadcastGroup:
-        """Wait for the members (ranks 1 … world − 1) and make the group. TransferError when called off, DeadlineError."""
+        """Wait for the members (ranks 1 … world − 1) and make the group. TransferError when called off,
+        DeadlineError."""
         try:
             with _store_errors("the members of the weight transfer"):
                 for rank in range(1, world):
-                    _await_key(self._store, f"here/{rank}", self._timeout_s, self._off, f"rank {rank} of the weight transfer")
+                    _await_key(
+                        store=self._store,
+                        key=f"here/{rank}",
+                        timeout_s=self._timeout_s,
+                        off=self._off,
+                        what=f"rank {rank} of the weight transfer",
+                    )
                 self._store.set("go", b"1")
-                return BroadcastGroup(self._store, 0, world, self._backend, self.host, self._timeout_s)
+                return BroadcastGroup(
+                    store=self._store,
+                    rank=0,
+                    world=world,
+                    backend=self._backend,
+                    own=self.host,
+                    timeout_s=self._timeout_s,
+                )
         except (DeadlineError, TransferError):
             self._store.set("off", b"1")
             raise
 
     def call_off(self) -> None:
-        """The group will not be made: nobody waits any longer. Who comes yet hears of it, as long as this object is kept."""
+        """The group will not be made: nobody waits any longer. Who comes yet hears of it, as long as this object is
+        kept."""
         self._off.set()
         self._store.set("off", b"1")
 
@@ -68,8 +83,15 @@ def _serve_store(host: str, timeout_s: float) -> dist.TCPStore:
     """A store on that address alone (torch would listen on all, and look up names of mapped addresses for seconds)."""
     listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = int(listening.getsockname()[1])
-    return dist.TCPStore(host, port, None, True, timedelta(seconds=timeout_s), wait_for_workers=False,
-                         master_listen_fd=listening.detach())  # fmt: skip
+    return dist.TCPStore(
+        host_name=host,
+        port=port,
+        world_size=None,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def join(
@@ -77,16 +99,31 @@ def join(
 ) -> BroadcastGroup:
     """Become a member of the group that a `Rendezvous` gathers. Raises TransferError when it, or `off`, calls off;
     DeadlineError."""
-    host, port = address.get("host"), address.get("port")
+    host = address.get("host")
+    port = address.get("port")
     if not isinstance(host, str) or type(port) is not int or not 0 < port < 65536:
-        raise BadInput(f"init_info.stages: {address!r} is no address; expected {{\"host\": ..., \"port\": ...}}")
+        raise BadInput(f'init_info.stages: {address!r} is no address; expected {{"host": ..., "port": ...}}')
     with _store_errors(f"the sender of the weights at {host}:{port}"):
         _await_port(host, port, timeout_s, off)
-        store = dist.TCPStore(host, port, None, False, timedelta(seconds=min(timeout_s, REACH_S)))
+        store = dist.TCPStore(
+            host_name=host,
+            port=port,
+            world_size=None,
+            is_master=False,
+            timeout=timedelta(seconds=min(timeout_s, REACH_S)),
+        )
         store.set_timeout(timedelta(seconds=timeout_s))
         store.set(f"here/{rank}", b"1")
-        _await_key(store, "go", timeout_s, off, f"the sender of the weights at {host}:{port} and the other members")
-        return BroadcastGroup(store, rank, world, backend, address_towards(host), timeout_s)
+        _await_key(
+            store=store,
+            key="go",
+            timeout_s=timeout_s,
+            off=off,
+            what=f"the sender of the weights at {host}:{port} and the other members",
+        )
+        return BroadcastGroup(
+            store=store, rank=rank, world=world, backend=backend, own=address_towards(host), timeout_s=timeout_s
+        )
 
 
 @contextlib.contextmanager
@@ -130,8 +167,10 @@ def own_address(loopback: bool) -> str:
         return "127.0.0.1"
     found = socket.gethostbyname(socket.gethostname())
     if ipaddress.ip_address(found).is_loopback:
-        raise BadInput(f"the name of this machine, {socket.gethostname()}, means {found}: instances on other machines can't "
-                       "reach that; give the machine's own address in /etc/hosts")
+        raise BadInput(
+            f"the name of this machine, {socket.gethostname()}, means {found}: instances on other machines can't "
+            "reach that; give the machine's own address in /etc/hosts"
+        )
     return found
 
 
@@ -143,9 +182,12 @@ class BroadcastGroup:
         self.backend = backend
         self._timeout_s = timeout_s
         self._store = store  # the sender's lives as long as the group
-        self._made: dist.ProcessGroup | None = _make(store, rank, world, backend, own, timeout_s)
+        self._made: dist.ProcessGroup | None = _make(
+            store=store, rank=rank, world=world, backend=backend, own=own, timeout_s=timeout_s
+        )
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        """Where receivers' buffers must lie: on the device of the thread that joined; other threads begin with device 0."""
+        """Where receivers' buffers must lie: on the device of the thread that joined; other threads begin with device
+        0."""
         self._last: list[dist.Work] = []
         self._closed = threading.Event()
 
@@ -160,7 +202,8 @@ class BroadcastGroup:
     def close(self) -> None:
         """Leave. Whoever waits in a transfer of this group gets TransferError now; the others when they notice."""
         self._closed.set()
-        made, self._made = self._made, None
+        made = self._made
+        self._made = None
         if made is None:
             return
         if self.backend == "nccl":
@@ -170,15 +213,16 @@ class BroadcastGroup:
 
 
 def _let_go(held: list[Any]) -> None:
-    """Drop [transfers under way …, group] once the transfers have ended by their time-out: gloo would wait for them with the
-    interpreter locked."""
+    """Drop [transfers under way …, group] once the transfers have ended by their time-out: gloo would wait for them
+    with the interpreter locked."""
     while not all(work.is_completed() for work in held[:-1]):
         time.sleep(0.05)
     held.clear()
 
 
 def _make(store: dist.Store, rank: int, world: int, backend: str, own: str, timeout_s: float) -> dist.ProcessGroup:
-    wait, place = timedelta(seconds=timeout_s), dist.PrefixStore("group", store)
+    wait = timedelta(seconds=timeout_s)
+    place = dist.PrefixStore("group", store)
     if backend == "gloo":
         options = dist.ProcessGroupGloo._Options()
         options._timeout = wait

@@ -1,4 +1,5 @@
-"""The weights of a Hugging Face folder: read and written tensor by tensor, in one safetensors file or many with an index."""
+"""The weights of a Hugging Face folder: read and written tensor by tensor, in one safetensors file or many with an
+index."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ SHARD_BYTES = 2 * 2**30
 """Default size of a written shard: what writing holds in memory."""
 
 MAPPED_BYTES = 256 * 2**20
-"""How much of a shard is read before it is opened anew: what was read through a mapping counts as memory until it closes."""
+"""How much of a shard is read before it is opened anew: what was read through a mapping counts as memory until it
+closes."""
 
 
 class Reader:
-    """Looks tensors up by name. One shard is open at a time, and memory holds about MAPPED_BYTES of it (or one tensor)."""
+    """Looks tensors up by name. One shard is open at a time, and memory holds about MAPPED_BYTES of it (or one
+    tensor)."""
 
     def __init__(self, folder: Path, shards: dict[str, Path]) -> None:
         """`shards` maps tensor names to their files; use `open_folder`."""
@@ -46,7 +49,8 @@ class Reader:
         path = self._shards[name]
         if self._file is None or self._path != path or self._mapped > MAPPED_BYTES:
             self.close()
-            self._file, self._path = _open(path), path
+            self._file = _open(path)
+            self._path = path
         try:
             tensor: Tensor = self._file.get_tensor(name)
         except SafetensorError as error:
@@ -56,7 +60,9 @@ class Reader:
 
     def close(self) -> None:
         """Let go of the open shard."""
-        self._file, self._path, self._mapped = None, None, 0
+        self._file = None
+        self._path = None
+        self._mapped = 0
 
 
 @contextmanager
@@ -72,8 +78,8 @@ def open_folder(folder: Path) -> Iterator[Reader]:
 def write_sharded(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
     """Write named tensors into a folder as they come, at most `shard_bytes` (or one tensor) to a file.
 
-    Holds one shard in memory. One file is `model.safetensors`; more are numbered and have an index, which is written last:
-    a folder without `model.safetensors` and index is not complete. Raises BadInput where weights lie already.
+    Holds one shard in memory. One file is `model.safetensors`; more are numbered and have an index, which is written
+    last: a folder without `model.safetensors` and index is not complete. Raises BadInput where weights lie already.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if stale := sorted([*folder.glob("*.safetensors"), *folder.glob(INDEX)]):
@@ -112,7 +118,8 @@ def _filled(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
     for name, tensor in tensors:
         if shard and used + tensor.nbytes > limit:
             yield shard
-            shard, used = {}, 0
+            shard = {}
+            used = 0
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         used += tensor.nbytes
     if shard:
@@ -150,8 +157,9 @@ def _shards(folder: Path) -> dict[str, Path]:
     if (folder / SINGLE).is_file():
         return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
     if not (folder / INDEX).is_file():
-        raise BadInput(f"{folder}: no {SINGLE} and no {INDEX} there; other weight formats (*.bin and other pickles) "
-                       "are not read")
+        raise BadInput(
+            f"{folder}: no {SINGLE} and no {INDEX} there; other weight formats (*.bin and other pickles) are not read"
+        )
     where = _index(folder / INDEX)
     for path in dict.fromkeys(where.values()):
         listed = {name for name, file in where.items() if file == path}
@@ -165,10 +173,12 @@ def _index(path: Path) -> dict[str, Path]:
         where = json.loads(path.read_text())["weight_map"]
         files = {str(name): str(file) for name, file in where.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{path}: not an index of safetensors (an object with \"weight_map\"): {error!r}") from None
+        raise BadInput(f'{path}: not an index of safetensors (an object with "weight_map"): {error!r}') from None
     for name, file in files.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise BadInput(f"{path}: tensor {name} is said to be in {file!r}; expected a *.safetensors beside the index")
+            raise BadInput(
+                f"{path}: tensor {name} is said to be in {file!r}; expected a *.safetensors beside the index"
+            )
         if not (path.parent / file).is_file():
             raise BadInput(f"{path.parent / file}: no such file, although {INDEX} says it holds tensor {name}")
     return {name: path.parent / file for name, file in files.items()}

@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 
 from engine.types import Group, Prompt, Response, Score
 
-VOCABULARY, CONTEXT = 61, 128  # 61 is padded under tensor parallelism
-LARGE, SMALL = 4096, 24
+# 61 is padded under tensor parallelism
+VOCABULARY = 61
+CONTEXT = 128
+LARGE = 4096
+SMALL = 24
 """Token budgets of a micro-batch: everything packed into one row, or nearly every response in a row of its own."""
 
 GROUP_SETS = {
@@ -35,8 +38,8 @@ class Case:
     budget: int = LARGE
     temperature: float = 1.0
     loss: str = "plain"
-    """"plain" is the policy gradient; "full" has ratios to an old policy, clipping, KL and entropy; "rollout" has ratios to the
-    instance's log-probabilities, and clipping."""
+    """"plain" is the policy gradient; "full" has ratios to an old policy, clipping, KL and entropy; "rollout" has
+    ratios to the instance's log-probabilities, and clipping."""
     groups: str = "mixed"
     deal: tuple[Windows, ...] = ()
     """The windows of each unit, each a tuple of group numbers; () deals one group per window, in turn."""
@@ -60,7 +63,9 @@ class Case:
     @property
     def model(self) -> str:
         """Name of its folder."""
-        return "-".join([self.kind, "tied" if self.tied else "untied", *(f"{key}={size}" for key, size in self.sizes.items())])
+        return "-".join(
+            [self.kind, "tied" if self.tied else "untied", *(f"{key}={size}" for key, size in self.sizes.items())]
+        )
 
     def windows(self, unit: int, units: int) -> Windows:
         """What a unit trains, in order."""
@@ -69,9 +74,12 @@ class Case:
         return tuple((index,) for index in range(len(GROUP_SETS[self.groups])) if index % units == unit)
 
 
-OLD_SCALE, REFERENCE_SCALE = 0.93, 1.07
+OLD_SCALE = 0.93
+REFERENCE_SCALE = 1.07
 """In the full loss old policy and reference are the policy with all weights times this: the same in every layout."""
-KL_COEF, ENTROPY_COEF, CLIP = 0.05, 0.02, 0.2
+KL_COEF = 0.05
+ENTROPY_COEF = 0.02
+CLIP = 0.2
 
 
 def make_groups(name: str) -> list[Group]:
@@ -82,12 +90,28 @@ def make_groups(name: str) -> list[Group]:
 
 def _group(draw: random.Random, index: int, prompt: int, lengths: tuple[int, ...]) -> Group:
     def ids(length: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(2, VOCABULARY) for _ in range(length))  # transformers trains no embedding of its padding, 1
+        # transformers trains no embedding of its padding, 1
+        return tuple(draw.randrange(2, VOCABULARY) for _ in range(length))
 
     def response(length: int) -> Response:
         mask = tuple(draw.random() < 0.8 for _ in range(length))
         logprobs = tuple(-4.0 - 0.1 * (place % 5) for place in range(length))
-        return Response(ids(length), logprobs, ((0, 0),), mask, "stop", "", 0, "i")
+        return Response(
+            token_ids=ids(length),
+            logprobs=logprobs,
+            versions=((0, 0),),
+            loss_mask=mask,
+            finish_reason="stop",
+            text="",
+            seed=0,
+            instance="i",
+        )
 
     question = Prompt(f"p{index}", "", "", ids(prompt))
-    return Group(0, index, question, tuple(map(response, lengths)), tuple(Score(draw.random()) for _ in lengths))
+    return Group(
+        step=0,
+        index=index,
+        prompt=question,
+        responses=tuple(map(response, lengths)),
+        scores=tuple(Score(draw.random()) for _ in lengths),
+    )

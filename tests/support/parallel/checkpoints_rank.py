@@ -1,7 +1,7 @@
 """One rank of test_checkpoints.py: `python checkpoints_rank.py WHAT FOLDER PORT...`.
 
-"first" does all layouts in the same processes, of which a layout takes the first few; then a checkpoint is begun over which they
-are killed. "second" resumes what is left.
+"first" does all layouts in the same processes, of which a layout takes the first few; then a checkpoint is begun over
+which they are killed. "second" resumes what is left.
 """
 
 import contextlib
@@ -18,11 +18,16 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[3]
-PLAIN, SHARED = {}, {"train.distributed_optimizer": True}
-TP2, PP2, DP2 = {"parallel.tensor": 2}, {"parallel.pipeline": 2}, {"parallel.data": 2}
+PLAIN = {}
+SHARED = {"train.distributed_optimizer": True}
+TP2 = {"parallel.tensor": 2}
+PP2 = {"parallel.pipeline": 2}
+DP2 = {"parallel.data": 2}
 EP2 = {"parallel.data": 2, "parallel.expert": 2}
-CP2, FOUR = {"parallel.context": 2}, TP2 | PP2
-MOE, BF16 = {"model.path": "moe"}, {"train.dtype": "bfloat16"}
+CP2 = {"parallel.context": 2}
+FOUR = TP2 | PP2
+MOE = {"model.path": "moe"}
+BF16 = {"train.dtype": "bfloat16"}
 CASES = [
     ("tp2pp2-dp2", FOUR, DP2),
     ("tp2-dp2", TP2, DP2),
@@ -34,17 +39,29 @@ CASES = [
     ("pp2-one", PP2, PLAIN),
     ("one-dp2shared", PLAIN, DP2 | SHARED),
 ]
-"""Name, layout that saves, layout that loads; each way there and back. That of most ranks comes first, since others wait."""
+"""Name, layout that saves, layout that loads; each way there and back. That of most ranks comes first, since others
+wait."""
 
 
 def settings_of(folder, changes):
     return {
-        "run.name": "run", "run.output": str(folder), "rollout.group_size": 4, "rollout.max_new_tokens": 16,
-        "rollout.max_context": 64, "train.learning_rate": 1e-3, "train.timeout_s": 60, "train.ratio_gap_limit": 0,
-        "train.warmup_steps": 5, "algorithm.old_policy": "previous", "algorithm.kl_coef": 0.01,
-        "algorithm.gradient_control": "gac", "algorithm.gac_low": 0.01, "algorithm.gac_high": 0.99,
-        **changes, "model.path": str(folder / changes.get("model.path", "dense")),
-    }  # fmt: skip
+        "run.name": "run",
+        "run.output": str(folder),
+        "rollout.group_size": 4,
+        "rollout.max_new_tokens": 16,
+        "rollout.max_context": 64,
+        "train.learning_rate": 1e-3,
+        "train.timeout_s": 60,
+        "train.ratio_gap_limit": 0,
+        "train.warmup_steps": 5,
+        "algorithm.old_policy": "previous",
+        "algorithm.kl_coef": 0.01,
+        "algorithm.gradient_control": "gac",
+        "algorithm.gac_low": 0.01,
+        "algorithm.gac_high": 0.99,
+        **changes,
+        "model.path": str(folder / changes.get("model.path", "dense")),
+    }
 
 
 class Side:
@@ -80,7 +97,8 @@ class Side:
         from engine.model.hf_weights import export
 
         self.accumulate(seed)
-        model, rank = self.policy.models.policy, self.policy.ranks.rank
+        model = self.policy.models.policy
+        rank = self.policy.ranks.rank
         mine = export({name: p.main_grad for name, p in model.named_parameters()}, model, self.policy.models.shape)
         torch.save({name: tensor.clone() for name, tensor in mine}, f"{file}-{rank}.pt")
         self.policy.ranks.barrier()
@@ -101,7 +119,8 @@ class Side:
 
     def tensors(self):
         return [p.detach().clone() for p in self.policy.models.policy.parameters()] + [
-            p.clone() for p in self.policy.models.old.weights]
+            p.clone() for p in self.policy.models.old.weights
+        ]
 
 
 def whole(file):
@@ -116,8 +135,22 @@ def a_group(seed, index):
     draw = random.Random(seed)
     ids = [tuple(draw.randrange(256) for _ in range(length)) for length in (7, 3, 12, 5)]
     prompt = Prompt("p", "", "", tuple(draw.randrange(256) for _ in range(9)))
-    responses = tuple(Response(i, (-5.0,) * len(i), ((0, 0),), (True,) * len(i), "stop", "", 0, "i") for i in ids)
-    return Group(0, index, prompt, responses, tuple(Score(draw.random()) for _ in ids))
+    responses = tuple(
+        Response(
+            token_ids=i,
+            logprobs=(-5.0,) * len(i),
+            versions=((0, 0),),
+            loss_mask=(True,) * len(i),
+            finish_reason="stop",
+            text="",
+            seed=0,
+            instance="i",
+        )
+        for i in ids
+    )
+    return Group(
+        step=0, index=index, prompt=prompt, responses=responses, scores=tuple(Score(draw.random()) for _ in ids)
+    )
 
 
 def world(changes):
@@ -130,7 +163,8 @@ def ranks(changes, ports):
     """A session of the layout's ranks; the other processes get False."""
     from engine import platform
 
-    port, size = ports.pop(0), world(changes)
+    port = ports.pop(0)
+    size = world(changes)
     if int(os.environ["RANK"]) >= size:
         yield False
         return
@@ -147,8 +181,11 @@ def numbers(folder):
 
     vocabulary = json.loads((folder / "state.json").read_text())["model"]["vocabulary"]
     whole = dist_checkpointing.load_plain_tensors(str(folder))
-    return {key: value[:vocabulary] if "word_embeddings" in key else value
-            for key, value in whole.items() if not key.startswith("rng")}  # fmt: skip
+    return {
+        key: value[:vocabulary] if "word_embeddings" in key else value
+        for key, value in whole.items()
+        if not key.startswith("rng")
+    }
 
 
 def there_and_back(folder, name, one, other, ports):
@@ -168,7 +205,8 @@ def there_and_back(folder, name, one, other, ports):
 
 
 def here(folder, name, changes):
-    """Save after two steps; the next two are the same, bit for bit, when it is loaded again. What they were is written down."""
+    """Save after two steps; the next two are the same, bit for bit, when it is loaded again. What they were is written
+    down."""
     side = Side(folder, changes, name)
     side.train(1), side.train(2)
     side.save(2)
@@ -233,7 +271,10 @@ def killed(folder, ports):
         side.save(1)
         side.train(2)
         if side.policy.ranks.rank == 1:  # rank 0 gets its part written, rank 1 half of it
-            Snapshot.write_data = lambda self, *_: ((Path(self.path) / "__1_0.distcp").write_bytes(b"half"), time.sleep(600))
+            Snapshot.write_data = lambda self, *_: (
+                (Path(self.path) / "__1_0.distcp").write_bytes(b"half"),
+                time.sleep(600),
+            )
         side.checkpoints.save(2)
         side.train(3)
         side.checkpoints.poll()
@@ -251,7 +292,9 @@ def resumed(folder, ports):
         if side.policy.ranks.rank == 0:
             assert said == "checkpoint step-000002 is incomplete (no _SUCCESS.json), ignored\n"
         side.train(2), side.train(3)
-        for ours, theirs in zip(side.tensors(), torch.load(folder / f"expected-{side.policy.ranks.rank}.pt"), strict=True):
+        for ours, theirs in zip(
+            side.tensors(), torch.load(folder / f"expected-{side.policy.ranks.rank}.pt"), strict=True
+        ):
             assert torch.equal(ours, theirs)
         side.save(3)
         assert sorted(path.name for path in side.root.iterdir()) == ["step-000001", "step-000003"]
@@ -263,7 +306,7 @@ def main():
     what, folder, *ports = sys.argv[1:]
     if what == "first":
         for name, one, other in CASES:
-            there_and_back(Path(folder), name, one, other, ports)
+            there_and_back(folder=Path(folder), name=name, one=one, other=other, ports=ports)
         killed(Path(folder), ports)
     else:
         resumed(Path(folder), ports)

@@ -1,5 +1,5 @@
-"""One rank of test_export.py: `python export_rank.py OVERRIDES FOLDER BUCKET_BYTES` publishes a model over gloo from all ranks of
-a layout to one instance, and writes what it held of gathered weights at a time to $REPORT, as JSON."""
+"""One rank of test_export.py: `python export_rank.py OVERRIDES FOLDER BUCKET_BYTES` publishes a model over gloo from
+all ranks of a layout to one instance, and writes what it held of gathered weights at a time to $REPORT, as JSON."""
 
 import json
 import os
@@ -47,17 +47,29 @@ class Watched:
 
 
 def main():
-    config, folder, bucket_bytes = recipe.load(None, json.loads(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3])
+    config = recipe.load(None, json.loads(sys.argv[1]))
+    folder = Path(sys.argv[2])
+    bucket_bytes = int(sys.argv[3])
     base = Path(config.model.path)
     weights = load_file(base / "model.safetensors")
     sizes = {name: getattr(config.parallel, name) for name in ("tensor", "pipeline", "context", "expert")}
     with platform.session(platform.get("cpu"), 0, **sizes):
-        watched, ranks = Watched(open_models(config, platform.get("cpu"))), RankGroup()
+        watched = Watched(open_models(config, platform.get("cpu")))
+        ranks = RankGroup()
         client = Client("a", base)
         client.held = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
         launcher = Launcher([client], fixed=None)
         made = partial(open_transport, "gloo", TIMEOUT_S, torch.device("cpu"))
-        publisher = Verifying(launcher, launcher, ranks, made, folder / "weights", torch.float32, bucket_bytes, 10 * TIMEOUT_S)
+        publisher = Verifying(
+            control=launcher,
+            sender=launcher,
+            ranks=ranks,
+            transport=made,
+            folder=folder / "weights",
+            dtype=torch.float32,
+            bucket_bytes=bucket_bytes,
+            timeout_s=10 * TIMEOUT_S,
+        )
         publisher.publish(watched, 1)
         publisher._settle()
         launcher.close()

@@ -1,6 +1,7 @@
 """The parent's side of the parallel tests: starts the ranks of a world once for all its cases, and compares.
 
-The ranks meet through stores of ours, as under torch elastic: one for each layout, since each has process groups of its own.
+The ranks meet through stores of ours, as under torch elastic: one for each layout, since each has process groups of its
+own.
 """
 
 import os
@@ -38,8 +39,15 @@ class Worlds:
         for case in cases:
             folder = self.folder / case.model
             if case.kind != "logprobs" and not folder.exists():
-                save(folder, case.kind, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT,
-                     tie_word_embeddings=case.tied, **VARIANTS.get(case.kind, {}), **case.sizes)  # fmt: skip
+                save(
+                    folder,
+                    case.kind,
+                    vocab_size=VOCABULARY,
+                    max_position_embeddings=CONTEXT,
+                    tie_word_embeddings=case.tied,
+                    **VARIANTS.get(case.kind, {}),
+                    **case.sizes,
+                )
 
     def run(self, cases: list[Case], timeout_s: float) -> dict[str, "Outcome"]:
         """Run cases of one world size, all in the same processes; layouts are put up in the order in which they come.
@@ -103,8 +111,13 @@ def check(case: Case, outcome: Outcome, expected: Expected) -> dict[str, float]:
     figures = ranks[0]["figures"]
     assert all(rank["figures"] == figures for rank in ranks), f"{case.name}: the ranks report different figures"
     errors = {f"log-probabilities of {key}": error for key, error in _logprob_errors(ranks, expected).items()}
-    errors |= {name: abs(figures[name] - value) / scale for name, value, scale in (
-        ("loss", expected.loss, expected.scale), ("entropy", expected.entropy, expected.entropy))}
+    errors |= {
+        name: abs(figures[name] - value) / scale
+        for name, value, scale in (
+            ("loss", expected.loss, expected.scale),
+            ("entropy", expected.entropy, expected.entropy),
+        )
+    }
     errors["gradient norm"] = max(abs(rank["norm"] - expected.norm) / expected.norm for rank in ranks)
     if case.loss == "full":
         errors["kl"] = abs(figures["kl"] - expected.kl) / expected.kl
@@ -114,7 +127,8 @@ def check(case: Case, outcome: Outcome, expected: Expected) -> dict[str, float]:
         errors |= _gradient_errors(ranks, expected)
     bad = {name: error for name, error in errors.items() if not error <= case.tolerance}
     assert not bad, f"{case.name}: relative errors above {case.tolerance:g}: " + ", ".join(
-        f"{name} {error:.2e}" for name, error in sorted(bad.items(), key=lambda item: -item[1]))
+        f"{name} {error:.2e}" for name, error in sorted(bad.items(), key=lambda item: -item[1])
+    )
     return errors
 
 
@@ -128,7 +142,8 @@ def _logprob_errors(ranks: list[dict], expected: Expected) -> dict[tuple[int, in
     for members, parts in rows.items():
         kept = torch.cat([part[0] for part in parts])
         assert torch.equal(kept.sort().values, torch.arange(sum(length for *_, length in members))), (
-            f"tokens {kept.sort().values.tolist()} of the row of {members} were scored")
+            f"tokens {kept.sort().values.tolist()} of the row of {members} were scored"
+        )
         columns = [torch.cat([part[which] for part in parts])[kept.argsort()] for which in (1, 2)]
         lengths = [length for *_, length in members]
         for (group, number, _), *pair in zip(members, *(column.split(lengths) for column in columns), strict=True):
@@ -136,7 +151,9 @@ def _logprob_errors(ranks: list[dict], expected: Expected) -> dict[tuple[int, in
             found[group, number] = pair
     assert found.keys() == expected.logprobs.keys(), f"trained (group, response): {sorted(found)}"
     return {
-        key: max(_error(mine, theirs) for mine, theirs in zip(pair, (expected.logprobs[key], expected.old[key]), strict=True))
+        key: max(
+            _error(mine, theirs) for mine, theirs in zip(pair, (expected.logprobs[key], expected.old[key]), strict=True)
+        )
         for key, pair in found.items()
     }
 
@@ -147,7 +164,9 @@ def _gradient_errors(ranks: list[dict], expected: Expected) -> dict[str, float]:
     for rank in ranks:
         for name, grad in rank["gradients"].items():
             errors[name] = max(errors.get(name, 0.0), _error(grad, expected.gradients[name]))
-    assert errors.keys() == expected.gradients.keys(), f"gradients: {errors.keys() ^ expected.gradients.keys()} on one side only"
+    assert errors.keys() == expected.gradients.keys(), (
+        f"gradients: {errors.keys() ^ expected.gradients.keys()} on one side only"
+    )
     return errors
 
 
@@ -158,12 +177,20 @@ def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _start(place: Path, rank: int, world: int) -> subprocess.Popen:
-    elastic = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-               "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    elastic = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", str(RANK), str(place)],
-        env=os.environ | elastic, stdout=(place / f"{rank}.log").open("w"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        env=os.environ | elastic,
+        stdout=(place / f"{rank}.log").open("w"),
+        stderr=subprocess.STDOUT,
+    )
 
 
 def _wait(ranks: list[subprocess.Popen], place: Path, deadline: float) -> str:

@@ -27,7 +27,9 @@ def of_optimizer(policy):
     total = 0
     for part in getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]):
         states = part.optimizer.state.values()
-        total += size(value for state in states for value in state.values() if torch.is_tensor(value) and value.numel() > 1)
+        total += size(
+            value for state in states for value in state.values() if torch.is_tensor(value) and value.numel() > 1
+        )
         if policy.config.train.dtype == "bfloat16":
             masters = [master for group in part.optimizer.param_groups for master in group["params"]]
             total += size(master for master in masters if master.data_ptr() not in own)

@@ -35,10 +35,14 @@ def config_of(case: Case, folder: Path):
     clipped = {"algorithm.clip_low": CLIP, "algorithm.clip_high": CLIP}
     losses = {
         "plain": {"algorithm.old_policy": "behavior"},
-        "full": {"algorithm.old_policy": "previous", "algorithm.kl_coef": KL_COEF, "algorithm.entropy_coef": ENTROPY_COEF,
-                 **clipped},
+        "full": {
+            "algorithm.old_policy": "previous",
+            "algorithm.kl_coef": KL_COEF,
+            "algorithm.entropy_coef": ENTROPY_COEF,
+            **clipped,
+        },
         "rollout": {"algorithm.old_policy": "rollout", **clipped},
-    }  # fmt: skip
+    }
     settings = {
         "run.name": "parallel", "model.path": str(folder / case.model), "rollout.temperature": case.temperature,
         "attention.shared_prompt": case.shared, "train.micro_batch_tokens": case.budget,
@@ -65,14 +69,18 @@ def run(case: Case, folder: Path) -> dict:
         return {"errors": slice_errors()}
     if not case.block:
         return step(case, folder)
-    with patch.object(linear, "LARGE", 1), patch.object(linear, "BLOCK", case.block), \
-         patch.object(linear, "_by_onednn", side_effect=linear._by_onednn) as products:  # fmt: skip
+    with (
+        patch.object(linear, "LARGE", 1),
+        patch.object(linear, "BLOCK", case.block),
+        patch.object(linear, "_by_onednn", side_effect=linear._by_onednn) as products,
+    ):
         return step(case, folder) | {"onednn": products.call_count}
 
 
 def slice_errors() -> dict[str, float]:
     """Largest errors of token_logprobs on this rank's slice of logits, against torch in fp64 on all of them."""
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
     errors = {}
     for tokens, vocabulary in ((13, 20), (13, 17), (13, 10), (13, 3), (1, 19), (0, 17)):  # of 20 columns
         for temperature in (1.0, 0.7):
@@ -80,7 +88,8 @@ def slice_errors() -> dict[str, float]:
             logits = 3 * torch.randn(tokens, 20, generator=draw, dtype=torch.float64).float()
             targets = torch.randint(vocabulary, (tokens,), generator=draw)
             of = torch.randn(2, tokens, generator=draw)
-            mine, all_of_it = logits.chunk(size, 1)[rank].clone().requires_grad_(), logits.double().requires_grad_()
+            mine = logits.chunk(size, 1)[rank].clone().requires_grad_()
+            all_of_it = logits.double().requires_grad_()
             ours = token_logprobs(mine, targets, temperature, vocabulary, chunk=4)
             logs = torch.log_softmax(all_of_it[:, :vocabulary] / temperature, -1)
             theirs = logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
@@ -101,8 +110,14 @@ def step(case: Case, folder: Path) -> dict:
 
     def overhear(batch, logprobs, old, loss):
         if policy.ranks.judges:
-            found.append(([(m.group, m.number, len(m.response.token_ids)) for m in batch.members],
-                          batch.layout.kept, logprobs.clone(), old.clone()))  # fmt: skip
+            found.append(
+                (
+                    [(m.group, m.number, len(m.response.token_ids)) for m in batch.members],
+                    batch.layout.kept,
+                    logprobs.clone(),
+                    old.clone(),
+                )
+            )
         tell(batch, logprobs, old, loss)
 
     if case.before:
@@ -123,24 +138,36 @@ def step(case: Case, folder: Path) -> dict:
     grads = {name: p.main_grad for name, p in models.policy.named_parameters()}
     whole = {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)}
     norm, _ = policy.update()
-    turned = {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)} if policy.control else {}
+    turned = (
+        {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)} if policy.control else {}
+    )
     figures = policy.figures()
     weights = {name: tensor.clone() for name, tensor in models.export()}
-    return {"stage": policy.ranks.stage, "gradients": whole, "logprobs": found, "figures": figures, "norm": norm,
-            "turned": turned, "weights": weights}  # fmt: skip
+    return {
+        "stage": policy.ranks.stage,
+        "gradients": whole,
+        "logprobs": found,
+        "figures": figures,
+        "norm": norm,
+        "turned": turned,
+        "weights": weights,
+    }
 
 
 def landed(window):
     """Every second response of the window, as it would arrive alone."""
     return [
-        Landed(0, group.index, number, group.prompt.token_ids, response.token_ids)
-        for group in window for number, response in enumerate(group.responses) if number % 2 == 0
-    ]  # fmt: skip
+        Landed(step=0, group=group.index, number=number, prompt=group.prompt.token_ids, token_ids=response.token_ids)
+        for group in window
+        for number, response in enumerate(group.responses)
+        if number % 2 == 0
+    ]
 
 
 def main():
     torch.set_num_threads(1)
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+    folder = Path(sys.argv[1])
+    rank = os.environ["RANK"]
     cases, ports = pickle.loads((folder / "cases.pickle").read_bytes())
     with ExitStack() as stack:
         layout = None

@@ -33,15 +33,19 @@ class Expected:
 def expect(folder: Path, groups: str, temperature: float, loss: str) -> Expected:
     """One step of a folder's model on a set of groups."""
     model, old, reference = (_scaled(folder, scale) for scale in (1.0, OLD_SCALE, REFERENCE_SCALE))
-    rows = [(group.index, number, group.prompt.token_ids, response, advantage) for group in make_groups(groups)
-            for number, (response, advantage) in enumerate(zip(group.responses, _advantages(group), strict=True))]
-    found = Expected({}, {}, {}, 0.0, 0.0, 0.0, 0.0, 0.0)
+    rows = [
+        (group.index, number, group.prompt.token_ids, response, advantage)
+        for group in make_groups(groups)
+        for number, (response, advantage) in enumerate(zip(group.responses, _advantages(group), strict=True))
+    ]
+    found = Expected(gradients={}, logprobs={}, old={}, loss=0.0, scale=0.0, kl=0.0, entropy=0.0, clipped=0.0)
     total = torch.zeros(())
     for index, number, prompt, response, advantage in rows:
         mask = torch.tensor(response.loss_mask, dtype=torch.float32)
         weights = mask / mask.sum().clamp(min=1) / len(rows)
         logs, entropy = _score(model, prompt, response.token_ids, temperature)
-        before, base = logs.detach(), logs.detach()
+        before = logs.detach()
+        base = logs.detach()
         if loss == "full":
             with torch.no_grad():
                 before, base = (_score(other, prompt, response.token_ids, temperature)[0] for other in (old, reference))
@@ -54,7 +58,8 @@ def expect(folder: Path, groups: str, temperature: float, loss: str) -> Expected
         if loss == "full":
             terms = terms + KL_COEF * kl - ENTROPY_COEF * entropy
         total = total + (terms * weights).sum()
-        found.logprobs[index, number], found.old[index, number] = logs.detach(), before
+        found.logprobs[index, number] = logs.detach()
+        found.old[index, number] = before
         found.scale += float((terms.abs() * weights).sum().detach())
         found.kl += float((kl * weights).sum().detach())
         found.entropy += float((entropy * weights).sum().detach())
@@ -95,5 +100,7 @@ def _named(model):
             yield name, parameter.grad
             continue
         for number, grad in enumerate(parameter.grad):
-            parts = zip(("gate_proj", "up_proj"), grad.chunk(2), strict=True) if last == "gate_up_proj" else [(last, grad)]
+            parts = (
+                zip(("gate_proj", "up_proj"), grad.chunk(2), strict=True) if last == "gate_up_proj" else [(last, grad)]
+            )
             yield from ((f"{path}.experts.{number}.{part}.weight", tensor) for part, tensor in parts)

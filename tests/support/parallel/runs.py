@@ -1,7 +1,8 @@
-"""Several runs in the same processes: trainer ranks, instance and verifier start once, the rest is as the launcher does it.
+"""Several runs in the same processes: trainer ranks, instance and verifier start once, the rest is as the launcher does
+it.
 
-Starting the processes of a run takes far longer than twenty steps of a tiny model. Every run has its own conductor, control
-channel, models, optimizer and run folder; the instance gets version 0 anew with each run's first weight sync.
+Starting the processes of a run takes far longer than twenty steps of a tiny model. Every run has its own conductor,
+control channel, models, optimizer and run folder; the instance gets version 0 anew with each run's first weight sync.
 """
 
 from __future__ import annotations
@@ -53,33 +54,49 @@ def run(jobs: list[Job], timeout_s: float) -> None:
 
 
 async def _run(jobs: list[Job], deadline: float) -> None:
-    config, place = jobs[0].config, jobs[0].folder.parent
-    model, group_size = Path(config.model.path), config.rollout.group_size
+    config = jobs[0].config
+    place = jobs[0].folder.parent
+    model = Path(config.model.path)
+    group_size = config.rollout.group_size
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
     ranks = _start(jobs, place, store.port)
     trace = Trace(place / "trace", "launcher")
     try:
-        async with rollout_service(config, model, place, config.rollout, group_size, trace, synced=True) as service:
-            encoded = encode(read_problems(config.data.train), service.tokenizer.hf, "{problem}", config.rollout.max_context)
+        async with rollout_service(
+            config=config,
+            model=model,
+            folder=place,
+            settings=config.rollout,
+            group_size=group_size,
+            trace=trace,
+            synced=True,
+        ) as service:
+            encoded = encode(
+                read_problems(config.data.train), service.tokenizer.hf, "{problem}", config.rollout.max_context
+            )
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
             await service.pool.connect()
             for job in jobs:
                 folder = RunFolder(job.folder)
                 rollouts = () if job.replay else (loader, service)
                 coordinator = Coordinator(job.config, folder, Trace(folder.trace, "launcher"), *rollouts)
-                await _watch(job, coordinator, ranks, place, deadline)
+                await _watch(job=job, coordinator=coordinator, ranks=ranks, place=place, deadline=deadline)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
 
 
-async def _watch(job: Job, coordinator: Coordinator, ranks: list[subprocess.Popen], place: Path, deadline: float) -> None:
+async def _watch(
+    job: Job, coordinator: Coordinator, ranks: list[subprocess.Popen], place: Path, deadline: float
+) -> None:
     server = asyncio.create_task(ControlServer(_address(job), coordinator.handlers()).serve())
     try:
         while not all((job.folder / f"done-{rank}").exists() for rank in range(len(ranks))):
             await coordinator.check()
-            said = "\n".join(f"rank {path.stem}: {path.read_text()[-2500:]}" for path in sorted(place.glob("rank-*.log")))
+            said = "\n".join(
+                f"rank {path.stem}: {path.read_text()[-2500:]}" for path in sorted(place.glob("rank-*.log"))
+            )
             assert time.monotonic() < deadline, f"{job.config.run.name} did not end in time\n{said}"
             assert not any(process.poll() for process in ranks), f"{job.config.run.name}: a rank ended\n{said}"
             assert not server.done(), f"{job.config.run.name}: {server.exception()}"
@@ -102,10 +119,18 @@ def _start(jobs: list[Job], place: Path, port: int) -> list[subprocess.Popen]:
         RunFolder(job.folder).create(job.config, resume=False)
     what = [[str(job.folder), _address(job), job.record] for job in jobs]
     (place / "jobs.msgpack").write_bytes(msgpack.packb(what))
-    ranks, world = [], jobs[0].config.parallel.ranks
+    ranks = []
+    world = jobs[0].config.parallel.ranks
     for rank in range(world):
-        env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1",
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+        env = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         log = (place / f"rank-{rank}.log").open("w")
         command = [sys.executable, "-W", "ignore", str(RANK), str(place / "jobs.msgpack")]
         ranks.append(subprocess.Popen(command, env=os.environ | env, stdout=log, stderr=subprocess.STDOUT))

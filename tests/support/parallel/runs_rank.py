@@ -1,4 +1,5 @@
-"""One rank of several runs (runs.py): `python runs_rank.py JOBS` trains one after the other, as engine.trainer.rank does."""
+"""One rank of several runs (runs.py): `python runs_rank.py JOBS` trains one after the other, as engine.trainer.rank
+does."""
 
 import argparse
 import os
@@ -20,10 +21,17 @@ def main():
     jobs = msgpack.unpackb(Path(sys.argv[1]).read_bytes())
     with rank._session(load(Path(jobs[0][0]) / "config.toml")):
         for folder, address, record in jobs:
-            config, name = load(Path(folder) / "config.toml"), f"trainer-{os.environ['RANK']}"
+            config = load(Path(folder) / "config.toml")
+            name = f"trainer-{os.environ['RANK']}"
             control, sender = (ControlClient(address, who, 60.0) for who in (name, f"{name}-weights"))
-            arguments = argparse.Namespace(folder=Path(folder), control=address, weights=Path(folder) / "weights", threads=1,
-                                           resume=False, replay=Path(record) if record else None)  # fmt: skip
+            arguments = argparse.Namespace(
+                folder=Path(folder),
+                control=address,
+                weights=Path(folder) / "weights",
+                threads=1,
+                resume=False,
+                replay=Path(record) if record else None,
+            )
             rank._train(config, arguments, control, sender)
             control.close()
             sender.close()

@@ -14,13 +14,23 @@ def ranks(folder, script, overrides, *arguments):
     reports = [folder / f"rank-{rank}.json" for rank in range(2)]
     started = [
         subprocess.Popen(
-            [sys.executable, str(script), json.dumps(overrides), *map(str, arguments)], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                 "REPORT": str(path)},
+            [sys.executable, str(script), json.dumps(overrides), *map(str, arguments)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "REPORT": str(path),
+            },
         )
         for rank, path in enumerate(reports)
-    ]  # fmt: skip
+    ]
     try:
         for process in started:
             _, errors = process.communicate(timeout=200)

@@ -24,15 +24,18 @@ REFERENCE = {
     "dr_grpo": lambda r, n: r - r.mean(),
     "rloo": lambda r, n: np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))]),
     "opo": lambda r, n: r - np.average(r, weights=n),
-    "grpo_passk": lambda r, n: np.where(np.arange(len(r)) == r.argmax(), np.sort(r)[-1] - np.sort(r)[-2], 0)
-    / (r.std(ddof=1) + 1e-6),
+    "grpo_passk": lambda r, n: (
+        np.where(np.arange(len(r)) == r.argmax(), np.sort(r)[-1] - np.sort(r)[-2], 0) / (r.std(ddof=1) + 1e-6)
+    ),
     "gpg": lambda r, n: r - r.mean(),
 }
 
-groups = st.integers(2, 12).flatmap(lambda size: st.tuples(
-    st.lists(st.integers(-40, 40).map(lambda half: half / 2), min_size=size, max_size=size, unique=True),
-    st.lists(st.integers(1, 500), min_size=size, max_size=size),
-))  # fmt: skip
+groups = st.integers(2, 12).flatmap(
+    lambda size: st.tuples(
+        st.lists(st.integers(-40, 40).map(lambda half: half / 2), min_size=size, max_size=size, unique=True),
+        st.lists(st.integers(1, 500), min_size=size, max_size=size),
+    )
+)
 
 
 def of(name, rewards, lengths):
@@ -82,9 +85,11 @@ def test_a_shift_changes_nothing_and_a_permutation_permutes(name, group, shift, 
 @given(group=groups, scale=st.sampled_from([0.25, 3.0, 40.0]))
 def test_a_scale_of_the_rewards_scales_what_is_not_divided_by_their_spread(name, group, scale):
     rewards, lengths = group
-    before, after = of(name, rewards, lengths), of(name, [reward * scale for reward in rewards], lengths)
+    before = of(name, rewards, lengths)
+    after = of(name, [reward * scale for reward in rewards], lengths)
     factor = 1.0 if name in ("grpo", "grpo_passk") else scale
-    torch.testing.assert_close(after, before * factor, rtol=1e-4, atol=1e-5 * scale)  # std + 1e-6 is not quite free of scale
+    # std + 1e-6 is not quite free of scale
+    torch.testing.assert_close(after, before * factor, rtol=1e-4, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("name", REFERENCE)
@@ -109,10 +114,14 @@ def test_a_users_advantage_is_checked():
         del ADVANTAGES["mine"]
 
 
-batches = st.tuples(st.integers(1, 5), st.integers(2, 6)).flatmap(lambda shape: st.tuples(*(
-    st.lists(st.lists(values, min_size=shape[1], max_size=shape[1]), min_size=shape[0], max_size=shape[0])
-    for values in (st.integers(-20, 20).map(lambda half: half / 2), st.integers(1, 30))
-)))  # fmt: skip
+batches = st.tuples(st.integers(1, 5), st.integers(2, 6)).flatmap(
+    lambda shape: st.tuples(
+        *(
+            st.lists(st.lists(values, min_size=shape[1], max_size=shape[1]), min_size=shape[0], max_size=shape[0])
+            for values in (st.integers(-20, 20).map(lambda half: half / 2), st.integers(1, 30))
+        )
+    )
+)
 
 
 @pytest.mark.parametrize("name", BATCH_SCOPE)
@@ -125,7 +134,9 @@ def test_batch_statistics_are_over_every_token(name, batch):
     if len(tokens) < 2:
         return
     found = of(name, rewards, lengths).numpy()
-    np.testing.assert_allclose(found, (values - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        found, (values - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8), rtol=1e-6, atol=1e-6
+    )
     if tokens.std() > 1e-3:
         spread = np.repeat(found.ravel(), lengths.astype(int).ravel())
         assert abs(spread.mean()) < 1e-6

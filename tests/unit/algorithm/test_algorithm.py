@@ -63,7 +63,17 @@ def terms(ratio, advantage, weights, reference=None):
     tensor = torch.tensor(advantage, dtype=torch.float64)
     weights = torch.tensor(weights, dtype=torch.float64)
     number = torch.zeros(len(ratio), dtype=torch.long)
-    return Terms(logprobs, old, reference, torch.zeros_like(ratio), tensor, weights, old, number, 1)
+    return Terms(
+        logprobs=logprobs,
+        old=old,
+        reference=reference,
+        entropy=torch.zeros_like(ratio),
+        advantages=tensor,
+        weights=weights,
+        rollout=old,
+        response=number,
+        responses=1,
+    )
 
 
 def test_loss_by_hand():
@@ -107,7 +117,8 @@ def test_masked_tokens_carry_no_gradient():
 
 
 def test_mismatch():
-    trainer, rollout = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.1])
+    trainer = torch.tensor([-1.0, -2.0])
+    rollout = torch.tensor([-1.0, -2.1])
     gap, divergence = mismatch(trainer, rollout)
     assert gap == pytest.approx(math.exp(0.1) - 1, rel=1e-5)
     assert divergence == pytest.approx(math.exp(0.1) - 0.1 - 1, rel=1e-4)

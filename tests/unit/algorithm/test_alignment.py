@@ -44,7 +44,8 @@ def test_automatic_thresholds_come_from_the_first_steps():
 
 
 def test_automatic_thresholds_have_bounds():
-    calm, wild = Thresholds(None, None, [0.0] * WARM_UP), Thresholds(None, None, [0.9, 1.0] * (WARM_UP // 2))
+    calm = Thresholds(None, None, [0.0] * WARM_UP)
+    wild = Thresholds(None, None, [0.9, 1.0] * (WARM_UP // 2))
     assert calm.now() == (LOW, HIGH)
     assert wild.now() == (0.9, 0.95)
     assert Thresholds(None, 0.5, [0.9] * WARM_UP).now() == (0.9, 0.9)  # nothing is projected then
@@ -52,6 +53,7 @@ def test_automatic_thresholds_have_bounds():
 
 def test_gac_as_a_control():
     """Safe: untouched; project: α; violation: skipped. Automatic thresholds let all of the first steps pass."""
+
     def decide(cosine, seen=(), low=0.1, high=0.3):
         return CONTROLS["gac"](Step(cosine, seen, low, high))
 
@@ -61,5 +63,6 @@ def test_gac_as_a_control():
     seen = [0.4, -0.6] * (WARM_UP // 2)
     assert decide(0.99, seen[:-1], None, None) == 1.0
     assert decide(0.99, seen, None, None) is None
-    assert decide(0.7, [*seen, 0.0, 0.0], None, None) == pytest.approx(scale_of_parallel(0.7, 0.6))  # the first ten count
+    # the first ten count
+    assert decide(0.7, [*seen, 0.0, 0.0], None, None) == pytest.approx(scale_of_parallel(0.7, 0.6))
     assert CONTROLS["measure"](Step(0.99, seen, 0.1, 0.3)) == 1.0

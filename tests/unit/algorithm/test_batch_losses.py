@@ -1,4 +1,5 @@
-"""M2PO and BAPO: hand-computed values, NumPy written as the algorithms are told, finite differences, and what must not matter."""
+"""M2PO and BAPO: hand-computed values, NumPy written as the algorithms are told, finite differences, and what must not
+matter."""
 
 import math
 from dataclasses import replace
@@ -9,7 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens, balanced_bounds, positive_share, second_moment_limit
+from engine.algorithm.batch_statistics import (
+    BatchLossSettings,
+    BatchTokens,
+    balanced_bounds,
+    positive_share,
+    second_moment_limit,
+)
 from engine.algorithm.losses import LOSSES, Coefficients, Terms
 
 NAMES = ("m2po", "bapo")
@@ -30,19 +37,30 @@ def terms_of(name, found, whole=None):
     statistics = LOSSES[name].statistics(tokens_of(whole or found), LIMITS)
     ones = torch.ones_like(old)
     number = torch.zeros(len(found), dtype=torch.long)
-    return Terms((old + tokens.log_ratios).requires_grad_(), old, None, ones, tokens.advantages, ones, old, number, 1,
-                 statistics=statistics)  # fmt: skip
+    return Terms(
+        logprobs=(old + tokens.log_ratios).requires_grad_(),
+        old=old,
+        reference=None,
+        entropy=ones,
+        advantages=tokens.advantages,
+        weights=ones,
+        rollout=old,
+        response=number,
+        responses=1,
+        statistics=statistics,
+    )
 
 
 def total(name, terms):
     return LOSSES[name](terms, Coefficients(0.2, 0.2, 0.0, 0.0)).total
 
 
-# references: loops over tokens, as the papers' algorithms are told --------------------------------------------------------------
+# references: loops over tokens, as the papers' algorithms are told --------------------------------
 
 
 def m2po_reference(found):
-    """Algorithm 1: while the mean of (log r)² over outward tokens is above τ, mask the largest. Sum of r A over the others."""
+    """Algorithm 1: while the mean of (log r)² over outward tokens is above τ, mask the largest. Sum of r A over the
+    others."""
     outward = [i for i, (a, log) in enumerate(found) if (a > 0 and log > 0) or (a < 0 and log < 0)]
     while outward and np.mean([found[i][1] ** 2 for i in outward]) > 0.04:
         outward.remove(max(outward, key=lambda i: found[i][1] ** 2))
@@ -52,6 +70,7 @@ def m2po_reference(found):
 
 def bapo_reference(found):
     """Algorithm 1 with eq. 8's share of the surrogate, bounds in steps of 0.05: the upper first, then the lower."""
+
     def parts(low, high):
         surrogate = [min(np.exp(log) * a, np.clip(np.exp(log), low, high) * a) for a, log in found]
         return sum(value for value in surrogate if value > 0), -sum(value for value in surrogate if value < 0)
@@ -72,19 +91,24 @@ def apart(found):
 @given(found=values)
 def test_m2po_is_algorithm_1(found):
     if apart(found):
-        assert -float(total("m2po", terms_of("m2po", found)).detach()) == pytest.approx(m2po_reference(found), rel=1e-9, abs=1e-9)
+        assert -float(total("m2po", terms_of("m2po", found)).detach()) == pytest.approx(
+            m2po_reference(found), rel=1e-9, abs=1e-9
+        )
 
 
 @given(found=values)
 def test_bapo_is_algorithm_1(found):
-    assert -float(total("bapo", terms_of("bapo", found)).detach()) == pytest.approx(bapo_reference(found), rel=1e-6, abs=1e-9)
+    assert -float(total("bapo", terms_of("bapo", found)).detach()) == pytest.approx(
+        bapo_reference(found), rel=1e-6, abs=1e-9
+    )
 
 
-# by hand ----------------------------------------------------------------------------------------------------------------
+# by hand ------------------------------------------------------------------------------------------
 
 
 def test_m2po_by_hand():
-    """(log r)² of the outward tokens: 0.01, 0.04, 0.09: mean 0.0467 > 0.04, without the largest 0.025. Inward ones: not."""
+    """(log r)² of the outward tokens: 0.01, 0.04, 0.09: mean 0.0467 > 0.04, without the largest 0.025. Inward ones:
+    not."""
     found = [(1.0, 0.1), (1.0, 0.2), (2.0, 0.3), (1.0, -1.0), (-1.0, 1.0)]
     (limit,) = second_moment_limit(tokens_of(found), LIMITS)
     assert limit == pytest.approx((0.04 + 0.09) / 2)
@@ -97,7 +121,9 @@ def test_m2po_by_hand():
 def test_m2po_keeps_all_or_none_of_equal_tokens():
     kept = second_moment_limit(tokens_of([(1.0, 0.2)] * 4), LIMITS)  # 0.04, but for rounding
     assert kept == (math.inf,) or kept[0] < 0.04
-    assert second_moment_limit(tokens_of([(1.0, 0.1), (1.0, 0.5), (1.0, 0.5)]), LIMITS)[0] == pytest.approx((0.01 + 0.25) / 2)
+    assert second_moment_limit(tokens_of([(1.0, 0.1), (1.0, 0.5), (1.0, 0.5)]), LIMITS)[0] == pytest.approx(
+        (0.01 + 0.25) / 2
+    )
     assert second_moment_limit(tokens_of([(-1.0, -0.5)]), LIMITS)[0] == pytest.approx(0.125)
     assert second_moment_limit(tokens_of([(1.0, -5.0)]), LIMITS) == (math.inf,)
 
@@ -122,7 +148,7 @@ def test_bapo_ends_at_its_widest_where_nothing_is_positive():
     assert terms.logprobs.grad[1] == pytest.approx(math.exp(0.1))
 
 
-# what must hold for both ------------------------------------------------------------------------------------------------------
+# what must hold for both --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -146,7 +172,8 @@ def test_micro_batches_with_the_batchs_statistics_add_up(name, found):
 def test_the_order_of_tokens_decides_nothing(name, found, seed):
     order = np.random.default_rng(seed).permutation(len(found))
     shuffled = [found[at] for at in order]
-    one, other = terms_of(name, found), terms_of(name, shuffled)
+    one = terms_of(name, found)
+    other = terms_of(name, shuffled)
     assert one.statistics == pytest.approx(other.statistics)
     total(name, one).backward()
     total(name, other).backward()
@@ -195,7 +222,9 @@ def test_gradients_are_finite_differences(name, found):
     for token in range(len(found)):
         step = torch.zeros_like(terms.logprobs)
         step[token] = 1e-6
-        up, down = (float(total(name, replace(terms, logprobs=(terms.logprobs + sign * step).detach()))) for sign in (1, -1))
+        up, down = (
+            float(total(name, replace(terms, logprobs=(terms.logprobs + sign * step).detach()))) for sign in (1, -1)
+        )
         assert float(terms.logprobs.grad[token]) == pytest.approx((up - down) / 2e-6, rel=1e-4, abs=1e-6)
 
 

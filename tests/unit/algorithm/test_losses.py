@@ -1,4 +1,5 @@
-"""Every loss against NumPy written from the papers, token by token and response by response; gradients by finite differences."""
+"""Every loss against NumPy written from the papers, token by token and response by response; gradients by finite
+differences."""
 
 from dataclasses import replace
 
@@ -12,7 +13,9 @@ from engine.algorithm.correction import correction
 from engine.algorithm.kl import KL
 from engine.algorithm.losses import LOSSES, Coefficients, Terms
 
-LOW, HIGH, LONGEST = 0.2, 0.28, 10
+LOW = 0.2
+HIGH = 0.28
+LONGEST = 10
 COEFFICIENTS = Coefficients(LOW, HIGH, 0.0, 0.0)
 
 responses = st.lists(
@@ -25,10 +28,22 @@ def terms_of(found, aggregation):
     lengths = torch.tensor([len(logs) for _, logs in found])
     logs = torch.tensor([value for _, row in found for value in row], dtype=torch.float64)
     old = torch.linspace(-3, -0.5, len(logs), dtype=torch.float64)
-    weights = torch.repeat_interleave(1 / lengths.double(), lengths) if aggregation == "response" else torch.ones_like(logs)
+    weights = (
+        torch.repeat_interleave(1 / lengths.double(), lengths) if aggregation == "response" else torch.ones_like(logs)
+    )
     advantages = torch.repeat_interleave(torch.tensor([a for a, _ in found], dtype=torch.float64), lengths)
     which = torch.repeat_interleave(torch.arange(len(found)), lengths)
-    return Terms((old + logs).requires_grad_(), old, None, torch.zeros_like(old), advantages, weights, old, which, len(found))
+    return Terms(
+        logprobs=(old + logs).requires_grad_(),
+        old=old,
+        reference=None,
+        entropy=torch.zeros_like(old),
+        advantages=advantages,
+        weights=weights,
+        rollout=old,
+        response=which,
+        responses=len(found),
+    )
 
 
 def clipped(ratio, advantage):
@@ -82,8 +97,10 @@ def test_gradients_are_finite_differences(name, found):
     for token in range(terms.logprobs.numel()):
         step = torch.zeros_like(terms.logprobs)
         step[token] = 1e-6
-        up, down = (float(loss(replace(terms, logprobs=(terms.logprobs + sign * step).detach()), COEFFICIENTS).total)
-                    for sign in (1, -1))
+        up, down = (
+            float(loss(replace(terms, logprobs=(terms.logprobs + sign * step).detach()), COEFFICIENTS).total)
+            for sign in (1, -1)
+        )
         assert float(terms.logprobs.grad[token]) == pytest.approx((up - down) / 2e-6, rel=1e-4, abs=1e-6)
 
 
@@ -127,8 +144,8 @@ def test_gspo_clips_whole_responses_where_grpo_clips_tokens():
 
 @pytest.mark.parametrize("parts", [((0, 2, 4), (1, 3, 5, 6)), ((0, 1, 2, 3, 4), (5, 6)), ((), (0, 1, 2, 3, 4, 5, 6))])
 def test_gspo_of_a_row_cut_over_two_context_ranks(parts):
-    """With the sums of both ranks each has its part of the whole's gradient, also where one holds nothing of some responses:
-    both add up sums of every response of the row, or they would wait for each other for ever."""
+    """With the sums of both ranks each has its part of the whole's gradient, also where one holds nothing of some
+    responses: both add up sums of every response of the row, or they would wait for each other for ever."""
     found = [(1.0, [0.1, 0.3, -0.2, 0.1]), (-0.5, [0.05, 0.1]), (0.5, [0.2])]
     whole = terms_of(found, "response")
     LOSSES["gspo"](whole, COEFFICIENTS).total.backward()
@@ -142,8 +159,10 @@ def test_gspo_of_a_row_cut_over_two_context_ranks(parts):
         return sums
 
     for kept in map(list, parts):
-        columns = {name: getattr(whole, name).detach()[kept]
-                   for name in ("logprobs", "old", "entropy", "advantages", "weights", "rollout", "response")}
+        columns = {
+            name: getattr(whole, name).detach()[kept]
+            for name in ("logprobs", "old", "entropy", "advantages", "weights", "rollout", "response")
+        }
         part = replace(whole, **columns | {"logprobs": columns["logprobs"].requires_grad_()}, whole=over_both)
         LOSSES["gspo"](part, COEFFICIENTS).total.backward()
         torch.testing.assert_close(part.logprobs.grad, whole.logprobs.grad[kept])
@@ -151,7 +170,8 @@ def test_gspo_of_a_row_cut_over_two_context_ranks(parts):
 
 
 def test_kl_estimators_by_hand():
-    policy, reference = torch.tensor([-1.0, -2.0], dtype=torch.float64), torch.tensor([-1.5, -1.0], dtype=torch.float64)
+    policy = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    reference = torch.tensor([-1.5, -1.0], dtype=torch.float64)
     x = reference - policy
     assert torch.equal(KL["k1"](policy, reference), -x)
     assert torch.equal(KL["k2"](policy, reference), x**2 / 2)
@@ -170,7 +190,9 @@ def test_k1_and_k3_are_unbiased(seed):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_enters_the_loss_with_its_coefficient(estimator):
-    terms = replace(terms_of([(0.0, [0.0, 0.0])], "response"), reference=torch.tensor([-2.0, -1.0], dtype=torch.float64))
+    terms = replace(
+        terms_of([(0.0, [0.0, 0.0])], "response"), reference=torch.tensor([-2.0, -1.0], dtype=torch.float64)
+    )
     loss = LOSSES["grpo"](terms, replace(COEFFICIENTS, kl=0.1, kl_estimator=estimator))
     expected = float((KL[estimator](terms.logprobs.detach(), terms.reference) * terms.weights).sum())
     assert float(loss.kl) == pytest.approx(expected)
@@ -189,12 +211,15 @@ def test_the_gradient_of_every_kl_estimator_is_the_finite_difference(estimator, 
     for token in range(len(pairs)):
         step = torch.zeros_like(policy)
         step[token] = 1e-6
-        up, down = (float(LOSSES["grpo"](replace(terms, logprobs=policy + sign * step), coefficients).total) for sign in (1, -1))
+        up, down = (
+            float(LOSSES["grpo"](replace(terms, logprobs=policy + sign * step), coefficients).total) for sign in (1, -1)
+        )
         assert float(terms.logprobs.grad[token]) == pytest.approx((up - down) / 2e-6, rel=1e-4, abs=1e-7)
 
 
 def test_mismatch_corrections_by_hand():
-    trainer, rollout = torch.tensor([0.0, 1.0, -1.0]), torch.zeros(3)
+    trainer = torch.tensor([0.0, 1.0, -1.0])
+    rollout = torch.zeros(3)
     e = float(np.e)
     assert correction(trainer, rollout, "truncate", 2.0).tolist() == pytest.approx([1, 2, 1 / e])
     assert correction(trainer, rollout, "mask", 2.0).tolist() == pytest.approx([1, 0, 0])
@@ -211,7 +236,8 @@ def test_a_corrected_gain_is_weighted_and_the_weight_has_no_gradient():
 
 
 def test_off_policy_the_correction_is_that_of_the_weights_that_sampled():
-    """TIS eq. 4: r = π/π_old is what the policy has moved, w = π_old/π_rollout what the engine is off; each counts once."""
+    """TIS eq. 4: r = π/π_old is what the policy has moved, w = π_old/π_rollout what the engine is off; each counts
+    once."""
     terms = terms_of([(1.0, [0.1, -0.1])], "response")
     old = terms.old
     terms = replace(terms, rollout=old - torch.tensor([0.5, -0.5], dtype=torch.float64), sampled=old)

@@ -11,10 +11,16 @@ from engine.config import Config
         ({"parallel": {"expert": 3, "context": 2, "data": 3}}, "one must divide the other"),
         ({"parallel": {"expert": 4, "data": 2}}, "must divide parallel.tensor x context x data"),
         ({"train": {"score_early": True, "consume": "prompt_order"}}, 'needs train.consume = "arrival"'),
-        ({"train": {"score_early": True}, "parallel": {"data": 2, "expert": 2}}, "needs replicas that share no experts"),
+        (
+            {"train": {"score_early": True}, "parallel": {"data": 2, "expert": 2}},
+            "needs replicas that share no experts",
+        ),
         ({"train": {"dtype": "bfloat16"}}, "set it to at least 0.2"),
         ({"model": {"dtype": "bfloat16"}, "rollout": {"engine": "vllm"}}, "set it to at least 0.2"),
-        ({"model": {"dtype": "bfloat16"}, "train": {"ratio_gap_limit": 0}}, 'model.dtype = .* needs rollout.engine = "vllm"'),
+        (
+            {"model": {"dtype": "bfloat16"}, "train": {"ratio_gap_limit": 0}},
+            'model.dtype = .* needs rollout.engine = "vllm"',
+        ),
         ({"rollout": {"tensor": 2}}, 'rollout.tensor = 2 needs rollout.engine = "vllm"'),
         ({"weights": {"transport": "nccl"}}, "the embedded engine takes 'file' or 'gloo'"),
         ({"rollout": {"engine": "vllm", "deterministic": True}}, "vLLM's batches"),
@@ -24,14 +30,30 @@ from engine.config import Config
         ({"rollout": {"partial": True}, "train": {"mode": "sync"}}, 'needs "one_step_off" or "bounded"'),
         ({"rollout": {"partial": True}, "train": {"mode": "bounded", "exact_lag": True}}, "so none is ever cut"),
         ({"algorithm": {"dynamic_sampling": True}, "train": {"score_early": True}}, "is not known when it lands"),
-        ({"algorithm": {"dynamic_sampling": True, "advantage": "reinforce_plus_plus"}, "train": {"mode": "sync"},
-          "rollout": {"group_size": 1}}, "the scores of a group of one are all equal"),
+        (
+            {
+                "algorithm": {"dynamic_sampling": True, "advantage": "reinforce_plus_plus"},
+                "train": {"mode": "sync"},
+                "rollout": {"group_size": 1},
+            },
+            "the scores of a group of one are all equal",
+        ),
         ({"algorithm": {"mismatch": "truncate", "old_policy": "rollout"}}, "the same correction would count twice"),
-        ({"algorithm": {"mismatch": "mask"}, "train": {"mode": "one_step_off"}}, 'known with algorithm.old_policy = "previous"'),
-        ({"algorithm": {"mismatch": "truncate", "old_policy": "previous"}, "train": {"mode": "bounded", "max_staleness": 2}},
-         "a staleness of at most one update"),
-        ({"algorithm": {"gradient_control": "gac", "gac_low": "auto"}, "train": {"mode": "one_step_off"}},
-         "on-policy steps, and train.mode = \"one_step_off\" has none"),
+        (
+            {"algorithm": {"mismatch": "mask"}, "train": {"mode": "one_step_off"}},
+            'known with algorithm.old_policy = "previous"',
+        ),
+        (
+            {
+                "algorithm": {"mismatch": "truncate", "old_policy": "previous"},
+                "train": {"mode": "bounded", "max_staleness": 2},
+            },
+            "a staleness of at most one update",
+        ),
+        (
+            {"algorithm": {"gradient_control": "gac", "gac_low": "auto"}, "train": {"mode": "one_step_off"}},
+            'on-policy steps, and train.mode = "one_step_off" has none',
+        ),
     ],
 )
 def test_a_combination_that_can_not_be_is_refused_with_its_rule(settings, said):
@@ -62,12 +84,18 @@ def test_a_windows_budget_grows_with_the_pipeline_and_the_replicas_in_lockstep()
     assert [window(), window(pipeline=2), window(data=2, expert=2), window(data=4)] == [100, 800, 200, 100]
 
 
-@pytest.mark.parametrize("settings", [
-    {"train": {"mode": "sync"}, "algorithm": {"mismatch": "truncate", "gradient_control": "gac", "gac_high": "auto"}},
-    {"algorithm": {"mismatch": "mask", "old_policy": "previous"}},
-    {"train": {"mode": "one_step_off"}, "algorithm": {"mismatch": "mask", "old_policy": "previous"}},
-    {"train": {"mode": "bounded"}, "algorithm": {"mismatch": "mask", "old_policy": "previous"}},
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "train": {"mode": "sync"},
+            "algorithm": {"mismatch": "truncate", "gradient_control": "gac", "gac_high": "auto"},
+        },
+        {"algorithm": {"mismatch": "mask", "old_policy": "previous"}},
+        {"train": {"mode": "one_step_off"}, "algorithm": {"mismatch": "mask", "old_policy": "previous"}},
+        {"train": {"mode": "bounded"}, "algorithm": {"mismatch": "mask", "old_policy": "previous"}},
+    ],
+)
 def test_a_mismatch_is_corrected_where_the_weights_that_sampled_are_known(settings):
     assert Config(**settings).algorithm.mismatch == settings["algorithm"]["mismatch"]
     with pytest.raises(ValueError, match="the same correction would count twice"):

@@ -1,4 +1,5 @@
-"""Benchmarks by name and by file: the published files' columns, where they are looked for, what is said if they are missing."""
+"""Benchmarks by name and by file: the published files' columns, where they are looked for, what is said if they are
+missing."""
 
 import json
 import os
@@ -17,14 +18,34 @@ ROWS = {
     "aime_2024.jsonl": {"id": 60, "problem": "Every morning Aya …", "solution": "…", "answer": "204", "year": "2024"},
     "aime25.jsonl": {"problem": "Find the sum of all integer bases …", "answer": "70", "id": "0"},
     "amc23.jsonl": {"id": 0, "question": "Cities $A$ and $B$ are $45$ miles apart …", "answer": 27.0, "url": "…"},
-    "math500/test.jsonl": {"problem": "Convert the point …", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "unique_id": "x"},
-    "minerva_math/test.jsonl": {"problem": "Each of the two Magellan telescopes …", "type": "Astronomy", "idx": 0,
-                                "solution": "… $L = \\boxed{16}$ as the grating's \\textbf{normal} …"},
-    "olympiadbench/test.jsonl": {"id": 1606, "question": "Let $T$ be rational …", "final_answer": ["$\\frac{1}{2}$", "3"],
-                                 "solution": ["…"], "unit": None, "is_multiple_answer": True},
-}  # fmt: skip
-ANSWERS = {"aime24": "204", "aime25": "70", "amc": "27.0", "math500": "\\left( 3, \\frac{\\pi}{2} \\right)", "minerva": "16",
-           "olympiadbench": "$\\frac{1}{2}$, 3"}  # fmt: skip
+    "math500/test.jsonl": {
+        "problem": "Convert the point …",
+        "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
+        "unique_id": "x",
+    },
+    "minerva_math/test.jsonl": {
+        "problem": "Each of the two Magellan telescopes …",
+        "type": "Astronomy",
+        "idx": 0,
+        "solution": "… $L = \\boxed{16}$ as the grating's \\textbf{normal} …",
+    },
+    "olympiadbench/test.jsonl": {
+        "id": 1606,
+        "question": "Let $T$ be rational …",
+        "final_answer": ["$\\frac{1}{2}$", "3"],
+        "solution": ["…"],
+        "unit": None,
+        "is_multiple_answer": True,
+    },
+}
+ANSWERS = {
+    "aime24": "204",
+    "aime25": "70",
+    "amc": "27.0",
+    "math500": "\\left( 3, \\frac{\\pi}{2} \\right)",
+    "minerva": "16",
+    "olympiadbench": "$\\frac{1}{2}$, 3",
+}
 
 
 def config(tmp_path, **evaluate):
@@ -57,21 +78,30 @@ def test_names_and_files_together_by_commas(tmp_path, folder):
 
 
 def test_beside_the_data_without_a_folder(tmp_path, folder):
-    near = Config.model_validate({"run": {"output": str(tmp_path)}, "evaluate": {"benchmark": "amc"},
-                                  "data": {"train": str(folder / "aime25.jsonl"), "heldout": str(folder / "aime25.jsonl")}})
+    near = Config.model_validate(
+        {
+            "run": {"output": str(tmp_path)},
+            "evaluate": {"benchmark": "amc"},
+            "data": {"train": str(folder / "aime25.jsonl"), "heldout": str(folder / "aime25.jsonl")},
+        }
+    )
     assert list(benchmark_paths(near)) == ["amc"]
 
 
 def test_what_is_missing_is_named_with_where_it_was_looked_for(tmp_path, folder, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (folder / "aime25.jsonl").unlink()
-    with pytest.raises(BadInput, match=r"benchmark 'aime25': .*/sets \(evaluate.folder\) has none of aime25, aime_2025"):
+    with pytest.raises(
+        BadInput, match=r"benchmark 'aime25': .*/sets \(evaluate.folder\) has none of aime25, aime_2025"
+    ):
         read_benchmarks(config(tmp_path, benchmark="aime25", folder=str(folder)))
     with pytest.raises(BadInput, match="names 'aime24' twice"):
         read_benchmarks(config(tmp_path, benchmark="aime24,AIME24", folder=str(folder)))
 
 
-@pytest.mark.skipif(REAL is None, reason="METRONOME_REAL_DATA is unset: the real problem sets are not part of the project")
+@pytest.mark.skipif(
+    REAL is None, reason="METRONOME_REAL_DATA is unset: the real problem sets are not part of the project"
+)
 def test_the_real_files(tmp_path):
     found = read_benchmarks(config(tmp_path, benchmark="aime24,amc,math500", folder=REAL))
     assert [len(one.problems.rows) for one in found] == [30, 83, 500]

@@ -32,9 +32,19 @@ def test_one_problem_with_two_answers_is_trusted_in_neither_for_math_only():
 
 @pytest.mark.parametrize(
     ("given", "tidy"),
-    [("142.0", "142"), ("['9.6\\n']", "9.6"), ("['1', '2']", "1, 2"), (" $\\frac{1}{2}$ ", "\\frac{1}{2}"), ("-4.0", "-4"),
-     ("[1, 2]", "[1, 2]"), ("2.50", "2.50"), ("\\$5", "\\$5"), ("$1$ or $2$", "$1$ or $2$"), ("025", "025")],
-)  # fmt: skip
+    [
+        ("142.0", "142"),
+        ("['9.6\\n']", "9.6"),
+        ("['1', '2']", "1, 2"),
+        (" $\\frac{1}{2}$ ", "\\frac{1}{2}"),
+        ("-4.0", "-4"),
+        ("[1, 2]", "[1, 2]"),
+        ("2.50", "2.50"),
+        ("\\$5", "\\$5"),
+        ("$1$ or $2$", "$1$ or $2$"),
+        ("025", "025"),
+    ],
+)
 def test_answers_are_unwrapped_and_columns_are_left(given, tidy):
     row = clean(problems(("p", given)), math=True).rows[0]
     assert (row.answer, row.columns["answer"]) == (tidy, given)
@@ -46,7 +56,10 @@ def test_answers_are_unwrapped_and_columns_are_left(given, tidy):
     [
         ("9" * 301, "answer of more than 300 characters"),
         ("![figure](https://example.org/a.png)", "answer is a picture"),
-        ("Let us suppose the contrary and then see that there must always be some prime number below it", "answer is prose"),
+        (
+            "Let us suppose the contrary and then see that there must always be some prime number below it",
+            "answer is prose",
+        ),
         ("\\frac{1}{2", "answer has unbalanced braces"),
         ("}a{", "answer has unbalanced braces"),
         ("---", "answer has neither letter nor digit"),
@@ -61,7 +74,9 @@ def test_answers_that_no_rule_can_check(answer, reason):
 
 
 def test_nothing_left_names_the_first_reason():
-    with pytest.raises(BadInput, match=r"no row is left of 1; the first: set\.json, row 1: answer: answer is a picture"):
+    with pytest.raises(
+        BadInput, match=r"no row is left of 1; the first: set\.json, row 1: answer: answer is a picture"
+    ):
         clean(problems(("p", "![a]")), math=True)
 
 

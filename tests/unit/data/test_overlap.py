@@ -3,8 +3,10 @@ import random
 from engine.data.overlap import Index, common, runs, share, words
 from engine.data.problems import Row
 
-AIME = ("Let $x$, $y$ and $z$ all exceed $1$ and let $w$ be a positive number such that $\\log_x w = 24$, $\\log_y w = 40$ and "
-        "$\\log_{xyz} w = 12$. Find $\\log_z w$.")
+AIME = (
+    "Let $x$, $y$ and $z$ all exceed $1$ and let $w$ be a positive number such that $\\log_x w = 24$, $\\log_y w = 40$ "
+    "and $\\log_{xyz} w = 12$. Find $\\log_z w$."
+)
 
 
 def row(problem, where="set.json, row 1"):
@@ -16,7 +18,9 @@ def find(training, *evaluation):
 
 
 def test_copies_in_other_words_of_latex_are_found():
-    copy = AIME.replace("$x$, $y$ and $z$ all", "$ x $, $ y $,  and $z$   ALL").replace("\\log_x w = 24", "{\\log_{x} w} = 24")
+    copy = AIME.replace("$x$, $y$ and $z$ all", "$ x $, $ y $,  and $z$   ALL").replace(
+        "\\log_x w = 24", "{\\log_{x} w} = 24"
+    )
     found = find(copy, "What is 1 + 1?", AIME)
     assert found is not None
     assert found.other.where == "benchmark, row 2"
@@ -27,7 +31,8 @@ def test_copies_in_other_words_of_latex_are_found():
 def test_a_phrase_that_many_problems_share_is_none():
     ending = "can be written as $\\frac{m}{n}$, where $m$ and $n$ are relatively prime positive integers. Find $m+n$."
     one = f"The probability that six thrown dice show the same number, or five of them show a seven, {ending}"
-    other = f"In a triangle with angles of forty and of sixty degrees the ratio of the longest side to the shortest {ending}"
+    question = "In a triangle with angles of forty and of sixty degrees the ratio of the longest side to the shortest"
+    other = f"{question} {ending}"
     assert runs(words(one)) & runs(words(other))
     assert find(one, other) is None
 
@@ -39,17 +44,30 @@ def test_a_problem_that_stands_in_the_set_32_times_is_no_phrase():
 
 
 def test_thousands_are_the_same_number_with_and_without_separators():
-    problem = "How many whole numbers from 1 to {} are divisible by neither seven nor eleven and have an odd sum of digits?"
+    problem = (
+        "How many whole numbers from 1 to {} are divisible by neither seven nor eleven and have an odd sum of digits?"
+    )
     for spelled in ("10,000", "10{{,}}000", "10,\\!000", "10\\,000"):
         text = problem.format(spelled.format())
         assert words(text) == words(problem.format("10000"))
         assert find(problem.format("10000"), text) is not None
     assert words("1,000,000 and (1,200) or 0,1234 or 2019,2020") == [
-        "1000000", "and", "1200", "or", "0", "1234", "or", "2019", "2020"]  # fmt: skip
+        "1000000",
+        "and",
+        "1200",
+        "or",
+        "0",
+        "1234",
+        "or",
+        "2019",
+        "2020",
+    ]
 
 
 def test_other_numbers_in_one_template_are_another_problem():
-    template = "Tom has {} apples and buys {} more at the market before he gives half of his apples to his sister. How many?"
+    template = (
+        "Tom has {} apples and buys {} more at the market before he gives half of his apples to his sister. How many?"
+    )
     assert find(template.format(5, 7), template.format(5, 9)) is None
     assert find(template.format(5, 7), template.format(5, 7)) is not None
 
@@ -62,7 +80,7 @@ def test_short_problems_overlap_when_their_words_are_equal():
 
 
 def test_drawings_do_not_count():
-    drawing = "[asy] draw((0,0)--(1.5,7)--cycle); label(\"$A$\", (3,4), N); [/asy]"
+    drawing = '[asy] draw((0,0)--(1.5,7)--cycle); label("$A$", (3,4), N); [/asy]'
     assert find(f"{AIME} {drawing}", AIME) is not None
     assert words(f"a {drawing} b") == ["a", "b"]
 
@@ -74,7 +92,8 @@ def test_fractions_spelled_in_three_ways_are_the_same_words():
 def slow_common(one, other):
     row_above = [0] * (len(other) + 1)
     for a in one:
-        above, row_above = row_above, [0]
+        above = row_above
+        row_above = [0]
         for n, b in enumerate(other):
             row_above.append(above[n] + 1 if a == b else max(above[n + 1], row_above[n]))
     return row_above[-1]

@@ -37,8 +37,10 @@ def rows(*numbers):
 
 
 def test_training_rows_of_an_evaluation_set_are_left_out_and_named(files):
-    train, heldout = files("train.json", *rows(*range(10))), files("heldout.json", *rows(3, 50))
-    benchmark, other = files("benchmark.json", *rows(5)), files("other.json", *rows(7, 8))
+    train = files("train.json", *rows(*range(10)))
+    heldout = files("heldout.json", *rows(3, 50))
+    benchmark = files("benchmark.json", *rows(5))
+    other = files("other.json", *rows(7, 8))
     against = ["benchmark", other]
     made = config(data__train=train, data__heldout=heldout, evaluate__benchmark=benchmark, data__decontaminate=against)
     found = prepare(made)
@@ -64,14 +66,17 @@ def test_a_share_is_held_out_where_no_file_is(files):
 
 
 def test_held_out_is_a_file_or_a_share(files):
-    with pytest.raises(BadInput, match="give either data.heldout .* or, with data.heldout empty, data.heldout_fraction"):
+    with pytest.raises(
+        BadInput, match="give either data.heldout .* or, with data.heldout empty, data.heldout_fraction"
+    ):
         config(data__heldout="")
     with pytest.raises(BadInput, match="give either"):
         config(data__heldout="a.json", data__heldout_fraction=0.1)
 
 
 def test_the_training_file_itself_as_the_evaluation_set_is_a_note_and_all_of_another_an_error(files):
-    train, twin = files("train.json", *rows(1, 2)), files("twin.json", *rows(2, 1))
+    train = files("train.json", *rows(1, 2))
+    twin = files("twin.json", *rows(2, 1))
     found = prepare(config(data__train=train, data__heldout=train))
     assert len(found.train.rows) == 2
     assert "is the training set itself" in found.notes[0]
@@ -80,7 +85,8 @@ def test_the_training_file_itself_as_the_evaluation_set_is_a_note_and_all_of_ano
 
 
 def test_answers_are_cleaned_for_the_math_verifier_alone(files):
-    train, heldout = files("train.json", *rows(1), (problem(2), "![a]"), (problem(3), "3.0")), files("heldout.json", *rows(9))
+    train = files("train.json", *rows(1), (problem(2), "![a]"), (problem(3), "3.0"))
+    heldout = files("heldout.json", *rows(9))
     math = prepare(config(data__train=train, data__heldout=heldout, reward__function="math"))
     assert [row.answer for row in math.train.rows] == ["1", "3"]
     exact = prepare(config(data__train=train, data__heldout=heldout))
@@ -112,15 +118,24 @@ def test_report(files):
 
 @pytest.mark.parametrize(
     ("answer", "kind"),
-    [("-12", "whole number"), ("1,234", "whole number"), ("2.5", "decimal"), ("\\frac{1}{2}", "fraction"), ("3/4", "fraction"),
-     ("\\text{east}", "words"), ("x^2 + 1", "formula"), ("(1, 2)", "formula")],
-)  # fmt: skip
+    [
+        ("-12", "whole number"),
+        ("1,234", "whole number"),
+        ("2.5", "decimal"),
+        ("\\frac{1}{2}", "fraction"),
+        ("3/4", "fraction"),
+        ("\\text{east}", "words"),
+        ("x^2 + 1", "formula"),
+        ("(1, 2)", "formula"),
+    ],
+)
 def test_kinds_of_answers(answer, kind):
     assert answer_kind(answer) == kind
 
 
 def test_many_rows_of_one_template_take_seconds(files):
-    train, heldout = files("train.json", *rows(*range(10_000))), files("heldout.json", *rows(*range(9_990, 10_500)))
+    train = files("train.json", *rows(*range(10_000)))
+    heldout = files("heldout.json", *rows(*range(9_990, 10_500)))
     started = time.process_time()
     found = prepare(config(data__train=train, data__heldout=heldout, reward__function="math"))
     assert len(found.train.rows) == 9_990
@@ -131,7 +146,8 @@ def test_real_overlaps():
     folder = os.environ.get("METRONOME_REAL_DATA")
     if not folder:
         pytest.skip("METRONOME_REAL_DATA is unset: the real problem sets are not part of the project")
-    train, heldout = f"{folder}/math_train.json", f"{folder}/deepscaler_aime_1983_2023.json"
+    train = f"{folder}/math_train.json"
+    heldout = f"{folder}/deepscaler_aime_1983_2023.json"
     found = prepare(config(data__train=train, data__heldout=heldout, reward__function="math"))
     assert found.train.skipped["no answer"] == 4
     assert found.train.skipped["duplicate"] == 1

@@ -162,7 +162,9 @@ def test_missing_file_folder_and_scheme(tmp_path):
 
 
 def test_each_rejected_row_says_where_what_and_what_would_be_right(tmp_path):
-    text = "\n".join(map(json.dumps, [GOOD, {"problem": "p", "answer": ["1"]}, {"problem": 5, "answer": "1"}, {"question": "q"}]))
+    text = "\n".join(
+        map(json.dumps, [GOOD, {"problem": "p", "answer": ["1"]}, {"problem": 5, "answer": "1"}, {"question": "q"}])
+    )
     path = write(tmp_path / "a.jsonl", text)
     problems = read_problems(path)
     assert problems.rows[0].where == f"{path}, line 1"
@@ -181,7 +183,9 @@ def test_a_hash_needs_no_parsing(tmp_path):
 def test_rows_of_a_hub_dataset_are_those_of_a_split():
     import datasets
 
-    splits = datasets.DatasetDict({"train": datasets.Dataset.from_list([GOOD]), "test": datasets.Dataset.from_list([GOOD, GOOD])})
+    splits = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list([GOOD]), "test": datasets.Dataset.from_list([GOOD, GOOD])}
+    )
     assert rows_of("o/n", splits, None) == [("row 1", GOOD)]
     assert rows_of("o/n:test", splits, "test") == [("row 1", GOOD), ("row 2", GOOD)]
     assert rows_of("o/n", datasets.DatasetDict({"only": splits["test"]}), None)[1] == ("row 2", GOOD)
@@ -202,7 +206,9 @@ def test_a_hub_that_cannot_be_reached_is_named(monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(BadInput, match=r"nobody/nothing: no such file or folder here, and the Hugging Face hub can't be reached"):
+    with pytest.raises(
+        BadInput, match=r"nobody/nothing: no such file or folder here, and the Hugging Face hub can't be reached"
+    ):
         read_problems("nobody/nothing")
 
 
@@ -215,8 +221,12 @@ def bucket(monkeypatch):
     server = ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    for name, value in {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s",
-                        "DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
+    for name, value in {
+        "ENDPOINT_URL": f"http://{host}:{port}",
+        "ACCESS_KEY_ID": "k",
+        "SECRET_ACCESS_KEY": "s",
+        "DEFAULT_REGION": "us-east-1",
+    }.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     client = boto3.client("s3")
     client.create_bucket(Bucket="sets")

@@ -65,8 +65,10 @@ def test_over_long_and_duplicates_are_counted_and_order_is_kept(tokenizer):
     rows = (("1+1=", "2"), ("12345678", "1"), ("1+2=", "3"), ("1+1=", "2"), ("1+1=", "3"))
     encoded = encode(problems(*rows, skipped={"no answer": 4}), tokenizer, "{problem}", 8)
     assert [(p.problem, p.answer, p.columns["n"]) for p in encoded.prompts] == [
-        ("1+1=", "2", 0), ("1+2=", "3", 2), ("1+1=", "3", 4),
-    ]  # fmt: skip
+        ("1+1=", "2", 0),
+        ("1+2=", "3", 2),
+        ("1+1=", "3", 4),
+    ]
     assert encoded.skipped == {"no answer": 4, "over-long": 1, "duplicate": 1}
 
 

@@ -48,7 +48,8 @@ def test_students_interval_of_five_values():
 
 @given(st.integers(1, 9), st.data())
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(samples, data):
-    correct, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
+    correct = data.draw(st.integers(0, samples))
+    k = data.draw(st.integers(1, samples))
     answers = [number < correct for number in range(samples)]
     subsets = list(itertools.combinations(answers, k))
     assert pass_at(samples, correct, k) == pytest.approx(sum(any(subset) for subset in subsets) / len(subsets))
@@ -84,8 +85,11 @@ def test_an_interval_holds_the_mean_and_shrinks_with_more_samples_only(values, s
 
 
 def test_intervals_cover_the_truth_when_samples_of_a_problem_hang_together():
-    """30 problems, 8 samples each, difficulties from Beta(0.5, 1.5), mean 0.25: 95 % intervals must hold it about 95 times."""
-    draw, held, trials = random.Random(1), 0, 1500
+    """30 problems, 8 samples each, difficulties from Beta(0.5, 1.5), mean 0.25: 95 % intervals must hold it about 95
+    times."""
+    draw = random.Random(1)
+    held = 0
+    trials = 1500
     widths = []
     for _ in range(trials):
         chances = [draw.betavariate(0.5, 1.5) for _ in range(30)]

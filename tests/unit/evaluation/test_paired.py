@@ -13,8 +13,10 @@ from engine.evaluation.paired import compare, sign_flip
 
 def enumerated(differences):
     observed = abs(sum(differences))
-    sums = [abs(sum(sign * value for sign, value in zip(signs, differences, strict=True)))
-            for signs in itertools.product((1, -1), repeat=len(differences))]
+    sums = [
+        abs(sum(sign * value for sign, value in zip(signs, differences, strict=True)))
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
     return sum(one >= observed - 1e-9 for one in sums) / len(sums)
 
 
@@ -25,7 +27,8 @@ def test_the_exact_test_is_what_enumeration_gives(units):
 
 
 def test_darwins_plants():
-    # Fisher 1935, The Design of Experiments, §21: 15 pairs of maize, eighths of an inch; 863 of 32768 arrangements on a side
+    # Fisher 1935, The Design of Experiments, §21: 15 pairs of maize, eighths of an inch; 863 of 32768 arrangements on a
+    # side
     eighths = [49, -67, 8, 16, 6, 23, 28, 41, 14, 29, 56, 24, 75, 60, -48]
     assert sign_flip([unit / 8 for unit in eighths], 8) == pytest.approx(2 * 863 / 32768)
 
@@ -63,8 +66,10 @@ def test_other_problems_are_refused():
 
 
 def test_chance_alone_seldom_wins_and_a_real_difference_mostly_does():
-    """60 problems, 4 samples: false alarms in at most 2.5 % (one side of 5 %), 15 points more are seen in most cases."""
-    draw, wins = random.Random(3), {0.0: 0, 0.15: 0}
+    """60 problems, 4 samples: false alarms in at most 2.5 % (one side of 5 %), 15 points more are seen in most
+    cases."""
+    draw = random.Random(3)
+    wins = {0.0: 0, 0.15: 0}
     for gain, trials in ((0.0, 600), (0.15, 200)):
         for _ in range(trials):
             chances = {str(number): draw.betavariate(1, 1) * 0.8 for number in range(60)}
@@ -73,5 +78,3 @@ def test_chance_alone_seldom_wins_and_a_real_difference_mostly_does():
             wins[gain] += compare(ours, theirs, 4).says_better
     assert wins[0.0] / 600 <= 0.045  # 2.5 % and three standard errors
     assert wins[0.15] / 200 >= 0.8
-
-

@@ -10,7 +10,9 @@ from engine.types import Group, Prompt, Response, Score
 
 
 def response(text):
-    return Response((), (), (), (), "stop", text, 0, "")
+    return Response(
+        token_ids=(), logprobs=(), versions=(), loss_mask=(), finish_reason="stop", text=text, seed=0, instance=""
+    )
 
 
 async def voted(texts, answer, reward="math"):
@@ -18,7 +20,7 @@ async def voted(texts, answer, reward="math"):
     prompt = Prompt("id", "", answer, ())
     async with VerifierPool(reward) as verifier:
         scores = await verifier.score(prompt, [response(text) for text in texts])
-        group = Group(0, 0, prompt, tuple(map(response, texts)), tuple(scores))
+        group = Group(step=0, index=0, prompt=prompt, responses=tuple(map(response, texts)), scores=tuple(scores))
         found = await majorities([group], reward, verifier)
     return found[0]
 
@@ -57,7 +59,9 @@ async def test_the_worth_of_a_tie_is_the_mean_over_draws_among_the_tied():
         top = [answer for answer, count in counts.items() if count == max(counts.values())]
         prompt = Prompt("id", "", "1", ())
         scores = tuple(Score(float(answer == "1")) for answer in answers)
-        group = Group(0, 0, prompt, tuple(response(f"#{answer}") for answer in answers), scores)
+        group = Group(
+            step=0, index=0, prompt=prompt, responses=tuple(response(f"#{answer}") for answer in answers), scores=scores
+        )
         (found,) = await majorities([group], "exact", None)
         assert found.value == pytest.approx(top.count("1") / len(top))
         assert found.votes == max(counts.values())

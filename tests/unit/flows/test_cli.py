@@ -12,9 +12,13 @@ ROW = '{"problem": "1+1=", "answer": "2"}\n'
 def metronome(*arguments, cwd=None, timeout=60):
     return subprocess.run(
         [sys.executable, "-m", "flows.cli", *map(str, arguments)],
-        capture_output=True, text=True, timeout=timeout, cwd=cwd, check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        check=False,
         env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -43,7 +47,9 @@ def test_help_lists_the_commands_and_starts_no_library():
     done = metronome("--help")
     assert done.returncode == 0
     assert all(name in done.stdout for name in ("run", "train", "evaluate", "serve", "doctor"))
-    code = "import sys, flows.cli; print([m for m in ('prefect', 'mlflow', 'torch', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, flows.cli; print([m for m in ('prefect', 'mlflow', 'torch', 'transformers') if m in sys.modules])"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "[]"
 

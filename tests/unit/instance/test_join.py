@@ -37,13 +37,24 @@ async def launcher(folder):
 async def guest(tmp_path, monkeypatch):
     """Starts `serve --join` as a task."""
     program = [sys.executable, "-S", "-c", SERVES]
-    monkeypatch.setattr(join, "instance_command", lambda config, model, name, number, port_file, port, host: (
-        [*program, str(port_file)], {}))
-    said, tasks = [], []
+    monkeypatch.setattr(
+        join,
+        "instance_command",
+        lambda config, model, name, number, port_file, port, host: ([*program, str(port_file)], {}),
+    )
+    said = []
+    tasks = []
 
     def start(address=tmp_path):
-        serving = join._serve(CONFIG, "guest", "127.0.0.1", 0, lambda url: join._LauncherClient(
-            CONFIG, str(address), "guest", url, said.append))
+        serving = join._serve(
+            config=CONFIG,
+            name="guest",
+            host="127.0.0.1",
+            port=0,
+            joins=lambda url: join._LauncherClient(
+                config=CONFIG, address=str(address), name="guest", url=url, say=said.append
+            ),
+        )
         tasks.append(asyncio.create_task(serving))
         return tasks[-1]
 
@@ -104,7 +115,9 @@ async def test_it_ends_when_the_launcher_sends_it_away(tmp_path, guest):
 
 
 async def test_it_ends_by_name_when_the_launcher_stays_away(tmp_path, guest):
-    with pytest.raises(DeadlineError, match=rf"the launcher at {tmp_path} did not answer for \d+ s \(rollout\.wait_s\)"):
+    with pytest.raises(
+        DeadlineError, match=rf"the launcher at {tmp_path} did not answer for \d+ s \(rollout\.wait_s\)"
+    ):
         await asyncio.wait_for(guest(), 8)
 
 
@@ -124,4 +137,4 @@ def test_addresses(tmp_path):
     assert join.launcher_address(str(tmp_path)) == "[::1]:4711"
     assert join.launcher_address(str(tmp_path / "rollout.address")) == "[::1]:4711"
     with pytest.raises(BadInput, match="--join = 'nowhere': expected host:port"):
-        join.serve_joined(CONFIG, "nowhere", "guest", "127.0.0.1", 0, print)
+        join.serve_joined(config=CONFIG, address="nowhere", name="guest", host="127.0.0.1", port=0, say=print)

@@ -22,7 +22,8 @@ from support.tiny_models import save
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 20.0
-"""Deadline of what is not about deadlines, and longest time of what must not take as long as one; a quiet machine takes 1 s."""
+"""Deadline of what is not about deadlines, and longest time of what must not take as long as one; a quiet machine takes
+1 s."""
 TENSORS = {"a": torch.randn(7, 5), "b": torch.randn(300).bfloat16(), "c": torch.ones(3)}
 
 
@@ -44,7 +45,8 @@ def same(found):
 
 
 def test_a_file_is_received_and_staged(tmp_path):
-    receiver, info = Receiver(), filed(tmp_path)
+    receiver = Receiver()
+    info = filed(tmp_path)
     assert same(list(receiver.receive(info)))
     receiver.stage(info | {"staged": True})
     for _ in range(2):
@@ -58,7 +60,9 @@ def test_a_file_with_checksums_that_a_device_computed_is_received_and_verified(t
     info = filed(tmp_path, checksums=[device_checksum(TENSORS[name]) for name in TENSORS])
     assert same(list(Receiver().receive(info)))
     changed = info | {"checksums": [*info["checksums"][:2], device_checksum(torch.zeros(3))]}
-    with pytest.raises(BadInput, match=r"c was corrupted on its way: its checksum is [0-9a-f]{16}, announced was '[0-9a-f]{16}'"):
+    with pytest.raises(
+        BadInput, match=r"c was corrupted on its way: its checksum is [0-9a-f]{16}, announced was '[0-9a-f]{16}'"
+    ):
         list(Receiver().receive(changed))
 
 
@@ -70,15 +74,19 @@ def test_plain_files_are_taken_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"checksums": ["0" * 16] * 3}, "a was corrupted on its way"),
-    ({"shapes": [[5, 7], [300], [3]]}, r"a is F32 \[7, 5\], announced was F32 \[5, 7\]"),
-    ({"dtypes": ["float32", "float16", "float32"]}, r"b is BF16 \[300\], announced was F16"),
-    ({"names": ["a", "b", "d"]}, "its tensors are not those announced; the first that differs is c"),
-    ({"path": "/nowhere"}, "cannot be read: No such file"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checksums": ["0" * 16] * 3}, "a was corrupted on its way"),
+        ({"shapes": [[5, 7], [300], [3]]}, r"a is F32 \[7, 5\], announced was F32 \[5, 7\]"),
+        ({"dtypes": ["float32", "float16", "float32"]}, r"b is BF16 \[300\], announced was F16"),
+        ({"names": ["a", "b", "d"]}, "its tensors are not those announced; the first that differs is c"),
+        ({"path": "/nowhere"}, "cannot be read: No such file"),
+    ],
+)
 def test_what_differs_from_what_was_announced_is_refused_by_name(tmp_path, changes, message, staged):
-    receiver, info = Receiver(), filed(tmp_path, **changes)
+    receiver = Receiver()
+    info = filed(tmp_path, **changes)
     if staged:
         receiver.stage(info)
         info = {"transport": "staged", "version": 1}
@@ -86,12 +94,24 @@ def test_what_differs_from_what_was_announced_is_refused_by_name(tmp_path, chang
         list(receiver.receive(info))
 
 
-@pytest.mark.parametrize("changes", [
-    {"transport": "mpi"}, {"transport": ["file"]}, {"path": None}, {"checksums": None}, {"checksums": []}, {"names": None},
-    {"transport": "gloo"}, {"transport": "nccl"}, {"transport": None, "names": None, "path": 3},
-    {"transport": "staged"}, {"transport": "base", "perturb": "all"}, {"transport": "base", "perturb": [-1]},
-    {"transport": "base"},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transport": "mpi"},
+        {"transport": ["file"]},
+        {"path": None},
+        {"checksums": None},
+        {"checksums": []},
+        {"names": None},
+        {"transport": "gloo"},
+        {"transport": "nccl"},
+        {"transport": None, "names": None, "path": 3},
+        {"transport": "staged"},
+        {"transport": "base", "perturb": "all"},
+        {"transport": "base", "perturb": [-1]},
+        {"transport": "base"},
+    ],
+)
 def test_malformed_messages_are_refused(tmp_path, changes):
     with pytest.raises(BadInput):
         list(Receiver().receive(filed(tmp_path, **changes)))
@@ -103,10 +123,21 @@ def test_malformed_messages_are_refused(tmp_path, changes):
 INIT = {"transport": "gloo", "stages": [{"host": "127.0.0.1", "port": 1}], "rank": 1, "world_size": 2, "timeout_s": 0.2}
 
 
-@pytest.mark.parametrize("changes", [
-    {"transport": "file"}, {"stages": []}, {"stages": [1]}, {"stages": [{"host": "127.0.0.1"}]}, {"rank": 0}, {"rank": 2},
-    {"world_size": "2"}, {"timeout_s": 0}, {"timeout_s": None}, {"stages": [{"host": 3, "port": 1}]},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transport": "file"},
+        {"stages": []},
+        {"stages": [1]},
+        {"stages": [{"host": "127.0.0.1"}]},
+        {"rank": 0},
+        {"rank": 2},
+        {"world_size": "2"},
+        {"timeout_s": 0},
+        {"timeout_s": None},
+        {"stages": [{"host": 3, "port": 1}]},
+    ],
+)
 def test_malformed_meetings_are_refused(changes):
     with pytest.raises(BadInput):
         Receiver().connect(INIT | changes)
@@ -123,7 +154,9 @@ def test_a_sender_that_is_not_there_is_named_in_time():
 def test_the_self_tests_weights_are_the_base_but_for_the_output_rows(tmp_path, settings):
     folder = Path(save(tmp_path / "model", shard="10KB", **settings))
     base = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    found = {name: tensor.clone() for name, tensor in Receiver().receive({"transport": "base", "perturb": [3, 60]}, folder)}
+    found = {
+        name: tensor.clone() for name, tensor in Receiver().receive({"transport": "base", "perturb": [3, 60]}, folder)
+    }
     output = EMBEDDING if settings else OUTPUT
     assert found.keys() == base.keys()
     assert [name for name in base if not torch.equal(found[name], base[name])] == [output]
@@ -136,13 +169,14 @@ def test_the_self_tests_weights_are_the_base_but_for_the_output_rows(tmp_path, s
         list(Receiver().receive({"transport": "base", "perturb": [61]}, folder))
 
 
-# groups ------------------------------------------------------------------------------------------------------------------
+# groups -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def group():
     """A sender's group and two receivers in it, in threads of this process."""
-    meeting, receivers = Rendezvous("127.0.0.1", "gloo", PATIENCE_S), [Receiver(), Receiver()]
+    meeting = Rendezvous("127.0.0.1", "gloo", PATIENCE_S)
+    receivers = [Receiver(), Receiver()]
     info = {"transport": "gloo", "generation": 1, "stages": [meeting.address], "world_size": 3, "timeout_s": PATIENCE_S}
     with ThreadPoolExecutor(4) as threads:
         joined = [threads.submit(receiver.connect, info | {"rank": 1}, rank) for rank, receiver in enumerate(receivers)]
@@ -155,8 +189,10 @@ def group():
 
 
 def wires(limit):
-    return [(bucket, {"transport": "gloo", "version": 1, "stage": 0, "bucket": bucket.number, **bucket.wire()})
-            for bucket in packed(limit)]
+    return [
+        (bucket, {"transport": "gloo", "version": 1, "stage": 0, "bucket": bucket.number, **bucket.wire()})
+        for bucket in packed(limit)
+    ]
 
 
 @pytest.mark.parametrize("staged", [False, True])
@@ -167,8 +203,14 @@ def test_buckets_are_broadcast_to_all(group, staged):
         if staged:
             for receiver in receivers:
                 receiver.stage(info)
-        receptions = [] if staged else [
-            threads.submit(lambda one=one, info=info: [(name, t.clone()) for name, t in one.receive(info)]) for one in receivers]
+        receptions = (
+            []
+            if staged
+            else [
+                threads.submit(lambda one=one, info=info: [(name, t.clone()) for name, t in one.receive(info)])
+                for one in receivers
+            ]
+        )
         sender.broadcast(*bucket.pieces()).wait()
         for held, reception in zip(found, receptions, strict=False):
             held += reception.result(PATIENCE_S)
@@ -186,8 +228,15 @@ class OnDevice(torch.Tensor):
 def test_what_is_staged_lies_in_host_memory_where_transfers_arrive_on_a_device(group, monkeypatch):
     sender, (receiver, other), threads = group
     room = receivers._room
-    monkeypatch.setattr(receivers, "_room", lambda buffer, nbytes, device: (
-        room(buffer, nbytes, device) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8).as_subclass(OnDevice)))
+    monkeypatch.setattr(
+        receivers,
+        "_room",
+        lambda buffer, nbytes, device: (
+            room(buffer, nbytes, device)
+            if device.type == "cpu"
+            else torch.empty(nbytes, dtype=torch.uint8).as_subclass(OnDevice)
+        ),
+    )
     monkeypatch.setattr(receivers, "checksum_as", lambda announced, tensor: checksum(tensor.as_subclass(torch.Tensor)))
     for version, limit in ((1, 150), (2, 700)):
         receiver._groups[0].device = torch.device("cuda", 0)
@@ -258,8 +307,13 @@ sys.stdin.read()
 
 def test_a_process_that_is_killed_in_a_broadcast_fails_it_at_once_and_one_that_stands_still_by_the_deadline():
     meeting = Rendezvous("127.0.0.1", "gloo", 3.0)
-    member = subprocess.Popen([sys.executable, "-c", MEMBER, str(meeting.address["port"])], cwd=ROOT, text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    member = subprocess.Popen(
+        [sys.executable, "-c", MEMBER, str(meeting.address["port"])],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
         # the member's start takes longer than the transfers' deadline
         meeting._timeout_s = 60.0  # seconds, as for MEMBER
@@ -285,7 +339,9 @@ def test_a_process_that_is_killed_in_a_broadcast_fails_it_at_once_and_one_that_s
 
 def test_it_needs_nothing_but_torch_safetensors_and_the_standard_library():
     """It also runs in vLLM's environment."""
-    code = ("import sys; import engine.instance.receiver; "
-            "print([m for m in ('pydantic', 'megatron', 'aiohttp', 'zmq', 'transformers', 'msgpack') if m in sys.modules])")
+    code = (
+        "import sys; import engine.instance.receiver; "
+        "print([m for m in ('pydantic', 'megatron', 'aiohttp', 'zmq', 'transformers', 'msgpack') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout == "[]\n", done.stdout + done.stderr

@@ -18,15 +18,33 @@ class Producer:
     """Tries prompts one after the other; `unequal` says of which the scores differ."""
 
     def __init__(self, unequal):
-        self.unequal, self.tried = unequal, []
+        self.unequal = unequal
+        self.tried = []
 
     async def run_until(self, step, prompts, put, selection):
         number = 0
         while not selection.complete:
             epoch, prompt = next(prompts)
             self.tried.append((step, epoch, prompt.id))
-            response = Response((5,), (-0.5,), ((0, 0),), (True,), "stop", "a", 0, "instance-0")
-            await put(Group(step, number, prompt, (response,) * 2, (Score(1.0), Score(0.0 if self.unequal(prompt) else 1.0))))
+            response = Response(
+                token_ids=(5,),
+                logprobs=(-0.5,),
+                versions=((0, 0),),
+                loss_mask=(True,),
+                finish_reason="stop",
+                text="a",
+                seed=0,
+                instance="instance-0",
+            )
+            await put(
+                Group(
+                    step=step,
+                    index=number,
+                    prompt=prompt,
+                    responses=(response,) * 2,
+                    scores=(Score(1.0), Score(0.0 if self.unequal(prompt) else 1.0)),
+                )
+            )
             await asyncio.sleep(0)
             number += 1
 
@@ -35,7 +53,9 @@ def generation(unequal=lambda prompt: int(prompt.problem) % 3 == 0, batches=10):
     async def notify():
         pass
 
-    config = Config(algorithm={"dynamic_sampling": True, "dynamic_sampling_batches": batches}, train={"prompts_per_step": 2})
+    config = Config(
+        algorithm={"dynamic_sampling": True, "dynamic_sampling_batches": batches}, train={"prompts_per_step": 2}
+    )
     producer = Producer(unequal)
     return BatchGenerator(config, PromptLoader(PROMPTS, 0, 2), SimpleNamespace(producer=producer), notify), producer
 
@@ -58,7 +78,9 @@ async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_o
     batches = await generate(made, range(4))
     loader = PromptLoader(PROMPTS, 0, 2)
     stream = [loader.at(position) for position in range(batches[-1].next_position)]
-    assert [(epoch, identity) for _, epoch, identity in producer.tried] == [(epoch, prompt.id) for epoch, prompt in stream]
+    assert [(epoch, identity) for _, epoch, identity in producer.tried] == [
+        (epoch, prompt.id) for epoch, prompt in stream
+    ]
     assert batches[-1].next_position > len(PROMPTS)
     kept = sum(int(prompt.problem) % 3 == 0 for _, prompt in stream)
     assert sum(batch.reward_tried * batch.prompts_used for batch in batches) == pytest.approx(len(stream) - kept / 2)

@@ -34,7 +34,9 @@ def an_environment(folder, monkeypatch, device):
 
 def test_a_model_with_experts_is_refused_for_the_embedded_engine(tmp_path):
     save(tmp_path, "qwen3_moe")
-    with pytest.raises(BadInput, match=r'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'):
+    with pytest.raises(
+        BadInput, match=r'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'
+    ):
         check_rollouts(a_config(tmp_path))
 
 
@@ -74,7 +76,9 @@ def test_devices_are_those_that_the_environment_names(tmp_path, monkeypatch):
 def test_a_trainer_on_the_cpu_has_no_devices(tmp_path, monkeypatch):
     an_environment(tmp_path, monkeypatch, "cuda")
     check_instances(Config(rollout=Rollout(engine="vllm"), platform=Platform(device="cpu")))
-    with pytest.raises(BadInput, match=r"each of the 2 instances that the run starts takes devices from 0 on: set .* = \[0, 1\]"):
+    with pytest.raises(
+        BadInput, match=r"each of the 2 instances that the run starts takes devices from 0 on: set .* = \[0, 1\]"
+    ):
         check_instances(Config(rollout=Rollout(engine="vllm", instances=2), platform=Platform(device="cpu")))
 
 
@@ -82,7 +86,9 @@ def test_cores_of_vllms_instances_are_looked_for_once_it_is_known_that_they_are_
     named = Config(rollout=Rollout(engine="vllm", devices=[10**6]))
     an_environment(tmp_path, monkeypatch, "cpu")
     check_instances(Config(rollout=Rollout(engine="vllm")))
-    with pytest.raises(BadInput, match=r"rollout\.devices names cores \[1000000\], which this process can't use; it has \["):
+    with pytest.raises(
+        BadInput, match=r"rollout\.devices names cores \[1000000\], which this process can't use; it has \["
+    ):
         check_instances(named)
     with pytest.raises(ValueError, match=r"rollout\.devices names cores \[1000000\]"):
         Config(rollout=Rollout(engine="vllm", devices=[10**6]), platform=Platform(device="cpu"))
@@ -116,9 +122,14 @@ def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
         check_rollouts(a_config(tmp_path, evaluate=Evaluate(max_context=130)))
 
 
-@pytest.mark.parametrize(("key", "returns"), [
-    ("advantage", "rewards[:1]"), ("loss", "terms.advantages"), ("gradient_control", "'skip'"),
-])
+@pytest.mark.parametrize(
+    ("key", "returns"),
+    [
+        ("advantage", "rewards[:1]"),
+        ("loss", "terms.advantages"),
+        ("gradient_control", "'skip'"),
+    ],
+)
 def test_a_users_function_is_tried_before_any_process_starts(tmp_path, key, returns):
     save(tmp_path, "qwen3")
     arguments = {"advantage": "rewards, lengths", "loss": "terms, coefficients", "gradient_control": "step"}[key]

@@ -1,4 +1,5 @@
-"""The launcher's side of the control channel: who waits, who is silent. Requests are made in this process, groups by hand."""
+"""The launcher's side of the control channel: who waits, who is silent. Requests are made in this process, groups by
+hand."""
 
 import asyncio
 import time
@@ -21,8 +22,17 @@ LIMIT_S = 0.4
 
 
 def group(index):
-    response = Response((5, 6), (-0.5, -1.25), ((0, 0),), (True, True), "stop", "a", 0, "instance-0")
-    return Group(0, index, PROMPT, (response,), (Score(1.0),))
+    response = Response(
+        token_ids=(5, 6),
+        logprobs=(-0.5, -1.25),
+        versions=((0, 0),),
+        loss_mask=(True, True),
+        finish_reason="stop",
+        text="a",
+        seed=0,
+        instance="instance-0",
+    )
+    return Group(step=0, index=index, prompt=PROMPT, responses=(response,), scores=(Score(1.0),))
 
 
 class Rollouts:
@@ -45,11 +55,20 @@ def conduct(tmp_path):
     """A conductor of two units whose step of so many groups has begun, its handlers, and where its groups come from."""
 
     async def begin(groups, **train):
-        config = Config(parallel={"data": 2}, rollout={"timeout_s": 1.2},
-                        train={"prompts_per_step": groups, "timeout_s": LIMIT_S, **train})  # fmt: skip
+        config = Config(
+            parallel={"data": 2},
+            rollout={"timeout_s": 1.2},
+            train={"prompts_per_step": groups, "timeout_s": LIMIT_S, **train},
+        )
         loader = PromptLoader([PROMPT] * groups, 0, groups)
         rollouts = Rollouts()
-        coordinator = Coordinator(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"), loader, rollouts)
+        coordinator = Coordinator(
+            config=config,
+            folder=RunFolder(tmp_path),
+            trace=Trace(tmp_path / "trace", "launcher"),
+            loader=loader,
+            service=rollouts,
+        )
         handlers = coordinator.handlers()
         await handlers["ready"]({"start": 0})
         await handlers["start_batch"]({"step": 0})
@@ -60,7 +79,8 @@ def conduct(tmp_path):
 
 async def work(handlers, unit, hang=lambda leased: False):
     """Lease and train until the end of the step; the indices of the groups. Stops asking once `hang` says so."""
-    mine, trained = [], []
+    mine = []
+    trained = []
     while True:
         reply = await handlers["lease"]({"step": 0, "unit": unit, "budget": 1, "trained": trained})
         trained = [one["index"] for one in reply.get("groups", ())]
@@ -187,7 +207,8 @@ def test_a_request_that_is_being_answered_is_no_silence():
 
 
 async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_for_it(conduct):
-    """They have something to do from the start of the batch on; the first rank asks for the comparison for all of them."""
+    """They have something to do from the start of the batch on; the first rank asks for the comparison for all of
+    them."""
     coordinator, handlers, come = await conduct(2)
 
     class Slow:
@@ -211,7 +232,8 @@ async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_fo
     assert await work(handlers, 1, hang=bool) == [0]
     other = asyncio.create_task(work(handlers, 0))
     async with asyncio.timeout(LIMIT_S + 3):
-        assert "no sign of life of unit 1 of the trainer" in str(await watching)  # afterwards each has its own clock again
+        # afterwards each has its own clock again
+        assert "no sign of life of unit 1 of the trainer" in str(await watching)
     with pytest.raises(DeadlineError, match="unit 1"):
         await other
     await coordinator.close()

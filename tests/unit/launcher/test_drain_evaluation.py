@@ -1,4 +1,5 @@
-"""Evaluation at a drain, over real sockets with a scripted instance: when weights may move, what is cut, what is refused."""
+"""Evaluation at a drain, over real sockets with a scripted instance: when weights may move, what is cut, what is
+refused."""
 
 import asyncio
 import contextlib
@@ -25,16 +26,21 @@ def world(tmp_path, tiny_model, problems):
 
     @contextlib.asynccontextmanager
     async def begin(version=0, delay_s=0.0, rollout=(), train=(), reward=(), **evaluate):
-        config = Config.model_validate({
-            "run": {"name": "run", "output": str(tmp_path)}, "model": {"path": str(tiny_model)},
-            "train": {"steps": 10, **dict(train)},
-            "data": {"train": str(problems), "heldout": str(problems)},
-            "rollout": {"max_context": 64, "max_new_tokens": 16, "timeout_s": 10, **dict(rollout)}, "reward": dict(reward),
-            "evaluate": {"every": 2, "problems": 6, "samples": 2, "max_wait_s": 20, **evaluate},
-        })  # fmt: skip
+        config = Config.model_validate(
+            {
+                "run": {"name": "run", "output": str(tmp_path)},
+                "model": {"path": str(tiny_model)},
+                "train": {"steps": 10, **dict(train)},
+                "data": {"train": str(problems), "heldout": str(problems)},
+                "rollout": {"max_context": 64, "max_new_tokens": 16, "timeout_s": 10, **dict(rollout)},
+                "reward": dict(reward),
+                "evaluate": {"every": 2, "problems": 6, "samples": 2, "max_wait_s": 20, **evaluate},
+            }
+        )
         folder = RunFolder(config.folder)
         folder.create(config, resume=False)
-        scripted, notified = Scripted(version), asyncio.Event()
+        scripted = Scripted(version)
+        notified = asyncio.Event()
         scripted.delay_s = delay_s
 
         async def notify():
@@ -44,7 +50,9 @@ def world(tmp_path, tiny_model, problems):
             pool = Pool(config, tiny_model, folder.path, HealthMonitor)
             await pool.connect()
             pool.enter("one", url)
-            evaluation = DrainEvaluation(config, folder, RolloutService(pool, None, Tokenizer(tiny_model), None), notify)
+            evaluation = DrainEvaluation(
+                config, folder, RolloutService(pool, None, Tokenizer(tiny_model), None), notify
+            )
             evaluation.begin(0)
             try:
                 yield evaluation, folder, scripted, notified
@@ -105,7 +113,9 @@ async def test_a_late_one_is_cut_and_its_requests_are_ended(world):
         assert 0.1 < asyncio.get_running_loop().time() - began < 5
         await until(lambda: not scripted.running, "the end of its requests")
         (lost,) = read_lines(drain_evaluation.dropped(folder))
-        assert lost["reason"] == "0 of 12 responses were in when training had waited 0.2 s for them (evaluate.max_wait_s)"
+        assert (
+            lost["reason"] == "0 of 12 responses were in when training had waited 0.2 s for them (evaluate.max_wait_s)"
+        )
         assert lost["exposed_s"] >= 0.2
         assert rows(folder) == []
 
@@ -130,8 +140,10 @@ async def test_what_is_not_scored_when_the_run_waits_no_longer_is_dropped_and_re
         await evaluation.finish()  # not for evaluate.max_wait_s, 20 s: the trainer would give up
         assert 0.3 < asyncio.get_running_loop().time() - began < 5
         (lost,) = read_lines(drain_evaluation.dropped(folder))
-        assert lost["reason"] == ("its responses were not all scored and voted on when the last step had waited 0.4 s for it "
-                                  "(evaluate.max_wait_s, at most half of train.timeout_s)")
+        assert lost["reason"] == (
+            "its responses were not all scored and voted on when the last step had waited 0.4 s for it "
+            "(evaluate.max_wait_s, at most half of train.timeout_s)"
+        )
         assert "evaluate: version 0 dropped: its responses were not all scored" in capsys.readouterr().out
         assert rows(folder) == []
 

@@ -8,15 +8,29 @@ from engine.types import Group, Prompt, Response, Score
 
 
 def group(number, unequal):
-    response = Response((5,), (-0.5,), ((0, 0),), (True,), "stop", "a", 0, "instance-0")
+    response = Response(
+        token_ids=(5,),
+        logprobs=(-0.5,),
+        versions=((0, 0),),
+        loss_mask=(True,),
+        finish_reason="stop",
+        text="a",
+        seed=0,
+        instance="instance-0",
+    )
     scores = (Score(1.0), Score(0.0 if unequal else 1.0))
-    return Group(7, number, Prompt(f"prompt {number}", "", "", (1,)), (response,) * 2, scores)
+    return Group(
+        step=7, index=number, prompt=Prompt(f"prompt {number}", "", "", (1,)), responses=(response,) * 2, scores=scores
+    )
 
 
 def selected(verdicts, wanted, room, pick):
-    """Try prompts as the producer does; `pick` says which group under way is finished next. (ids in order due, used, tried)."""
+    """Try prompts as the producer does; `pick` says which group under way is finished next. (ids in order due, used,
+    tried)."""
     selection = DynamicSampling(wanted, len(verdicts))
-    due, running, tried = [], [], 0
+    due = []
+    running = []
+    tried = 0
     while not selection.complete:
         while selection.wants(tried, len(running), room):
             running.append(tried)
@@ -26,9 +40,15 @@ def selected(verdicts, wanted, room, pick):
     return due, selection.used, tried
 
 
-@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 6), st.integers(0, 9), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=40),
+    st.integers(1, 6),
+    st.integers(0, 9),
+    st.randoms(use_true_random=False),
+)
 def test_the_first_unequal_groups_in_prompt_order_are_kept_whenever_they_arrive_and_however_many_are_tried(
-        verdicts, wanted, room, draw):
+    verdicts, wanted, room, draw
+):
     unequal = [number for number, verdict in enumerate(verdicts) if verdict]
     if len(unequal) < wanted:
         with pytest.raises(MetronomeError, match=f"of {len(verdicts)} prompts only {len(unequal)} have"):

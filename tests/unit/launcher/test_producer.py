@@ -20,11 +20,14 @@ LIMIT_S = 0.3
 class World:
     """One instance with room for one group, and what the producer asks for besides; `refusals` by prompt."""
 
-    per_response, synced, size = False, False, 1
+    per_response = False
+    synced = False
+    size = 1
     config = Config(rollout={"timeout_s": LIMIT_S, "concurrency": 1})
 
     def __init__(self, refusals, takes_s=0.0):
-        self.refusals, self.takes_s = refusals, takes_s
+        self.refusals = refusals
+        self.takes_s = takes_s
         self.place = asyncio.Lock()
         self.instance = SimpleNamespace(client=self, name="i", groups=1, finished=lambda *figures: None)
         self.groups = []
@@ -39,7 +42,16 @@ class World:
             self.refusals[prompt.id] -= 1
             raise Busy("paused")
         await asyncio.sleep(self.takes_s)
-        return Response((1,), (0.0,), ((0, 0),), (True,), "stop", "", seed, "i")
+        return Response(
+            token_ids=(1,),
+            logprobs=(0.0,),
+            versions=((0, 0),),
+            loss_mask=(True,),
+            finish_reason="stop",
+            text="",
+            seed=seed,
+            instance="i",
+        )
 
     def busy(self, instance):
         pass
@@ -56,7 +68,15 @@ class World:
         self.groups.append(group.prompt.id)
 
     async def run(self, *prompts):
-        made = Producer(self, self, lambda ids: "", SamplingSettings(8, 1.0, 1.0, 0), 1, 0, self)
+        made = Producer(
+            pool=self,
+            verifier=self,
+            decode=lambda ids: "",
+            sampling=SamplingSettings(8, 1.0, 1.0, 0),
+            group_size=1,
+            seed=0,
+            trace=self,
+        )
         async with asyncio.timeout(10):
             await made.run(0, [(0, Prompt(name, "", "", (1, 2))) for name in prompts], self.put)
 

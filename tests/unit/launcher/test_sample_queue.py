@@ -10,8 +10,19 @@ from engine.wire.codec import group_from_wire, group_to_wire, landed_from_wire, 
 
 
 def group(index, step=0):
-    response = Response((5, 6), (-0.5, -1.25), ((0, 3),), (True, False), "stop", "añ", 2**62, "instance-0")
-    return Group(step, index, Prompt("id", "1+1=", "2", (1, 2, 3)), (response,), (Score(1.0),))
+    response = Response(
+        token_ids=(5, 6),
+        logprobs=(-0.5, -1.25),
+        versions=((0, 3),),
+        loss_mask=(True, False),
+        finish_reason="stop",
+        text="añ",
+        seed=2**62,
+        instance="instance-0",
+    )
+    return Group(
+        step=step, index=index, prompt=Prompt("id", "1+1=", "2", (1, 2, 3)), responses=(response,), scores=(Score(1.0),)
+    )
 
 
 def test_codec_round_trip_without_columns():
@@ -71,7 +82,12 @@ def test_windows_in_prompt_order_go_to_the_units_in_turn_whoever_asks_first():
     queue = SampleQueue(0, 5, order="prompt_order", units=2)
     for index in range(5):
         queue.put(group(index))
-    assert [leased(queue, 1, 10), leased(queue, 1, 10), leased(queue, 0, 10), leased(queue, 0, 10)] == [[2, 3], [], [0, 1], [4]]
+    assert [leased(queue, 1, 10), leased(queue, 1, 10), leased(queue, 0, 10), leased(queue, 0, 10)] == [
+        [2, 3],
+        [],
+        [0, 1],
+        [4],
+    ]
 
 
 def test_a_unit_acknowledges_only_what_it_holds():
@@ -83,7 +99,7 @@ def test_a_unit_acknowledges_only_what_it_holds():
 
 
 def landed(index, number):
-    return Landed(0, index, number, (1, 2, 3), (5, 6))
+    return Landed(step=0, group=index, number=number, prompt=(1, 2, 3), token_ids=(5, 6))
 
 
 def test_landed_responses_are_scored_once_by_one_unit_per_group_until_the_group_is_there():
@@ -123,7 +139,7 @@ def test_foreign_and_double_groups_are_refused():
 def test_every_group_is_trained_once_and_prompt_order_ignores_arrival(arrival, hold, budget, units):
     windows = {}
     for order in ("arrival", "prompt_order"):
-        queue = SampleQueue(0, 6, order, hold, units)
+        queue = SampleQueue(step=0, expected=6, order=order, hold=hold, units=units)
         windows[order] = []
         for index in arrival:
             queue.put(group(index))

@@ -17,13 +17,17 @@ from support.scripted import Scripted, until
 @pytest.fixture
 def world(tmp_path, tiny_model, problems):
     """(config without instances, run folder, meeting place)"""
-    config = Config.model_validate({
-        "run": {"name": "run", "output": str(tmp_path)}, "model": {"path": str(tiny_model)},
-        "data": {"train": str(problems), "heldout": str(problems)},
-        "rollout": {"instances": 0, "max_context": 64, "max_new_tokens": 16, "timeout_s": 20, "wait_s": 20.0},
-        "evaluate": {"problems": 6, "samples": 2},
-    })  # fmt: skip
-    folder, meeting = RunFolder(config.folder), tmp_path / "meeting"
+    config = Config.model_validate(
+        {
+            "run": {"name": "run", "output": str(tmp_path)},
+            "model": {"path": str(tiny_model)},
+            "data": {"train": str(problems), "heldout": str(problems)},
+            "rollout": {"instances": 0, "max_context": 64, "max_new_tokens": 16, "timeout_s": 20, "wait_s": 20.0},
+            "evaluate": {"problems": 6, "samples": 2},
+        }
+    )
+    folder = RunFolder(config.folder)
+    meeting = tmp_path / "meeting"
     folder.create(config, resume=False)
     meeting.mkdir()
     return config, folder, meeting
@@ -31,7 +35,8 @@ def world(tmp_path, tiny_model, problems):
 
 async def test_one_that_joins_evaluates_and_none_is_started(world, tiny_model):
     config, folder, meeting = world
-    scripted, address = Scripted(), meeting / ADDRESS_FILE
+    scripted = Scripted()
+    address = meeting / ADDRESS_FILE
     async with scripted.serving() as url, aiohttp.ClientSession() as session:
         work = asyncio.create_task(asyncio.to_thread(evaluate, config, tiny_model, 3, folder, meeting))
         await until(lambda: work.done() or (address.exists() and address.read_text()), "the address")
@@ -50,4 +55,4 @@ def test_none_that_joins_is_said_within_its_deadline(world, tiny_model):
     config, folder, meeting = world
     hasty = config.model_copy(update={"rollout": config.rollout.model_copy(update={"wait_s": 0.3})})
     with pytest.raises(ProcessDied, match=r"waited 0\.3 s for one \(rollout\.wait_s\); none has joined"):
-        evaluate(hasty, tiny_model, 0, folder, meeting)
+        evaluate(config=hasty, model=tiny_model, weight_version=0, folder=folder, meeting=meeting)

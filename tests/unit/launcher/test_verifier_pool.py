@@ -12,11 +12,26 @@ from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
 from engine.launcher.verifier_pool import VerifierPool
 from engine.types import Prompt, Response, Score
 
-PROMPT = Prompt("0123456789abcdef", "1+1=", "2", (5, 6, 7), {"level": 3, "big": 2**80, "nested": {"a": [None, 0.5]}})
+PROMPT = Prompt(
+    id="0123456789abcdef",
+    problem="1+1=",
+    answer="2",
+    token_ids=(5, 6, 7),
+    columns={"level": 3, "big": 2**80, "nested": {"a": [None, 0.5]}},
+)
 
 
 def response(text: str = "#2", seed: int = 2**62) -> Response:
-    return Response((8, 9), (-0.5, -1.5), ((0, 4),), (True, False), "length", text, seed, "rollout-0")
+    return Response(
+        token_ids=(8, 9),
+        logprobs=(-0.5, -1.5),
+        versions=((0, 4),),
+        loss_mask=(True, False),
+        finish_reason="length",
+        text=text,
+        seed=seed,
+        instance="rollout-0",
+    )
 
 
 @pytest.fixture
@@ -54,12 +69,14 @@ async def test_built_in(spec):
 
 
 async def test_user_reward_sees_everything(reward):
-    spec = reward("""
+    spec = reward(
+        """
         from engine.types import Prompt, Response
         def reward(prompt, responses):
             assert isinstance(prompt, Prompt) and all(isinstance(r, Response) for r in responses)
             return [float(repr((prompt, r)) == open(__file__ + ".expected").read()) for r in responses]
-    """.replace("\n        ", "\n"))
+    """.replace("\n        ", "\n")
+    )
     Path(spec.split(":")[0] + ".expected").write_text(repr((PROMPT, response())))
     async with VerifierPool(spec) as pool:
         assert not pool.per_response
@@ -72,32 +89,40 @@ async def test_half_a_character_crosses():
 
 
 async def test_kinds_of_numbers(reward):
-    spec = reward("import numpy\nfrom engine.types import Score\n"
-                  "def reward(prompt, responses): return (1, True, numpy.float32(0.5), Score(-2.0, detail='why'))")
+    spec = reward(
+        "import numpy\nfrom engine.types import Score\n"
+        "def reward(prompt, responses): return (1, True, numpy.float32(0.5), Score(-2.0, detail='why'))"
+    )
     async with VerifierPool(spec) as pool:
         scores = await pool.score(PROMPT, [response()] * 4)
     assert scores == [Score(1.0), Score(1.0), Score(0.5), Score(-2.0, "ok", "why")]
 
 
 async def test_async_rewards_share_one_loop(reward):
-    spec = reward("import asyncio\nloops = set()\nasync def reward(prompt, responses):\n    await asyncio.sleep(0)\n"
-                  "    loops.add(asyncio.get_running_loop())\n    return [len(loops)] * len(responses)")
+    spec = reward(
+        "import asyncio\nloops = set()\nasync def reward(prompt, responses):\n    await asyncio.sleep(0)\n"
+        "    loops.add(asyncio.get_running_loop())\n    return [len(loops)] * len(responses)"
+    )
     async with VerifierPool(spec) as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
 
 
 async def test_per_response_reward(reward):
-    spec = reward("from engine.reward import per_response\n@per_response\nasync def reward(prompt, response):\n"
-                  "    return float(response.text == '#' + prompt.answer)")
+    spec = reward(
+        "from engine.reward import per_response\n@per_response\nasync def reward(prompt, response):\n"
+        "    return float(response.text == '#' + prompt.answer)"
+    )
     async with VerifierPool(spec) as pool:
         assert pool.per_response
         assert await pool.score(PROMPT, [response("#2"), response("#1")]) == [Score(1.0), Score(0.0)]
 
 
 async def test_print_does_not_disturb(reward, tmp_path):
-    spec = reward("import os, sys\nprint('loading')\ndef reward(prompt, responses):\n    print('scoring ' * 5000)\n"
-                  "    os.write(1, b'raw')\n    sys.stdout.write('no newline')\n    return [1.0]")
+    spec = reward(
+        "import os, sys\nprint('loading')\ndef reward(prompt, responses):\n    print('scoring ' * 5000)\n"
+        "    os.write(1, b'raw')\n    sys.stdout.write('no newline')\n    return [1.0]"
+    )
     async with VerifierPool(spec, log=tmp_path / "verifier.log") as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
     log = (tmp_path / "verifier.log").read_text()
@@ -115,8 +140,10 @@ HANGS = {
 
 @pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS.keys())
 async def test_hanging_call_scores_zero_and_the_next_one_works(reward, hang):
-    spec = reward(f"def reward(prompt, responses):\n    if responses[0].text == 'hang':\n        {hang}\n"
-                  "    return [1.0] * len(responses)")
+    spec = reward(
+        f"def reward(prompt, responses):\n    if responses[0].text == 'hang':\n        {hang}\n"
+        "    return [1.0] * len(responses)"
+    )
     async with VerifierPool(spec, timeout_s=0.3) as pool:
         start = time.monotonic()
         assert [s.status for s in await pool.score(PROMPT, [response("hang"), response()])] == ["timeout"] * 2
@@ -133,8 +160,10 @@ async def test_only_the_hanging_response_of_a_per_response_reward_is_lost():
 
 
 async def test_a_hanging_call_does_not_hold_up_the_other_worker(reward):
-    spec = reward("import time\ndef reward(prompt, responses):\n"
-                  "    time.sleep(60 if responses[0].text == 'hang' else 0)\n    return [1.0]")
+    spec = reward(
+        "import time\ndef reward(prompt, responses):\n"
+        "    time.sleep(60 if responses[0].text == 'hang' else 0)\n    return [1.0]"
+    )
     async with VerifierPool(spec, workers=2, timeout_s=2.0) as pool:
         hanging = asyncio.create_task(pool.score(PROMPT, [response("hang")]))
         for _ in range(20):
@@ -173,8 +202,9 @@ async def test_wrong_rewards_stop_with_the_reason(reward):
 
 @pytest.mark.parametrize("body", ["raise ValueError('no')", "return [1.0, 2.0]", "import os; os._exit(3)"])
 async def test_wrong_reward_may_score_zero(reward, body):
-    spec = reward(f"def reward(prompt, responses):\n    if responses[0].text == 'wrong':\n        {body}\n"
-                  "    return [1.0]\n")
+    spec = reward(
+        f"def reward(prompt, responses):\n    if responses[0].text == 'wrong':\n        {body}\n    return [1.0]\n"
+    )
     async with VerifierPool(spec, on_error="zero") as pool:
         (score,) = await pool.score(PROMPT, [response("wrong")])
         assert (score.value, score.status) == (0.0, "error")
@@ -192,8 +222,10 @@ async def test_loading_problems_surface_at_start(reward):
 
 
 async def test_a_cancelled_call_does_not_answer_the_next_one(reward):
-    spec = reward("import time\ndef reward(prompt, responses):\n    seconds = float(responses[0].text)\n"
-                  "    time.sleep(seconds)\n    return [seconds]")
+    spec = reward(
+        "import time\ndef reward(prompt, responses):\n    seconds = float(responses[0].text)\n"
+        "    time.sleep(seconds)\n    return [seconds]"
+    )
     async with VerifierPool(spec) as pool:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(pool.score(PROMPT, [response("0.3")]), 0.1)
@@ -201,11 +233,13 @@ async def test_a_cancelled_call_does_not_answer_the_next_one(reward):
 
 
 async def test_close_ends_everything_at_once(reward, tmp_path):
-    spec = reward("import os, subprocess, pathlib\ndef reward(prompt, responses):\n"
-                  "    child = subprocess.Popen(['sleep', '1000'])\n"
-                  f"    note = pathlib.Path({str(tmp_path)!r}, f'pids-{{os.getpid()}}')\n"
-                  "    note.write_text(f'{os.getpid()} {child.pid}')\n"
-                  "    while len(responses) > 1: pass\n    return [1.0]")
+    spec = reward(
+        "import os, subprocess, pathlib\ndef reward(prompt, responses):\n"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
+        f"    note = pathlib.Path({str(tmp_path)!r}, f'pids-{{os.getpid()}}')\n"
+        "    note.write_text(f'{os.getpid()} {child.pid}')\n"
+        "    while len(responses) > 1: pass\n    return [1.0]"
+    )
     pool = VerifierPool(spec, workers=2, on_error="zero")
     await pool.start()
     hanging = asyncio.create_task(pool.score(PROMPT, [response(), response()]))
@@ -237,9 +271,11 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS.keys())
 def test_workers_die_with_a_killed_launcher(reward, hang):
-    spec = reward("import os, subprocess\ndef reward(prompt, responses):\n"
-                  "    child = subprocess.Popen(['sleep', '1000'])\n"
-                  f"    print(os.getpid(), child.pid)\n    if True:\n        {hang}\n    return [1.0]")
+    spec = reward(
+        "import os, subprocess\ndef reward(prompt, responses):\n"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
+        f"    print(os.getpid(), child.pid)\n    if True:\n        {hang}\n    return [1.0]"
+    )
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, spec], stderr=subprocess.PIPE, text=True)
     pids: list[int] = []
     try:

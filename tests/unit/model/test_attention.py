@@ -103,10 +103,12 @@ def test_the_cuda_kernel_in_bfloat16():
 @pytest.mark.parametrize("case", CASES)
 def test_the_block_mask_is_that_of_the_whole_mask(case):
     for row in shards_of(row_of(CASES[case])):
-        ours, mask = row.once(cuda.block_mask), row.mask
+        ours = row.once(cuda.block_mask)
+        mask = row.mask
         theirs = flex.create_block_mask(lambda b, h, q, kv: mask[q, kv], None, None, *mask.shape, device="cpu")  # noqa: B023
         for name in ("kv", "full_kv", "q", "full_q"):
-            counts, numbers = getattr(ours, f"{name}_num_blocks"), getattr(ours, f"{name}_indices")
+            counts = getattr(ours, f"{name}_num_blocks")
+            numbers = getattr(ours, f"{name}_indices")
             assert torch.equal(counts, getattr(theirs, f"{name}_num_blocks"))
             for count, found, expected in zip(
                 counts.flatten(), numbers.flatten(0, 2), getattr(theirs, f"{name}_indices").flatten(0, 2), strict=True
@@ -157,8 +159,14 @@ def on_a_rank(rank, port, folder):
     from engine.platform import get, session
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
     found = {}
     with session(get("cpu"), seed=0, context=2, timeout_s=60):
         module = SegmentAttention.backend("cpu")(None)

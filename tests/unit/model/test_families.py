@@ -11,13 +11,30 @@ from engine.model.shape import SUPPORTED, Experts, Llama3Scaling, ModelShape, re
 from support.tiny_models import LLAMA3_ROPE, save
 
 LLAMA = {  # Llama 3.2 1B as transformers 4 wrote it
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
-    "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
-    "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-    "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
 DISTILLED = {  # DeepSeek-R1-Distill-Qwen-1.5B, likewise
     "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 1536,
     "intermediate_size": 8960, "max_position_embeddings": 131072, "max_window_layers": 21, "model_type": "qwen2",
@@ -26,13 +43,31 @@ DISTILLED = {  # DeepSeek-R1-Distill-Qwen-1.5B, likewise
     "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
 MOE = {  # Qwen3-30B-A3B, likewise
-    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
-    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
-    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None,
-    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 
 
 def shape_of(folder, config):
@@ -43,11 +78,31 @@ def shape_of(folder, config):
 
 def test_configurations_of_transformers_4(tmp_path):
     llama = shape_of(tmp_path, LLAMA)
-    assert llama == ModelShape("LlamaForCausalLM", 16, 2048, 32, 8, 64, 8192, 128256, 131072, 500000.0, 1e-5, True,
-                               Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    assert llama == ModelShape(
+        architecture="LlamaForCausalLM",
+        layers=16,
+        hidden=2048,
+        heads=32,
+        kv_heads=8,
+        head_dim=64,
+        intermediate=8192,
+        vocabulary=128256,
+        context=131072,
+        rope_theta=500000.0,
+        norm_eps=1e-5,
+        tied=True,
+        rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192),
+    )
     distilled = shape_of(tmp_path, DISTILLED)
-    assert (distilled.head_dim, distilled.rope_theta, distilled.rope_scaling, distilled.tied) == (128, 10000.0, None, False)
-    assert shape_of(tmp_path, MOE).experts == Experts(128, 8, 768, True, tuple(range(48)))
+    assert (distilled.head_dim, distilled.rope_theta, distilled.rope_scaling, distilled.tied) == (
+        128,
+        10000.0,
+        None,
+        False,
+    )
+    assert shape_of(tmp_path, MOE).experts == Experts(
+        count=128, per_token=8, intermediate=768, normalised=True, layers=tuple(range(48))
+    )
 
 
 @pytest.mark.parametrize(("kind", "changes"), [
@@ -64,7 +119,7 @@ def test_configurations_of_transformers_5(tmp_path, kind, changes):
     assert shape.tied == theirs.tie_word_embeddings
     assert (shape.rope_scaling is not None) == (theirs.rope_parameters["rope_type"] == "llama3")
     if shape.experts:
-        assert shape.experts == Experts(4, 2, 32, True, (3,))
+        assert shape.experts == Experts(count=4, per_token=2, intermediate=32, normalised=True, layers=(3,))
 
 
 def save_in(folder, kind, changes):
@@ -72,25 +127,36 @@ def save_in(folder, kind, changes):
     return folder
 
 
-@pytest.mark.parametrize(("base", "changes", "message"), [
-    (LLAMA, {"architectures": ["MistralForCausalLM"]}, "MistralForCausalLM is not supported; supported: LlamaForCausalLM, Q"),
-    (LLAMA, {"attention_bias": True}, "attention_bias = True is not supported for LlamaForCausalLM"),
-    (LLAMA, {"mlp_bias": True}, "mlp_bias = True"),
-    (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
-    (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type = 'yarn'"),
-    (LLAMA, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
-    (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    (LLAMA, {"vocab_size": None}, "a size is not a number"),
-    (LLAMA, {"num_key_value_heads": 5}, "num_attention_heads 32 is no multiple of num_key_value_heads 5"),
-    (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "key 'low_freq_factor' is missing"),
-    (DISTILLED, {"use_sliding_window": True}, "use_sliding_window = True"),
-    (DISTILLED, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-    (DISTILLED, {"use_mrope": True}, "use_mrope = True"),
-    (MOE, {"attention_bias": True}, "attention_bias = True is not supported for Qwen3MoeForCausalLM"),
-    (MOE, {"num_experts_per_tok": 129}, "num_experts_per_tok 129 must be 1 to the 128 experts"),
-    (MOE, {"num_experts_per_tok": 1}, "norm_topk_prob with num_experts_per_tok = 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        (
+            LLAMA,
+            {"architectures": ["MistralForCausalLM"]},
+            "MistralForCausalLM is not supported; supported: LlamaForCausalLM, Q",
+        ),
+        (LLAMA, {"attention_bias": True}, "attention_bias = True is not supported for LlamaForCausalLM"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias = True"),
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
+        (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type = 'yarn'"),
+        (
+            LLAMA,
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5",
+        ),
+        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (LLAMA, {"vocab_size": None}, "a size is not a number"),
+        (LLAMA, {"num_key_value_heads": 5}, "num_attention_heads 32 is no multiple of num_key_value_heads 5"),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "key 'low_freq_factor' is missing"),
+        (DISTILLED, {"use_sliding_window": True}, "use_sliding_window = True"),
+        (DISTILLED, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        (DISTILLED, {"use_mrope": True}, "use_mrope = True"),
+        (MOE, {"attention_bias": True}, "attention_bias = True is not supported for Qwen3MoeForCausalLM"),
+        (MOE, {"num_experts_per_tok": 129}, "num_experts_per_tok 129 must be 1 to the 128 experts"),
+        (MOE, {"num_experts_per_tok": 1}, "norm_topk_prob with num_experts_per_tok = 1"),
+    ],
+)
 def test_refused_by_name(tmp_path, base, changes, message):
     with pytest.raises(BadInput) as refused:
         shape_of(tmp_path, base | changes)
@@ -107,7 +173,8 @@ def test_pickled_weights_are_refused(tmp_path):
 
 def test_every_supported_architecture_has_a_family(tmp_path):
     assert set(SUPPORTED) == set(FAMILIES)
-    tied, untied = shape_of(tmp_path, LLAMA), shape_of(tmp_path, DISTILLED)
+    tied = shape_of(tmp_path, LLAMA)
+    untied = shape_of(tmp_path, DISTILLED)
     assert rules(tied)["output_layer.weight"].theirs == ("model.embed_tokens.weight",)
     assert rules(untied)["output_layer.weight"].theirs == ("lm_head.weight",)
 

@@ -96,21 +96,25 @@ def logit_error(model, folder):
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_and_logits_on_one_process(folders, case):
     model, shape = build_and_load(folders / case)
-    expected, found = stored(folders / case), exported(model, shape)
+    expected = stored(folders / case)
+    found = exported(model, shape)
     assert found.keys() == expected.keys()
     assert_identical(found, expected)
     assert logit_error(model, folders / case) <= 1e-5
 
 
 def test_round_trip_over_two_processes(folders, tmp_path):
-    """Tensor parallelism (61 tokens: padded to 62), two pipeline stages (with a copy of a tied embedding), expert parallel."""
+    """Tensor parallelism (61 tokens: padded to 62), two pipeline stages (with a copy of a tied embedding), expert
+    parallel."""
     torch.multiprocessing.spawn(two_processes, (tmp_path / "store", folders), nprocs=2)
 
 
 def two_processes(rank, store, folders):
     torch.set_num_threads(1)
     get("cpu").adapt_megatron()
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     for case in CASES:
         expected = stored(folders / case)
         tensor_parallel(rank, folders / case, expected)
@@ -157,7 +161,9 @@ def pipeline_parallel(folder, expected):
     assert sorted(names[0] + names[1]) == sorted(expected)
     assert names[0][0] == "model.embed_tokens.weight"
     if model.post_process:
-        assert torch.equal(model.output_layer.weight, expected["model.embed_tokens.weight" if shape.tied else "lm_head.weight"])
+        assert torch.equal(
+            model.output_layer.weight, expected["model.embed_tokens.weight" if shape.tied else "lm_head.weight"]
+        )
 
 
 def expert_parallel(folder, expected):
@@ -176,7 +182,8 @@ def test_load_holds_the_tensors_of_one_parameter(folders, case):
 
     shape = read_shape(folders / case)
     model = build_model(shape)
-    held, most = set(), 0
+    held = set()
+    most = 0
 
     def watched(tensor):
         nonlocal most
@@ -200,8 +207,12 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(folders):
         for name, message in [
             ("model.embed_tokens.weight", r"model\.embed_tokens\.weight is \[60, 48\], expected 61 rows"),
             ("model.layers.1.self_attn.k_proj.bias", r"k_proj\.bias is \[23\], expected 24 rows"),
-            ("model.layers.0.mlp.down_proj.weight", r"mlp\.down_proj\.weight \[47, 80\] give \[47, 80\] for decoder\.layers\.0"),
+            (
+                "model.layers.0.mlp.down_proj.weight",
+                r"mlp\.down_proj\.weight \[47, 80\] give \[47, 80\] for decoder\.layers\.0",
+            ),
         ]:
+
             def read(asked, name=name):
                 return files.read(asked)[: -1 if asked == name else None]
 
@@ -213,5 +224,7 @@ def test_a_parameter_without_a_rule_is_named(folders):
     from engine.model.hf_weights import export
 
     model, shape = build_and_load(folders / "llama")
-    with pytest.raises(MetronomeError, match=r"decoder\.layers\.0\.self_attention\.linear_qkv\.bias has no rule for Llama"):
+    with pytest.raises(
+        MetronomeError, match=r"decoder\.layers\.0\.self_attention\.linear_qkv\.bias has no rule for Llama"
+    ):
         list(export({"decoder.layers.0.self_attention.linear_qkv.bias": torch.ones(96)}, model, shape))

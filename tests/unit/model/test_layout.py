@@ -73,7 +73,8 @@ def test_a_row_of_the_right_length_is_not_touched():
 
 def test_ranks_take_an_early_and_a_late_chunk():
     row = layout([([1, 2, 3], [[4, 5], [6, 7, 8]])])
-    first, second = row.shard(0, 2), row.shard(1, 2)
+    first = row.shard(0, 2)
+    second = row.shard(1, 2)
     assert first.rows.tolist() == [0, 1, 6, 7]
     assert second.rows.tolist() == [2, 3, 4, 5]
     assert first.token_ids.tolist() == [1, 2, 7, 8]
@@ -107,7 +108,9 @@ def test_parts_cover_each_row_once_and_list_what_it_sees(groups, shared, size):
     row = layout(groups, shared).aligned(2 * size)
     for shard in (row.shard(rank, size) for rank in range(size)):
         rebuilt = torch.zeros_like(shard.mask)
-        assert [part.query for part in shard.parts] == [sum(p.length for p in shard.parts[:i]) for i in range(len(shard.parts))]
+        assert [part.query for part in shard.parts] == [
+            sum(p.length for p in shard.parts[:i]) for i in range(len(shard.parts))
+        ]
         for part in shard.parts:
             for i in range(part.length):
                 rebuilt[part.query + i, part.keys[: part.prefix + i + 1]] = True

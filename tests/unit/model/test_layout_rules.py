@@ -7,8 +7,20 @@ from engine.errors import BadInput
 from engine.model.layout_rules import check_layout
 from engine.model.shape import Experts, ModelShape
 
-DENSE = ModelShape("Qwen3ForCausalLM", layers=6, hidden=48, heads=12, kv_heads=2, head_dim=16, intermediate=80, vocabulary=61,
-                   context=128, rope_theta=1e4, norm_eps=1e-6, tied=False)  # fmt: skip
+DENSE = ModelShape(
+    "Qwen3ForCausalLM",
+    layers=6,
+    hidden=48,
+    heads=12,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=80,
+    vocabulary=61,
+    context=128,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tied=False,
+)
 ONE_HEAD = dataclasses.replace(DENSE, kv_heads=1, intermediate=81)
 EVERYWHERE = Experts(count=4, per_token=2, intermediate=32, normalised=True, layers=tuple(range(6)))
 MIXTURE = dataclasses.replace(DENSE, architecture="Qwen3MoeForCausalLM", intermediate=7, experts=EVERYWHERE)
@@ -33,8 +45,16 @@ def test_what_fits(shape, layout):
     ("shape", "layout", "said"),
     [
         (DENSE, {"tensor": 5}, ["parallel.tensor = 5 does not divide its 12 attention heads"]),
-        (DENSE, {"tensor": 3}, ["tensor = 3 and its 2 key-value heads", "= 3 does not divide its MLPs' intermediate size 80"]),
-        (ONE_HEAD, {"tensor": 3}, ["parallel.tensor = 3 does not divide the 224 rows of its query, key and value weights"]),
+        (
+            DENSE,
+            {"tensor": 3},
+            ["tensor = 3 and its 2 key-value heads", "= 3 does not divide its MLPs' intermediate size 80"],
+        ),
+        (
+            ONE_HEAD,
+            {"tensor": 3},
+            ["parallel.tensor = 3 does not divide the 224 rows of its query, key and value weights"],
+        ),
         (DENSE, {"pipeline": 4}, ["parallel.pipeline = 4 does not divide its 6 layers"]),
         (DENSE, {"expert": 2, "data": 2}, ["parallel.expert = 2 shares experts, of which it has none"]),
         (MIXTURE, {"expert": 3, "data": 3}, ["parallel.expert = 3 does not divide its 4 experts"]),

@@ -56,7 +56,8 @@ def test_a_weights_gradient_is_added_to_its_main_grad(monkeypatch, size, large):
 
 def test_large_products_have_equal_bits_wherever_they_lie_in_memory():
     torch.manual_seed(0)
-    a, b = torch.randn(300, 128), torch.randn(128, 256)
+    a = torch.randn(300, 128)
+    b = torch.randn(128, 256)
     assert products._whole(len(a), b.numel()) == 2 * products.BLOCK
     first = products.times(a, b)
     for offset in range(1, 5):

@@ -25,7 +25,9 @@ def draw(tokens, width, seed=0, scale=3.0, dtype=torch.float32, limit=None):
 
 def gradient(logits, outputs, weights):
     """Of Σ weight · output over the outputs that have weights."""
-    total = sum((out.double() * weight).sum() for out, weight in zip(outputs, weights, strict=True) if weight is not None)
+    total = sum(
+        (out.double() * weight).sum() for out, weight in zip(outputs, weights, strict=True) if weight is not None
+    )
     return torch.autograd.grad(total, logits)[0]
 
 
@@ -46,13 +48,15 @@ def test_closed_form():
 def test_values_and_gradients_are_those_of_log_softmax(temperature, chunk, width, vocabulary):
     logits, targets = draw(50, width, limit=vocabulary)
     theirs = expected(logits, targets, temperature, vocabulary)
-    ours = token_logprobs(logits, targets, temperature, vocabulary, chunk)
+    ours = token_logprobs(logits=logits, targets=targets, temperature=temperature, vocabulary=vocabulary, chunk=chunk)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype is torch.float32
         torch.testing.assert_close(mine.double(), other, rtol=1e-6, atol=2e-6)
     of = torch.randn(2, 50, dtype=torch.float64)
     for weights in ((of[0], None), (None, of[1]), (of[0], of[1])):
-        ours = token_logprobs(logits, targets, temperature, vocabulary, chunk)
+        ours = token_logprobs(
+            logits=logits, targets=targets, temperature=temperature, vocabulary=vocabulary, chunk=chunk
+        )
         wanted = gradient(logits, expected(logits, targets, temperature, vocabulary), weights)
         torch.testing.assert_close(gradient(logits, ours, weights), wanted, rtol=1e-5, atol=1e-6)
 
@@ -67,11 +71,15 @@ def test_finite_differences_agree(temperature):
 
 
 def test_bf16_logits_are_computed_in_fp32():
-    """The values are exact for the rounded logits; the gradient is rounded once, also at a target that is almost certain."""
+    """The values are exact for the rounded logits; the gradient is rounded once, also at a target that is almost
+    certain."""
     logits, targets = draw(64, 200, dtype=torch.bfloat16)
     with torch.no_grad():
-        logits[torch.arange(32), targets[:32]] += 20.0  # p = 1 − tiny: 1 − p must not be a difference of rounded numbers
-    ours, theirs = token_logprobs(logits, targets, 0.7), expected(logits, targets, 0.7)
+        logits[torch.arange(32), targets[:32]] += (
+            20.0  # p = 1 − tiny: 1 − p must not be a difference of rounded numbers
+        )
+    ours = token_logprobs(logits, targets, 0.7)
+    theirs = expected(logits, targets, 0.7)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.double(), other, rtol=1e-6, atol=4e-6)
     ones = torch.ones(64, dtype=torch.float64)
@@ -135,13 +143,18 @@ def test_only_the_logits_and_numbers_per_row_are_saved():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    tokens=st.integers(0, 9), width=st.integers(1, 40), padding=st.integers(0, 5), chunk=st.integers(1, 12),
-    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.7]), scale=st.sampled_from([0.0, 1.0, 20.0]), seed=st.integers(0, 10**6),
-)  # fmt: skip
+    tokens=st.integers(0, 9),
+    width=st.integers(1, 40),
+    padding=st.integers(0, 5),
+    chunk=st.integers(1, 12),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.7]),
+    scale=st.sampled_from([0.0, 1.0, 20.0]),
+    seed=st.integers(0, 10**6),
+)
 def test_any_shape(tokens, width, padding, chunk, temperature, scale, seed):
     logits, targets = draw(tokens, width + padding, seed, scale, limit=width)
     of = torch.randn(2, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    ours = token_logprobs(logits, targets, temperature, width, chunk)
+    ours = token_logprobs(logits=logits, targets=targets, temperature=temperature, vocabulary=width, chunk=chunk)
     theirs = expected(logits, targets, temperature, width)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.double(), other, rtol=2e-6, atol=2e-5)

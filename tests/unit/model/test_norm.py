@@ -19,9 +19,12 @@ def norm_of(size, dtype):
 def test_float32_is_what_torch_computes(shape):
     torch.manual_seed(0)
     norm = norm_of(shape[-1], torch.float32)
-    x, weight = torch.randn(shape, requires_grad=True), torch.randn(shape)
-    grads = [torch.autograd.grad((out * weight).sum(), (x, norm.weight))
-             for out in (norm(x), F.rms_norm(x.double(), shape[-1:], norm.weight.double(), 1e-5))]
+    x = torch.randn(shape, requires_grad=True)
+    weight = torch.randn(shape)
+    grads = [
+        torch.autograd.grad((out * weight).sum(), (x, norm.weight))
+        for out in (norm(x), F.rms_norm(x.double(), shape[-1:], norm.weight.double(), 1e-5))
+    ]
     torch.testing.assert_close(norm(x), F.rms_norm(x, shape[-1:], norm.weight, 1e-5), rtol=2e-6, atol=1e-6)
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -10,22 +10,59 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from engine.model.rotary import RotaryAtPositions, frequencies, rotate
 from engine.model.shape import Llama3Scaling, ModelShape
 
-PLAIN = ModelShape("LlamaForCausalLM", 2, 64, 4, 2, 16, 80, 61, 128, 10000.0, 1e-6, False)
+PLAIN = ModelShape(
+    architecture="LlamaForCausalLM",
+    layers=2,
+    hidden=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=80,
+    vocabulary=61,
+    context=128,
+    rope_theta=10000.0,
+    norm_eps=1e-6,
+    tied=False,
+)
 STRETCHED = [Llama3Scaling(32.0, 1.0, 4.0, 8192), Llama3Scaling(8.0, 2.0, 5.0, 48)]
 
 
 def shape_of(head_dim, theta, scaling):
-    return ModelShape("LlamaForCausalLM", 2, 4 * head_dim, 4, 2, head_dim, 80, 61, 128, theta, 1e-6, False, scaling)
+    return ModelShape(
+        architecture="LlamaForCausalLM",
+        layers=2,
+        hidden=4 * head_dim,
+        heads=4,
+        kv_heads=2,
+        head_dim=head_dim,
+        intermediate=80,
+        vocabulary=61,
+        context=128,
+        rope_theta=theta,
+        norm_eps=1e-6,
+        tied=False,
+        rope_scaling=scaling,
+    )
 
 
 def theirs(shape):
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
     if shape.rope_scaling:
         s = shape.rope_scaling
-        rope |= {"rope_type": "llama3", "factor": s.factor, "low_freq_factor": s.low_freq_factor,
-                 "high_freq_factor": s.high_freq_factor, "original_max_position_embeddings": s.original_context}
-    config = LlamaConfig(hidden_size=shape.hidden, num_attention_heads=shape.heads, head_dim=shape.head_dim,
-                         rope_parameters=rope, max_position_embeddings=131072)  # fmt: skip
+        rope |= {
+            "rope_type": "llama3",
+            "factor": s.factor,
+            "low_freq_factor": s.low_freq_factor,
+            "high_freq_factor": s.high_freq_factor,
+            "original_max_position_embeddings": s.original_context,
+        }
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        head_dim=shape.head_dim,
+        rope_parameters=rope,
+        max_position_embeddings=131072,
+    )
     return LlamaRotaryEmbedding(config)
 
 
@@ -44,7 +81,8 @@ def test_against_transformers(head_dim, theta, scaling):
 
 
 def test_scaling_changes_long_wavelengths_only():
-    plain, stretched = frequencies(shape_of(64, 500000.0, None)), frequencies(shape_of(64, 500000.0, STRETCHED[0]))
+    plain = frequencies(shape_of(64, 500000.0, None))
+    stretched = frequencies(shape_of(64, 500000.0, STRETCHED[0]))
     assert torch.equal(stretched[:10], plain[:10])
     torch.testing.assert_close(stretched[-1], plain[-1] / 32)
     assert (stretched <= plain).all()
@@ -53,7 +91,13 @@ def test_scaling_changes_long_wavelengths_only():
 def test_positions_come_from_the_layout_and_stay_fp32():
     rotary = RotaryAtPositions(PLAIN).bfloat16()  # as a mixed-precision wrapper casts the whole model
     positions = torch.tensor([0, 1, 2, 2, 3])
-    handed = rotary.get_rotary_seq_len(None, None, None, None, SimpleNamespace(layout=SimpleNamespace(positions=positions)))
+    handed = rotary.get_rotary_seq_len(
+        context=None,
+        transformer=None,
+        hidden=None,
+        config=None,
+        carried=SimpleNamespace(layout=SimpleNamespace(positions=positions)),
+    )
     assert handed is positions
     angles = rotary(handed, packed_seq=False, cp_group=None)
     assert angles.dtype == torch.float32
@@ -63,11 +107,15 @@ def test_positions_come_from_the_layout_and_stay_fp32():
 
 def test_turned_queries_and_their_gradient_are_those_of_transformers():
     torch.manual_seed(0)
-    shape, positions = shape_of(16, 10000.0, STRETCHED[1]), torch.tensor([0, 1, 2, 2, 90])
-    queries, upstream = torch.randn(5, 1, 4, 16, requires_grad=True), torch.randn(5, 1, 4, 16)
+    shape = shape_of(16, 10000.0, STRETCHED[1])
+    positions = torch.tensor([0, 1, 2, 2, 90])
+    queries = torch.randn(5, 1, 4, 16, requires_grad=True)
+    upstream = torch.randn(5, 1, 4, 16)
     ours = rotate(queries, RotaryAtPositions(shape, tables=True)(positions))
     cos, sin = theirs(shape)(torch.empty(0), positions[None])
-    wanted = apply_rotary_pos_emb(queries.permute(1, 2, 0, 3), queries.permute(1, 2, 0, 3), cos, sin)[0].permute(2, 0, 1, 3)
+    wanted = apply_rotary_pos_emb(queries.permute(1, 2, 0, 3), queries.permute(1, 2, 0, 3), cos, sin)[0].permute(
+        2, 0, 1, 3
+    )
     torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=1e-6)
     gradients = [torch.autograd.grad((out * upstream).sum(), queries)[0] for out in (ours, wanted)]
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)

@@ -51,7 +51,10 @@ def test_more_ranks_than_devices(monkeypatch):
 
 
 def test_importing_the_platforms_imports_no_vendor_package():
-    code = "import engine.platform, sys; print([m for m in ('torch_npu', 'mindspeed', 'megatron.core') if m in sys.modules])"
+    code = (
+        "import engine.platform, sys; "
+        "print([m for m in ('torch_npu', 'mindspeed', 'megatron.core') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -87,7 +90,11 @@ def test_all_random_streams_come_back():
 
     with platform.single(cpu, seed=5):
         state = cpu.rng_state()
-        assert set(state) == {"python", "cpu", *(f"megatron.{name}-parallel-rng" for name in ("data", "model", "expert"))}
+        assert set(state) == {
+            "python",
+            "cpu",
+            *(f"megatron.{name}-parallel-rng" for name in ("data", "model", "expert")),
+        }
         assert all(stream.dtype is torch.uint8 and stream.dim() == 1 for stream in state.values())
         state = {name: stream.clone() for name, stream in state.items()}
         first = draw()
@@ -111,10 +118,16 @@ def test_a_session_starts_the_same_streams_for_the_same_seed():
     assert not torch.equal(draws[0], draws[2])
 
 
-@pytest.mark.parametrize(("sizes", "message"), [
-    ({"tensor": 2}, r"parallel\.tensor 2 × parallel\.pipeline 1 × parallel\.context 1 = 2 does not divide the 1 ranks"),
-    ({"expert": 3}, r"parallel\.expert 3 = 3 does not divide"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"tensor": 2},
+            r"parallel\.tensor 2 × parallel\.pipeline 1 × parallel\.context 1 = 2 does not divide the 1 ranks",
+        ),
+        ({"expert": 3}, r"parallel\.expert 3 = 3 does not divide"),
+    ],
+)
 def test_ranks_that_can_not_be_divided_so(sizes, message, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")

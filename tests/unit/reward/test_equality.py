@@ -19,19 +19,63 @@ from support.hostile_strings import hostile
 from support.spellings import SPELLINGS, bare
 
 ANSWERS = [
-    "142", "142.0", "-4.0", "025", "1234567", "0.75", "2.50", "['9.6\\n']", r"\frac{14}{3}", r"-\frac{1}{2}", r"\frac 59",
-    r"\dfrac{17}{50}", r"137 \frac{1}{2}", r"3\sqrt{13}", r"\frac{\sqrt{3}}{3}", r"8 \pi", "6-5i", "x^2+3x-5", "(a+5)(b+2)",
-    r"90^\circ", r"\$42409", r"12\%", r"11,\! 111", r"5\text{ cm}", "52_8", r"4210_{5}", "(3,-1)",
-    r"\left( 3, \frac{\pi}{2} \right)", r"[0,\infty)", "(3,4]", "-2,1", r"(-\infty, 2) \cup (3, \infty)",
-    r"\{1\pm\sqrt{5},-2\}", r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}", "y = 2x + 3", r"x \in [-2,7]",
-    r"-80\leq g(x)\leq 82", r"\text{Evelyn}", r"\text{(B)}", "CBAD", r"0.56 = 56\%", r"2 \sin b \cos a", r"2007 + \frac\pi 2",
-    r"8\!:\!34 \text{ p.m.}", r"\text{two lines}", "p - q",
-]  # fmt: skip
+    "142",
+    "142.0",
+    "-4.0",
+    "025",
+    "1234567",
+    "0.75",
+    "2.50",
+    "['9.6\\n']",
+    r"\frac{14}{3}",
+    r"-\frac{1}{2}",
+    r"\frac 59",
+    r"\dfrac{17}{50}",
+    r"137 \frac{1}{2}",
+    r"3\sqrt{13}",
+    r"\frac{\sqrt{3}}{3}",
+    r"8 \pi",
+    "6-5i",
+    "x^2+3x-5",
+    "(a+5)(b+2)",
+    r"90^\circ",
+    r"\$42409",
+    r"12\%",
+    r"11,\! 111",
+    r"5\text{ cm}",
+    "52_8",
+    r"4210_{5}",
+    "(3,-1)",
+    r"\left( 3, \frac{\pi}{2} \right)",
+    r"[0,\infty)",
+    "(3,4]",
+    "-2,1",
+    r"(-\infty, 2) \cup (3, \infty)",
+    r"\{1\pm\sqrt{5},-2\}",
+    r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}",
+    "y = 2x + 3",
+    r"x \in [-2,7]",
+    r"-80\leq g(x)\leq 82",
+    r"\text{Evelyn}",
+    r"\text{(B)}",
+    "CBAD",
+    r"0.56 = 56\%",
+    r"2 \sin b \cos a",
+    r"2007 + \frac\pi 2",
+    r"8\!:\!34 \text{ p.m.}",
+    r"\text{two lines}",
+    "p - q",
+]
 """One of each shape that the public problem sets have."""
 
 
 def score(answer, text):
-    return math(Prompt("id", "", answer, ()), Response((), (), (), (), "stop", text, 0, "")).value
+    return math(
+        Prompt("id", "", answer, ()),
+        Response(
+            token_ids=(), logprobs=(), versions=(), loss_mask=(), finish_reason="stop", text=text, seed=0, instance=""
+        ),
+    ).value
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -47,19 +91,47 @@ def test_every_spelling_matches_and_no_change_does(answer):
 @pytest.mark.parametrize(
     ("gold", "found"),
     [
-        ("1,2,3", "3, 1, 2"), ("1,2,3", r"\{1,2,3\}"), ("1,2,3", r"1, 2 \text{ and } 3"),
-        (r"1\pm\sqrt{2}", r"1-\sqrt2, 1+\sqrt2"), ("-2,1", "x = 1, -2"), (r"\frac{1}{3}", "0.333333"), ("0.5", r"50\%"),
-        (r"50\%", "0.5"), (r"50\%", "50"), ("(1,2)", "1, 2"), ("x=5", "5"), ("5", "n=5"), (r"x \le 4", r"4 \ge x"),
-        (r"x \le 4", r"(-\infty, 4]"), ("52_8", "52"), ("52_8", r"52_{\text{eight}}"), (r"\text{(B)}", "B"),
-        (r"\text{B}", r"\text{(b)}"), ("10,000", "10000"), (r"10{,}000", r"10\,000"),
-        (r"5\text{ cm}", r"5 \text{ centimeters}"), ("p - q", "-q + p"), (r"(x+1)^2", "x^2+2x+1"),
-        (r"\sqrt{117}", r"3\sqrt{13}"), (r"2\cdot 3", "6"), (r"\cos^2 x", r"1-\sin^2 x"),
-        (r"\frac{1}{60}", "0.016667"), ("0.0000003", r"3 \cdot 10^{-7}"), (r"5\text{ million}", "5000000"),
-        ("5000000", r"\$5 million"), ("60", r"5\text{ dozen eggs}"), (r"50\text{ percent}", "50"),
-        ("4.67", r"\frac{14}{3}=4.67"), ("5000000", r"5\text{ million}=5000000"), ("1000000,2", r"2, 1\text{ million}"),
-        ("5", "2+3=5"), ("5", r"x = \frac{10}{2} = 5"), ("x=5", "x=2+3=5"), (r"\frac{14}{3}", r"\frac{14}{3} \approx 4.67"),
+        ("1,2,3", "3, 1, 2"),
+        ("1,2,3", r"\{1,2,3\}"),
+        ("1,2,3", r"1, 2 \text{ and } 3"),
+        (r"1\pm\sqrt{2}", r"1-\sqrt2, 1+\sqrt2"),
+        ("-2,1", "x = 1, -2"),
+        (r"\frac{1}{3}", "0.333333"),
+        ("0.5", r"50\%"),
+        (r"50\%", "0.5"),
+        (r"50\%", "50"),
+        ("(1,2)", "1, 2"),
+        ("x=5", "5"),
+        ("5", "n=5"),
+        (r"x \le 4", r"4 \ge x"),
+        (r"x \le 4", r"(-\infty, 4]"),
+        ("52_8", "52"),
+        ("52_8", r"52_{\text{eight}}"),
+        (r"\text{(B)}", "B"),
+        (r"\text{B}", r"\text{(b)}"),
+        ("10,000", "10000"),
+        (r"10{,}000", r"10\,000"),
+        (r"5\text{ cm}", r"5 \text{ centimeters}"),
+        ("p - q", "-q + p"),
+        (r"(x+1)^2", "x^2+2x+1"),
+        (r"\sqrt{117}", r"3\sqrt{13}"),
+        (r"2\cdot 3", "6"),
+        (r"\cos^2 x", r"1-\sin^2 x"),
+        (r"\frac{1}{60}", "0.016667"),
+        ("0.0000003", r"3 \cdot 10^{-7}"),
+        (r"5\text{ million}", "5000000"),
+        ("5000000", r"\$5 million"),
+        ("60", r"5\text{ dozen eggs}"),
+        (r"50\text{ percent}", "50"),
+        ("4.67", r"\frac{14}{3}=4.67"),
+        ("5000000", r"5\text{ million}=5000000"),
+        ("1000000,2", r"2, 1\text{ million}"),
+        ("5", "2+3=5"),
+        ("5", r"x = \frac{10}{2} = 5"),
+        ("x=5", "x=2+3=5"),
+        (r"\frac{14}{3}", r"\frac{14}{3} \approx 4.67"),
     ],
-)  # fmt: skip
+)
 def test_other_forms_of_the_same(gold, found):
     assert same(gold, found)
 
@@ -67,23 +139,55 @@ def test_other_forms_of_the_same(gold, found):
 @pytest.mark.parametrize(
     ("gold", "found"),
     [
-        ("52_8", "52_{10}"), ("-37_8", "-37_{11}"), ("52_8", "42"), ("CBAD", "ABCD"), (r"\text{odd}", r"\text{ddo}"),
-        ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"), ("[1,2]", r"\{1,2\}"), ("1,2,3", "1,2"), ("1,2", "1,2,2"), ("1,1,2", "1,2,2"),
-        (r"\frac{1}{3}", "0.33"), ("1234567", "1234568"), ("x=5", "y=5"), (r"5\text{ cm}", r"5\text{ km}"),
+        ("52_8", "52_{10}"),
+        ("-37_8", "-37_{11}"),
+        ("52_8", "42"),
+        ("CBAD", "ABCD"),
+        (r"\text{odd}", r"\text{ddo}"),
+        ("(1,2)", "(2,1)"),
+        ("(1,2)", "[1,2]"),
+        ("[1,2]", r"\{1,2\}"),
+        ("1,2,3", "1,2"),
+        ("1,2", "1,2,2"),
+        ("1,1,2", "1,2,2"),
+        (r"\frac{1}{3}", "0.33"),
+        ("1234567", "1234568"),
+        ("x=5", "y=5"),
+        (r"5\text{ cm}", r"5\text{ km}"),
         (r"15\mbox{ cm}^2", r"15\mbox{ km}^2"),
         (r"5\text{ square feet}", r"5\text{ sq. inches}"),
-        (r"8\!:\!34 \text{ p.m.}", r"8:34 \text{ a.m.}"), (r"0.56 = 56\%", r"3.56 = 56\%"),
-        (r"-80\leq g(x)\leq 82", r"-80\geq g(x)\leq 82"), (r"2 \sin b \cos a", r"2 \sin q \cos q"),
+        (r"8\!:\!34 \text{ p.m.}", r"8:34 \text{ a.m.}"),
+        (r"0.56 = 56\%", r"3.56 = 56\%"),
+        (r"-80\leq g(x)\leq 82", r"-80\geq g(x)\leq 82"),
+        (r"2 \sin b \cos a", r"2 \sin q \cos q"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"),
-        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2)"), (r"1\pm\sqrt{2}", r"1+\sqrt2"), ("5", ""), ("5", "5, 6"),
-        (r"(-\infty, 2) \cup (3, \infty)", r"(-\infty, 2)"), ("x", "y"), ("10,000", "10.000"),
-        ("0.0000003", "0"), ("0", "0.0000003"), ("0.0000003", "0.0000007"), (r"\frac{3}{10000000}", "0.0000004"),
-        ("5", r"5\text{ million}"), (r"5\text{ million}", "5"), ("5", r"\$5\text{ hundred thousand dollars}"),
-        ("5", "5 million"), ("5", r"5\text{ dozen}"), (r"2\pi", r"2\pi\text{ thousand}"),
-        ("4.67", "4.66=4.67"), ("1,2", r"1, 2\text{ million}"),
-        ("5", "3=5"), ("5", "x=3=5"), ("x=5", "3=5"), ("5", "3+3=5"), (r"\sqrt{2}", r"3=\sqrt{2}"), ("5", r"3=5\text{ cm}"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "(1,2)"),
+        (r"1\pm\sqrt{2}", r"1+\sqrt2"),
+        ("5", ""),
+        ("5", "5, 6"),
+        (r"(-\infty, 2) \cup (3, \infty)", r"(-\infty, 2)"),
+        ("x", "y"),
+        ("10,000", "10.000"),
+        ("0.0000003", "0"),
+        ("0", "0.0000003"),
+        ("0.0000003", "0.0000007"),
+        (r"\frac{3}{10000000}", "0.0000004"),
+        ("5", r"5\text{ million}"),
+        (r"5\text{ million}", "5"),
+        ("5", r"\$5\text{ hundred thousand dollars}"),
+        ("5", "5 million"),
+        ("5", r"5\text{ dozen}"),
+        (r"2\pi", r"2\pi\text{ thousand}"),
+        ("4.67", "4.66=4.67"),
+        ("1,2", r"1, 2\text{ million}"),
+        ("5", "3=5"),
+        ("5", "x=3=5"),
+        ("x=5", "3=5"),
+        ("5", "3+3=5"),
+        (r"\sqrt{2}", r"3=\sqrt{2}"),
+        ("5", r"3=5\text{ cm}"),
     ],
-)  # fmt: skip
+)
 def test_other_answers(gold, found):
     assert not same(gold, found)
 
@@ -91,11 +195,15 @@ def test_other_answers(gold, found):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("Since $x=3$, the answer is 42.", "42"), ("The answers are $1$ and $2$. Note that $7$ is none.", "1,2"),
-        ("We see $a=4$. Answer: $5$, because $6>5$", "5"), ("It is \\(7\\).", "7"),
-        ("The final answer is\n$$\\frac{1}{2}$$", "0.5"), ("ANSWER: 12", "12"), ("so there are 1,234 of them", "1234"),
+        ("Since $x=3$, the answer is 42.", "42"),
+        ("The answers are $1$ and $2$. Note that $7$ is none.", "1,2"),
+        ("We see $a=4$. Answer: $5$, because $6>5$", "5"),
+        ("It is \\(7\\).", "7"),
+        ("The final answer is\n$$\\frac{1}{2}$$", "0.5"),
+        ("ANSWER: 12", "12"),
+        ("so there are 1,234 of them", "1234"),
     ],
-)  # fmt: skip
+)
 def test_answers_that_are_not_boxed(text, found):
     assert score(found, text) == 1
     assert score("987654", text) == 0
@@ -129,11 +237,26 @@ async def test_built_in_verifiers_have_a_limit_of_memory_and_a_users_reward_has_
         "import resource\nfrom engine.types import Score\n"
         "def reward(prompt, responses): return [float(resource.getrlimit(resource.RLIMIT_AS)[0]) for _ in responses]\n"
     )
-    response = Response((), (), (), (), "stop", "\\boxed{x}", 0, "")
+    response = Response(
+        token_ids=(),
+        logprobs=(),
+        versions=(),
+        loss_mask=(),
+        finish_reason="stop",
+        text="\\boxed{x}",
+        seed=0,
+        instance="",
+    )
     async with VerifierPool(f"{tmp_path / 'reward.py'}:reward") as pool:
-        assert (await pool.score(Prompt("id", "", "x", ()), [response]))[0].value == resource.getrlimit(resource.RLIMIT_AS)[0]
+        assert (await pool.score(Prompt("id", "", "x", ()), [response]))[0].value == resource.getrlimit(
+            resource.RLIMIT_AS
+        )[0]
     async with VerifierPool("math") as pool:
-        limits = {line for worker in pool._workers for line in Path(f"/proc/{worker._child.pid}/limits").read_text().splitlines()}
+        limits = {
+            line
+            for worker in pool._workers
+            for line in Path(f"/proc/{worker._child.pid}/limits").read_text().splitlines()
+        }
     assert any(line.startswith("Max address space") and line.split()[3] == str(MEMORY) for line in limits)
 
 
@@ -142,7 +265,19 @@ def test_a_response_that_takes_all_memory_scores_zero(monkeypatch):
         raise MemoryError
 
     monkeypatch.setattr("engine.reward.verifiers.same", fill)
-    found = load_reward("exact") and math(Prompt("id", "", "7", ()), Response((), (), (), (), "stop", "\\boxed{8}", 0, ""))
+    found = load_reward("exact") and math(
+        Prompt("id", "", "7", ()),
+        Response(
+            token_ids=(),
+            logprobs=(),
+            versions=(),
+            loss_mask=(),
+            finish_reason="stop",
+            text="\\boxed{8}",
+            seed=0,
+            instance="",
+        ),
+    )
     assert found.value == 0
     assert found.detail.startswith("MemoryError")
 

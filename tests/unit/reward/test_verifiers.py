@@ -13,7 +13,9 @@ def prompt(answer: str) -> Prompt:
 
 
 def response(text: str) -> Response:
-    return Response((), (), (), (), "stop", text, 0, "")
+    return Response(
+        token_ids=(), logprobs=(), versions=(), loss_mask=(), finish_reason="stop", text=text, seed=0, instance=""
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,12 @@ import os
 import pickle
 
 import pytest
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from engine.errors import MetronomeError
 from engine.run import checkpoint_files as files
@@ -44,15 +49,21 @@ def test_an_index_of_tensors_is_read(tmp_path):
 def test_nothing_runs_from_a_forged_index(tmp_path):
     """Also if the marker was forged with it."""
     folder = marked(tmp_path / "step-000002", an_index(Evil(tmp_path / "evil")))
-    with pytest.raises(MetronomeError, match=r"\.metadata refers to (posix|os)\.mkdir, which no checkpoint of Metronome does"):
+    with pytest.raises(
+        MetronomeError, match=r"\.metadata refers to (posix|os)\.mkdir, which no checkpoint of Metronome does"
+    ):
         files.check(folder)
     assert not (tmp_path / "evil").exists()
 
 
-@pytest.mark.parametrize("name", ["engine.run.checkpoint_files os.mkdir", "torch.distributed.checkpoint.filesystem os.mkdir"])
+@pytest.mark.parametrize(
+    "name", ["engine.run.checkpoint_files os.mkdir", "torch.distributed.checkpoint.filesystem os.mkdir"]
+)
 def test_no_way_round_through_a_module_that_has_it(tmp_path, name):
     module, attribute = name.split()
-    forged = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, attribute)) + b"\x93."
+    forged = (
+        b"\x80\x04" + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, attribute)) + b"\x93."
+    )
     folder = marked(tmp_path / "step-000002", forged)
     with pytest.raises(MetronomeError, match=rf"\.metadata refers to {module}\.os\.mkdir"):
         files.check(folder)
@@ -70,8 +81,10 @@ def test_objects_are_refused(tmp_path):
 
 def test_kept():
     rewards = {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: None, 6: 0.2}
-    markers = {f"step-{step}": {"step": step, "figures": {} if reward is None else {"reward_mean": reward}}
-               for step, reward in rewards.items()}  # fmt: skip
+    markers = {
+        f"step-{step}": {"step": step, "figures": {} if reward is None else {"reward_mean": reward}}
+        for step, reward in rewards.items()
+    }
     assert files.kept(markers, 2, 0) == {"step-5", "step-6"}
     assert files.kept(markers, 1, 1) == {"step-6", "step-3"}  # of two equals the newer
     assert files.kept(markers, 1, 3) == {"step-6", "step-3", "step-2", "step-1"}

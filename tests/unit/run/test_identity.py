@@ -12,7 +12,9 @@ from tasks.input_checks import check_run_folder
 
 @pytest.fixture
 def config(tmp_path):
-    return Config(run={"name": "nightly", "output": str(tmp_path / "runs")}, checkpoint={"path": str(tmp_path / "place")})
+    return Config(
+        run={"name": "nightly", "output": str(tmp_path / "runs")}, checkpoint={"path": str(tmp_path / "place")}
+    )
 
 
 def checkpoint(root, step, **marker):
@@ -32,7 +34,9 @@ def test_a_number_is_given_once(config):
 def test_a_run_does_not_begin_among_the_checkpoints_of_another(config, tmp_path):
     checkpoint(tmp_path / "place/nightly", 96, run="other")
     checkpoint(tmp_path / "place/nightly", 100, run="other")
-    with pytest.raises(BadInput, match=r"place/nightly .*checkpoints of another run: step-000096, step-000100; .*--resume"):
+    with pytest.raises(
+        BadInput, match=r"place/nightly .*checkpoints of another run: step-000096, step-000100; .*--resume"
+    ):
         claim(config.folder, config, resume=False)
     assert identity(config.folder) == ""
     (tmp_path / "place/nightly/step-000100/_SUCCESS.json").unlink()
@@ -42,7 +46,9 @@ def test_a_run_does_not_begin_among_the_checkpoints_of_another(config, tmp_path)
 
 
 def test_a_lost_run_folder_gets_the_number_of_the_newest_checkpoint(config, tmp_path):
-    with pytest.raises(BadInput, match=r"is no run folder, and .*place/nightly \(checkpoint.path\) holds no complete checkpoint"):
+    with pytest.raises(
+        BadInput, match=r"is no run folder, and .*place/nightly \(checkpoint.path\) holds no complete checkpoint"
+    ):
         check_run_folder(config, resume=True)
     checkpoint(tmp_path / "place/nightly", 96, run="older")
     checkpoint(tmp_path / "place/nightly", 100, run="lost")

@@ -73,8 +73,12 @@ def test_messages_say_how_a_child_ended(tmp_path):
 
 
 def test_what_a_killed_process_left_in_memory_is_removed_and_what_a_living_one_holds_stays():
-    code = "from engine.run.process import hold_lifeline; import time; print(hold_lifeline(), flush=True); time.sleep(60)"
-    holders = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    code = (
+        "from engine.run.process import hold_lifeline; import time; print(hold_lifeline(), flush=True); time.sleep(60)"
+    )
+    holders = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     try:
         killed, young, living = pipes = [Path(holder.stdout.readline().strip()) for holder in holders]
         for holder in holders[:2]:

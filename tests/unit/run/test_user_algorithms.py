@@ -1,4 +1,5 @@
-"""A user's own advantage, loss, gradient control and verifier by "file.py:function": what the docs show, and mistakes named."""
+"""A user's own advantage, loss, gradient control and verifier by "file.py:function": what the docs show, and mistakes
+named."""
 
 import re
 from textwrap import dedent
@@ -71,7 +72,19 @@ def test_the_documented_gradient_control(tmp_path):
 def test_the_documented_verifier(tmp_path):
     reward = load_reward(f"{written(tmp_path, shown('reward'))}:reward")
     prompt = Prompt("p", "1+1=", "2", (1,))
-    responses = [Response((1,) * count, (), (), (), "stop", text, 0, "") for count, text in ((10, "so 2"), (20, "3"))]
+    responses = [
+        Response(
+            token_ids=(1,) * count,
+            logprobs=(),
+            versions=(),
+            loss_mask=(),
+            finish_reason="stop",
+            text=text,
+            seed=0,
+            instance="",
+        )
+        for count, text in ((10, "so 2"), (20, "3"))
+    ]
     assert reward.call(prompt, responses) == pytest.approx([0.99, -0.02])
 
 

@@ -60,7 +60,8 @@ def stored(tmp_path_factory):
 
 def test_a_folder_and_an_mlflow_run_read_the_same(stored):
     folder, run_id, uri = stored
-    one, other = from_folder(folder), from_mlflow(run_id, uri)
+    one = from_folder(folder)
+    other = from_mlflow(run_id, uri)
     assert differences([one, other]) == {}
     assert run_figures.series(one, "reward_mean") == run_figures.series(other, "reward_mean")
     assert run_figures.elapsed(one) == run_figures.elapsed(other)
@@ -92,13 +93,16 @@ def test_tables_of_evaluations_come_back_from_mlflow(stored, tmp_path):
         assert found.tables == {"evaluations/b.jsonl": {"x": 0.5}}
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    (["FOLDER"], "at least two runs"),
-    (["FOLDER", "FOLDER"], "given twice"),
-    (["FOLDER", "nowhere"], "nowhere: neither a run folder nor an MLflow run id"),
-    (["FOLDER", "f" * 32], "can't be read from sqlite"),
-    (["FOLDER", "EMPTY"], "no run with steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["FOLDER"], "at least two runs"),
+        (["FOLDER", "FOLDER"], "given twice"),
+        (["FOLDER", "nowhere"], "nowhere: neither a run folder nor an MLflow run id"),
+        (["FOLDER", "f" * 32], "can't be read from sqlite"),
+        (["FOLDER", "EMPTY"], "no run with steps"),
+    ],
+)
 def test_what_is_no_run_is_one_clear_error(stored, tmp_path, given, message):
     folder, _, uri = stored
     names = [one.replace("FOLDER", str(folder)).replace("EMPTY", str(tmp_path)) for one in given]

@@ -26,7 +26,9 @@ def test_a_flow_run_that_is_started_again_does_not_evaluate_again(tmp_path, monk
     config = Config(run={"name": "night", "output": str(tmp_path)})
     (config.folder / "evaluations").mkdir(parents=True)
     done = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda config, model, version, pool: done.append(model.name) or {"avg_at_k": 0.5})
+    monkeypatch.setattr(
+        evaluate, "evaluate", lambda config, model, version, pool: done.append(model.name) or {"avg_at_k": 0.5}
+    )
     for number, expected in (("first", ["m"]), ("first", ["m"]), ("second", ["m", "m"])):
         monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ROOT_FLOW_RUN_ID", number)
         assert evaluate.evaluate_once(config, Path("m"), 3) == {"avg_at_k": 0.5}
@@ -43,11 +45,34 @@ def test_a_deployed_flow_run_ends_as_crashed_without_mlflow(monkeypatch):
 
 def evaluated(config, model, version):
     """As an evaluation leaves it in the run folder, with one wrong response to each problem."""
-    folder, config = RunFolder(config.folder), with_evaluation_context(config)
+    folder = RunFolder(config.folder)
+    config = with_evaluation_context(config)
     [benchmark] = encode_benchmarks(config, read_benchmarks(config), Tokenizer(model))
-    response = Response((1, 2), (0.0, 0.0), ((0, version),), (True, True), "stop", "?", 0, "i")
-    groups = [Group(0, index, prompt, (response,), (Score(0.0),)) for index, prompt in enumerate(benchmark.prompts)]
-    return asyncio.run(record(config, folder, Subject(str(model.resolve()), version), benchmark, groups, None, {"seconds": 1.0}))
+    response = Response(
+        token_ids=(1, 2),
+        logprobs=(0.0, 0.0),
+        versions=((0, version),),
+        loss_mask=(True, True),
+        finish_reason="stop",
+        text="?",
+        seed=0,
+        instance="i",
+    )
+    groups = [
+        Group(step=0, index=index, prompt=prompt, responses=(response,), scores=(Score(0.0),))
+        for index, prompt in enumerate(benchmark.prompts)
+    ]
+    return asyncio.run(
+        record(
+            config=config,
+            folder=folder,
+            subject=Subject(str(model.resolve()), version),
+            benchmark=benchmark,
+            groups=groups,
+            verifier=None,
+            more={"seconds": 1.0},
+        )
+    )
 
 
 def test_what_a_run_has_evaluated_is_not_sampled_again(settings, tiny_model, monkeypatch, capsys):
@@ -60,8 +85,11 @@ def test_what_a_run_has_evaluated_is_not_sampled_again(settings, tiny_model, mon
     evaluated(config, tiny_model, 0)
 
     def changed(**values):
-        return config_of(settings | {"evaluate.problems": 4, "evaluate.max_context": 80}
-                         | {key.replace("_", ".", 1): value for key, value in values.items()})  # fmt: skip
+        return config_of(
+            settings
+            | {"evaluate.problems": 4, "evaluate.max_context": 80}
+            | {key.replace("_", ".", 1): value for key, value in values.items()}
+        )
 
     [found] = done_before(config, folder.policy, 3, folder)
     assert found == next(read_lines(folder.evaluations)) == json.loads(json.dumps(row))

@@ -23,7 +23,8 @@ def checkpoint(folder, step):
 def test_a_stage_is_done_once_and_its_result_is_kept(folder):
     calls = []
     assert Stages(folder).once("evaluate", lambda: calls.append(1) or {"accuracy": 0.5}) == {"accuracy": 0.5}
-    assert Stages(folder).once("evaluate", lambda: calls.append(2)) == {"accuracy": 0.5}  # as a process started later reads it
+    # as a process started later reads it
+    assert Stages(folder).once("evaluate", lambda: calls.append(2)) == {"accuracy": 0.5}
     assert calls == [1]
 
 
@@ -38,7 +39,9 @@ def test_attempts_that_get_no_further_are_bounded(folder):
     count_attempt(folder, "flow", 2, "", by_hand=True)
     for _ in range(2):
         count_attempt(folder, "flow", 2, "killed")
-    with pytest.raises(MetronomeError, match=r"was started 3 times from the same point \(0 stages done, no checkpoint\).*killed"):
+    with pytest.raises(
+        MetronomeError, match=r"was started 3 times from the same point \(0 stages done, no checkpoint\).*killed"
+    ):
         count_attempt(folder, "flow", 2, "killed")
     count_attempt(folder, "training", 2, "")  # counts for itself
     count_attempt(folder, "flow", 2, "", by_hand=True)  # a person may always try again

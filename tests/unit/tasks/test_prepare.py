@@ -25,7 +25,10 @@ def test_the_report_is_that_of_the_sets_that_the_run_trains_on(config):
     found = prepare.fn(_settings(config), prepared.file_hashes(config), "code")
     assert found["train"]["rows"] == len(prepared.training_problems(config).rows) == 57
     assert found["train"]["skipped"] == {"no answer": 1, "in an evaluation set": 3}
-    assert describe(found) == "57 problems of 5 characters (4-5), 3 held out; skipped 3 × in an evaluation set, 1 × no answer"
+    assert (
+        describe(found)
+        == "57 problems of 5 characters (4-5), 3 held out; skipped 3 × in an evaluation set, 1 × no answer"
+    )
 
 
 def test_the_page_shows_figures_reasons_and_overlaps(config):

@@ -13,8 +13,14 @@ from tasks.progress import Progress, page
 
 
 def row(step, **more):
-    return {"step": step, "reward_mean": 0.25 * step, "step_s": 90.0 + 10 * step, "response_length_mean": 812.4,
-            "tokens_per_s_per_device": 12345.6, **more}  # fmt: skip
+    return {
+        "step": step,
+        "reward_mean": 0.25 * step,
+        "step_s": 90.0 + 10 * step,
+        "response_length_mean": 812.4,
+        "tokens_per_s_per_device": 12345.6,
+        **more,
+    }
 
 
 def config(folder, steps):
@@ -58,7 +64,9 @@ class Server:
     """Takes the artifacts as Prefect's client would send them."""
 
     def __init__(self, monkeypatch):
-        self.bars, self.pages, self.made = [], [], threading.Event()
+        self.bars = []
+        self.pages = []
+        self.made = threading.Event()
         monkeypatch.setattr(progress, "create_progress_artifact", self.create)
         monkeypatch.setattr(progress, "update_progress_artifact", lambda bar, percent: self.bars.append((bar, percent)))
         monkeypatch.setattr(progress, "create_markdown_artifact", lambda text, **_: self.pages.append(text))
@@ -96,7 +104,8 @@ def test_while_it_goes_on_it_is_told_at_the_pace_and_not_without_news(tmp_path, 
 
 
 def test_a_server_that_is_away_holds_up_nothing_and_is_said(tmp_path, monkeypatch, capsys):
-    server, asked = Server(monkeypatch), []
+    server = Server(monkeypatch)
+    asked = []
 
     def refuse(*_, **__):
         asked.append(1)

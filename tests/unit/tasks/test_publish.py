@@ -44,8 +44,12 @@ def s3():
         endpoint = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
         endpoint.start()
         host, port = endpoint.get_host_and_port()
-        for name, value in {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x",
-                            "DEFAULT_REGION": "us-east-1"}.items():  # fmt: skip
+        for name, value in {
+            "ENDPOINT_URL": f"http://{host}:{port}",
+            "ACCESS_KEY_ID": "x",
+            "SECRET_ACCESS_KEY": "x",
+            "DEFAULT_REGION": "us-east-1",
+        }.items():
             patch.setenv(f"AWS_{name}", value)
         fsspec.filesystem("s3").mkdir("bucket")
         yield "s3://bucket/runs"
@@ -78,7 +82,9 @@ def test_what_the_trainer_has_published_is_not_sent_again(made, place):
     assert files.cat_file(f"{root}/__0_0.distcp") == b"weights" * 1000
     assert files.cat_file(f"{root}/policy/model.safetensors") == b"hf" * 500
     marker, _ = published(place)
-    (checkpoint / "_SUCCESS.json").write_text(json.dumps(marker | {"id": "of another run", "files": {"__0_0.distcp": 7000}}))
+    (checkpoint / "_SUCCESS.json").write_text(
+        json.dumps(marker | {"id": "of another run", "files": {"__0_0.distcp": 7000}})
+    )
     copy_checkpoint(checkpoint, policy, place)
     assert files.cat_file(f"{root}/__0_0.distcp") == b"changed" * 1000
 

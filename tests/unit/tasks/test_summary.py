@@ -12,8 +12,10 @@ def test_the_rows_of_a_training(tmp_path):
     config = Config(run={"name": "mine", "output": str(tmp_path)})
     config.folder.mkdir()
     for step, reward in enumerate((0.25, 0.5, 0.75)):
-        append_line(RunFolder(config.folder).steps,
-                    {"step": step, "reward_mean": reward, "step_s": 2.0, "tokens_per_s_per_device": 100.0 * step})
+        append_line(
+            RunFolder(config.folder).steps,
+            {"step": step, "reward_mean": reward, "step_s": 2.0, "tokens_per_s_per_device": 100.0 * step},
+        )
     rows = training(config)
     assert rows["reward"] == "0.250 (step 0) to 0.750 (step 2)"
     assert rows["speed"] == "0.50 steps/s, 150 trained tokens/s/device"  # without the first step

@@ -40,7 +40,9 @@ def test_a_folder_in_bfloat16(tmp_path):
 def test_a_tensor_that_the_architecture_does_not_have_is_named(tmp_path):
     save(tmp_path, "llama")
     add(tmp_path, "model.layers.0.self_attn.o_proj.bias", torch.ones(48))
-    with pytest.raises(BadInput, match=r"tensor model\.layers\.0\.self_attn\.o_proj\.bias is not one of a LlamaForCausalLM"):
+    with pytest.raises(
+        BadInput, match=r"tensor model\.layers\.0\.self_attn\.o_proj\.bias is not one of a LlamaForCausalLM"
+    ):
         conversion.check(tmp_path)
 
 
@@ -55,8 +57,11 @@ def test_a_tied_embedding_may_be_stored_twice_but_not_with_other_values(tmp_path
 
 
 def test_a_conversion_holds_the_weights_once(tmp_path):
-    """In shards of a tenth of them; the largest parameter is a tenth too. Twice the weights would be above the bound."""
-    sizes = LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4, vocab_size=8000)
+    """In shards of a tenth of them; the largest parameter is a tenth too. Twice the weights would be above the
+    bound."""
+    sizes = LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4, vocab_size=8000
+    )
     LlamaForCausalLM(sizes).save_pretrained(tmp_path, max_shard_size="16MB")
     assert len(list(tmp_path.glob("*.safetensors"))) >= 8
     get("cpu").reset_peak()

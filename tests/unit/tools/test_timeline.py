@@ -45,7 +45,15 @@ def test_overlapping_spans_get_rows_of_their_own_and_rows_are_used_again():
 def test_lanes_are_ordered_by_role():
     lanes = ["zebra", "verifier", "pool instance-0", "instances", "instance-1", "instance-0", "trainer-0"]
     spans = [span(lane, "train", 0, 1) for lane in lanes]
-    assert lanes_of(spans) == ["trainer-0", "instance-0", "instance-1", "instances", "pool instance-0", "verifier", "zebra"]
+    assert lanes_of(spans) == [
+        "trainer-0",
+        "instance-0",
+        "instance-1",
+        "instances",
+        "pool instance-0",
+        "verifier",
+        "zebra",
+    ]
 
 
 @pytest.fixture

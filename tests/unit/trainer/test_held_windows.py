@@ -26,7 +26,8 @@ def reference(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
 
     def logprobs(group):
-        found, prompt = [], list(group.prompt.token_ids)
+        found = []
+        prompt = list(group.prompt.token_ids)
         for member in group.responses:
             ids = torch.tensor(prompt + list(member.token_ids))
             with torch.no_grad():
@@ -45,17 +46,27 @@ def groups(reference):
     for index in range(3):
         group = a_group(index=index, seed=index)
         responses = [
-            replace(member, logprobs=tuple(float(now) - draw.uniform(-1, 1) * (index + 1) / 3 for now in logs),
-                    loss_mask=tuple(draw.random() < 0.8 for _ in logs))
+            replace(
+                member,
+                logprobs=tuple(float(now) - draw.uniform(-1, 1) * (index + 1) / 3 for now in logs),
+                loss_mask=tuple(draw.random() < 0.8 for _ in logs),
+            )
             for member, logs in zip(group.responses, reference(group), strict=True)
-        ]  # fmt: skip
+        ]
         made.append(replace(group, responses=tuple(responses)))
     return made
 
 
 def policy_of(settings, name, **changes):
-    return a_policy(settings, algorithm__loss=name, algorithm__old_policy="rollout", algorithm__kl_coef=0, train__mode="sync",
-                    algorithm__bapo_share=SHARE, **changes)  # fmt: skip
+    return a_policy(
+        settings,
+        algorithm__loss=name,
+        algorithm__old_policy="rollout",
+        algorithm__kl_coef=0,
+        train__mode="sync",
+        algorithm__bapo_share=SHARE,
+        **changes,
+    )
 
 
 def trained(policy, windows):
@@ -82,11 +93,13 @@ def test_statistics_are_over_the_step_and_windows_change_nothing(settings, group
 
 
 def expected(name, groups, reference):
-    logs, advantages = [], []
+    logs = []
+    advantages = []
     for group in groups:
         rewards = torch.tensor([score.value for score in group.scores])
-        for advantage, member, now in zip((rewards - rewards.mean()) / (rewards.std() + 1e-6), group.responses, reference(group),
-                                          strict=True):
+        for advantage, member, now in zip(
+            (rewards - rewards.mean()) / (rewards.std() + 1e-6), group.responses, reference(group), strict=True
+        ):
             kept = torch.tensor(member.loss_mask)
             logs.append((now - torch.tensor(member.logprobs))[kept])
             advantages.append(advantage.expand(int(kept.sum())))
@@ -115,9 +128,13 @@ def test_a_step_without_groups_has_no_gradient(settings):
 
 
 def test_ones_own_batch_scope_is_refused_in_periodic():
-    with pytest.raises(BadInput, match=r'algorithm.loss = "mine.py:own" takes its statistics over the whole batch.*"periodic"'):
-        hold_windows("mine.py:own", LOSSES["m2po"], BatchLossSettings(), None, "periodic")
-    assert hold_windows("grpo", LOSSES["grpo"], BatchLossSettings(), None, "periodic") is None
+    with pytest.raises(
+        BadInput, match=r'algorithm.loss = "mine.py:own" takes its statistics over the whole batch.*"periodic"'
+    ):
+        hold_windows(spec="mine.py:own", loss=LOSSES["m2po"], limits=BatchLossSettings(), ranks=None, mode="periodic")
+    assert (
+        hold_windows(spec="grpo", loss=LOSSES["grpo"], limits=BatchLossSettings(), ranks=None, mode="periodic") is None
+    )
 
 
 def test_each_window_that_was_held_is_told_of_as_it_is_trained(settings, groups):

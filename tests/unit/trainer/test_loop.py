@@ -16,7 +16,8 @@ class Calls:
     """Any method, noted by name; some return something, `failing` raises."""
 
     def __init__(self, failing=""):
-        self.calls, self.failing = [], failing
+        self.calls = []
+        self.failing = failing
         self.models = SimpleNamespace(copy_policy_to_old=lambda: self.calls.append("copy"))
         self.metrics = SimpleNamespace(add_wait=lambda seconds: None)
 
@@ -33,9 +34,16 @@ class Calls:
 
 
 def run(tmp_path, policy, rollouts):
-    config, saved = Config(train={"steps": 1}), []
-    loop = Loop(config, policy, rollouts, Trace(tmp_path, "trainer"), lambda step, figures: None,
-                lambda step, figures: saved.append(step))  # fmt: skip
+    config = Config(train={"steps": 1})
+    saved = []
+    loop = Loop(
+        config=config,
+        policy=policy,
+        rollouts=rollouts,
+        trace=Trace(tmp_path, "trainer"),
+        report=lambda step, figures: None,
+        checkpoint=lambda step, figures: saved.append(step),
+    )
     try:
         loop.run(0)
     finally:
@@ -44,23 +52,33 @@ def run(tmp_path, policy, rollouts):
 
 
 def test_gradient_control_decides_before_anything_moves_and_held_windows_are_signs_of_life(tmp_path):
-    policy, rollouts = Calls(), Calls()
+    policy = Calls()
+    rollouts = Calls()
     assert run(tmp_path, policy, rollouts) == [1]
     assert policy.calls == ["start_step", "reduce", "decide", "copy", "update", "figures"]
     assert rollouts.calls == ["publish", "start", "verify", "work", "settle", "heartbeat"]
 
 
 def test_the_time_blocked_in_the_comparison_of_weights_is_a_part_of_the_step_of_its_own(tmp_path):
-    policy, rollouts, told = Calls(), Calls(), []
+    policy = Calls()
+    rollouts = Calls()
+    told = []
     rollouts.verify = lambda models, version: time.sleep(0.05)
-    Loop(Config(train={"steps": 1}), policy, rollouts, Trace(tmp_path, "trainer"), lambda step, figures: told.append(figures),
-         lambda step, figures: None).run(0)  # fmt: skip
+    Loop(
+        config=Config(train={"steps": 1}),
+        policy=policy,
+        rollouts=rollouts,
+        trace=Trace(tmp_path, "trainer"),
+        report=lambda step, figures: told.append(figures),
+        checkpoint=lambda step, figures: None,
+    ).run(0)
     (figures,) = told
     assert 0.05 <= figures["check_s"] <= figures["step_s"] - figures["update_s"]
 
 
 def test_a_users_control_that_fails_leaves_a_checkpoint_of_the_weights_before_the_step(tmp_path):
-    policy, rollouts = Calls(failing="decide"), Calls()
+    policy = Calls(failing="decide")
+    rollouts = Calls()
     with pytest.raises(BadInput, match="decide failed"):
         run(tmp_path, policy, rollouts)
     assert policy.saved == [0]

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.usefixtures("megatron")
 def hf_gradients(folder, groups, temperature=1.0):
     """Each response on its own through transformers; loss = −mean over responses of mean over tokens of A·logπ."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for group in groups:
         rewards = torch.tensor([score.value for score in group.scores])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
@@ -36,9 +37,13 @@ def hf_gradients(folder, groups, temperature=1.0):
 @pytest.mark.parametrize("budget", [4096, 20])
 def test_gradients_equal_hugging_face(settings, tiny_model, shared, temperature, budget):
     policy = a_policy(
-        settings, algorithm__old_policy="behavior", algorithm__kl_coef=0, attention__shared_prompt=shared,
-        rollout__temperature=temperature, train__micro_batch_tokens=budget,
-    )  # fmt: skip
+        settings,
+        algorithm__old_policy="behavior",
+        algorithm__kl_coef=0,
+        attention__shared_prompt=shared,
+        rollout__temperature=temperature,
+        train__micro_batch_tokens=budget,
+    )
     groups = [a_group(seed=1), a_group((4, 0, 16, 1), index=1, seed=2)]
     policy.start_step()
     policy.accumulate(groups)
@@ -51,8 +56,13 @@ def test_gradients_equal_hugging_face(settings, tiny_model, shared, temperature,
 def test_masked_tokens_leave_the_gradient(settings, tiny_model):
     policy = a_policy(settings, algorithm__old_policy="behavior", algorithm__kl_coef=0)
     plain = a_group()
-    masked = Group(0, 0, plain.prompt, (
-        response(plain.responses[0].token_ids, mask=[True, False] * 3 + [True]), *plain.responses[1:]), plain.scores)
+    masked = Group(
+        step=0,
+        index=0,
+        prompt=plain.prompt,
+        responses=(response(plain.responses[0].token_ids, mask=[True, False] * 3 + [True]), *plain.responses[1:]),
+        scores=plain.scores,
+    )
     policy.start_step()
     policy.accumulate([masked])
     assert_same(gradients(policy, 4), hf_gradients(tiny_model, [masked]))
@@ -61,7 +71,12 @@ def test_masked_tokens_leave_the_gradient(settings, tiny_model):
 def test_order_and_split_change_nothing_but_rounding(settings):
     groups = [a_group(index=i, seed=i, lengths=(5 + i, 3, 9, 2 + i)) for i in range(4)]
     found = []
-    for windows, budget in (([[0], [1], [2], [3]], 4096), ([[3, 1, 0, 2]], 4096), ([[0, 1], [2, 3]], 16), ([[2, 0, 1, 3]], 60)):
+    for windows, budget in (
+        ([[0], [1], [2], [3]], 4096),
+        ([[3, 1, 0, 2]], 4096),
+        ([[0, 1], [2, 3]], 16),
+        ([[2, 0, 1, 3]], 60),
+    ):
         policy = a_policy(settings, train__micro_batch_tokens=budget)
         policy.start_step()
         for window in windows:
@@ -91,13 +106,24 @@ def test_previous_is_the_policy_before_the_last_update(settings):
 
 
 def test_updates_are_adamw_with_schedule_and_clipping(settings):
-    """Against torch's AdamW on the same gradients: decay not on norms, warm-up from peak / w, norm clipped to the limit."""
-    policy = a_policy(settings, train__warmup_steps=2, train__weight_decay=0.1, train__max_grad_norm=0.05,
-                      train__schedule="linear", train__steps=4, algorithm__kl_coef=0, algorithm__old_policy="behavior")
+    """Against torch's AdamW on the same gradients: decay not on norms, warm-up from peak / w, norm clipped to the
+    limit."""
+    policy = a_policy(
+        settings,
+        train__warmup_steps=2,
+        train__weight_decay=0.1,
+        train__max_grad_norm=0.05,
+        train__schedule="linear",
+        train__steps=4,
+        algorithm__kl_coef=0,
+        algorithm__old_policy="behavior",
+    )
     named = dict(policy.models.policy.named_parameters())
     twins = {name: torch.nn.Parameter(p.detach().clone()) for name, p in named.items()}
-    groups = [{"params": [p for p in twins.values() if p.dim() > 1], "weight_decay": 0.1},
-              {"params": [p for p in twins.values() if p.dim() == 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in twins.values() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in twins.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
     twin = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     for step, rate in enumerate((0.5e-3, 1e-3, 1e-3 * (1 - 1 / 3), 1e-3 * (1 - 2 / 3))):
         policy.start_step()
@@ -114,7 +140,9 @@ def test_updates_are_adamw_with_schedule_and_clipping(settings):
         assert got_norm > 0.05
         assert got_rate == pytest.approx(rate)
         for name, p in named.items():
-            torch.testing.assert_close(p.detach(), twins[name].detach(), rtol=1e-4, atol=2e-6, msg=f"{name} step {step}")
+            torch.testing.assert_close(
+                p.detach(), twins[name].detach(), rtol=1e-4, atol=2e-6, msg=f"{name} step {step}"
+            )
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(settings):
@@ -169,8 +197,13 @@ def test_measuring_the_cosine_changes_nothing(settings):
 
 
 def test_a_violation_skips_the_update_and_the_next_is_compared_with_the_raw_gradient(settings, capsys):
-    policy = a_policy(settings, algorithm__gradient_control="gac", algorithm__gac_low=0.2, algorithm__gac_high=0.9,
-                      train__learning_rate=1e-6)
+    policy = a_policy(
+        settings,
+        algorithm__gradient_control="gac",
+        algorithm__gac_low=0.2,
+        algorithm__gac_high=0.9,
+        train__learning_rate=1e-6,
+    )
     controlled_steps(policy, (1,))
     before = [p.detach().clone() for p in policy.models.policy.parameters()]
     schedule = policy.scheduler.state_dict()
@@ -190,10 +223,15 @@ def test_a_violation_skips_the_update_and_the_next_is_compared_with_the_raw_grad
 
 def test_a_zero_gradient_is_no_measurement(settings):
     """Automatic thresholds of nothing but zeros would skip the first real gradients."""
-    policy = a_policy(settings, algorithm__gradient_control="gac", algorithm__gac_low="auto", algorithm__gac_high="auto",
-                      algorithm__kl_coef=0)
+    policy = a_policy(
+        settings,
+        algorithm__gradient_control="gac",
+        algorithm__gac_low="auto",
+        algorithm__gac_high="auto",
+        algorithm__kl_coef=0,
+    )
     equal = a_group(seed=4)
-    equal = Group(0, 0, equal.prompt, equal.responses, (Score(1.0),) * 4)
+    equal = Group(step=0, index=0, prompt=equal.prompt, responses=equal.responses, scores=(Score(1.0),) * 4)
     for group, measured in ((a_group(seed=1), 0), (equal, 0), (a_group(seed=2), 0), (a_group(seed=3), 1), (equal, 1)):
         policy.start_step()
         policy.accumulate([group])
@@ -207,10 +245,17 @@ def test_a_tokens_mismatch_is_weighed_under_the_weights_that_sampled_it(settings
     """A response continued under newer weights: its first three tokens are one update old, the others are not."""
     from dataclasses import replace
 
-    policy = a_policy(settings, train__mode="one_step_off", algorithm__old_policy="previous", algorithm__mismatch="truncate",
-                      algorithm__kl_coef=0)
+    policy = a_policy(
+        settings,
+        train__mode="one_step_off",
+        algorithm__old_policy="previous",
+        algorithm__mismatch="truncate",
+        algorithm__kl_coef=0,
+    )
     policy.models.old.set([weight * 1.01 for weight in policy.models.old.weights])
-    group, found, loss = a_group((7, 4)), [], policy._loss
+    group = a_group((7, 4))
+    found = []
+    loss = policy._loss
     first = replace(group.responses[0], versions=((0, 0), (3, 1)))
     second = replace(group.responses[1], versions=((0, 1),))
     policy._loss = lambda terms, coefficients: found.append(terms) or loss(terms, coefficients)
@@ -218,7 +263,8 @@ def test_a_tokens_mismatch_is_weighed_under_the_weights_that_sampled_it(settings
     policy.start_step()
     policy.accumulate([replace(group, step=1, responses=(first, second))])
     (terms,) = found
-    now, old = terms.logprobs.detach(), terms.old
+    now = terms.logprobs.detach()
+    old = terms.old
     assert not torch.allclose(now, old)
     assert torch.equal(terms.sampled, torch.cat([old[:3], now[3:]]))
 
@@ -230,7 +276,11 @@ def test_a_users_advantage_that_fails_on_real_rewards_is_bad_input(settings, tmp
     (tmp_path / "own.py").write_text("def own(rewards, lengths): return rewards / (rewards.sum() - 3)")
     spec = f"{tmp_path / 'own.py'}:own"
     group = a_group()
-    certain = Group(0, 0, group.prompt, group.responses, tuple(map(Score, (1.0, 1.0, 1.0, 0.0))))
+    certain = Group(
+        step=0, index=0, prompt=group.prompt, responses=group.responses, scores=tuple(map(Score, (1.0, 1.0, 1.0, 0.0)))
+    )
     assert Credit(advantage=spec).advantages(group).shape == (4,)
-    with pytest.raises(BadInput, match=r"own.py:own.*it failed on step 0, prompt p, rewards \[1.0, 1.0, 1.0, 0.0\]: ValueError"):
+    with pytest.raises(
+        BadInput, match=r"own.py:own.*it failed on step 0, prompt p, rewards \[1.0, 1.0, 1.0, 0.0\]: ValueError"
+    ):
         Credit(advantage=spec).advantages(certain)

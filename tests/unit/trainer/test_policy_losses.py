@@ -18,7 +18,9 @@ def advantages_of(name, group):
     rewards = torch.tensor([score.value for score in group.scores])
     lengths = torch.tensor([float(len(response.token_ids)) for response in group.responses])
     if name == "rloo":
-        return torch.stack([rewards[i] - (rewards.sum() - rewards[i]) / (len(rewards) - 1) for i in range(len(rewards))])
+        return torch.stack(
+            [rewards[i] - (rewards.sum() - rewards[i]) / (len(rewards) - 1) for i in range(len(rewards))]
+        )
     if name == "opo":
         return rewards - (rewards * lengths).sum() / lengths.sum()
     if name == "grpo_passk":
@@ -44,14 +46,19 @@ def hf_step(folder, groups, loss, estimator, old_scale):
     with torch.no_grad():
         for parameter in old.parameters():
             parameter.mul_(old_scale)
-    gains, equal = [], 0
+    gains = []
+    equal = 0
     for group in groups:
         equal += len({score.value for score in group.scores}) == 1
         for advantage, member in zip(advantages_of(estimator, group), group.responses, strict=True):
             prompt = list(group.prompt.token_ids)
             ids = torch.tensor(prompt + list(member.token_ids))
-            logs, before = (torch.log_softmax(m(ids[None]).logits[0, len(prompt) - 1 : -1], -1).gather(
-                -1, ids[len(prompt) :, None])[:, 0] for m in (model, old))  # fmt: skip
+            logs, before = (
+                torch.log_softmax(m(ids[None]).logits[0, len(prompt) - 1 : -1], -1).gather(
+                    -1, ids[len(prompt) :, None]
+                )[:, 0]
+                for m in (model, old)
+            )
             gains.append(gain_of(loss, logs, before.detach(), advantage))
     if loss in ("grpo", "gspo"):
         total = sum(gain.mean() for gain in gains) / len(gains)
@@ -71,16 +78,22 @@ def test_a_steps_gradient_with_every_loss_equals_hugging_face(settings, tiny_mod
     from engine.model.hf_weights import export
 
     estimator = ESTIMATORS[loss]
-    policy = a_policy(settings, algorithm__loss=loss, algorithm__advantage=estimator, algorithm__kl_coef=0,
-                      algorithm__old_policy="previous", train__micro_batch_tokens=budget)
+    policy = a_policy(
+        settings,
+        algorithm__loss=loss,
+        algorithm__advantage=estimator,
+        algorithm__kl_coef=0,
+        algorithm__old_policy="previous",
+        train__micro_batch_tokens=budget,
+    )
     policy.models.old.set([weight * 1.01 for weight in policy.models.old.weights])
     equal = a_group(index=1, seed=5, lengths=(4, 9, 2, 6))
-    equal = Group(0, 1, equal.prompt, equal.responses, (Score(1.0),) * 4)
+    equal = Group(step=0, index=1, prompt=equal.prompt, responses=equal.responses, scores=(Score(1.0),) * 4)
     groups = [a_group(), equal, a_group(index=2, seed=8, lengths=(3, 3, 8, 1))]
     policy.start_step()
     policy.accumulate(groups)
     policy.reduce(12)
     grads = {name: p.main_grad.clone() for name, p in policy.models.policy.named_parameters()}
     ours = dict(export(grads, policy.models.policy, policy.models.shape))
-    assert_same(ours, hf_step(tiny_model, groups, loss, estimator, 1.01), 2e-5)
+    assert_same(ours, hf_step(folder=tiny_model, groups=groups, loss=loss, estimator=estimator, old_scale=1.01), 2e-5)
     assert policy.figures()["equal_groups"] == 1

@@ -28,7 +28,8 @@ LOCKSTEP = {"experts of two replicas": 2}
 def told(tmp_path_factory):
     """What the ranks say of themselves and to each other: by layout, then a list by rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in LAYOUTS]  # as the elastic agent's
+    # as the elastic agent's
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in LAYOUTS]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__, str(folder), *(str(store.port) for store in stores)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -40,13 +41,13 @@ def told(tmp_path_factory):
 # Megatron's order: rank = tensor + TP (context + CP (data + DP stage)). Per rank: its unit; then the ranks that ...
 PLACES = {
     #                          units         lead    feed          judge         write   export
-    "tensor and data":         ([0, 0, 1, 1], [0, 2], [0, 2],       [0, 2],       [0],    [0, 1]),
-    "pipeline and data":       ([0, 1, 0, 1], [0, 1], [0, 1],       [2, 3],       [0, 2], [0, 2]),
-    "context and data":        ([0, 0, 1, 1], [0, 2], [0, 1, 2, 3], [0, 1, 2, 3], [0],    [0]),
-    "tensor and pipeline":     ([0, 0, 0, 0], [0],    [0],          [2],          [0, 2], [0, 1, 2, 3]),
-    "data":                    ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0], [0]),
-    "experts of two replicas": ([0, 0, 1, 1], [0, 2], [0, 1, 2, 3], [0, 1, 2, 3], [0],    [0, 1]),
-}  # fmt: skip
+    "tensor and data": ([0, 0, 1, 1], [0, 2], [0, 2], [0, 2], [0], [0, 1]),
+    "pipeline and data": ([0, 1, 0, 1], [0, 1], [0, 1], [2, 3], [0, 2], [0, 2]),
+    "context and data": ([0, 0, 1, 1], [0, 2], [0, 1, 2, 3], [0, 1, 2, 3], [0], [0]),
+    "tensor and pipeline": ([0, 0, 0, 0], [0], [0], [2], [0, 2], [0, 1, 2, 3]),
+    "data": ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0], [0]),
+    "experts of two replicas": ([0, 0, 1, 1], [0, 2], [0, 1, 2, 3], [0, 1, 2, 3], [0], [0, 1]),
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -75,7 +76,8 @@ def test_a_unit_hears_its_leader_and_everyone_the_first(told, layout):
 def test_an_error_of_the_leader_ends_its_unit_and_no_other(told, layout):
     units = PLACES[layout][0]
     assert [rank["failed"] for rank in told[layout]] == [
-        "BadInput: unit 0 is out" if unit == 0 else {"unit": unit} for unit in units]
+        "BadInput: unit 0 is out" if unit == 0 else {"unit": unit} for unit in units
+    ]
     assert [rank["failed_first"] for rank in told[layout]] == ["RewardError: rank 0 is out"] * WORLD
 
 
@@ -93,8 +95,13 @@ def _rank(number, folder, ports):
     from engine import platform
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(WORLD),
-                   "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    os.environ |= {
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(WORLD),
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     found = {}
     for (name, sizes), port in zip(LAYOUTS.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = port  # in a store that has been used, ranks would find each other's old addresses
@@ -123,8 +130,10 @@ def _said(lockstep):
         except MetronomeError as error:
             return f"{type(error).__name__}: {error}"
 
-    places = {name: getattr(ranks, name) for name in
-              ("unit", "units", "share", "leader", "feeds", "judges", "writes", "exports", "stage")}  # fmt: skip
+    places = {
+        name: getattr(ranks, name)
+        for name in ("unit", "units", "share", "leader", "feeds", "judges", "writes", "exports", "stage")
+    }
     return places | {
         "from_leader": ranks.from_leader(lambda: {"said_by": ranks.rank}),
         "from_first": ranks.from_first(lambda: {"said_by": ranks.rank}),

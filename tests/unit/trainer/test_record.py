@@ -18,15 +18,36 @@ CONFIG = Config(model=MODEL, parallel={"data": 2}, train={"prompts_per_step": 3}
 
 
 def group(index, step=0):
-    response = Response((5, 6), (-0.5, -1.25), ((0, step),), (True, False), "stop", "añ", 2**62, "instance-0")
-    return group_to_wire(Group(step, index, Prompt("id", "1+1=", "2", (1, 2, 3)), (response,), (Score(1.0),)))
+    response = Response(
+        token_ids=(5, 6),
+        logprobs=(-0.5, -1.25),
+        versions=((0, step),),
+        loss_mask=(True, False),
+        finish_reason="stop",
+        text="añ",
+        seed=2**62,
+        instance="instance-0",
+    )
+    return group_to_wire(
+        Group(
+            step=step,
+            index=index,
+            prompt=Prompt("id", "1+1=", "2", (1, 2, 3)),
+            responses=(response,),
+            scores=(Score(1.0),),
+        )
+    )
 
 
 def recorded(path, steps=2, config=CONFIG, start=0):
     """Steps of three groups: unit 1 scores one response early and trains two of the groups, one at a time."""
     recorder = RecordWriter(path, config, start)
     for step in range(start, steps):
-        recorder.add(step, 1, {"landed": [landed_to_wire(Landed(step, 2, 0, (1, 2, 3), (5, 6)))]})
+        recorder.add(
+            step,
+            1,
+            {"landed": [landed_to_wire(Landed(step=step, group=2, number=0, prompt=(1, 2, 3), token_ids=(5, 6)))]},
+        )
         recorder.add(step, 0, {"groups": [group(0, step)]})
         recorder.add(step, 1, {"groups": [group(2, step)]})
         recorder.add(step, 1, {"groups": [group(1, step)]})
@@ -46,7 +67,9 @@ def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
         mine = list(Replay(path, 1, 3).entries(step))
         assert indices(mine) == ["landed", [2], [1]]
         assert mine[1]["groups"] == [group(2, step)]
-        assert mine[0]["landed"] == [landed_to_wire(Landed(step, 2, 0, (1, 2, 3), (5, 6)))]
+        assert mine[0]["landed"] == [
+            landed_to_wire(Landed(step=step, group=2, number=0, prompt=(1, 2, 3), token_ids=(5, 6)))
+        ]
 
 
 def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
@@ -96,7 +119,8 @@ def test_a_replay_with_another_setting_is_refused_by_its_key(tmp_path, table, ch
 
 
 def test_a_replay_from_another_base_model_is_refused_and_from_a_copy_is_not(tmp_path):
-    path, copy = recorded(tmp_path / "record.msgpack"), tmp_path / "copy"
+    path = recorded(tmp_path / "record.msgpack")
+    copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "config.json").write_text("{}")
     moved = Config(model={"path": str(copy)}, parallel={"data": 2}, train={"prompts_per_step": 3})
@@ -108,8 +132,16 @@ def test_a_replay_from_another_base_model_is_refused_and_from_a_copy_is_not(tmp_
 
 def test_settings_that_change_no_weight_may_differ(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
-    check(path, Config(model=MODEL, run={"name": "again"}, rollout={"concurrency": 7}, parallel={"data": 2},
-                       train={"prompts_per_step": 3, "mode": "sync", "steps": 1, "timeout_s": 5}))  # fmt: skip
+    check(
+        path,
+        Config(
+            model=MODEL,
+            run={"name": "again"},
+            rollout={"concurrency": 7},
+            parallel={"data": 2},
+            train={"prompts_per_step": 3, "mode": "sync", "steps": 1, "timeout_s": 5},
+        ),
+    )
 
 
 def test_the_steps_of_a_schedule_that_falls_belong_to_the_plan(tmp_path):
@@ -136,7 +168,10 @@ DAMAGED = {
     "empty": (b"", "does not begin with a run's settings"),
     "another message": (msgpack.packb({"plan": 1}), "does not begin with a run's settings"),
     "bytes behind the header": (HEADER + b"\x07\x07", "entry 0 is damaged"),
-    "no msgpack behind the header": (HEADER + msgpack.packb({"unit": 0, "step": 0, "groups": []}) + b"\xc1", "not a record"),
+    "no msgpack behind the header": (
+        HEADER + msgpack.packb({"unit": 0, "step": 0, "groups": []}) + b"\xc1",
+        "not a record",
+    ),
     "an entry of something else": (HEADER + msgpack.packb({"step": 0}), "entry 0 is damaged"),
 }
 

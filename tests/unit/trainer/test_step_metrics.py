@@ -10,9 +10,21 @@ from engine.types import Group, Prompt, Response, Score
 
 def group(step, *versions, rewards=(1.0,), statuses=("ok",)):
     runs = tuple(enumerate(versions))
-    responses = tuple(Response((1, 2), (-1.0, -1.0), runs, (True, True), "length", "", 0, "instance-3") for _ in rewards)
+    responses = tuple(
+        Response(
+            token_ids=(1, 2),
+            logprobs=(-1.0, -1.0),
+            versions=runs,
+            loss_mask=(True, True),
+            finish_reason="length",
+            text="",
+            seed=0,
+            instance="instance-3",
+        )
+        for _ in rewards
+    )
     scores = tuple(Score(r, s) for r, s in zip(rewards, statuses, strict=True))
-    return Group(step, 0, Prompt("p7", "", "", (1, 2, 3)), responses, scores)
+    return Group(step=step, index=0, prompt=Prompt("p7", "", "", (1, 2, 3)), responses=responses, scores=scores)
 
 
 def test_figures():
@@ -20,7 +32,9 @@ def test_figures():
     metrics.add_wait(0.5)
     metrics.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "timeout")), 4, True)
     metrics.add_wait(0.25)
-    metrics.loss, metrics.mismatch_kl, metrics.scored_tokens = 3.0, 4.0, 8
+    metrics.loss = 3.0
+    metrics.mismatch_kl = 4.0
+    metrics.scored_tokens = 8
     figures = StepMetrics.merged([metrics.wire(leader=True, peak_bytes=2**30)], denominator=2)
     assert figures["reward_mean"] == 0.5
     assert figures["reward_std"] == 0.5
@@ -35,11 +49,17 @@ def test_figures():
 
 
 def test_figures_of_several_ranks_are_sums_over_responses_and_mean_times_of_the_leaders():
-    first, second, follower = StepMetrics(), StepMetrics(), StepMetrics()
+    first = StepMetrics()
+    second = StepMetrics()
+    follower = StepMetrics()
     first.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "ok")), 4, True)
     second.add_group(group(0, 0, rewards=(1.0, 1.0), statuses=("ok", "error")), 4, False)
-    first.loss, follower.loss, follower.computed_tokens = 1.0, 3.0, 7
-    first.train_s, second.train_s, follower.train_s = 1.0, 3.0, 50.0
+    first.loss = 1.0
+    follower.loss = 3.0
+    follower.computed_tokens = 7
+    first.train_s = 1.0
+    second.train_s = 3.0
+    follower.train_s = 50.0
     second.worst_gap(0.5)
     figures = StepMetrics.merged([first.wire(True, 1), second.wire(True, 1), follower.wire(False, 1)], 4)
     assert (figures["reward_mean"], figures["reward_errors"], figures["loss"]) == (0.75, 1, 1.0)

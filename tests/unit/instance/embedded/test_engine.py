@@ -27,8 +27,16 @@ def mixed(count, seed=0):
     for number in range(count):
         length = int(torch.randint(1, 12, (1,), generator=generator))
         prompt = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
-        yield prompt, {"seed": number, "max_tokens": 1 + number * 7 % 30, "temperature": (1.0, 0.7, 0.0)[number % 3],
-                       "top_k": (0, 0, 5, 0)[number % 4], "top_p": (1.0, 0.8)[number // 2 % 2]}
+        yield (
+            prompt,
+            {
+                "seed": number,
+                "max_tokens": 1 + number * 7 % 30,
+                "temperature": (1.0, 0.7, 0.0)[number % 3],
+                "top_k": (0, 0, 5, 0)[number % 4],
+                "top_p": (1.0, 0.8)[number // 2 % 2],
+            },
+        )
 
 
 def test_greedy_is_the_greedy_of_transformers(folder):
@@ -39,7 +47,7 @@ def test_greedy_is_the_greedy_of_transformers(folder):
     hf = reference(folder)
     for prompt, result in zip(prompts, sent.finish(), strict=True):
         expected = hf.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
-        assert result.token_ids == expected[0, len(prompt):].tolist()
+        assert result.token_ids == expected[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -135,7 +143,8 @@ def test_cancelling_frees_the_slot_and_leaves_the_others_alone(folder):
         sent.engine.cancel(sent.requests[0])  # has ended: nothing happens
         return sent.results
 
-    all_of_them, rest = responses(cancel=False), responses(cancel=True)
+    all_of_them = responses(cancel=False)
+    rest = responses(cancel=True)
     assert sorted(rest) == [0, 2, 3]
     assert all(rest[number] == all_of_them[number] for number in rest)
 
@@ -166,7 +175,8 @@ def test_deterministic_responses_do_not_depend_on_their_company(folder, threads)
 
 
 def test_pause_and_abort_answer_everything_with_what_it_has(engine):
-    sent, idle = Sent(engine), []
+    sent = Sent(engine)
+    idle = []
     for _ in range(6):
         sent.send(max_tokens=20)
     for _ in range(3):
@@ -182,7 +192,8 @@ def test_pause_and_abort_answer_everything_with_what_it_has(engine):
 
 
 def test_pause_and_wait_drains_but_admits_nothing(engine):
-    sent, idle = Sent(engine), []
+    sent = Sent(engine)
+    idle = []
     for _ in range(6):
         sent.send(max_tokens=5)
     engine.step()
@@ -199,7 +210,8 @@ def test_pause_and_wait_drains_but_admits_nothing(engine):
 
 
 def test_a_response_that_was_cut_goes_on_in_its_stream(folder):
-    """Prompt and tokens so far as the prompt, `continued` of them: with the same weights the response is the uncut one."""
+    """Prompt and tokens so far as the prompt, `continued` of them: with the same weights the response is the uncut
+    one."""
     whole = Sent(engine_of(folder))
     whole.send(max_tokens=20, seed=3)
     (uncut,) = whole.finish()

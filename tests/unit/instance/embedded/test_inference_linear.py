@@ -25,7 +25,9 @@ def test_this_torch_has_the_operator():
 @pytest.mark.parametrize("biased", [False, True])
 def test_equals_the_product_in_fp64(sizes, rows, biased):
     torch.manual_seed(rows)
-    x, weight, bias = torch.randn(rows, sizes[0]), torch.randn(*sizes[::-1]), torch.randn(sizes[1]) if biased else None
+    x = torch.randn(rows, sizes[0])
+    weight = torch.randn(*sizes[::-1])
+    bias = torch.randn(sizes[1]) if biased else None
     expected = x.double() @ weight.double().T + (bias.double() if biased else 0.0)
     with torch.inference_mode():
         found = linear(x, weight, bias)
@@ -37,7 +39,8 @@ def test_equals_the_product_in_fp64(sizes, rows, biased):
 @pytest.mark.parametrize("rows", [ROWS, ROWS + 16, 64])
 def test_a_row_depends_neither_on_the_others_nor_on_its_place(sizes, rows):
     torch.manual_seed(0)
-    x, weight = torch.randn(rows, sizes[0]), torch.randn(*sizes[::-1])
+    x = torch.randn(rows, sizes[0])
+    weight = torch.randn(*sizes[::-1])
     with torch.inference_mode():
         row = linear(x, weight, None)[5]
         for place in range(rows):
@@ -49,7 +52,8 @@ def test_a_row_depends_neither_on_the_others_nor_on_its_place(sizes, rows):
 def test_rows_of_a_fused_weight_are_read_where_they_lie():
     """Projections are computed as one over a joint weight; parts of it are views that start inside it."""
     torch.manual_seed(0)
-    x, joint = torch.randn(ROWS, 32), torch.randn(96, 32)
+    x = torch.randn(ROWS, 32)
+    joint = torch.randn(96, 32)
     with torch.inference_mode():
         torch.testing.assert_close(linear(x, joint[40:72], None), x @ joint[40:72].T, rtol=1e-5, atol=1e-5)
         joint[50] = 0.0

@@ -19,8 +19,21 @@ def test_defaults_are_vllms():
 
 def test_everything_that_is_asked_for_arrives():
     sampling = parse_completion(
-        {"prompt": [3], "max_tokens": 5, "temperature": 0, "top_p": 0.5, "top_k": 7, "seed": -4, "stop_token_ids": [9],
-         "n": 1, "logprobs": 0, "return_token_ids": True, "model": "m"}, LIMITS)
+        {
+            "prompt": [3],
+            "max_tokens": 5,
+            "temperature": 0,
+            "top_p": 0.5,
+            "top_k": 7,
+            "seed": -4,
+            "stop_token_ids": [9],
+            "n": 1,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "model": "m",
+        },
+        LIMITS,
+    )
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (5, 0.0, 0.5, 7)
     assert sampling.seed == -4
     assert sampling.stop_ids == {1, 9}
@@ -53,17 +66,41 @@ def test_without_a_seed_two_requests_differ():
 
 
 BAD = [
-    {"prompt": []}, {}, {"prompt": [2] * 20}, {"prompt": "text"}, {"prompt": [[2]]}, {"prompt": [2.0]},
-    {"prompt": [True]}, {"prompt": [50]}, {"prompt": [-1]}, {"prompt": [2], "max_tokens": 0},
-    {"prompt": [2], "max_tokens": 1.5}, {"prompt": [2], "max_tokens": "8"}, {"prompt": [2], "max_tokens": True},
-    {"prompt": [2], "temperature": -1}, {"prompt": [2], "temperature": 1e-9},
-    {"prompt": [2], "temperature": float("nan")}, {"prompt": [2], "temperature": float("inf")},
-    {"prompt": [2], "temperature": "hot"}, {"prompt": [2], "top_p": 0}, {"prompt": [2], "top_p": 1.01},
-    {"prompt": [2], "top_k": -2}, {"prompt": [2], "top_k": 1.0}, {"prompt": [2], "seed": 2**63},
-    {"prompt": [2], "seed": 1.0}, {"prompt": [2], "stop_token_ids": [50]}, {"prompt": [2], "stop_token_ids": 3},
-    {"prompt": [2], "n": 2}, {"prompt": [2], "n": True}, {"prompt": [2], "logprobs": 5},
-    {"prompt": [2], "return_token_ids": False}, {"prompt": [2], "ignore_eos": 1}, {"prompt": [2], "min_p": 0.1},
-    {"prompt": [2], "model": 3}, {"prompt": [2, 3], "continued": 2}, {"prompt": [2, 3], "continued": -1},
+    {"prompt": []},
+    {},
+    {"prompt": [2] * 20},
+    {"prompt": "text"},
+    {"prompt": [[2]]},
+    {"prompt": [2.0]},
+    {"prompt": [True]},
+    {"prompt": [50]},
+    {"prompt": [-1]},
+    {"prompt": [2], "max_tokens": 0},
+    {"prompt": [2], "max_tokens": 1.5},
+    {"prompt": [2], "max_tokens": "8"},
+    {"prompt": [2], "max_tokens": True},
+    {"prompt": [2], "temperature": -1},
+    {"prompt": [2], "temperature": 1e-9},
+    {"prompt": [2], "temperature": float("nan")},
+    {"prompt": [2], "temperature": float("inf")},
+    {"prompt": [2], "temperature": "hot"},
+    {"prompt": [2], "top_p": 0},
+    {"prompt": [2], "top_p": 1.01},
+    {"prompt": [2], "top_k": -2},
+    {"prompt": [2], "top_k": 1.0},
+    {"prompt": [2], "seed": 2**63},
+    {"prompt": [2], "seed": 1.0},
+    {"prompt": [2], "stop_token_ids": [50]},
+    {"prompt": [2], "stop_token_ids": 3},
+    {"prompt": [2], "n": 2},
+    {"prompt": [2], "n": True},
+    {"prompt": [2], "logprobs": 5},
+    {"prompt": [2], "return_token_ids": False},
+    {"prompt": [2], "ignore_eos": 1},
+    {"prompt": [2], "min_p": 0.1},
+    {"prompt": [2], "model": 3},
+    {"prompt": [2, 3], "continued": 2},
+    {"prompt": [2, 3], "continued": -1},
 ]
 
 

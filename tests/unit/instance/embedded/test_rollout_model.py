@@ -11,12 +11,34 @@ SHAPES = [
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
     ("qwen3", {"tie_word_embeddings": False, "head_dim": 24, "attention_bias": True}),
     ("qwen2", {"tie_word_embeddings": True}),
-    ("qwen2", {"tie_word_embeddings": False, "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}}),
+    (
+        "qwen2",
+        {
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     ("llama", {"tie_word_embeddings": True, "mlp_bias": True, "attention_bias": True}),
-    ("llama", {"tie_word_embeddings": False, "num_key_value_heads": 1, "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32}}),
+    (
+        "llama",
+        {
+            "tie_word_embeddings": False,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
 ]
 
 
@@ -24,10 +46,13 @@ SHAPES = [
 @torch.no_grad()
 def test_prefill_and_decode_give_the_logits_of_transformers(tmp_path, kind, settings):
     folder = save(tmp_path, kind, **settings)
-    model, expected = RolloutModel(folder, 64), reference(folder)
+    model = RolloutModel(folder, 64)
+    expected = reference(folder)
     sequences = torch.randint(0, VOCABULARY, (3, 12))
     prompts = (5, 7, 2)  # the rows stand at different positions
-    cache = KeyValueCache(len(model.layers), 4, model.kv_heads, model.head_dim, 32)
+    cache = KeyValueCache(
+        layers=len(model.layers), slots=4, kv_heads=model.kv_heads, head_dim=model.head_dim, capacity=32
+    )
     truth = expected(sequences).logits
     for slot, length in enumerate(prompts):
         keys, values, logits = model.prefill(sequences[slot, :length].tolist())
@@ -43,11 +68,16 @@ def test_stop_ids_come_from_the_generation_config(tmp_path):
     assert RolloutModel(save(tmp_path, eos_token_id=[1, 9]), 16).stop_ids == {1, 9}
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"kind": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding-window"),
-    ({"kind": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-     "rope_type 'dynamic'"),
-])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding-window"),
+        (
+            {"kind": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type 'dynamic'",
+        ),
+    ],
+)
 def test_what_the_forward_does_not_compute_is_refused(tmp_path, settings, message):
     with pytest.raises(BadInput, match=message):
         RolloutModel(save(tmp_path, **settings), 16)

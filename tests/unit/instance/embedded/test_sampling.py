@@ -31,9 +31,14 @@ def test_frequencies_are_those_of_softmax(temperature):
 
 def test_top_k_and_top_p_restrict_but_leave_the_logprobs():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    for settings, allowed in (({"top_k": 2}, {0, 1}), ({"top_p": 0.75}, {0, 1}), ({"top_p": 0.81}, {0, 1, 2}),
-                              ({"top_k": 3, "top_p": 0.6}, {0, 1}), ({"top_p": 1e-9}, {0}),
-                              ({"top_k": 9}, {0, 1, 2, 3})):
+    for settings, allowed in (
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.75}, {0, 1}),
+        ({"top_p": 0.81}, {0, 1, 2}),
+        ({"top_k": 3, "top_p": 0.6}, {0, 1}),
+        ({"top_p": 1e-9}, {0}),
+        ({"top_k": 9}, {0, 1, 2, 3}),
+    ):
         tokens, logprobs = draw(logits, 2000, **settings)
         assert set(tokens) == allowed, settings
         torch.testing.assert_close(torch.tensor(logprobs), logits.log_softmax(-1)[tokens])
@@ -41,12 +46,21 @@ def test_top_k_and_top_p_restrict_but_leave_the_logprobs():
 
 def test_a_row_does_not_depend_on_the_others():
     logits = torch.randn(9, 61, generator=torch.Generator().manual_seed(1))
-    params = [Sampling(1), Sampling(1, top_k=3), Sampling(1, temperature=0.7), Sampling(1, temperature=0.0),
-              Sampling(1, top_p=0.4), Sampling(1), Sampling(1, top_k=1), Sampling(1), Sampling(1, temperature=2.0)]
+    params = [
+        Sampling(1),
+        Sampling(1, top_k=3),
+        Sampling(1, temperature=0.7),
+        Sampling(1, temperature=0.0),
+        Sampling(1, top_p=0.4),
+        Sampling(1),
+        Sampling(1, top_k=1),
+        Sampling(1),
+        Sampling(1, temperature=2.0),
+    ]
     uniforms = torch.rand(9, generator=torch.Generator().manual_seed(2)).tolist()
     tokens, logprobs = sample(logits, params, uniforms)
     for row in range(9):
-        alone = sample(logits[row:row + 1], params[row:row + 1], uniforms[row:row + 1])
+        alone = sample(logits[row : row + 1], params[row : row + 1], uniforms[row : row + 1])
         assert alone == ([tokens[row]], [logprobs[row]])
 
 

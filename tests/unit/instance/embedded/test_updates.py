@@ -1,4 +1,5 @@
-"""Weight updates of the embedded engine: over files and groups, staged while it generates, and those that fail half-way."""
+"""Weight updates of the embedded engine: over files and groups, staged while it generates, and those that fail
+half-way."""
 
 import asyncio
 import threading
@@ -45,8 +46,15 @@ def buckets(folder, tmp_path, **fields):
     """update_infos of a folder's tensors in several bucket files, and the buckets."""
     found = []
     for bucket in pack(load_file(folder / "model.safetensors").items(), None, 40_000, Buffers(99, 1.0)):
-        info = {"transport": "file", "version": 1, "stage": 0, "bucket": bucket.number, **bucket.wire(),
-                "path": str(tmp_path / f"{bucket.number}.safetensors"), **fields}
+        info = {
+            "transport": "file",
+            "version": 1,
+            "stage": 0,
+            "bucket": bucket.number,
+            **bucket.wire(),
+            "path": str(tmp_path / f"{bucket.number}.safetensors"),
+            **fields,
+        }
         bucket_file.write(Path(info["path"]), bucket, bucket.wire())
         found.append((bucket, info))
     assert len(found) > 2
@@ -118,8 +126,16 @@ async def group(served):
     _, updates = served
     meeting = Rendezvous("127.0.0.1", "gloo", 5.0)
     gathering = asyncio.create_task(asyncio.to_thread(meeting.gather, 2))
-    await updates.connect({"transport": "gloo", "generation": 1, "stages": [meeting.address], "rank": 1, "world_size": 2,
-                           "timeout_s": 5.0})  # fmt: skip
+    await updates.connect(
+        {
+            "transport": "gloo",
+            "generation": 1,
+            "stages": [meeting.address],
+            "rank": 1,
+            "world_size": 2,
+            "timeout_s": 5.0,
+        }
+    )
     made = await gathering
     yield made
     made.close()
@@ -156,7 +172,9 @@ async def test_what_is_wrong_with_a_broadcast_bucket_fails_the_update_by_name(se
     assert await scores(worker) == pytest.approx(await expected(folders[1]), abs=1e-5)
 
 
-async def test_a_transfer_that_breaks_before_anything_was_loaded_leaves_the_old_weights(served, folders, tmp_path, group):
+async def test_a_transfer_that_breaks_before_anything_was_loaded_leaves_the_old_weights(
+    served, folders, tmp_path, group
+):
     worker, updates = served
     before = await scores(worker)
     await begin(worker, updates)

@@ -48,13 +48,17 @@ def test_other_dtypes_are_cast_only_where_that_is_asked_for(model, tensors):
     assert all(torch.equal(value, halves[name].float()) for name, value in values(model).items())
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("model.extra", torch.zeros(1), "unknown tensor model.extra"),
-    ("model.norm.weight", torch.zeros(47), r"model.norm.weight is torch.float32 \[47\], the model's is"),
-    ("model.norm.weight", torch.zeros(48, dtype=torch.bfloat16), "is torch.bfloat16"),
-])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model.extra", torch.zeros(1), "unknown tensor model.extra"),
+        ("model.norm.weight", torch.zeros(47), r"model.norm.weight is torch.float32 \[47\], the model's is"),
+        ("model.norm.weight", torch.zeros(48, dtype=torch.bfloat16), "is torch.bfloat16"),
+    ],
+)
 def test_a_bucket_that_does_not_fit_changes_nothing(model, tensors, name, value, message):
-    before, update = values(model), WeightLoad(model)
+    before = values(model)
+    update = WeightLoad(model)
     with pytest.raises(BadInput, match=message):
         update.add([*((known, tensor) for known, tensor in tensors.items() if known != name), (name, value)])
     assert not update.touched
@@ -79,7 +83,9 @@ def test_a_tied_head_may_come_too_if_it_is_the_embedding(tmp_path, together, hea
     assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
 
     def with_head(head):
-        pairs = [("lm_head.weight", head), *tensors.items()] if head_first else [*tensors.items(), ("lm_head.weight", head)]
+        pairs = (
+            [("lm_head.weight", head), *tensors.items()] if head_first else [*tensors.items(), ("lm_head.weight", head)]
+        )
         update = WeightLoad(model)
         for bucket in [pairs] if together else [[pair] for pair in pairs]:
             update.add(bucket)

@@ -36,7 +36,15 @@ async def test_every_response_comes_exactly_once_within_the_limits(world):
 
 async def test_groups_that_are_scored_as_a_whole(world):
     async with world() as w:
-        w.producer = Producer(w.pool, Scores(per_response=False), str, SamplingSettings(16, 1.0, 1.0, 0), 4, 0, w.trace)
+        w.producer = Producer(
+            pool=w.pool,
+            verifier=Scores(per_response=False),
+            decode=str,
+            sampling=SamplingSettings(16, 1.0, 1.0, 0),
+            group_size=4,
+            seed=0,
+            trace=w.trace,
+        )
         bad, _ = await w.join("a")
         await w.join("b")
         bad.status = 500
@@ -48,7 +56,8 @@ async def test_a_slow_instance_gets_less(world):
     async with world() as w:
         slow, _ = await w.join("a")
         fast, _ = await w.join("b")
-        slow.delay_s, fast.delay_s = 0.3, 0.02
+        slow.delay_s = 0.3
+        fast.delay_s = 0.02
         await w.run([*PROMPTS, *[Prompt(f"q{n}", "", "", (4, n)) for n in range(16)]])
         assert len(slow.seeds) < len(fast.seeds) / 2
 
@@ -73,7 +82,8 @@ async def test_a_lone_instance_gets_its_trial_and_then_the_rest(world):
         await until(lambda: one.breaker.state == "open", "the breaker")
         await until(lambda: only.running == 0, "what was under way")
         sent = len(only.seeds)
-        only.status, only.delay_s = 200, 0.05
+        only.status = 200
+        only.delay_s = 0.05
         await until(lambda: only.running > 0, "the trial")
         assert (only.running, len(only.seeds)) == (1, sent + 1)
         await running
@@ -95,8 +105,11 @@ async def test_a_response_that_fails_everywhere_ends_the_run_by_name(world, monk
     monkeypatch.setattr("engine.launcher.pool.circuit_breaker.LONGEST_S", 0.01)
     async with world() as w:
         (await w.join("a"))[0].status = 500
-        with pytest.raises(MetronomeError, match=r"step 3, generating: response \d to prompt p0 failed 10 times, .*a: POST "
-                                                 r"/v1/completions answered 500"):
+        with pytest.raises(
+            MetronomeError,
+            match=r"step 3, generating: response \d to prompt p0 failed 10 times, .*a: POST "
+            r"/v1/completions answered 500",
+        ):
             await w.run(PROMPTS[:1])
 
 
@@ -122,12 +135,16 @@ async def test_a_paused_instance_is_asked_again(world):
 
 
 async def test_a_response_that_was_cut_goes_on_on_any_instance_and_is_whole(world):
-    """rollout.partial: the tokens so far go along, the group is first in line, and nothing is sampled or verified twice."""
+    """rollout.partial: the tokens so far go along, the group is first in line, and nothing is sampled or verified
+    twice."""
     async with world() as w:
-        w.producer = Producer(w.pool, Scores(), str, PARTIAL, 4, 0, w.trace)
+        w.producer = Producer(
+            pool=w.pool, verifier=Scores(), decode=str, sampling=PARTIAL, group_size=4, seed=0, trace=w.trace
+        )
         a, _ = await w.join("a", Scripted(version=1))
         b, _ = await w.join("b", Scripted(version=2))
-        a.cuts, b.cuts = 9, 5
+        a.cuts = 9
+        b.cuts = 5
         await w.run()
         w.check_complete()
         responses = [response for group in w.groups for response in group.responses]
@@ -143,9 +160,19 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
             return [Score(float(prompt.id[1:]) % 2 * response.seed) for response in responses]
 
     async with world() as w:
-        w.producer = Producer(w.pool, Odd(), str, SamplingSettings(16, 1.0, 1.0, 0), 4, 0, w.trace)
-        (a, _), (b, _) = await w.join("a"), await w.join("b")
-        a.delay_s, b.delay_s = 0.03, 0.01
+        w.producer = Producer(
+            pool=w.pool,
+            verifier=Odd(),
+            decode=str,
+            sampling=SamplingSettings(16, 1.0, 1.0, 0),
+            group_size=4,
+            seed=0,
+            trace=w.trace,
+        )
+        (a, _) = await w.join("a")
+        (b, _) = await w.join("b")
+        a.delay_s = 0.03
+        b.delay_s = 0.01
         selection = DynamicSampling(3, 30)
 
         async def put(group):
@@ -165,7 +192,8 @@ async def test_a_group_that_is_being_put_when_the_selection_is_complete_is_put(w
     """A put may take its time (statistics over the batch); what else arrives meanwhile must not call it off."""
     async with world() as w:
         await w.join("a")
-        selection, arrived = DynamicSampling(1, 30), []
+        selection = DynamicSampling(1, 30)
+        arrived = []
 
         async def put(group):
             arrived.append(group.index)
@@ -180,11 +208,14 @@ async def test_a_group_that_is_being_put_when_the_selection_is_complete_is_put(w
         assert len(w.groups) == 1
 
 
-async def test_in_mode_bounded_old_weights_finish_old_steps_and_only_new_ones_begin_what_they_would_be_too_old_for(world):
+async def test_in_mode_bounded_old_weights_finish_old_steps_and_only_new_ones_begin_what_they_would_be_too_old_for(
+    world,
+):
     """While instances swap one after the other: batch 3 at staleness 2 wants version 1."""
     async with world(synced=True) as w:
         w.pool.config = Config(rollout=ROLLOUT, train={"mode": "bounded", "max_staleness": 2})
-        (a, old), (b, new) = await w.join("a", Scripted(version=0)), await w.join("b", Scripted(version=1))
+        (a, old) = await w.join("a", Scripted(version=0))
+        (b, new) = await w.join("b", Scripted(version=1))
         for one, version in ((old, 0), (new, 1)):
             one.version = version
         w.pool.admit(old)

@@ -37,10 +37,21 @@ async def test_a_response_arrives_with_its_version_and_instance(instance):
     assert len(response.logprobs) == len(response.loss_mask) == len(response.token_ids)
 
 
-@pytest.mark.parametrize(("status", "kind"), [
-    (500, InstanceFault), (503, InstanceFault), (302, InstanceFault), (204, InstanceFault),
-    (400, Refused), (401, Refused), (404, Refused), (413, Refused), (409, Busy), (429, Busy),
-])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (500, InstanceFault),
+        (503, InstanceFault),
+        (302, InstanceFault),
+        (204, InstanceFault),
+        (400, Refused),
+        (401, Refused),
+        (404, Refused),
+        (413, Refused),
+        (409, Busy),
+        (429, Busy),
+    ],
+)
 async def test_every_status_has_its_error_which_names_instance_and_route(instance, status, kind):
     scripted, client = instance
     scripted.status = status
@@ -49,9 +60,19 @@ async def test_every_status_has_its_error_which_names_instance_and_route(instanc
     assert (type(caught.value) is Refused) == (kind is Refused)  # Busy is told from what is final
 
 
-@pytest.mark.parametrize("body", ["", "{", "[]", "null", '{"choices": []}', '{"choices": [{"token_ids": [1]}]}',
-                                  '{"choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1]}, '
-                                  '"finish_reason": "stop"}], "weight_versions": [[0, 1]]}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"choices": []}',
+        '{"choices": [{"token_ids": [1]}]}',
+        '{"choices": [{"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1]}, '
+        '"finish_reason": "stop"}], "weight_versions": [[0, 1]]}',
+    ],
+)
 async def test_what_is_no_reply_is_a_fault(instance, body):
     scripted, client = instance
     scripted.body = body or " "
@@ -177,10 +198,12 @@ async def test_cutting_ends_what_is_under_way_and_nothing_else(instance):
 
 
 async def test_a_call_whose_deadline_has_just_passed_may_be_cut(instance):
-    """The pool learns of a death in the moment in which a heartbeat's deadline has fired and its task does not know yet."""
+    """The pool learns of a death in the moment in which a heartbeat's deadline has fired and its task does not know
+    yet."""
     scripted, client = instance
     scripted.silent = True
-    loop, failed = asyncio.get_running_loop(), []
+    loop = asyncio.get_running_loop()
+    failed = []
     loop.set_exception_handler(lambda _, context: failed.append(context))
     calling = asyncio.create_task(client.call("GET", "/load", timeout_s=0.05))
     await asyncio.sleep(0.01)
@@ -216,7 +239,16 @@ async def test_a_redirect_is_not_followed():
 def test_a_response_and_its_continuation_keep_the_version_of_each_token():
     def part(tokens, versions, finish):
         logprobs = tuple(-float(token) for token in tokens)
-        return Response(tokens, logprobs, versions, (True,) * len(tokens), finish, "", 5, f"after {versions[0][1]}")
+        return Response(
+            token_ids=tokens,
+            logprobs=logprobs,
+            versions=versions,
+            loss_mask=(True,) * len(tokens),
+            finish_reason=finish,
+            text="",
+            seed=5,
+            instance=f"after {versions[0][1]}",
+        )
 
     first = joined(None, part((1, 2), ((0, 3),), "abort"))
     same = joined(first, part((3,), ((0, 3),), "abort"))

@@ -75,11 +75,29 @@ async def test_a_name_belongs_to_one_living_instance(tmp_path):
         assert [one.client.url for one in pool.instances] == [other]
 
 
-URLS = ("", 7, "127.0.0.1:4711", "https://127.0.0.1:4711", "http://127.0.0.1", "http://127.0.0.1:x", "http://127.0.0.1:4711/",
-        "http://u:p@127.0.0.1:4711", "http://10.0.0.1:4711", "http://example.com:80", "http://127.0.0.1:99999", "http://[::1:4711")
+URLS = (
+    "",
+    7,
+    "127.0.0.1:4711",
+    "https://127.0.0.1:4711",
+    "http://127.0.0.1",
+    "http://127.0.0.1:x",
+    "http://127.0.0.1:4711/",
+    "http://u:p@127.0.0.1:4711",
+    "http://10.0.0.1:4711",
+    "http://example.com:80",
+    "http://127.0.0.1:99999",
+    "http://[::1:4711",
+)
 NAMES = ("", "../x", 7, "a" * 101)
-BAD = [{}, {"name": "guest"}, {"url": GOOD["url"]}, GOOD | {"again": "yes"},
-       *(GOOD | {"name": name} for name in NAMES), *(GOOD | {"url": url} for url in URLS)]
+BAD = [
+    {},
+    {"name": "guest"},
+    {"url": GOOD["url"]},
+    GOOD | {"again": "yes"},
+    *(GOOD | {"name": name} for name in NAMES),
+    *(GOOD | {"url": url} for url in URLS),
+]
 
 
 async def test_malformed_requests_are_refused_without_effect(tmp_path):
@@ -146,10 +164,19 @@ async def test_status_and_metrics_say_the_same(tmp_path):
         pool.instances[0].version = 4
         status = (await call("GET", "/status"))[1]
         one = status["instances"][0]
-        assert (status["pool_size"], status["step"], one["state"], one["version"], one["running"]) == (1, 4, "serving", 4, 0)
+        assert (status["pool_size"], status["step"], one["state"], one["version"], one["running"]) == (
+            1,
+            4,
+            "serving",
+            4,
+            0,
+        )
         text = (await call("GET", "/metrics"))[1]
-        samples = {(s.name, tuple(sorted(s.labels.items()))): s.value
-                   for family in text_string_to_metric_families(text) for s in family.samples}
+        samples = {
+            (s.name, tuple(sorted(s.labels.items()))): s.value
+            for family in text_string_to_metric_families(text)
+            for s in family.samples
+        }
         guest = ("instance", "guest")
         assert samples["metronome_pool_size", ()] == 1
         assert samples["metronome_step_loss", ()] == -0.25
@@ -160,7 +187,9 @@ async def test_status_and_metrics_say_the_same(tmp_path):
         assert samples["metronome_pool_instance_breaker", (("breaker", "closed"), guest)] == 1
 
 
-@pytest.mark.parametrize(("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("silent", 0), ("starting", 0)])
+@pytest.mark.parametrize(
+    ("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("silent", 0), ("starting", 0)]
+)
 async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state, size):
     async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
         await call("POST", "/join", {"name": "guest", "url": url})

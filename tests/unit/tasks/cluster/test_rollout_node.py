@@ -8,7 +8,8 @@ from engine.errors import BadInput
 from engine.run import vllm_command
 from tasks.cluster import rollout_node
 
-ASCEND, CUDA = "ASCEND_RT_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+ASCEND = "ASCEND_RT_VISIBLE_DEVICES"
+CUDA = "CUDA_VISIBLE_DEVICES"
 
 
 @pytest.fixture
@@ -30,13 +31,16 @@ def vllm(tensor):
     return Config(rollout={"engine": "vllm", "tensor": tensor})
 
 
-@pytest.mark.parametrize(("device", "given", "tensor", "count", "wanted"), [
-    ("npu", None, 2, 4, [{ASCEND: "0,1"}, {ASCEND: "2,3"}, {ASCEND: "4,5"}, {ASCEND: "6,7"}]),
-    ("npu", "0,1,2,3,4,5,6,7", 4, 2, [{ASCEND: "0,1,2,3"}, {ASCEND: "4,5,6,7"}]),
-    ("npu", "4, 5, 6, 7", 2, 2, [{ASCEND: "4,5"}, {ASCEND: "6,7"}]),  # the worker's, not all of the node
-    ("cuda", "GPU-a,GPU-b,GPU-c", 1, 2, [{CUDA: "GPU-a"}, {CUDA: "GPU-b"}]),
-    ("cpu", None, 1, 3, [{}, {}, {}]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "given", "tensor", "count", "wanted"),
+    [
+        ("npu", None, 2, 4, [{ASCEND: "0,1"}, {ASCEND: "2,3"}, {ASCEND: "4,5"}, {ASCEND: "6,7"}]),
+        ("npu", "0,1,2,3,4,5,6,7", 4, 2, [{ASCEND: "0,1,2,3"}, {ASCEND: "4,5,6,7"}]),
+        ("npu", "4, 5, 6, 7", 2, 2, [{ASCEND: "4,5"}, {ASCEND: "6,7"}]),  # the worker's, not all of the node
+        ("cuda", "GPU-a,GPU-b,GPU-c", 1, 2, [{CUDA: "GPU-a"}, {CUDA: "GPU-b"}]),
+        ("cpu", None, 1, 3, [{}, {}, {}]),
+    ],
+)
 def test_no_two_instances_of_a_node_share_a_device(device, given, tensor, count, wanted, built_for, monkeypatch):
     built_for(device)
     if given is not None:
@@ -60,9 +64,14 @@ def test_the_embedded_engine_needs_no_devices_and_no_vllm(monkeypatch):
 def test_each_instance_is_started_with_its_own_and_none_of_the_runs(monkeypatch):
     """rollout.devices of the run are on another node."""
     started = []
-    monkeypatch.setattr(rollout_node, "own_devices", lambda config, count: [{ASCEND: str(number)} for number in range(count)])
-    monkeypatch.setattr(rollout_node, "_instance", lambda recipe, join, host, name, environment: started.append(
-        (environment, load(recipe).rollout.devices)))
+    monkeypatch.setattr(
+        rollout_node, "own_devices", lambda config, count: [{ASCEND: str(number)} for number in range(count)]
+    )
+    monkeypatch.setattr(
+        rollout_node,
+        "_instance",
+        lambda recipe, join, host, name, environment: started.append((environment, load(recipe).rollout.devices)),
+    )
     monkeypatch.setattr(rollout_node, "_accompany", lambda children, join, wait_s: None)
     monkeypatch.setattr(rollout_node, "stop_all", lambda children, within_s: None)
     rollout_node.serve_until_the_run_ends(Config(rollout={"devices": [0]}), "127.0.0.1:1", 2, "127.0.0.1")

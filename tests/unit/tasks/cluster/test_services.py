@@ -22,7 +22,15 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(BadInput, match=f"port {port} for the S3 endpoint is not free"):
             check_port(port, "S3 endpoint")
-        command = [sys.executable, "-m", "tasks.cluster.services", "--folder", str(tmp_path / "none"), "--mlflow", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "tasks.cluster.services",
+            "--folder",
+            str(tmp_path / "none"),
+            "--mlflow",
+            str(port),
+        ]
         others = ["--prefect", str(free_port()), "--s3", str(free_port())]
         done = subprocess.run([*command, *others], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 2
@@ -36,7 +44,10 @@ def test_the_environment_names_only_what_is_asked_for(tmp_path):
 
 
 def test_a_killed_service_comes_back_on_its_port(tmp_path):
-    service = Service("file server", port := free_port(), [*SERVE, str(port)], tmp_path / "log", {}, "/")
+    port = free_port()
+    service = Service(
+        name="file server", port=port, command=[*SERVE, str(port)], log=tmp_path / "log", env={}, health="/"
+    )
     try:
         service.start()
         service.wait(30)
@@ -64,7 +75,10 @@ def test_a_watchdog_waits_for_a_server_that_is_not_there_yet(tmp_path):
 
 def test_a_guarded_program_ends_with_its_parent(tmp_path):
     sleeper = guarded([sys.executable, "-c", "import time; time.sleep(600)"])
-    code = f"from engine.run.process import Child; import time; print(Child('x', {sleeper!r}).pid, flush=True); time.sleep(600)"
+    code = (
+        "from engine.run.process import Child; import time; "
+        f"print(Child('x', {sleeper!r}).pid, flush=True); time.sleep(600)"
+    )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         guard = psutil.Process(int(parent.stdout.readline()))

@@ -1,4 +1,5 @@
-"""Which events the automations answer, asked of the Prefect server's own triggers; tests/stack/test_silent_runs.py fires them."""
+"""Which events the automations answer, asked of the Prefect server's own triggers; tests/stack/test_silent_runs.py
+fires them."""
 
 from datetime import UTC, datetime
 from uuid import uuid4
@@ -10,7 +11,8 @@ from prefect.server.events.schemas.events import ReceivedEvent
 from tasks.cluster.services import HEARTBEAT_S
 from tasks.cluster.watchdog import TAG, automations
 
-SILENT, NOT_BEGUN = "metronome: a run is silent", "metronome: a run does not begin"
+SILENT = "metronome: a run is silent"
+NOT_BEGUN = "metronome: a run does not begin"
 
 
 def trigger(name):
@@ -21,8 +23,13 @@ def trigger(name):
 
 def event(what, *tags):
     related = [{"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in tags]
-    return ReceivedEvent(id=uuid4(), occurred=datetime.now(UTC), event=f"prefect.flow-run.{what}",
-                         resource={"prefect.resource.id": f"prefect.flow-run.{uuid4()}"}, related=related)  # fmt: skip
+    return ReceivedEvent(
+        id=uuid4(),
+        occurred=datetime.now(UTC),
+        event=f"prefect.flow-run.{what}",
+        resource={"prefect.resource.id": f"prefect.flow-run.{uuid4()}"},
+        related=related,
+    )
 
 
 @pytest.mark.parametrize("name", [one.name for one in automations()])

@@ -1,4 +1,5 @@
-"""The alias `champion` against a real MLflow store: moved, left, refused; lineage and evaluations as they are logged."""
+"""The alias `champion` against a real MLflow store: moved, left, refused; lineage and evaluations as they are
+logged."""
 
 import asyncio
 import json
@@ -41,17 +42,39 @@ def output(tmp_path_factory):
 def group(index, right):
     """A problem with so many right answers of SAMPLES."""
     texts = [f"#{7 if number < right else number}" for number in range(SAMPLES)]
-    responses = tuple(Response((1, 2), (0.0, 0.0), ((0, 2),), (True, True), "stop", text, 0, "i") for text in texts)
+    responses = tuple(
+        Response(
+            token_ids=(1, 2),
+            logprobs=(0.0, 0.0),
+            versions=((0, 2),),
+            loss_mask=(True, True),
+            finish_reason="stop",
+            text=text,
+            seed=0,
+            instance="i",
+        )
+        for text in texts
+    )
     scores = tuple(Score(float(number < right)) for number in range(SAMPLES))
-    return Group(0, index, Prompt(f"problem-{index}", f"{index}?", "7", (1,)), responses, scores)
+    return Group(
+        step=0,
+        index=index,
+        prompt=Prompt(f"problem-{index}", f"{index}?", "7", (1,)),
+        responses=responses,
+        scores=scores,
+    )
 
 
 def finished(output, name, right, **evaluate):
     """A run folder whose final policy was evaluated: `right` answers of SAMPLES per problem."""
-    config = Config.model_validate({
-        "run": {"name": name, "output": str(output)}, "model": {"path": str(output / "base")}, "train": {"steps": 2},
-        "evaluate": {"samples": SAMPLES, **evaluate},
-    })  # fmt: skip
+    config = Config.model_validate(
+        {
+            "run": {"name": name, "output": str(output)},
+            "model": {"path": str(output / "base")},
+            "train": {"steps": 2},
+            "evaluate": {"samples": SAMPLES, **evaluate},
+        }
+    )
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
     folder.policy.mkdir()
@@ -60,7 +83,17 @@ def finished(output, name, right, **evaluate):
     for model, version, counts in ((output / "base", 0, [0] * len(right)), (folder.policy, 2, right)):
         groups = [group(index, count) for index, count in enumerate(counts)]
         subject = Subject(str(model.resolve()), version)
-        asyncio.run(record(config, folder, subject, EncodedBenchmark("sums", (), {}), groups, None, {"seconds": 1.0}))
+        asyncio.run(
+            record(
+                config=config,
+                folder=folder,
+                subject=subject,
+                benchmark=EncodedBenchmark("sums", (), {}),
+                groups=groups,
+                verifier=None,
+                more={"seconds": 1.0},
+            )
+        )
     return config, folder
 
 
@@ -78,7 +111,9 @@ def registered(config, folder, name="model"):
 def test_the_champion_moves_only_when_the_comparison_says_so(output):
     first, version, champion = registered(*finished(output, "first", [1, 2, 1, 0, 2, 1, 1, 0, 2, 1]))
     assert (first.wins, champion) == (True, 1)
-    assert first.reason.startswith("there was no champion; better than the base model at 95% confidence: difference +0.2750")
+    assert first.reason.startswith(
+        "there was no champion; better than the base model at 95% confidence: difference +0.2750"
+    )
     assert first.comparison.p_value == pytest.approx(2 / 2**8)  # eight of ten went up, two are equal
     assert version.tags["metronome.steps"] == "2"
     assert version.tags["metronome.base_model"] == str(output / "base")
@@ -89,7 +124,9 @@ def test_the_champion_moves_only_when_the_comparison_says_so(output):
     assert version.tags["metronome.start"] == "base"
     assert "metronome.continued_from" not in version.tags
 
-    with tracked_run.tracked(load(output / "first/config.toml")):  # killed behind the alias: done again, it says the same
+    with tracked_run.tracked(
+        load(output / "first/config.toml")
+    ):  # killed behind the alias: done again, it says the same
         folder = RunFolder(output / "first")
         again = tracked_run.register("model", folder.policy)
         verdict = crown("model", again, folder, load(folder.config))
@@ -98,7 +135,9 @@ def test_the_champion_moves_only_when_the_comparison_says_so(output):
     close, version, champion = registered(*finished(output, "close", [1, 2, 2, 0, 2, 1, 1, 1, 2, 0]))
     assert not close.wins
     assert champion == 1
-    assert version.tags["metronome.champion"].startswith("not better than the champion at 95% confidence: difference +0.0250")
+    assert version.tags["metronome.champion"].startswith(
+        "not better than the champion at 95% confidence: difference +0.0250"
+    )
 
     better, version, champion = registered(*finished(output, "better", [3, 3, 2, 1, 4, 2, 3, 2, 4, 3]))
     assert better.wins
@@ -111,11 +150,14 @@ def test_the_first_is_champion_only_if_it_is_better_than_its_base(output):
     config, folder = finished(output, "no-better", [0, 1, 0, 0, 1, 0, 0])  # the base had none right
     found, _, champion = registered(config, folder, "no-better")
     assert (found.wins, champion) == (False, None)
-    assert found.reason.startswith("there was no champion; not better than the base model at 95% confidence: difference +0.0714")
+    assert found.reason.startswith(
+        "there was no champion; not better than the base model at 95% confidence: difference +0.0714"
+    )
 
     config, folder = finished(output, "no-base", [1, 2, 1, 0, 2, 1])
     base, final = read_lines(folder.evaluations)
-    inside = {**final, "model": base["model"], "weight_version": 1, "in_run": True}  # the policy in training is not the base
+    # the policy in training is not the base
+    inside = {**final, "model": base["model"], "weight_version": 1, "in_run": True}
     folder.evaluations.write_text("".join(json.dumps(row) + "\n" for row in (inside, final)))
     found, _, champion = registered(config, folder, "no-base")
     assert (found.wins, champion) == (True, 1)
@@ -131,7 +173,10 @@ def test_what_cant_be_compared_leaves_the_champion_with_the_reason(output):
     registered(*finished(output, "other-first", [1, 2, 1, 1, 2, 1]), "other")
     other, version, champion = registered(*finished(output, "other-warmer", [4] * 6, temperature=0.7), "other")
     assert (other.wins, champion) == (False, 1)
-    assert other.reason == "its evaluation can't be compared with the champion's: temperature (0.7, 1.0) differ (new, champion)"
+    assert (
+        other.reason
+        == "its evaluation can't be compared with the champion's: temperature (0.7, 1.0) differ (new, champion)"
+    )
     other, _, champion = registered(*finished(output, "other-more", [4] * 7), "other")
     assert (other.wins, champion) == (False, 1)
     assert "problems_hash" in other.reason
@@ -189,7 +234,17 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
         groups = [group(index, 1) for index in range(3)]
         more = {"in_run": True, "seconds": 2.0, "exposed_s": 0.5}
         subject = Subject(str(output / "base"), 1)
-        asyncio.run(record(config, folder, subject, EncodedBenchmark("sums", (), {}), groups, None, more))
+        asyncio.run(
+            record(
+                config=config,
+                folder=folder,
+                subject=subject,
+                benchmark=EncodedBenchmark("sums", (), {}),
+                groups=groups,
+                verifier=None,
+                more=more,
+            )
+        )
         append_line(dropped(folder), {"weight_version": 2, "reason": "too late", "exposed_s": 3.0})
         evaluated()
         evaluated()

@@ -29,9 +29,11 @@ def test_tags_there_and_a_link_here(tmp_path, monkeypatch, shown):
 
     run = mlflow.get_run(run_id)
     assert {name: value for name, value in run.data.tags.items() if name.startswith("prefect.")} == {
-        "prefect.flow_run_id": "the-training", "prefect.flow_run_url": "http://prefect/runs/the-training",
-        "prefect.evaluation_flow_run_id": "the-evaluation", "prefect.evaluation_flow_run_url": "http://prefect/runs/the-evaluation",
-    }  # fmt: skip
+        "prefect.flow_run_id": "the-training",
+        "prefect.flow_run_url": "http://prefect/runs/the-training",
+        "prefect.evaluation_flow_run_id": "the-evaluation",
+        "prefect.evaluation_flow_run_url": "http://prefect/runs/the-evaluation",
+    }
     assert url == f"http://127.0.0.1:5000/#/experiments/{run.info.experiment_id}/runs/{run_id}"
     assert [link for link, _ in shown] == [url, url]
     assert shown[0][1]["key"] == "mlflow"

@@ -25,7 +25,9 @@ def config(tmp_path_factory):
 
 def report(step):
     """A line of steps.jsonl with every key."""
-    return {field.name: [0] if field.name == "versions_seen" else float(step) for field in fields(StepReport)} | {"step": step}
+    return {field.name: [0] if field.name == "versions_seen" else float(step) for field in fields(StepReport)} | {
+        "step": step
+    }
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,8 @@ def test_a_body_that_raises_marks_the_run(config, error, status):
 
 
 def test_a_resumed_run_has_every_step_once(config):
-    """Steps 0-4 are done, 2 is lost on its way to MLflow, the checkpoint is before step 3; then 3-5 are done (again)."""
+    """Steps 0-4 are done, 2 is lost on its way to MLflow, the checkpoint is before step 3; then 3-5 are done
+    (again)."""
     other = config.model_copy(update={"run": Run(name="resumed", output=config.run.output)})
     folder = RunFolder(other.folder)
     with tracked_run.tracked(other) as first:
@@ -167,7 +170,8 @@ def test_a_known_run_waits_for_a_store_that_is_away_and_a_new_one_does_not(confi
     other = config.model_copy(update={"run": Run(name="waits", output=config.run.output)})
     monkeypatch.setattr(retry, "RETRY_S", (0.01,))
     monkeypatch.setattr(retry, "AWAY_S", 0.2)
-    here, calls = mlflow.get_experiment_by_name, []
+    here = mlflow.get_experiment_by_name
+    calls = []
 
     def away(name):
         calls.append(name)
@@ -188,7 +192,9 @@ def test_a_known_run_waits_for_a_store_that_is_away_and_a_new_one_does_not(confi
     with tracked_run.tracked(other) as second:
         assert first == second
     monkeypatch.setattr(mlflow, "get_experiment_by_name", away)
-    with pytest.raises(retry.TrackingAway, match=f"MLflow run {first}: MLflow did not answer for 0 s: connection refused"):
+    with pytest.raises(
+        retry.TrackingAway, match=f"MLflow run {first}: MLflow did not answer for 0 s: connection refused"
+    ):
         with tracked_run.tracked(other):
             pass
 
@@ -240,7 +246,8 @@ def test_an_artifact_store_that_is_away_leaves_no_figure_to_be_logged_twice(eval
 
 
 def test_an_artifact_store_that_comes_back_is_waited_for_longer_than_a_run_waits_at_its_end(evaluated, monkeypatch):
-    here, asked = mlflow.MlflowClient.log_artifact, []
+    here = mlflow.MlflowClient.log_artifact
+    asked = []
 
     def back_later(*arguments):
         asked.append(time.monotonic())

@@ -15,14 +15,19 @@ class Store:
     """Takes the place of MLflow's client: refuses, is away, or keeps what it gets."""
 
     def __init__(self):
-        self.away, self.refuses, self.got, self.requests = False, False, [], 0
+        self.away = False
+        self.refuses = False
+        self.got = []
+        self.requests = 0
 
     def log_batch(self, run_id, metrics):
         self.requests += 1
         if self.away:
             raise ConnectionError("nobody there")
         if self.refuses:
-            raise mlflow.MlflowException("no such metric", error_code=mlflow.protos.databricks_pb2.INVALID_PARAMETER_VALUE)
+            raise mlflow.MlflowException(
+                "no such metric", error_code=mlflow.protos.databricks_pb2.INVALID_PARAMETER_VALUE
+            )
         self.got += [(metric.step, metric.key, metric.value) for metric in metrics]
 
 
@@ -96,11 +101,24 @@ def test_a_server_that_hangs_holds_neither_the_steps_nor_the_end_up(store):
 
 
 def test_figures_of_a_row():
-    row = {"step": 3, "loss": 0.5, "versions_seen": [2, 3], "none": [], "text": "x", "flag": True, "skipped": {"too long": 4}}
+    row = {
+        "step": 3,
+        "loss": 0.5,
+        "versions_seen": [2, 3],
+        "none": [],
+        "text": "x",
+        "flag": True,
+        "skipped": {"too long": 4},
+    }
     assert numbers(row) == {
-        "loss": 0.5, "versions_seen_count": 2.0, "versions_seen_min": 2.0, "versions_seen_max": 3.0, "none_count": 0.0,
-        "flag": 1.0, "skipped/too long": 4.0,
-    }  # fmt: skip
+        "loss": 0.5,
+        "versions_seen_count": 2.0,
+        "versions_seen_min": 2.0,
+        "versions_seen_max": 3.0,
+        "none_count": 0.0,
+        "flag": 1.0,
+        "skipped/too long": 4.0,
+    }
     assert metric_name("aime@24/(x)") == "aime_24__x_"
 
 
@@ -173,7 +191,9 @@ def test_going_on_with_a_run_writes_the_steps_that_mlflow_missed(run):
     with tracked_run.tracked(config) as run_id:
         pass
     history = mlflow.MlflowClient().get_metric_history(run_id, "loss")
-    assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)], "4 is done again"
+    assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)], (
+        "4 is done again"
+    )
 
 
 def test_where_to_look(monkeypatch):

@@ -26,7 +26,11 @@ def test_a_steps_time_adds_up():
 
 
 def test_of_a_redone_step_the_last_line_counts():
-    assert [row["step_s"] for row in once([step(0), step(1), step(2), step(1, seconds=7), step(2, seconds=8)])] == [10, 7, 8]
+    assert [row["step_s"] for row in once([step(0), step(1), step(2), step(1, seconds=7), step(2, seconds=8)])] == [
+        10,
+        7,
+        8,
+    ]
 
 
 def test_elapsed_time_of_a_run_whose_first_steps_are_missing_starts_there():
@@ -43,7 +47,8 @@ def test_the_speed_interval_covers_the_true_ratio_as_often_as_it_says():
 
 
 def test_the_speed_interval_holds_where_the_machines_load_changes_slowly():
-    """200 pairs of runs as above, but with AR(1) noise, correlation 0.8 of neighbours; blocks of n^(1/3) steps gave 158."""
+    """200 pairs of runs as above, but with AR(1) noise, correlation 0.8 of neighbours; blocks of n^(1/3) steps gave
+    158."""
     hits = 0
     for seed in range(200):
         found = run_figures.speed_ratio(slow_noise(8.0, seed), slow_noise(10.0, 1000 + seed), 0.95)
@@ -54,7 +59,8 @@ def test_the_speed_interval_holds_where_the_machines_load_changes_slowly():
 def slow_noise(seconds, seed, alike=0.8, noise=0.2):
     """120 steps whose log times are a stationary AR(1) process."""
     chance = random.Random(seed)
-    rows, now = [], chance.gauss(0, noise)
+    rows = []
+    now = chance.gauss(0, noise)
     for number in range(120):
         rows.append(step(number, seconds * math.exp(now)))
         now = alike * now + math.sqrt(1 - alike**2) * chance.gauss(0, noise)
@@ -69,7 +75,9 @@ def test_blocks_are_few_and_take_each_step_once(steps):
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
-@pytest.mark.parametrize(("seconds", "word"), [(8.0, "was faster"), (12.5, "was slower"), (10.0, "no difference shown")])
+@pytest.mark.parametrize(
+    ("seconds", "word"), [(8.0, "was faster"), (12.5, "was slower"), (10.0, "no difference shown")]
+)
 def test_the_verdict_on_speed(seconds, word):
     found = verdicts([run("sync", noise=0.1), run("periodic", seconds, noise=0.1, seed=9)])[0]
     assert word in found.sentences[0]
@@ -95,8 +103,10 @@ def test_a_paired_difference_sees_what_the_intervals_do_not():
     """90 of 100 against 84 of 100, the 84 among the 90: unpaired no difference is shown, paired one is."""
     means = [{str(n): float(n < right) for n in range(100)} for right in (84, 90)]
     rows = [evaluation(0.84, 0.756, 0.899, table="t"), evaluation(0.90, 0.826, 0.945, table="t")]
-    tables = [run(name, evaluations=[row], tables={"t": found})
-              for name, row, found in zip(("sync", "periodic"), rows, means, strict=True)]
+    tables = [
+        run(name, evaluations=[row], tables={"t": found})
+        for name, row, found in zip(("sync", "periodic"), rows, means, strict=True)
+    ]
     plain = [run(name, evaluations=[row]) for name, row in zip(("sync", "periodic"), rows, strict=True)]
     assert "periodic was better" in verdicts(tables)[0].sentences[1]
     assert "paired over 100 problems" in verdicts(tables)[0].sentences[1]
@@ -124,7 +134,9 @@ def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
 
 def test_a_run_from_before_a_part_was_measured_has_it_in_other():
     old = run()
-    old = ComparedRun(old.name, old.source, old.config, [{key: row[key] for key in row if key != "check_s"} for row in old.steps])
+    old = ComparedRun(
+        old.name, old.source, old.config, [{key: row[key] for key in row if key != "check_s"} for row in old.steps]
+    )
     assert run_figures.breakdown(old)["other_s"] == pytest.approx(0.8)
     assert [dict(bar["parts"]).get("compare weights") for bar in page._bars([run(), old])] == [pytest.approx(0.3), None]
 
@@ -156,26 +168,42 @@ def test_other_settings_are_named_and_places_are_not():
     assert "also differ in run.seed" in " ".join(verdicts([one, other])[0].cautions)
 
 
-@pytest.mark.parametrize(("seconds", "right", "answer"), [
-    (8.0, 90, "faster (1.25 times the tokens/s/device), and better on b"),
-    (8.0, 60, "faster (1.25 times the tokens/s/device), but worse on b"),
-    (12.5, 90, "slower (0.80 times the tokens/s/device), but better on b"),
-    (8.0, 75, "faster (1.25 times the tokens/s/device), and without any difference seen on b"),
-    (8.0, 76, "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b"),
-    (8.0, 80, "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b"),  # 5 of 5 coins: p = 1/16
-    (8.0, 81, "faster (1.25 times the tokens/s/device), and better on b"),  # p = 1/32
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "right", "answer"),
+    [
+        (8.0, 90, "faster (1.25 times the tokens/s/device), and better on b"),
+        (8.0, 60, "faster (1.25 times the tokens/s/device), but worse on b"),
+        (12.5, 90, "slower (0.80 times the tokens/s/device), but better on b"),
+        (8.0, 75, "faster (1.25 times the tokens/s/device), and without any difference seen on b"),
+        (8.0, 76, "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b"),
+        (
+            8.0,
+            80,
+            "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b",
+        ),  # 5 of 5 coins: p = 1/16
+        (8.0, 81, "faster (1.25 times the tokens/s/device), and better on b"),  # p = 1/32
+    ],
+)
 def test_both_questions_are_answered_in_one_sentence(seconds, right, answer):
     """Of 100 problems sync is right on the first 75."""
-    runs = [run(name, length, evaluations=[evaluation(solved / 100, 0.0, 1.0, table="t")],
-                tables={"t": {str(n): float(n < solved) for n in range(100)}})
-            for name, length, solved in (("sync", 10.0, 75), ("periodic", seconds, right))]  # fmt: skip
+    runs = [
+        run(
+            name,
+            length,
+            evaluations=[evaluation(solved / 100, 0.0, 1.0, table="t")],
+            tables={"t": {str(n): float(n < solved) for n in range(100)}},
+        )
+        for name, length, solved in (("sync", 10.0, 75), ("periodic", seconds, right))
+    ]
     assert verdicts(runs)[0].answer == f"periodic was {answer}, compared with sync."
 
 
 def test_without_enough_steps_and_benchmarks_the_answer_claims_nothing():
     found = verdicts([run("sync", steps=4), run("periodic", 8.0, steps=4)])[0]
-    assert "was of unknown speed (too few steps in common), and of unknown quality by its reward in training" in found.answer
+    assert (
+        "was of unknown speed (too few steps in common), and of unknown quality by its reward in training"
+        in found.answer
+    )
 
 
 def test_runs_that_did_not_end_well_are_marked(tmp_path):
@@ -186,7 +214,9 @@ def test_runs_that_did_not_end_well_are_marked(tmp_path):
     found = page.write([whole, dead, cut], tmp_path / "page.html")
     assert "dead failed after 7 of 12 steps: the trainer died" in found[0].cautions
     assert "cut has only 3 of 12 steps: it goes on or was ended." in found[1].cautions
-    assert not any("whole failed" in caution or "whole has only" in caution for one in found for caution in one.cautions)
+    assert not any(
+        "whole failed" in caution or "whole has only" in caution for one in found for caution in one.cautions
+    )
     assert [row[2] for row in page.summary([whole, dead, cut])[1]] == ["12", "7 of 12, failed", "3 of 12, unfinished"]
 
 

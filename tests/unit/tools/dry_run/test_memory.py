@@ -1,4 +1,5 @@
-"""The dry run's memory against what the trainer really allocates: parameters, gradients, optimizer states, activations."""
+"""The dry run's memory against what the trainer really allocates: parameters, gradients, optimizer states,
+activations."""
 
 import pytest
 import torch
@@ -21,8 +22,12 @@ def optimizer_tensors(policy):
     """Moments and master weights, as the checkpoint finds them."""
     masters = [group["params"] for group in policy.optimizer.optimizer.param_groups]
     own = {parameter.data_ptr() for parameter in policy.models.policy.parameters()}
-    moments = [value for state in policy.optimizer.optimizer.state.values() for value in state.values()
-               if torch.is_tensor(value) and value.numel() > 1]
+    moments = [
+        value
+        for state in policy.optimizer.optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value) and value.numel() > 1
+    ]
     return [*moments, *(p for group in masters for p in group if p.data_ptr() not in own)]
 
 
@@ -30,7 +35,9 @@ def optimizer_tensors(policy):
 def test_states_are_what_the_trainer_allocates(settings, dtype):
     from engine.trainer.policy import Policy
 
-    config = config_of(settings | {"train.dtype": dtype, "train.ratio_gap_limit": 0, "algorithm.gradient_control": "measure"})
+    config = config_of(
+        settings | {"train.dtype": dtype, "train.ratio_gap_limit": 0, "algorithm.gradient_control": "measure"}
+    )
     policy = Policy(config, platform.get("cpu"))
     policy.start_step()
     policy.reduce(1)
@@ -49,9 +56,26 @@ def test_states_are_what_the_trainer_allocates(settings, dtype):
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
 @pytest.mark.parametrize(("recompute", "tables"), [(False, False), (False, True), (True, True)])
 def test_activations_are_what_the_layers_keep(architecture, recompute, tables):
-    """Bytes saved for the backward pass by two more layers, counted once per storage; rotated as on a device, and as on a CPU."""
+    """Bytes saved for the backward pass by two more layers, counted once per storage; rotated as on a device, and as on
+    a CPU."""
     tokens = 96
-    shapes = [ModelShape(architecture, layers, 64, 8, 2, 16, 96, 100, 4096, 1e4, 1e-6, False) for layers in (2, 4)]
+    shapes = [
+        ModelShape(
+            architecture=architecture,
+            layers=layers,
+            hidden=64,
+            heads=8,
+            kv_heads=2,
+            head_dim=16,
+            intermediate=96,
+            vocabulary=100,
+            context=4096,
+            rope_theta=1e4,
+            norm_eps=1e-6,
+            tied=False,
+        )
+        for layers in (2, 4)
+    ]
     few, many = (saved_bytes(shape, recompute, tables, tokens) for shape in shapes)
     real = (many - few) / 2 / tokens / 4
     predicted = shapes[0].hidden if recompute else layer_elements(shapes[0], Parallel(), tables)

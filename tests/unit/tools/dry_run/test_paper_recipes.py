@@ -5,52 +5,116 @@ import pytest
 from engine.config.recipe import load
 from support.paper_recipes import DEVICES
 
-AIME24 = {  # Periodic Asynchrony §6.2: "evaluated 8 times", "temperature = 0.7, top_p = 0.95, and top_k = 20", "limit of 32k"
-    "evaluate.benchmark": "aime24", "evaluate.problems": 0, "evaluate.samples": 8, "evaluate.temperature": 0.7,
-    "evaluate.top_p": 0.95, "evaluate.top_k": 20, "evaluate.max_new_tokens": 32 * 1024, "reward.function": "math",
-}  # fmt: skip
+# Periodic Asynchrony §6.2: "evaluated 8 times", "temperature = 0.7, top_p = 0.95, and top_k = 20", "limit of 32k"
+AIME24 = {
+    "evaluate.benchmark": "aime24",
+    "evaluate.problems": 0,
+    "evaluate.samples": 8,
+    "evaluate.temperature": 0.7,
+    "evaluate.top_p": 0.95,
+    "evaluate.top_k": 20,
+    "evaluate.max_new_tokens": 32 * 1024,
+    "reward.function": "math",
+}
 PERIODIC = AIME24 | {  # §6.1, §6.2; shared prompts: the revision's §6.2, "is disabled in the experiments"
-    "train.mode": "periodic", "rollout.engine": "vllm", "rollout.max_context": 16 * 1024, "attention.shared_prompt": False,
-    "data.train": "agentica-org/DeepScaleR-Preview-Dataset", "algorithm.advantage": "grpo", "algorithm.loss": "grpo",
-    "algorithm.old_policy": "previous", "platform.device": "npu", "platform.devices_per_node": 8, "platform.memory_gib": 64,
+    "train.mode": "periodic",
+    "rollout.engine": "vllm",
+    "rollout.max_context": 16 * 1024,
+    "attention.shared_prompt": False,
+    "data.train": "agentica-org/DeepScaleR-Preview-Dataset",
+    "algorithm.advantage": "grpo",
+    "algorithm.loss": "grpo",
+    "algorithm.old_policy": "previous",
+    "platform.device": "npu",
+    "platform.devices_per_node": 8,
+    "platform.memory_gib": 64,
     "rollout.instances": 0,  # all of them join, from other nodes than the trainer's
-}  # fmt: skip
+}
 QWEN3_8B = PERIODIC | {  # §6.2: TP = 8 and PP = 1, inference instances with TP = 2
-    "model.path": "Qwen/Qwen3-8B", "parallel.tensor": 8, "parallel.pipeline": 1, "rollout.tensor": 2,
-}  # fmt: skip
+    "model.path": "Qwen/Qwen3-8B",
+    "parallel.tensor": 8,
+    "parallel.pipeline": 1,
+    "rollout.tensor": 2,
+}
 GAC = {  # Table 2 and C.1
-    "train.prompts_per_step": 256, "rollout.group_size": 8, "rollout.temperature": 0.6, "rollout.top_p": 0.95,
-    "rollout.max_context": 2048, "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2, "algorithm.entropy_coef": 0.001,
-    "algorithm.kl_coef": 0.001, "algorithm.kl_estimator": "k3", "algorithm.gradient_control": "gac", "train.mode": "bounded",
-    "algorithm.advantage": "grpo", "algorithm.loss": "grpo", "rollout.engine": "vllm", "evaluate.benchmark": "minerva",
-    "platform.device": "cuda", "platform.devices": 8, "platform.memory_gib": 80,
-}  # fmt: skip
+    "train.prompts_per_step": 256,
+    "rollout.group_size": 8,
+    "rollout.temperature": 0.6,
+    "rollout.top_p": 0.95,
+    "rollout.max_context": 2048,
+    "algorithm.clip_low": 0.2,
+    "algorithm.clip_high": 0.2,
+    "algorithm.entropy_coef": 0.001,
+    "algorithm.kl_coef": 0.001,
+    "algorithm.kl_estimator": "k3",
+    "algorithm.gradient_control": "gac",
+    "train.mode": "bounded",
+    "algorithm.advantage": "grpo",
+    "algorithm.loss": "grpo",
+    "rollout.engine": "vllm",
+    "evaluate.benchmark": "minerva",
+    "platform.device": "cuda",
+    "platform.devices": 8,
+    "platform.memory_gib": 80,
+}
 ASYNCFLOW = {  # §6.1, §4.2.2
     "train.mode": "one_step_off", "rollout.engine": "vllm", "data.train": "agentica-org/DeepScaleR-Preview-Dataset",
     "algorithm.advantage": "grpo", "algorithm.loss": "grpo", "platform.device": "npu", "platform.devices_per_node": 16,
     "weights.staged": True,
 }  # fmt: skip
 STATED = {
-    "periodic-qwen3-8b-16npu": QWEN3_8B | {  # §6.2 and Table 1
-        "parallel.data": 1, "rollout.joining": 4, "platform.devices": 16, "train.steps": 100},
-    "periodic-qwen3-8b-32npu": QWEN3_8B | {  # Table 3
-        "parallel.data": 2, "rollout.joining": 8, "platform.devices": 32, "train.steps": 20},
-    "periodic-qwen3-8b-64npu": QWEN3_8B | {  # Table 3
-        "parallel.data": 4, "rollout.joining": 16, "platform.devices": 64, "train.steps": 20},
-    "periodic-r1-distill-32b-48npu": PERIODIC | {  # §6.2: 32 NPUs train with TP = 8 and PP = 4, 16 generate with TP = 4
-        "model.path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", "parallel.tensor": 8, "parallel.pipeline": 4,
-        "parallel.data": 1, "rollout.joining": 4, "rollout.tensor": 4, "platform.devices": 48, "train.steps": 20},
+    "periodic-qwen3-8b-16npu": QWEN3_8B
+    | {  # §6.2 and Table 1
+        "parallel.data": 1,
+        "rollout.joining": 4,
+        "platform.devices": 16,
+        "train.steps": 100,
+    },
+    "periodic-qwen3-8b-32npu": QWEN3_8B
+    | {  # Table 3
+        "parallel.data": 2,
+        "rollout.joining": 8,
+        "platform.devices": 32,
+        "train.steps": 20,
+    },
+    "periodic-qwen3-8b-64npu": QWEN3_8B
+    | {  # Table 3
+        "parallel.data": 4,
+        "rollout.joining": 16,
+        "platform.devices": 64,
+        "train.steps": 20,
+    },
+    "periodic-r1-distill-32b-48npu": PERIODIC
+    | {  # §6.2: 32 NPUs train with TP = 8 and PP = 4, 16 generate with TP = 4
+        "model.path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+        "parallel.tensor": 8,
+        "parallel.pipeline": 4,
+        "parallel.data": 1,
+        "rollout.joining": 4,
+        "rollout.tensor": 4,
+        "platform.devices": 48,
+        "train.steps": 20,
+    },
     "one-step-off-qwen2.5-math-7b": {  # verl's page; 12 GPUs train and 4 generate, see DEVICES in test_dry_plan.py
-        "model.path": "Qwen2.5-Math-7B-32k", "train.mode": "one_step_off", "rollout.engine": "vllm",
-        "rollout.max_new_tokens": 8192, "algorithm.loss": "dapo", "algorithm.dynamic_sampling": True, "evaluate.samples": 32,
-        "platform.device": "cuda", "platform.devices": 16, "platform.devices_per_node": 16, "weights.transport": "nccl"},
+        "model.path": "Qwen2.5-Math-7B-32k",
+        "train.mode": "one_step_off",
+        "rollout.engine": "vllm",
+        "rollout.max_new_tokens": 8192,
+        "algorithm.loss": "dapo",
+        "algorithm.dynamic_sampling": True,
+        "evaluate.samples": 32,
+        "platform.device": "cuda",
+        "platform.devices": 16,
+        "platform.devices_per_node": 16,
+        "weights.transport": "nccl",
+    },
     "gac-qwen3-1.7b": GAC | {"model.path": "Qwen/Qwen3-1.7B"},
     "gac-qwen3-4b": GAC | {"model.path": "Qwen/Qwen3-4B"},
     "gac-qwen3-8b": GAC | {"model.path": "Qwen/Qwen3-8B"},
     "gac-llama-3.2-3b": GAC | {"model.path": "meta-llama/Llama-3.2-3B-Instruct"},
     "asyncflow-qwen2.5-7b-32npu": ASYNCFLOW | {"model.path": "Qwen/Qwen2.5-7B", "platform.devices": 32},
     "asyncflow-qwen2.5-32b-512npu": ASYNCFLOW | {"model.path": "Qwen/Qwen2.5-32B", "platform.devices": 512},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", STATED)

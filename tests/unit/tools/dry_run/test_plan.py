@@ -1,4 +1,5 @@
-"""`run.dry`: the papers' recipes can run, impossible ones are refused with the reason; all without devices or weights."""
+"""`run.dry`: the papers' recipes can run, impossible ones are refused with the reason; all without devices or
+weights."""
 
 import pytest
 from typer.testing import CliRunner
@@ -76,7 +77,8 @@ def test_parameters_are_those_of_the_published_models(name):
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 4), (8, 1), (4, 2)])
 def test_ranks_hold_the_model_together(name, tensor, pipeline):
     """Over all ranks: the model, its norms once more per further tensor rank, and a tied output layer's copy."""
-    shape, layout = KNOWN[name], Parallel(tensor=tensor, pipeline=pipeline)
+    shape = KNOWN[name]
+    layout = Parallel(tensor=tensor, pipeline=pipeline)
     held = tensor * sum(rank_parameters(shape, layout, stage).total for stage in range(pipeline))
     per_layer = 2 * shape.hidden + (256 if name.startswith("Qwen3") else 0)
     norms = shape.layers * per_layer + shape.hidden
@@ -84,7 +86,9 @@ def test_ranks_hold_the_model_together(name, tensor, pipeline):
     assert held == total_parameters(shape) + (tensor - 1) * norms + copy
 
 
-BASE, LARGE, NODE = "periodic-qwen3-8b-16npu", "periodic-r1-distill-32b-48npu", "gac-qwen3-8b"
+BASE = "periodic-qwen3-8b-16npu"
+LARGE = "periodic-r1-distill-32b-48npu"
+NODE = "gac-qwen3-8b"
 SHORT = "too little memory on a trainer rank"
 
 
@@ -98,25 +102,57 @@ SHORT = "too little memory on a trainer rank"
         (BASE, ["parallel.pipeline=5"], ["parallel.pipeline = 5 does not divide its 36 layers"]),
         (BASE, ["parallel.data=2"], ["= 24 devices, and platform.devices gives 16"]),
         (BASE, ["rollout.joining=5"], ["rollouts 5 × 2 = 18 devices", "gives 16"]),
-        (BASE, ["train.micro_batch_tokens=8192"], ["train.micro_batch_tokens = 8,192 is below the longest sequence", "16,384"]),
-        (BASE, ["rollout.max_context=65536", "train.micro_batch_tokens=65536"], ["65,536 is more than the 40,960 positions"]),
-        (BASE, ["rollout.tensor=16", "rollout.joining=1", "platform.devices=0"], ["rollout.tensor = 16 is more than a node"]),
+        (
+            BASE,
+            ["train.micro_batch_tokens=8192"],
+            ["train.micro_batch_tokens = 8,192 is below the longest sequence", "16,384"],
+        ),
+        (
+            BASE,
+            ["rollout.max_context=65536", "train.micro_batch_tokens=65536"],
+            ["65,536 is more than the 40,960 positions"],
+        ),
+        (
+            BASE,
+            ["rollout.tensor=16", "rollout.joining=1", "platform.devices=0"],
+            ["rollout.tensor = 16 is more than a node"],
+        ),
         (LARGE, ["parallel.nodes=2"], ["parallel.nodes = 2 puts 16 trainer ranks on each node, which has 8 devices"]),
         (BASE, ["evaluate.max_context=50000"], ["evaluate.max_context = 50,000 is more than the 40,960 positions"]),
         (BASE, ["rollout.tensor=3", "rollout.joining=2"], ["rollout.tensor = 3 does not divide the model's 32"]),
-        (BASE, ["parallel.data=4", "train.prompts_per_step=2", "platform.devices=0"], ["4 replicas", "some would never train"]),
+        (
+            BASE,
+            ["parallel.data=4", "train.prompts_per_step=2", "platform.devices=0"],
+            ["4 replicas", "some would never train"],
+        ),
         (BASE, ["model.path=Qwen/Qwen9-900B"], ["no sizes of Qwen9-900B", "Qwen3-8B"]),
-        (BASE, ["rollout.instances=4", "rollout.joining=0"], ["takes devices from 0 on", "rollout.instances = 0", "joining = 4"]),
-        (NODE, ["rollout.devices=[]"], ["rollout.devices is empty", "4 instances", "set rollout.devices = [4, 5, 6, 7]"]),
-        (NODE, ["rollout.devices=[3,4,5,6]"], ["rollout.devices names [3], which trainer ranks have; theirs are [0, 1, 2, 3]"]),
+        (
+            BASE,
+            ["rollout.instances=4", "rollout.joining=0"],
+            ["takes devices from 0 on", "rollout.instances = 0", "joining = 4"],
+        ),
+        (
+            NODE,
+            ["rollout.devices=[]"],
+            ["rollout.devices is empty", "4 instances", "set rollout.devices = [4, 5, 6, 7]"],
+        ),
+        (
+            NODE,
+            ["rollout.devices=[3,4,5,6]"],
+            ["rollout.devices names [3], which trainer ranks have; theirs are [0, 1, 2, 3]"],
+        ),
         (NODE, ["rollout.devices=[4,5,6,6]"], ["rollout.devices names [6] more than once"]),
         (NODE, ["rollout.devices=[5,6,7,8]"], ["rollout.devices names [8], and a node has 0 to 7"]),
-        (NODE, ["rollout.tensor=2", "rollout.instances=2", "rollout.devices=[4,5]"], ["names 2 devices, 2 instances", "take 4"]),
+        (
+            NODE,
+            ["rollout.tensor=2", "rollout.instances=2", "rollout.devices=[4,5]"],
+            ["names 2 devices, 2 instances", "take 4"],
+        ),
         (LARGE, ["rollout.tensor=1"], ["too little memory on a rollout device", "weights 61.0 GiB"]),
         (LARGE, ["train.recompute=false", "platform.memory_gib=48"], ["too little memory", "activations"]),
         ("one-step-off-qwen2.5-math-7b", ["model.path=Qwen/Qwen2.5-Math-7B"], ["more than the 4,096 positions"]),
     ],
-)  # fmt: skip
+)
 def test_impossible_ones_are_refused_with_the_reason(name, overrides, said):
     with pytest.raises(BadInput) as caught:
         plan(recipe(name, *overrides))
@@ -169,7 +205,9 @@ def test_the_command_refuses_with_2(tmp_path, monkeypatch):
     from flows.cli import app
 
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["run", f"{PAPERS}/{BASE}.toml", "--set", "run.dry=true", "--set", "platform.memory_gib=16"])
+    done = CliRunner().invoke(
+        app, ["run", f"{PAPERS}/{BASE}.toml", "--set", "run.dry=true", "--set", "platform.memory_gib=16"]
+    )
     assert done.exit_code == 2
     assert "too little memory on a trainer rank" in done.output
 
@@ -186,7 +224,8 @@ def test_nodes_are_counted(name, training, rollouts):
 
 def test_places_are_said():
     assert sections(plan(recipe(BASE)))["Devices"]["places"] == (
-        "trainer ranks on devices 0 to 7 of their nodes; 4 instances that join on other nodes")
+        "trainer ranks on devices 0 to 7 of their nodes; 4 instances that join on other nodes"
+    )
     assert "own instances on [4, 5, 6, 7] of the first one" in sections(plan(recipe(NODE)))["Devices"]["places"]
     assert "places" not in sections(plan(load("infra/recipes/quickstart.toml")))["Devices"]
 
@@ -202,5 +241,14 @@ def test_nothing_that_trains_takes_a_dry_run():
 def test_tables_name_every_term():
     tables = sections(plan(recipe("gac-qwen3-8b")))
     memory = tables["Memory of a trainer rank of stage 1 of 1"]
-    assert set(memory) >= {"weights", "gradients", "optimizer", "frozen", "last gradient", "activations", "reserve", "sum"}
+    assert set(memory) >= {
+        "weights",
+        "gradients",
+        "optimizer",
+        "frozen",
+        "last gradient",
+        "activations",
+        "reserve",
+        "sum",
+    }
     assert memory["sum"].endswith("of 80.0 GiB")

@@ -27,7 +27,8 @@ def test_generator_reproduces_the_files_that_ship(tmp_path, monkeypatch):
 
 
 def test_every_row_is_right_and_no_problem_is_in_both_sets():
-    train, heldout = load("train"), load("heldout")
+    train = load("train")
+    heldout = load("heldout")
     assert (len(train), len(heldout)) == (4500, 512)
     for row in train + heldout:
         assert row["answer"] == str(sum(summands(row["problem"])))

@@ -12,8 +12,9 @@ from engine.tools.quickstart_model.byte_tokenizer import build
 from engine.tools.quickstart_model.warmup import MARKER, WarmUp, ensure_quickstart_model, is_complete
 
 TRAIN = HOME / "data" / "addition_train.jsonl"
-QUICK = WarmUp(hidden=32, layers=1, intermediate=64, batch=8, max_steps=4, report_every=2, measure_from=4, problems=4,
-               enough=0.0)
+QUICK = WarmUp(
+    hidden=32, layers=1, intermediate=64, batch=8, max_steps=4, report_every=2, measure_from=4, problems=4, enough=0.0
+)
 """Four steps of a smaller model, content with any accuracy."""
 
 
@@ -21,7 +22,9 @@ QUICK = WarmUp(hidden=32, layers=1, intermediate=64, batch=8, max_steps=4, repor
 def made(tmp_path_factory):
     lines = []
     root = tmp_path_factory.mktemp("cache")
-    return ensure_quickstart_model(root, TRAIN, 0, lines.append, QUICK), lines
+    return ensure_quickstart_model(
+        cache_root=root, train_file=TRAIN, seed=0, report=lines.append, settings=QUICK
+    ), lines
 
 
 def contents(folder):
@@ -55,15 +58,23 @@ def test_the_second_call_trains_nothing_and_random_numbers_are_left_alone(made):
     lines = []
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    assert ensure_quickstart_model(folder.parent, TRAIN, 0, lines.append, QUICK) == folder
+    assert (
+        ensure_quickstart_model(cache_root=folder.parent, train_file=TRAIN, seed=0, report=lines.append, settings=QUICK)
+        == folder
+    )
     assert lines == []
-    assert ensure_quickstart_model(folder.parent, TRAIN, 1, lines.append, QUICK) != folder
+    assert (
+        ensure_quickstart_model(cache_root=folder.parent, train_file=TRAIN, seed=1, report=lines.append, settings=QUICK)
+        != folder
+    )
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_same_seed_gives_the_same_weights(made, tmp_path):
     folder, _ = made
-    again = ensure_quickstart_model(tmp_path, TRAIN, 0, lambda line: None, QUICK)
+    again = ensure_quickstart_model(
+        cache_root=tmp_path, train_file=TRAIN, seed=0, report=lambda line: None, settings=QUICK
+    )
     assert again.name == folder.name
     assert contents(again) == contents(folder)
 
@@ -78,7 +89,10 @@ def test_a_damaged_folder_is_made_again(made, tmp_path, damage):
     if damage != "truncated":
         (folder / (MARKER if damage == "unmarked" else "tokenizer.json")).unlink()
     assert not is_complete(folder)
-    assert ensure_quickstart_model(tmp_path, TRAIN, 0, lambda line: None, QUICK) == folder
+    assert (
+        ensure_quickstart_model(cache_root=tmp_path, train_file=TRAIN, seed=0, report=lambda line: None, settings=QUICK)
+        == folder
+    )
     assert contents(folder) == intact
     assert list(tmp_path.iterdir()) == [folder], "nothing may be left beside the model"
 
@@ -90,8 +104,15 @@ def test_two_callers_at_once_end_with_one_complete_folder(made, tmp_path):
     def call():
         # Both pass the cache check before either publishes: they meet at the first progress line.
         waited = []
-        found.append(ensure_quickstart_model(
-            tmp_path, TRAIN, 0, lambda line: waited.append(line) or (len(waited) == 1 and meet.wait()), QUICK))
+        found.append(
+            ensure_quickstart_model(
+                cache_root=tmp_path,
+                train_file=TRAIN,
+                seed=0,
+                report=lambda line: waited.append(line) or (len(waited) == 1 and meet.wait()),
+                settings=QUICK,
+            )
+        )
 
     threads = [threading.Thread(target=call) for _ in range(2)]
     for thread in threads:
@@ -106,7 +127,9 @@ def test_two_callers_at_once_end_with_one_complete_folder(made, tmp_path):
 
 def test_a_model_that_does_not_learn_is_an_error_and_leaves_nothing(tmp_path):
     with pytest.raises(MetronomeError, match="4 warm-up steps"):
-        ensure_quickstart_model(tmp_path, TRAIN, 0, lambda line: None, replace(QUICK, enough=0.9))
+        ensure_quickstart_model(
+            cache_root=tmp_path, train_file=TRAIN, seed=0, report=lambda line: None, settings=replace(QUICK, enough=0.9)
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -115,7 +138,12 @@ def test_other_rows_give_another_folder(made, tmp_path):
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("\n".join(rows[:100]))
     assert json.loads(rows[0])["problem"].endswith("=")
-    assert ensure_quickstart_model(tmp_path / "cache", fewer, 0, lambda line: None, QUICK).name != made[0].name
+    assert (
+        ensure_quickstart_model(
+            cache_root=tmp_path / "cache", train_file=fewer, seed=0, report=lambda line: None, settings=QUICK
+        ).name
+        != made[0].name
+    )
 
 
 def test_the_default_model_has_between_one_and_three_million_parameters():

@@ -1,7 +1,7 @@
 """Checkpoints of one process: everything is in them, and a resumed run is the run.
 
-How they are written: test_checkpoint_saving.py. Layouts, and a kill while one is written: tests/parallel/test_checkpoints.py.
-s3://: tests/unit/tasks/test_publish.py.
+How they are written: test_checkpoint_saving.py. Layouts, and a kill while one is written:
+tests/parallel/test_checkpoints.py. s3://: tests/unit/tasks/test_publish.py.
 """
 
 import json
@@ -21,13 +21,20 @@ def build(settings, tmp_path):
     return builder(settings, tmp_path)
 
 
-KINDS = [{}, {"train__distributed_optimizer": True}, {"train__dtype": "bfloat16"},
-         {"train__dtype": "bfloat16", "train__distributed_optimizer": True}]  # fmt: skip
+KINDS = [
+    {},
+    {"train__distributed_optimizer": True},
+    {"train__dtype": "bfloat16"},
+    {"train__dtype": "bfloat16", "train__distributed_optimizer": True},
+]
 
 
 GAC = {"algorithm__gradient_control": "gac", "algorithm__gac_low": 0.01, "algorithm__gac_high": 0.99}
-CONTROLLED = [GAC, GAC | {"train__dtype": "bfloat16", "train__distributed_optimizer": True},
-              GAC | {"algorithm__gac_low": "auto", "algorithm__gac_high": "auto"}]  # fmt: skip
+CONTROLLED = [
+    GAC,
+    GAC | {"train__dtype": "bfloat16", "train__distributed_optimizer": True},
+    GAC | {"algorithm__gac_low": "auto", "algorithm__gac_high": "auto"},
+]
 
 
 @pytest.mark.parametrize("saved", [*KINDS, {"train__offload": True}, *CONTROLLED])
@@ -64,8 +71,12 @@ def test_what_is_in_the_files(build):
     adam = policy.optimizer.chained_optimizers[0].optimizer
     for name, parameter in policy.models.policy.named_parameters():
         state = adam.state[parameter.main_param]
-        for prefix, value in (("policy", parameter.main_param), ("optimizer.state.exp_avg.policy", state["exp_avg"]),
-                              ("optimizer.state.exp_avg_sq.policy", state["exp_avg_sq"]), ("old", old[name])):  # fmt: skip
+        for prefix, value in (
+            ("policy", parameter.main_param),
+            ("optimizer.state.exp_avg.policy", state["exp_avg"]),
+            ("optimizer.state.exp_avg_sq.policy", state["exp_avg_sq"]),
+            ("old", old[name]),
+        ):
             key = f"{prefix}.{name}".replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
             key = key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
             found = torch.cat([there[f"{key}_w"], there[f"{key}_v"]]) if f"{key}_w" in there else there[key]

@@ -1,4 +1,5 @@
-"""Checkpoints of one process are written beside the training, never look whole when they aren't, and the right ones are kept."""
+"""Checkpoints of one process are written beside the training, never look whole when they aren't, and the right ones are
+kept."""
 
 import json
 import os
@@ -25,7 +26,8 @@ def hold(monkeypatch):
     """Writing waits until the returned event is set."""
     from engine.trainer.checkpoint.writer import Snapshot
 
-    go, write = threading.Event(), Snapshot.write_data
+    go = threading.Event()
+    write = Snapshot.write_data
     monkeypatch.setattr(Snapshot, "write_data", lambda *arguments: (go.wait(30), write(*arguments))[1])
     return go
 
@@ -61,10 +63,13 @@ def test_a_failed_write_fails_the_next_call_by_name(build, monkeypatch):
     for call in (checkpoints.poll, lambda: checkpoints.save(2), lambda: checkpoints.finish(5)):
         checkpoints.save(1)
         assert not wait([checkpoints._flight.done], 30).not_done
-        with pytest.raises(MetronomeError, match=r"checkpoint step-000001 could not be saved: .*No space left.*__0_0\.distcp"):
+        with pytest.raises(
+            MetronomeError, match=r"checkpoint step-000001 could not be saved: .*No space left.*__0_0\.distcp"
+        ):
             call()
     assert list(files.incomplete(checkpoints._root).values()) == [
-        "checkpoint step-000001 is incomplete (no _SUCCESS.json), ignored"]
+        "checkpoint step-000001 is incomplete (no _SUCCESS.json), ignored"
+    ]
 
 
 def test_ranks_that_do_not_write_are_named(tmp_path):
@@ -81,7 +86,9 @@ def test_ranks_that_do_not_write_are_named(tmp_path):
 def test_a_failed_publication_fails_the_next_call_by_name(build, tmp_path):
     (tmp_path / "file").touch()
     policy, checkpoints = build(checkpoint__path=str(tmp_path / "file"))
-    with pytest.raises(MetronomeError, match=r"step-000001 could not be saved: .*publishing the checkpoint to .*/file/run"):
+    with pytest.raises(
+        MetronomeError, match=r"step-000001 could not be saved: .*publishing the checkpoint to .*/file/run"
+    ):
         save(checkpoints, 1)
     assert files.complete(checkpoints._root / "step-000001")
 
@@ -142,7 +149,8 @@ def test_a_lost_run_folder_resumes_from_where_it_was_published(build, tmp_path, 
 
 def test_another_run_of_the_name_neither_takes_nor_loses_checkpoints_in_the_shared_place(build, tmp_path, capsys):
     """Two run folders with numbers of their own, one place."""
-    place, kept = tmp_path / "published", {"checkpoint__path": str(tmp_path / "published"), "checkpoint__keep_last": 1}
+    place = tmp_path / "published"
+    kept = {"checkpoint__path": str(tmp_path / "published"), "checkpoint__keep_last": 1}
     pairs = {}
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -154,7 +162,9 @@ def test_another_run_of_the_name_neither_takes_nor_loses_checkpoints_in_the_shar
     assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == "second"
     shutil.rmtree(tmp_path / "second/checkpoints")
     assert build(root=tmp_path / "second/checkpoints", **kept)[1].resume() == 10
-    with pytest.raises(MetronomeError, match=r"step-000010 .*holds a checkpoint of another run, which is not overwritten"):
+    with pytest.raises(
+        MetronomeError, match=r"step-000010 .*holds a checkpoint of another run, which is not overwritten"
+    ):
         save(build(root=tmp_path / "first/checkpoints", **kept | {"checkpoint__keep_last": 3})[1], 10)
     assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == "second"
 

@@ -1,4 +1,5 @@
-"""The trainer's side with several ranks: pipeline stages that send in turn, ranks that only give their shards, errors of one."""
+"""The trainer's side with several ranks: pipeline stages that send in turn, ranks that only give their shards, errors
+of one."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +21,10 @@ class Place:
     """A rank's side of engine.trainer.rank_group.RankGroup, all ranks being threads here."""
 
     def __init__(self, shared, number):
-        self._shared, self._number = shared, number
-        self.stage, self.writes = divmod(number, 2)[0], number % 2 == 0
+        self._shared = shared
+        self._number = number
+        self.stage = divmod(number, 2)[0]
+        self.writes = number % 2 == 0
         self.exports = True
 
     def gather(self, message):
@@ -47,15 +50,18 @@ class Place:
 
 class Shared:
     def __init__(self):
-        self.told, self.barrier = {}, threading.Barrier(4)
+        self.told = {}
+        self.barrier = threading.Barrier(4)
 
 
 class Stage(Model):
-    """One stage's part; only the last one's ranks know the probe's log-probabilities. Both ranks of a stage go through it."""
+    """One stage's part; only the last one's ranks know the probe's log-probabilities. Both ranks of a stage go through
+    it."""
 
     def __init__(self, seed, stage):
         super().__init__(seed)
-        self.stage, self.seen = stage, 0
+        self.stage = stage
+        self.seen = 0
 
     def tensors(self):
         for name in STAGES[self.stage]:
@@ -74,12 +80,22 @@ def run(tmp_path):
     def publish(transport, versions, **faults):
         base = base_folder(tmp_path / f"base{len(launchers)}")
         launchers.append(launcher := Launcher([Client(name, base, faults.get(name)) for name in "ab"]))
-        shared, models = Shared(), []
+        shared = Shared()
+        models = []
 
         def rank(number):
             place = Place(shared, number)
             made = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
-            publisher = Verifying(launcher, launcher, place, made, tmp_path / "weights", torch.float32, 2000, 2 * TIMEOUT_S)
+            publisher = Verifying(
+                control=launcher,
+                sender=launcher,
+                ranks=place,
+                transport=made,
+                folder=tmp_path / "weights",
+                dtype=torch.float32,
+                bucket_bytes=2000,
+                timeout_s=2 * TIMEOUT_S,
+            )
             for version in versions:
                 models.append(model := Stage(version, place.stage))
                 try:
@@ -113,13 +129,16 @@ def test_all_stages_arrive_and_one_snapshot_holds_them(run, tmp_path, transport)
 
 @pytest.mark.parametrize("more", [{}, {"packed": True, "packed_buffer_size_bytes": 2**28}])
 def test_instances_are_told_what_a_transport_with_groups_says_of_each_bucket(tmp_path, monkeypatch, more):
-    told, asked = [], []
+    told = []
+    asked = []
 
     async def hear(route, body, count):
         if route == "/update_weights" and body["update_info"]["transport"] == "gloo":
             told.append(body["update_info"])
 
-    monkeypatch.setattr(GroupTransport, "write", lambda self, bucket, info: asked.append((bucket.number, dict(info))) or more)
+    monkeypatch.setattr(
+        GroupTransport, "write", lambda self, bucket, info: asked.append((bucket.number, dict(info))) or more
+    )
     launcher = Launcher([Client("a", base_folder(tmp_path / "base"), hear)])
     try:
         publisher(launcher, "gloo", tmp_path).publish(Model(1), 1)
@@ -134,7 +153,8 @@ class Slow(Model):
 
     def __init__(self, seed):
         super().__init__(seed)
-        self.gathered, self.may_go_on = 0, threading.Event()
+        self.gathered = 0
+        self.may_go_on = threading.Event()
 
     def tensors(self):
         self.gathered += 1

@@ -17,7 +17,8 @@ def write(snapshots, version, stage, tensors, limit=100):
 def read(folder):
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file, wire = BucketFile(path), wire_of(path)
+        file = BucketFile(path)
+        wire = wire_of(path)
         tensors = file.read(torch.empty(file.nbytes, dtype=torch.uint8), specs_of(wire))
         found |= zip(wire["names"], tensors, strict=True)
     return found

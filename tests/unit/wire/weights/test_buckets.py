@@ -19,13 +19,17 @@ SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=
 
 def named(shapes, dtypes=DTYPES):
     generator = torch.Generator().manual_seed(0)
-    return {f"t{i}": torch.randn(shape, generator=generator).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)}
+    return {
+        f"t{i}": torch.randn(shape, generator=generator).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes)
+    }
 
 
 @settings(deadline=None)
 @given(SHAPES, st.integers(1, 400))
 def test_every_tensor_is_in_exactly_one_bucket_of_bounded_size(shapes, limit):
-    tensors, buffers, found = named(shapes), Buffers(1, 1.0), {}
+    tensors = named(shapes)
+    buffers = Buffers(1, 1.0)
+    found = {}
     for bucket in pack(tensors.items(), None, limit, buffers):
         assert sum(len(piece) for piece in bucket.pieces()) <= limit or len(bucket.specs) == 1
         wire = bucket.wire()
@@ -42,15 +46,18 @@ def test_every_tensor_is_in_exactly_one_bucket_of_bounded_size(shapes, limit):
 def test_tensors_are_cast_to_the_instances_dtype_and_transposed_ones_written_row_by_row():
     tensors = {"a": torch.randn(5, 3).T, "b": torch.randn(7)}
     (bucket,) = pack(tensors.items(), torch.bfloat16, 1000, Buffers(1, 1.0))
-    assert all(torch.equal(found, tensors[spec.name].bfloat16())
-               for spec, found in zip(bucket.specs, bucket.tensors, strict=True))
+    assert all(
+        torch.equal(found, tensors[spec.name].bfloat16())
+        for spec, found in zip(bucket.specs, bucket.tensors, strict=True)
+    )
     with pytest.raises(BadInput, match=r"b is torch.int64; weights travel as"):
         list(pack({"b": torch.arange(3)}.items(), None, 1000, Buffers(1, 1.0)))
 
 
 def test_memory_is_used_again_and_bounded():
     buffers = Buffers(2, 0.05)
-    one, two = buffers.take(100), buffers.take(10)
+    one = buffers.take(100)
+    two = buffers.take(10)
     with pytest.raises(DeadlineError, match="no bucket of weights was sent in"):
         buffers.take(1)
     buffers.give(one)
@@ -64,7 +71,8 @@ def test_memory_is_used_again_and_bounded():
 @settings(deadline=None, max_examples=30)
 @given(SHAPES)
 def test_a_file_is_safetensors_and_knows_its_checksums(tmp_path_factory, shapes):
-    path, tensors = tmp_path_factory.mktemp("bucket") / "bucket.safetensors", named(shapes)
+    path = tmp_path_factory.mktemp("bucket") / "bucket.safetensors"
+    tensors = named(shapes)
     (bucket,) = pack(tensors.items(), None, 10**6, Buffers(1, 1.0))
     wire = bucket.wire()
     bucket_file.write(path, bucket, wire)
@@ -85,8 +93,12 @@ def test_what_is_no_bucket_is_refused_by_its_path(tmp_path):
     assert BucketFile(tmp_path / "plain.safetensors").names == {"a"}
     with pytest.raises(BadInput, match="cannot be read: No such file"):
         BucketFile(tmp_path / "absent")
-    for name, content in (("short", b"123"), ("huge", b"\xff" * 20), ("list", b"\x02" + bytes(7) + b"[]"),
-                          ("cut", (tmp_path / "plain.safetensors").read_bytes()[:-1])):
+    for name, content in (
+        ("short", b"123"),
+        ("huge", b"\xff" * 20),
+        ("list", b"\x02" + bytes(7) + b"[]"),
+        ("cut", (tmp_path / "plain.safetensors").read_bytes()[:-1]),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(BadInput, match=f"{name}: not a"):
             BucketFile(tmp_path / name)
@@ -97,20 +109,41 @@ def test_what_is_no_bucket_is_refused_by_its_path(tmp_path):
 WIRE = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
 
 
-@pytest.mark.parametrize("change", [
-    {"names": "a"}, {"names": []}, {"names": ["a", "a"], "dtypes": ["float32"] * 2, "shapes": [[1]] * 2}, {"names": [1]},
-    {"dtypes": ["int8"]}, {"dtypes": [["float32"]]}, {"shapes": [[-1]]}, {"shapes": [[1.5]]}, {"shapes": [[True]]},
-    {"shapes": ["2"]}, {"shapes": [[2**30, 2**30]]}, {"shapes": [[1] * 9]}, {"shapes": [[1], [2]]}, {"dtypes": None},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": "a"},
+        {"names": []},
+        {"names": ["a", "a"], "dtypes": ["float32"] * 2, "shapes": [[1]] * 2},
+        {"names": [1]},
+        {"dtypes": ["int8"]},
+        {"dtypes": [["float32"]]},
+        {"shapes": [[-1]]},
+        {"shapes": [[1.5]]},
+        {"shapes": [[True]]},
+        {"shapes": ["2"]},
+        {"shapes": [[2**30, 2**30]]},
+        {"shapes": [[1] * 9]},
+        {"shapes": [[1], [2]]},
+        {"dtypes": None},
+    ],
+)
 def test_a_malformed_description_is_refused(change):
     assert specs_of(WIRE)
     with pytest.raises(BadInput, match="update_info"):
         specs_of(WIRE | change)
 
 
-@pytest.mark.parametrize(("sizes", "order"), [
-    ([200, 3, 300, 4], "1023"), ([100, 3, 300], "012"), ([200, 300, 3], "012"), ([200], "0"), ([], ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "order"),
+    [
+        ([200, 3, 300, 4], "1023"),
+        ([100, 3, 300], "012"),
+        ([200, 300, 3], "012"),
+        ([200], "0"),
+        ([], ""),
+    ],
+)
 def test_a_first_tensor_beyond_the_limit_lets_a_smaller_one_go_before_it(sizes, order):
     tensors = [(str(number), torch.empty(size, dtype=torch.uint8)) for number, size in enumerate(sizes)]
     assert "".join(name for name, _ in small_first(iter(tensors), 100)) == order

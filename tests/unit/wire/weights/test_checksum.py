@@ -80,6 +80,7 @@ def test_it_stays_the_same_from_version_to_version():
 
 def by_hand(words):
     """The same in Python's integers."""
+
     def mix(x):
         x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
         x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
@@ -88,7 +89,9 @@ def by_hand(words):
     weights = [mix(place * 0x9E3779B97F4A7C15 % 2**64) | 1 for place in range(1, CHUNK + 1)]
     value = 8 * len(words)
     for start in range(0, len(words), CHUNK):
-        total = sum((word + (word >> 31)) * weight for word, weight in zip(words[start:start + CHUNK], weights, strict=False))
+        total = sum(
+            (word + (word >> 31)) * weight for word, weight in zip(words[start : start + CHUNK], weights, strict=False)
+        )
         value = (value * 0x9E3779B97F4A7C15 + total) % 2**64
     return f"{mix(value * 0x9E3779B97F4A7C15 % 2**64):016x}"
 

@@ -94,8 +94,11 @@ def test_transformers_reads_what_we_wrote(sharded, tmp_path):
     index = json.loads((tmp_path / INDEX).read_text())
     assert len(shards) > 2
     assert max(sum(tensor.nbytes for tensor in load_file(shard).values()) for shard in shards) <= 50_000
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for shard in shards for tensor in load_file(shard).values())
-    expected, found = reference(str(sharded)).state_dict(), reference(str(tmp_path)).state_dict()
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for shard in shards for tensor in load_file(shard).values()
+    )
+    expected = reference(str(sharded)).state_dict()
+    found = reference(str(tmp_path)).state_dict()
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -132,7 +135,8 @@ def test_parts_of_several_writers_become_one_folder(sharded, tmp_path):
             write_sharded(part, ((name, files.read(name)) for name in mine), shard_bytes=50_000)
     join(tmp_path, parts)
     assert not any(part.exists() for part in parts)
-    expected, found = reference(str(sharded)).state_dict(), reference(str(tmp_path)).state_dict()
+    expected = reference(str(sharded)).state_dict()
+    found = reference(str(tmp_path)).state_dict()
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     total = json.loads((tmp_path / INDEX).read_text())["metadata"]["total_size"]
@@ -146,7 +150,9 @@ def test_a_folder_with_weights_is_not_written_over(sharded):
 
 def test_a_missing_shard_is_named(broken):
     sorted(broken.glob("*.safetensors"))[1].unlink()
-    with pytest.raises(BadInput, match=r"model-00002-of-\d+\.safetensors: no such file, although .* holds tensor model\."):
+    with pytest.raises(
+        BadInput, match=r"model-00002-of-\d+\.safetensors: no such file, although .* holds tensor model\."
+    ):
         with open_folder(broken):
             pass
 
@@ -181,6 +187,8 @@ def test_a_damaged_file_is_named(tmp_path):
 
 def test_pickles_are_not_read(tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(BadInput, match=r"no model\.safetensors and no model\.safetensors\.index\.json there; other weight"):
+    with pytest.raises(
+        BadInput, match=r"no model\.safetensors and no model\.safetensors\.index\.json there; other weight"
+    ):
         with open_folder(tmp_path):
             pass

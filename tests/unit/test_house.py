@@ -1,0 +1,160 @@
+"""Rules of the house that import-linter and ruff can't check: where files stand, how long they are, how they read."""
+
+import ast
+import re
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("engine", "tasks", "flows", "tests", "benchmarks", "data", "docs")
+FILES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+CODE = [file for file in FILES if file.relative_to(ROOT).parts[0] in ("engine", "tasks", "flows")]
+LONGEST = 400
+MOST_POSITIONAL = 4
+PROCESSES = ("launcher", "instance", "trainer", "verifier")
+
+BY_PLACE = {
+    "takes any number of arguments of one kind": ("_hash", "boxed", "figures", "ranks", "run", "serving", "one_of"),
+    "a kernel of torch, or a shape": ("zeros", "_linear_pointwise", "npu_fusion_attention", "operator", "kernel"),
+    "passes its arguments on to a function": ("to_thread", "submit"),
+}
+"""Functions whose arguments are known by their place, by the reason."""
+
+
+PAGES = sorted(file for folder in (ROOT, ROOT / "docs") for file in folder.glob("*.md") if file.name != "CHANGELOG.md")
+PAGES += [ROOT / "Makefile"]
+PAGES += sorted(file for file in (ROOT / "infra").rglob("*") if file.suffix in (".yaml", ".sh", ".toml"))
+DOTTED = re.compile(r"\b(?:engine|tasks|flows)(?:\.\w+)+")
+
+
+def place(file):
+    """The file's path as it is named in messages."""
+    return str(file.relative_to(ROOT))
+
+
+@cache
+def tree(file):
+    """The file, parsed."""
+    return ast.parse(file.read_text())
+
+
+def nodes(kind):
+    """(file, node) of all nodes of a kind."""
+    return ((file, node) for file in FILES for node in ast.walk(tree(file)) if isinstance(node, kind))
+
+
+def only_saves_a_line(node):
+    """Whether `a, b = 1, 2` could be two assignments: no value reads what the statement assigns."""
+    if len(node.targets) != 1 or not (isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)):
+        return False
+    targets = [ast.unparse(one) for one in node.targets[0].elts]
+    read = {ast.unparse(one) for value in node.value.elts for one in ast.walk(value)}
+    starred = any(isinstance(one, ast.Starred) for one in (*node.targets[0].elts, *node.value.elts))
+    return not starred and not read & set(targets)
+
+
+def by_place(call):
+    """How many arguments a call gives by their place; 0 where their names would say nothing."""
+    if any(isinstance(one, ast.Starred) for one in call.args):
+        return 0
+    name = ast.unparse(call.func).rpartition(".")[2]
+    return 0 if any(name in names for names in BY_PLACE.values()) else len(call.args)
+
+
+def is_table(file, line):
+    """Whether the statement that ends in this line is a literal, or a decorator with one, of at least four lines."""
+    for node in ast.walk(tree(file)):
+        ends = getattr(node, "end_lineno", None) == line
+        if ends and isinstance(node, (ast.List, ast.Tuple, ast.Dict, ast.Set)) and line - node.lineno >= 3:
+            return True
+    return False
+
+
+def test_engine_has_three_loose_files():
+    found = {file.name for file in (ROOT / "engine").glob("*.py")}
+    assert found == {"__init__.py", "types.py", "errors.py", "schedule.py"}
+
+
+def test_no_file_is_too_long_to_read():
+    lengths = {place(file): len(file.read_text().splitlines()) for file in FILES}
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_unit_tests_mirror_the_folders():
+    rooms = {file.parent.relative_to(ROOT) for file in CODE}
+    rooms |= {room.relative_to("engine") for room in rooms if room.parts[0] == "engine" and len(room.parts) > 1}
+    folders = {file.parent.relative_to(ROOT / "tests/unit") for file in (ROOT / "tests/unit").rglob("test_*.py")}
+    assert sorted(str(folder) for folder in folders - rooms - {Path()}) == []
+
+
+@pytest.mark.parametrize("process", PROCESSES)
+def test_each_process_has_a_folder_and_tests_of_its_own(process):
+    assert any((ROOT / "engine" / process).glob("*.py"))
+    assert any((ROOT / "tests/unit" / process).rglob("test_*.py"))
+
+
+def test_a_class_name_has_one_meaning():
+    places = defaultdict(list)
+    for file in CODE:
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(place(file))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert twice == {
+        "Platform": ["engine/config/training.py", "engine/platform/base.py"]
+    }  # the table, and what it names
+
+
+def test_one_statement_a_line():
+    found = [f"{place(file)}:{node.lineno}" for file, node in nodes(ast.Assign) if only_saves_a_line(node)]
+    assert found == []
+
+
+def test_more_than_four_arguments_go_by_keyword():
+    found = [
+        f"{place(file)}:{node.lineno} {ast.unparse(node.func)}"
+        for file, node in nodes(ast.Call)
+        if by_place(node) > MOST_POSITIONAL
+    ]
+    assert found == []
+
+
+def test_only_tables_keep_a_form_of_their_own():
+    mark = "# fmt: " + "skip"
+    lines = [
+        (file, number)
+        for file in FILES
+        for number, text in enumerate(file.read_text().splitlines(), 1)
+        if text.endswith(mark)
+    ]
+    assert lines
+    assert [f"{place(file)}:{number}" for file, number in lines if not is_table(file, number)] == []
+
+
+def texts(file):
+    """What people read in a file, and the code that it has in strings: its strings, or the page."""
+    if file.suffix != ".py":
+        return [file.read_text()]
+    strings = (node.value for node in ast.walk(tree(file)) if isinstance(node, ast.Constant))
+    return [value for value in strings if isinstance(value, str)]
+
+
+def exists(name):
+    """Whether a dotted name is a module or a folder, or a name that its module's file has."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        folder = ROOT.joinpath(*parts[:length])
+        file = folder.with_suffix(".py")
+        if file.exists() or folder.is_dir():
+            source = (file if file.exists() else folder / "__init__.py").read_text()
+            return all(re.search(rf"\b{part}\b", source) for part in parts[length:])
+    return False
+
+
+def test_modules_that_texts_name_are_there():
+    named = {(place(file), name) for file in [*FILES, *PAGES] for text in texts(file) for name in DOTTED.findall(text)}
+    assert len(named) > 100
+    assert sorted(f"{where}: {name}" for where, name in named if not exists(name)) == []
