@@ -10,7 +10,8 @@ class BadInput(MetronomeError):
 
 
 class StaleRolloutError(MetronomeError):
-    """A response was sampled from another weight version than the step's mode accepts (design contract 1)."""
+    """A response was sampled from another weight version than the step's mode accepts (docs/architecture.md,
+    On-policy is checked)."""
 
 
 class RatioGapError(MetronomeError):

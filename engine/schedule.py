@@ -37,7 +37,7 @@ class Schedule:
         return range(first, min(step + self.ahead, steps - 1) + 1)
 
     def accepted(self, step: int) -> range:
-        """Weight versions that responses of a step may carry (contract 1): at most `ahead` before the step's own.
+        """Weight versions that responses of a step may carry: at most `ahead` before the step's own.
 
         A batch that was in flight when a run stopped is generated anew by the resumed run, under newer weights.
         """

@@ -1,4 +1,4 @@
-"""How far trainer and rollout instance are apart on the same tokens (contract 1)."""
+"""How far trainer and rollout instance are apart on the same tokens (docs/architecture.md, On-policy is checked)."""
 
 from __future__ import annotations
 

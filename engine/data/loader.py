@@ -1,4 +1,4 @@
-"""The order of prompts and the seeds of their responses: pure functions of run seed and position (design contract 8).
+"""The order of prompts and the seeds of their responses: pure functions of run seed and position.
 
 Nothing here has a state. A step's position is a function of the step, but under dynamic sampling, where the coordinator
 counts the prompts that were used.

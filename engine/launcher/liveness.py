@@ -1,5 +1,4 @@
-"""When the trainer's units were last heard, so that one that hangs can't hide behind the others' requests (contract
-7)."""
+"""When the trainer's units were last heard, so that one that hangs can't hide behind the others' requests."""
 
 from __future__ import annotations
 

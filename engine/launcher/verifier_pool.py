@@ -1,4 +1,4 @@
-"""Verifiers in processes of their own, so that one that hangs, crashes or leaks can be killed (notes/field.md, 7)."""
+"""Verifiers in processes of their own, so that one that hangs, crashes or leaks can be killed."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         deallocate_pipeline_outputs=False,
         batch_p2p_comm=True,
         cuda_graph_scope=[],  # the default warns about itself
-        calculate_per_token_loss=True,  # leaves gradients undivided: the step's denominator is ours (contract 2)
+        calculate_per_token_loss=True,  # leaves gradients undivided: the step's denominator is ours
     )
 
 

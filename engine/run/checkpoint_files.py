@@ -163,8 +163,8 @@ def prune(root: Path, last: int, best: int) -> None:
 def check(folder: Path) -> None:
     """Refuse a checkpoint whose files are not those that its marker was written for, or whose index is no plain one.
 
-    Raises CheckpointError naming the file. To be called before Megatron reads the folder, which unpickles the index
-    (design contract 10). Reads every file once.
+    Raises CheckpointError naming the file. To be called before Megatron reads the folder, which unpickles the index.
+    Reads every file once.
     """
     if wrong := damage(folder, json.loads((folder / MARKER).read_text())):
         raise CheckpointError(f"checkpoint {folder}: {wrong}; delete this checkpoint to go on from the one before")

@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent, however it ends (design contract 9).
+"""Child processes that never outlive their parent, however it ends (docs/architecture.md).
 
 A parent keeps a named pipe open for writing (its *lifeline*); every child opens it for reading and ends its own process
 group when the pipe closes. That works through `kill -9`, through intermediate processes that close file descriptors

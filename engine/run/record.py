@@ -1,4 +1,4 @@
-"""The record of a run: what the trainer's units were given, in their order of training (contract 2)."""
+"""The record of a run: what the trainer's units were given, in their order of training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""From a window's groups to micro-batches: a pure function of them, so that asynchrony can't change it (contract 2)."""
+"""From a window's groups to micro-batches: a pure function of them, so that asynchrony can't change it
+(docs/architecture.md, Asynchrony changes no number)."""
 
 from __future__ import annotations
 

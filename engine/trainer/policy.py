@@ -143,7 +143,7 @@ class Policy:
         return self.ranks.worst(self.metrics.max_ratio_gap)
 
     def _frozen_scores(self, batches: Sequence[MicroBatch]) -> list[Scored]:
-        """Forward-only passes of old policy and reference over the window, before its 1F1B (contract 4)."""
+        """Forward-only passes of old policy and reference over the window, before its 1F1B."""
         started = time.perf_counter()
         old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
         self.metrics.score_s += time.perf_counter() - started
@@ -158,7 +158,7 @@ class Policy:
         log_ratios: list[Tensor | None] = []
         for (batch, old, _), logprobs in zip(window, found, strict=True):
             if logprobs is not None:
-                # contract 1 is checked as each window comes
+                # trainer and instances are compared as each window comes
                 self.metrics.worst_gap(mismatch(logprobs, batch.rollout)[0])
             log_ratios.append(None if logprobs is None else logprobs - self._old(batch, logprobs, old))
         held.add(window, log_ratios)
@@ -202,7 +202,7 @@ class Policy:
     def _loss_of(
         self, batch: MicroBatch, old: Tensor | None, reference: Tensor | None, out: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        """The sum over responses of their losses; the count is 0, since the step's denominator is ours (contract 2)."""
+        """The sum over responses of their losses; the count is 0, since the step's denominator is ours."""
         shape = self.models.shape
         logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
         old = self._old(batch, logprobs, old)

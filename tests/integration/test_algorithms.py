@@ -142,7 +142,7 @@ def test_each_trains_in_sync(runs_of, pair):
     ("layout", "pair"), [(ALONE, pair) for pair in PAIRS + BATCH_PAIRS] + [(FOUR, pair) for pair in PAIRS]
 )
 def test_a_recorded_run_replays_in_sync_bit_for_bit(runs_of, tiny_model, layout, pair):
-    """Contract 2. The recorded runs of group scope are periodic ones."""
+    """Asynchrony changes no number. The recorded runs of group scope are periodic ones."""
     runs = runs_of(layout)
     live, replayed = (name(*pair, kind) for kind in ("live", "replayed"))
     one = weights(runs, live)

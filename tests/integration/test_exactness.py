@@ -1,4 +1,4 @@
-"""Contract 2 on real processes: asynchrony changes no number."""
+"""On real processes: asynchrony changes no number."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Contract 1 under fault injection, rewards that misbehave, and deaths of processes; all on real runs."""
+"""What makes a run off-policy is caught, rewards that misbehave, and deaths of processes; all on real runs."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Whole runs in parallel layouts: the launcher, an instance over HTTP, ranks under torch elastic (issue 3)."""
+"""Whole runs in parallel layouts: the launcher, an instance over HTTP, ranks under torch elastic."""
 
 import random
 import struct
@@ -39,7 +39,7 @@ def exact(settings):
 
 
 def check_report(lines, count, ranks):
-    """Contract 1, and that the figures are those of all ranks."""
+    """On-policy is checked, and the figures are those of all ranks."""
     assert [line["step"] for line in lines] == list(range(count))
     assert [line["versions_seen"] for line in lines] == [[step] for step in range(count)]
     assert max(line["max_ratio_gap"] for line in lines) <= 1e-3

@@ -1,4 +1,4 @@
-"""Trainer ranks that die or hang in whole runs: the run names them, ends, and leaves no process (issue 3)."""
+"""Trainer ranks that die or hang in whole runs: the run names them, ends, and leaves no process."""
 
 import time
 

@@ -27,7 +27,7 @@ BY_PLACE = {
 PAGES = sorted(file for folder in (ROOT, ROOT / "docs") for file in folder.glob("*.md") if file.name != "CHANGELOG.md")
 PAGES += [ROOT / "Makefile"]
 PAGES += sorted(file for file in (ROOT / "infra").rglob("*") if file.suffix in (".yaml", ".sh", ".toml"))
-DOTTED = re.compile(r"\b(?:engine|tasks|flows)(?:\.\w+)+")
+DOTTED = re.compile(r"(?<![\w./-])(?:engine|tasks|flows)(?:\.\w+)+")
 
 
 def place(file):

@@ -1,4 +1,4 @@
-"""The launcher's side of a rollout instance: one protocol for every engine (contract 5), token ids across it."""
+"""The launcher's side of a rollout instance: one protocol for every engine, token ids across it."""
 
 from __future__ import annotations
 

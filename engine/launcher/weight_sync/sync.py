@@ -1,5 +1,4 @@
-"""Leading the instances through a weight sync: two phases, every instance checked, one that fails left out (contract
-7).
+"""Leading the instances through a weight sync: two phases, every instance checked, one that fails left out.
 
 Open: the instances that are to get the version are paused. The trainer's sender then announces bucket after bucket,
 which every instance receives and verifies by checksums. Finish: each names the version, forgets cached prompts and

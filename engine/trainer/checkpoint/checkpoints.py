@@ -1,4 +1,4 @@
-"""Checkpoints that are everything (contract 8) and never look complete when they are not.
+"""Checkpoints that are everything (docs/architecture.md) and never look complete when they are not.
 
 A checkpoint is a folder in Megatron's `torch_dist` format (weights, old policy, moments and random streams: see
 `checkpoint_state`) with `state.json` beside it (step, config, layout, schedule, the reference by path and hash). It is

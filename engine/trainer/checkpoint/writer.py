@@ -1,9 +1,8 @@
-"""Writing Megatron's `torch_dist` format in the background: a copy is taken at once, a thread of each rank writes its
-files.
+"""Writing Megatron's `torch_dist` format in the background: a copy is taken at once, a thread of each rank writes it.
 
-Megatron's own asynchronous save forks the trainer and keeps a manager process per rank that outlives a `kill -9` of it
-(contract 9), and finishes with collectives. Here a thread writes, and ranks tell each other through files that they are
-done, so no collective runs beside those of training.
+Megatron's own asynchronous save forks the trainer, keeps a manager process per rank that outlives a `kill -9` of it,
+and finishes with collectives. Here a thread writes, and ranks tell each other through files that they are done, so no
+collective runs beside those of training.
 """
 
 from __future__ import annotations
