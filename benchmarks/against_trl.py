@@ -111,8 +111,8 @@ def main() -> None:
 def measure(
     python: Path, model: Path, problems: Path, arguments: argparse.Namespace, folder: Path
 ) -> dict[str, list[list[Step]]]:
-    """Steady steps of every run, runs alternating: {side: runs}. A sync run of each kind at the end, for the
-    ceiling."""
+    """Steady steps of every run, runs alternating: {side: runs}.
+    A sync run of each kind at the end, for the ceiling."""
     found: dict[str, list[list[Step]]] = {"trl": [], **{name: [] for name in REQUIRED}}
     count = arguments.steps + WARM_UP
     tuned = LAYOUTS[arguments.layout] | dict(item.split("=", 1) for item in arguments.set)
@@ -309,8 +309,8 @@ def figures(found: dict[str, list[list[Step]]], cores: int) -> dict[str, Any]:
 
 
 def core_seconds(sync: list[Step], old: str, cores: int) -> dict[str, float]:
-    """What a step's work takes of all cores together; the policy's forward is taken to cost what a frozen model's
-    does."""
+    """What a step's work takes of all cores together;
+    the policy's forward is taken to cost what a frozen model's does."""
     frozen = 2 if old == "previous" else 1
     mean = {key: cores * statistics.mean(step.parts[key] for step in sync) for key in sync[0].parts}
     forward = mean["score_s"] / frozen

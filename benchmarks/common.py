@@ -57,8 +57,8 @@ def one_rank() -> Iterator[None]:
 
 
 def random_qwen3(folder: Path, hidden: int, layers: int, vocabulary: int, context: int = 16384) -> Path:
-    """A random tied Qwen3 with heads of 64 (of hidden / 8 when small), two queries a key, MLP of 3 · hidden; no
-    tokenizer."""
+    """A random tied Qwen3 with heads of 64 (of hidden / 8 when small), two queries a key, MLP of 3 · hidden;
+    no tokenizer."""
     torch.manual_seed(0)
     head_dim = min(64, hidden // 8)
     config = Qwen3Config(

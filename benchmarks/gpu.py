@@ -186,8 +186,8 @@ def timed(call: Callable[[], None], machine: platform.Platform, repeats: int) ->
 
 
 def check_flops(device: torch.device) -> None:
-    """Raises SystemExit unless the formula gives what torch counts in the plain model, which computes hidden pairs
-    too."""
+    """Raises SystemExit unless the formula gives what torch counts in the plain model,
+    which computes hidden pairs too."""
     from torch.utils.flop_counter import FlopCounterMode
 
     weights = {name: torch.zeros(size, device=device) for name, size in sizes(TINY).items()}

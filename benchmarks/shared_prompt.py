@@ -127,8 +127,8 @@ def peak_of_process(model: Path, side: str, point: tuple[int, int, int]) -> int:
 
 
 def peak(model: Path, shared: bool, point: tuple[int, ...]) -> int:
-    """Largest resident size during one micro-step minus that before it, bytes; a tiny one has loaded all code
-    before."""
+    """Largest resident size during one micro-step minus that before it, bytes;
+    a tiny one has loaded all code before."""
     prompt, response, size = point
     with one_rank():
         policy = build_policy(model, shared, size * (prompt + response))

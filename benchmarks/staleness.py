@@ -222,8 +222,8 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def plot(cells: list[dict[str, Any]], path: Path) -> None:
-    """The smoothed training reward of every algorithm, mean over the seeds with their range; a panel for each
-    staleness."""
+    """The smoothed training reward of every algorithm, mean over the seeds with their range;
+    a panel for each staleness."""
     import matplotlib
 
     matplotlib.use("Agg")

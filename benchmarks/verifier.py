@@ -109,8 +109,8 @@ async def spellings(ask: Asker, answers: Counter[str], show: int) -> dict[str, A
 
 
 async def hostility(ask: Asker, count: int) -> dict[str, Any]:
-    """Hostile strings as responses to ordinary answers: how many scored, hit the limit, failed, and the slowest in
-    seconds."""
+    """Hostile strings as responses to ordinary answers:
+    how many scored, hit the limit, failed, and the slowest in seconds."""
     answers = ["7", "\\frac{1}{2}", "(1, 2)", "x^2+1", "[0,\\infty)", "2^{10}", "\\sqrt{2}", "1,2,3"]
     statuses: Counter[str] = Counter()
 

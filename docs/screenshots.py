@@ -136,8 +136,8 @@ def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow:
 
 
 def _prefect_run(browser: Browser, url: str) -> None:
-    """Without the arrows, which Prefect draws through labels; moved a little, so that the first label of the axis is
-    whole."""
+    """Without the arrows, which Prefect draws through labels;
+    moved a little, so that the first label of the axis is whole."""
     page = _open(browser, url, 1400, 590)
     page.locator("canvas").first.wait_for(timeout=READY_MS)
     options = page.get_by_label("Run Graph Options")

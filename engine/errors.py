@@ -10,8 +10,8 @@ class BadInput(MetronomeError):
 
 
 class StaleRolloutError(MetronomeError):
-    """A response was sampled from another weight version than the step's mode accepts (docs/architecture.md,
-    On-policy is checked)."""
+    """A response was sampled from another weight version than the step's mode accepts
+    (docs/architecture.md, On-policy is checked)."""
 
 
 class RatioGapError(MetronomeError):
@@ -39,8 +39,8 @@ class ProcessDied(MetronomeError):
 
 
 class TransferError(MetronomeError):
-    """Weights did not come whole from the trainer: a member of the transfer died or was closed. It may be tried
-    again."""
+    """Weights did not come whole from the trainer: a member of the transfer died or was closed.
+    It may be tried again."""
 
 
 class WeightSyncError(MetronomeError):

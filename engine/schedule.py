@@ -17,8 +17,8 @@ class Schedule:
     ahead: int = 0
     """So many batches beyond the step's own are in flight while it trains; also the largest staleness."""
     exact: bool = True
-    """Weights move only when every batch in flight is generated, so each batch has one version: max(0, step −
-    ahead)."""
+    """Weights move only when every batch in flight is generated, so each batch has one version:
+    max(0, step − ahead)."""
 
     @staticmethod
     def of(train: Train, partial: bool = False) -> Schedule:
@@ -57,6 +57,6 @@ class Schedule:
 
 
 def staleness(step: int, response: Response) -> int:
-    """Updates between the weights that sampled the response's oldest token and those that train it; 0 for an empty
-    one."""
+    """Updates between the weights that sampled the response's oldest token and those that train it;
+    0 for an empty one."""
     return step - min((version for _, version in response.versions), default=step)

@@ -122,8 +122,8 @@ class StepReport:
     pool_size: int
     """Instances that take prompts, or are being given weights, when the step ends."""
     reward_mean: float
-    """Over the trained responses: with algorithm.dynamic_sampling those of the kept groups alone (`reward_tried` is
-    over all)."""
+    """Over the trained responses: with algorithm.dynamic_sampling those of the kept groups
+    alone (`reward_tried` is over all)."""
     reward_std: float
     response_length_mean: float
     truncated: int
@@ -160,8 +160,8 @@ class StepReport:
     skipped_updates: int | None = None
     """In a row, by gradient control; left out without it."""
     prompts_used: int | None = None
-    """Prompts up to the last one that was kept, with algorithm.dynamic_sampling; left out without it, and by a
-    replay."""
+    """Prompts up to the last one that was kept, with algorithm.dynamic_sampling;
+    left out without it, and by a replay."""
     reward_tried: float | None = None
     """Mean over the responses to those prompts, kept or not."""
     continued: int = 0

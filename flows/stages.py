@@ -1,5 +1,5 @@
-"""Single stages of the pipeline as flows: prepare the data, try the conversion, hold rollout instances or ranks for a
-run."""
+"""Single stages of the pipeline as flows: prepare the data, try the conversion,
+hold rollout instances or ranks for a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which code a result comes from: what a cached one depends on beside a task's inputs, and what a policy's lineage
-names."""
+"""Which code a result comes from: what a cached one depends on beside a task's inputs,
+and what a policy's lineage names."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def code_hash(*packages: str) -> str:
 
 
 def code_version() -> str:
-    """The installed version, the git commit where there is one ("-dirty" if files differ from it), and the code's
-    hash."""
+    """The installed version, the git commit where there is one ("-dirty" if files differ from it),
+    and the code's hash."""
     commit = _commit(HOME)
     return " ".join([installed("metronome"), *([f"commit {commit}"] if commit else []), f"code {tree_hash(HOME)}"])
 
@@ -44,8 +44,8 @@ def tree_hash(home: Path) -> str:
 
 
 def _commit(home: Path) -> str:
-    """Of a folder that is itself a git checkout, "unknown" if git won't say; "" for an installed package or without
-    git."""
+    """Of a folder that is itself a git checkout, "unknown" if git won't say;
+    "" for an installed package or without git."""
     if not (home / ".git").exists() or shutil.which("git") is None:
         return ""
     command = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]

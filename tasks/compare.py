@@ -169,8 +169,8 @@ def _evaluations(
     run: Any,  # noqa: ANN401
     store: str,
 ) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """Rows of evaluations.jsonl and their tables from the artifacts; of a run that has not ended, rows from the
-    metrics."""
+    """Rows of evaluations.jsonl and their tables from the artifacts;
+    of a run that has not ended, rows from the metrics."""
     there = {item.path for item in client.list_artifacts(run.info.run_id)}
     if not {ROWS, EVALUATIONS} <= there:
         return _from_metrics(client, run), {}

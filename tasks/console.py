@@ -16,8 +16,8 @@ QUIET_S = 10.0
 
 
 def say(stage: str, text: str) -> None:
-    """Print one line, at once. Whoever reads us being gone (a Prefect worker that was killed) ends us as a crash
-    does."""
+    """Print one line, at once. Whoever reads us being gone
+    (a Prefect worker that was killed) ends us as a crash does."""
     try:
         print(f"{stage:<12} {text}", flush=True)
     except BrokenPipeError:

@@ -1,5 +1,5 @@
-"""How a flow run enters its run folder: for the first time, again after a crash, or to go on with a run by a person's
-wish."""
+"""How a flow run enters its run folder: for the first time, again after a crash,
+or to go on with a run by a person's wish."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tasks.input_checks import check_run_folder
 from tasks.tracking.retry import TrackingAway
 
 TAKEOVER_S = 600.0
-"""How long the attempt before may go on: a flow that was taken for dead may be alive on a node cut off from the
-server."""
+"""How long the attempt before may go on: a flow that was taken for dead may be alive
+on a node cut off from the server."""
 NAMES = ".flow-runs"
 """Folder in `run.output` with a file for each Prefect flow run: the run.name that it got."""
 
@@ -89,8 +89,8 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
 
 @contextmanager
 def crashed_without_tracking() -> Iterator[None]:
-    """A flow run of a deployment that MLflow is away from ends as crashed: that is what is resumed
-    (tasks.cluster.watchdog)."""
+    """A flow run of a deployment that MLflow is away from ends as crashed:
+    that is what is resumed (tasks.cluster.watchdog)."""
     try:
         yield
     except TrackingAway as error:

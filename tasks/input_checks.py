@@ -79,15 +79,15 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
 
 
 async def _try_reward(config: Config) -> None:
-    """Load the reward where it will run, in a worker: what it does when imported can neither end nor hang this
-    process."""
+    """Load the reward where it will run, in a worker:
+    what it does when imported can neither end nor hang this process."""
     async with VerifierPool(config.reward.function, start_timeout_s=config.rollout.timeout_s):
         pass
 
 
 def with_model_folder(config: Config) -> Config:
-    """The config with `model.path` an absolute folder. A quickstart model that is not cached is made, with a word on
-    it."""
+    """The config with `model.path` an absolute folder.
+    A quickstart model that is not cached is made, with a word on it."""
     if config.model.path == QUICKSTART:
         from engine.tools.quickstart_model.warmup import ensure_quickstart_model  # imports torch: seconds
 

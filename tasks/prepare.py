@@ -1,5 +1,5 @@
-"""Prepare data: read, clean, split and compare the problem sets, encode them for a model; say what was left out and
-why."""
+"""Prepare data: read, clean, split and compare the problem sets, encode them for a model;
+say what was left out and why."""
 
 from __future__ import annotations
 

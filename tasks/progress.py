@@ -28,8 +28,8 @@ END_S = 5.0
 
 
 class Progress:
-    """Takes the lines of steps.jsonl and keeps the artifacts `training` and `training-status` of the flow run up to
-    date."""
+    """Takes the lines of steps.jsonl and keeps the artifacts `training` and
+    `training-status` of the flow run up to date."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -77,8 +77,8 @@ class Progress:
 
 
 def page(config: Config, rows: list[Mapping[str, Any]]) -> str:
-    """A Markdown table: the newest of some lines of steps.jsonl, and the time left at the mean of their steps'
-    times."""
+    """A Markdown table: the newest of some lines of steps.jsonl,
+    and the time left at the mean of their steps' times."""
     row = rows[-1]
     done = rows[-1]["step"] + 1
     steps = config.train.steps

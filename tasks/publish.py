@@ -1,5 +1,5 @@
-"""Publish: the final policy put beside the final checkpoint in `checkpoint.path`, where the trainer has published
-it."""
+"""Publish: the final policy put beside the final checkpoint in `checkpoint.path`,
+where the trainer has published it."""
 
 from __future__ import annotations
 

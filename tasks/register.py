@@ -1,5 +1,5 @@
-"""Register: the trained policy as a version of a model in MLflow's registry, as champion if it is better than the
-present one."""
+"""Register: the trained policy as a version of a model in MLflow's registry,
+as champion if it is better than the present one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Train: the launcher, with its steps on the console, in MLflow and as Prefect artifacts; started again when it
-dies."""
+"""Train: the launcher, with its steps on the console, in MLflow and as Prefect artifacts;
+started again when it dies."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from torch import Tensor
 EPSILON = 1e-6
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rewards, tokens of the responses) of one prompt [G] or, with scope "batch", of the step's prompts [N, G] →
-advantages."""
+"""(rewards, tokens of the responses) of one prompt [G] or, with scope "batch",
+of the step's prompts [N, G] → advantages."""
 
 
 @dataclass(frozen=True)
 class Advantage:
-    """An advantage over one group, which can be trained as soon as it is complete, or over the whole batch, which
-    can't."""
+    """An advantage over one group, which can be trained as soon as it is complete, or over the whole batch,
+    which can't."""
 
     compute: Compute
     least: int = 2
@@ -30,8 +30,8 @@ class Advantage:
     """The step's gradient is divided by the share of groups with unequal rewards (a factor, applied at its end)."""
 
     def __call__(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Advantages, shaped as the rewards. Raises ValueError for groups that are too small, or a result that is not
-        finite."""
+        """Advantages, shaped as the rewards. Raises ValueError for groups that are too small,
+        or a result that is not finite."""
         if rewards.shape[-1] < self.least:
             raise ValueError(f"this advantage needs groups of at least {self.least} responses, got {rewards.shape[-1]}")
         found = self.compute(rewards, lengths)

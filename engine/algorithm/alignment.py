@@ -1,5 +1,5 @@
-"""What to do with a gradient that points where the last one did: Gradient Alignment Control (GAC) or another, pure
-arithmetic."""
+"""What to do with a gradient that points where the last one did:
+Gradient Alignment Control (GAC) or another, pure arithmetic."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Thresholds:
         return low, max(low, high)
 
     def regime(self, cosine: float) -> Regime:
-        """Safe if |c| ≤ c_low, skip above c_high, projection between (Algorithm 1). While measuring every cosine is
-        safe."""
+        """Safe if |c| ≤ c_low, skip above c_high, projection between (Algorithm 1).
+        While measuring every cosine is safe."""
         found = self.now()
         if found is None:
             self.seen.append(abs(cosine))
@@ -82,8 +82,8 @@ class Step:
 
 
 Control = Callable[[Step], float | None]
-"""→ what the gradient's part along the last one is multiplied by (1 leaves it, 0 takes it away), or None to skip the
-update."""
+"""→ what the gradient's part along the last one is multiplied by (1 leaves it, 0 takes it away),
+or None to skip the update."""
 
 CONTROLS: dict[str, Control] = {}
 """By the name in `algorithm.gradient_control`."""

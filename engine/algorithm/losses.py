@@ -49,11 +49,11 @@ class Terms:
     response: Tensor
     """int64: number of the token's response in the micro-batch."""
     responses: int
-    """R, those of the micro-batch: the same on all context-parallel ranks, also on one that holds no token of some of
-    them."""
+    """R, those of the micro-batch: the same on all context-parallel ranks,
+    also on one that holds no token of some of them."""
     whole: Callable[[Tensor], Tensor] = lambda sums: sums
-    """Sums over responses' tokens [R] on this rank → over all context-parallel ranks, without gradient. A collective of
-    these."""
+    """Sums over responses' tokens [R] on this rank → over all context-parallel ranks, without gradient.
+    A collective of these."""
     statistics: tuple[float, ...] = ()
     """What the loss's `statistics` found over the whole batch; () for a loss of group scope."""
     sampled: Tensor | None = None
@@ -75,8 +75,8 @@ class Coefficients:
     entropy: float
     kl_estimator: str = "k3"
     mismatch: str = "none"
-    """How the gains are corrected for tokens that the instance sampled with another probability ("truncate",
-    "mask")."""
+    """How the gains are corrected for tokens that the instance sampled with another
+    probability ("truncate", "mask")."""
     mismatch_limit: float = 2.0
     limits: BatchLossSettings = field(default_factory=BatchLossSettings)
     """Of the losses of batch scope."""
@@ -104,13 +104,13 @@ class PolicyLoss:
     gain: Gain
     aggregation: Aggregation = "response"
     statistics: Statistics | None = None
-    """Computed over the trained tokens of the step's whole batch before the first backward pass, and given to
-    `gain`."""
+    """Computed over the trained tokens of the step's whole batch before the first backward pass,
+    and given to `gain`."""
 
     @property
     def scope(self) -> Literal["group", "batch"]:
-        """ "batch" where statistics are over the step's batch: refused in `periodic`, where groups are trained as they
-        come."""
+        """ "batch" where statistics are over the step's batch:
+        refused in `periodic`, where groups are trained as they come."""
         return "batch" if self.statistics is not None else "group"
 
     def __call__(self, terms: Terms, coefficients: Coefficients) -> Loss:
@@ -166,22 +166,22 @@ def _between(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tupl
 
 @loss("grpo")
 def grpo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate of token ratios, mean over |o_i| (Periodic Asynchrony eq. 4–9, as implementations read
-    them)."""
+    """Clipped surrogate of token ratios, mean over |o_i|
+    (Periodic Asynchrony eq. 4–9, as implementations read them)."""
     return _clipped(terms.ratio, terms.advantages, coefficients)
 
 
 @loss("dapo", aggregation="token")
 def dapo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """The same surrogate, mean over all tokens of the step (DAPO, arXiv:2503.14476, eq. 8; clip-higher is ε_high >
-    ε_low)."""
+    """The same surrogate, mean over all tokens of the step
+    (DAPO, arXiv:2503.14476, eq. 8; clip-higher is ε_high > ε_low)."""
     return _clipped(terms.ratio, terms.advantages, coefficients)
 
 
 @loss("dr_grpo", aggregation="constant")
 def dr_grpo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """The same surrogate without the length bias: the sum over tokens by a constant (Dr. GRPO, arXiv:2503.20783,
-    §3.2)."""
+    """The same surrogate without the length bias: the sum over tokens by a constant
+    (Dr. GRPO, arXiv:2503.20783, §3.2)."""
     return _clipped(terms.ratio, terms.advantages, coefficients)
 
 
@@ -202,8 +202,8 @@ def gspo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
 
 @loss("cispo", aggregation="token")
 def cispo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """sg[clip(r, 1 − ε_low, 1 + ε_high)] · A · log π: every token keeps a gradient (MiniMax-M1, arXiv:2506.13585, eq.
-    4–5)."""
+    """sg[clip(r, 1 − ε_low, 1 + ε_high)] · A · log π:
+    every token keeps a gradient (MiniMax-M1, arXiv:2506.13585, eq. 4–5)."""
     ratio = terms.ratio.detach()
     bounded = ratio.clamp(1.0 - coefficients.clip_low, 1.0 + coefficients.clip_high)
     return bounded * terms.advantages * terms.logprobs, bounded != ratio

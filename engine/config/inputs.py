@@ -22,19 +22,19 @@ class Run(Table):
     """At most so many resumes in a row without a new checkpoint or a finished stage between them: a run that crashes at
     the same point again and again ends as failed. Three outlast a node that is being replaced."""
     dry: bool = False
-    """Check layout, memory per device and batch arithmetic, print them and stop. Needs no device, no weights and no
-    data."""
+    """Check layout, memory per device and batch arithmetic, print them and stop.
+    Needs no device, no weights and no data."""
 
 
 class Model(Table):
     """The base model."""
 
     path: str = "quickstart"
-    """A Hugging Face folder, or "quickstart": the tiny Qwen3 that Metronome warms up itself (cached under
-    `run.output`)."""
+    """A Hugging Face folder, or "quickstart": the tiny Qwen3 that Metronome warms up
+    itself (cached under `run.output`)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the rollout instances; bfloat16 needs rollout.engine = "vllm". On CPU fp32: bf16 moves log-probabilities by
-    0.15."""
+    """Of the rollout instances; bfloat16 needs rollout.engine = "vllm". On CPU fp32:
+    bf16 moves log-probabilities by 0.15."""
     start: Literal["base", "nightly", "latest", "champion"] = "base"
     """How the run began. Written into its config by the parameter `continue_from` of the deployments, not by people."""
     continued_from: str = ""
@@ -50,8 +50,8 @@ class Data(Table):
     heldout: str = "data/addition_heldout.jsonl"
     """Problems never trained on; what `evaluate.benchmark = ""` evaluates. Empty: `heldout_fraction` of `train`."""
     heldout_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of `train` to hold out, chosen by each problem's own text, so that it stays when rows come or go. For use
-    without a held-out file."""
+    """Share of `train` to hold out, chosen by each problem's own text, so that it stays when rows come or go.
+    For use without a held-out file."""
     decontaminate: list[str] = Field(default_factory=lambda: ["benchmark"])
     """Training problems that also stand in one of these sets are left out; "benchmark": those held out and evaluated;
     []: off."""
@@ -88,8 +88,8 @@ class Reward(Table):
     function: str = "exact"
     """"math", "exact", "file.py:function" or "package.module:function"."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds one call may take before its worker is killed and the response scores 0. math-verify needs
-    milliseconds."""
+    """Seconds one call may take before its worker is killed and the response scores 0.
+    math-verify needs milliseconds."""
     on_error: Literal["stop", "zero"] = "stop"
     """A reward that raises or returns the wrong number: stop the run after a checkpoint, or score 0 and count it."""
     workers: PositiveInt = 1

@@ -1,5 +1,5 @@
-"""docs/configuration.md, generated from the config tree: `python -m engine.config.reference >
-docs/configuration.md`."""
+"""docs/configuration.md, generated from the config tree:
+`python -m engine.config.reference > docs/configuration.md`."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ class Evaluate(Table):
     """Names (aime24, aime25, amc, math500, minerva, olympiadbench) or problem files, several separated by commas (or a
     list); the first decides on the champion. Empty: data.heldout."""
     folder: str = ""
-    """Where benchmarks given by name lie. Empty: beside data.train and data.heldout; what is not there comes from the
-    hub."""
+    """Where benchmarks given by name lie. Empty: beside data.train and data.heldout;
+    what is not there comes from the hub."""
     problems: int = Field(default=256, ge=0)
     """At most so many problems of each benchmark, the first of the file; 0 takes all."""
     samples: PositiveInt = 1
@@ -34,11 +34,11 @@ class Evaluate(Table):
     """Prompt and response tokens together, of instances started for an evaluation; 0 takes rollout.max_context.
     Instances of a running training keep theirs."""
     every: int = Field(default=0, ge=0)
-    """In modes "sync" and "periodic": evaluate in every so many steps, on instances that wait for the trainer; 0:
-    never."""
+    """In modes "sync" and "periodic": evaluate in every so many steps, on instances that wait for the trainer;
+    0: never."""
     max_wait_s: float = Field(default=300.0, ge=0)
-    """Seconds that training may wait for an evaluation in a step; one that takes longer is dropped and reported; 0:
-    none."""
+    """Seconds that training may wait for an evaluation in a step; one that takes longer is dropped and reported;
+    0: none."""
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
     """Of paired comparisons: `champion` moves when p is at most 1 - confidence."""
 
@@ -57,7 +57,7 @@ class Tracking(Table):
     """MLflow."""
 
     uri: str = ""
-    """MLflow tracking URI; empty: the environment's MLFLOW_TRACKING_URI, else sqlite in `run.output`, no server
-    needed."""
+    """MLflow tracking URI; empty: the environment's MLFLOW_TRACKING_URI,
+    else sqlite in `run.output`, no server needed."""
     experiment: str = "metronome"
     """MLflow experiment."""

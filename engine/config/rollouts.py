@@ -13,13 +13,13 @@ class Rollout(Table):
     """Sampling responses."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
-    """The embedded engine is a process in this environment, for CPU and small devices; vLLM runs in its own (`make
-    vllm`)."""
+    """The embedded engine is a process in this environment, for CPU and small devices;
+    vLLM runs in its own (`make vllm`)."""
     instances: int = Field(default=1, ge=0)
     """Rollout instances that the run starts itself; others may join (`metronome serve --join`). 0: all join."""
     joining: int = Field(default=0, ge=0)
-    """Instances that others start for the run on other nodes (docs/operations.md): `run.dry` counts them, nothing else
-    does."""
+    """Instances that others start for the run on other nodes (docs/operations.md):
+    `run.dry` counts them, nothing else does."""
     tensor: PositiveInt = 1
     """Devices that share one vLLM instance's model (its tensor parallelism)."""
     devices: list[int] = []
@@ -43,8 +43,8 @@ class Rollout(Table):
     stop: list[str] = []
     """Strings of one token each that end a response, beside the tokenizer's end of sequence."""
     deterministic: bool = False
-    """Fixed decode shapes: a response depends on prompt, seed and weights only. benchmarks/determinism.py prints the
-    cost."""
+    """Fixed decode shapes: a response depends on prompt, seed and weights only.
+    benchmarks/determinism.py prints the cost."""
     partial: bool = False
     """A response under way when new weights come is cut and continued under them, so long ones hold up no update; each
     token keeps its version. Only in modes that allow staleness (docs/modes.md)."""
@@ -53,21 +53,21 @@ class Rollout(Table):
     restarts: int = Field(default=2, ge=0)
     """How often an instance of the run that died is started again."""
     heartbeat_s: PositiveFloat = 5.0
-    """An instance that does not answer for so long is silent: what it holds is sent to others until it answers
-    again."""
+    """An instance that does not answer for so long is silent:
+    what it holds is sent to others until it answers again."""
     wait_s: PositiveFloat = 60.0
     """How long a run waits for an instance when none is left, before it stops with a checkpoint."""
     listen: str = "127.0.0.1:0"
-    """Address where instances join and /metrics is served; port 0 takes a free one. Off loopback METRONOME_TOKEN must
-    be set."""
+    """Address where instances join and /metrics is served; port 0 takes a free one.
+    Off loopback METRONOME_TOKEN must be set."""
 
 
 class Weights(Table):
     """Weight sync from trainer to instances."""
 
     transport: Literal["file", "gloo", "nccl", "hccl"] = "file"
-    """"file": safetensors in shared memory or a shared folder; "gloo" (CPU), "nccl" (CUDA), "hccl" (NPU): over the
-    network."""
+    """"file": safetensors in shared memory or a shared folder; "gloo" (CPU), "nccl" (CUDA), "hccl" (NPU):
+    over the network."""
     staged: bool = False
     """Send to the instances' host memory in the background and swap at the boundary (AsyncFlow §4.2.3)."""
     bucket_mb: PositiveInt = 256

@@ -113,8 +113,8 @@ def _drain(config: Tree) -> None:
 BATCH_SCOPE = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantages whose statistics are over the whole batch."""
 BATCH_SCOPE_LOSSES = ("m2po", "bapo")
-"""Losses whose statistics are over the whole batch. The trainer holds its windows for them, so they are exact
-off-policy too."""
+"""Losses whose statistics are over the whole batch.
+The trainer holds its windows for them, so they are exact off-policy too."""
 
 
 def _scope(config: Tree) -> None:

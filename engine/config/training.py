@@ -32,22 +32,22 @@ class Train(Table):
     max_staleness: PositiveInt = 1
     """Updates that responses may be behind, in mode "bounded"."""
     exact_lag: bool = False
-    """In mode "bounded": weights wait until all batches in flight are generated, so batch t has version t −
-    max_staleness."""
+    """In mode "bounded": weights wait until all batches in flight are generated,
+    so batch t has version t − max_staleness."""
     steps: PositiveInt = 60
     """Updates, hence also the final weight version."""
     prompts_per_step: PositiveInt = 32
     """Prompts per step (B, the papers' N)."""
     consume: Literal["arrival", "prompt_order"] = "arrival"
-    """Order of training: arrival is fastest, prompt_order makes a run a function of its seed (with
-    rollout.deterministic)."""
+    """Order of training: arrival is fastest, prompt_order makes a run a function of its
+    seed (with rollout.deterministic)."""
     record: bool = False
     """Store every group and the order of training in `record.msgpack`, for `--replay`."""
     devices: list[int] = []
     """CPU: cores of the trainer; empty leaves placing to the system."""
     micro_batch_tokens: PositiveInt = 4096
-    """Token budget of a forward: groups that are there are packed up to it, one above it is split (its prompt computed
-    again)."""
+    """Token budget of a forward: groups that are there are packed up to it,
+    one above it is split (its prompt computed again)."""
     learning_rate: PositiveFloat = 1e-6
     """Peak of the schedule. 1e-6 is what the papers use for full models; tiny ones want 3e-4."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -65,13 +65,13 @@ class Train(Table):
     recompute: bool = False
     """Forget each layer's activations and compute them again in the backward pass: less memory, a third more time."""
     offload: bool = False
-    """Keep old policy and reference in host memory; they take turns in one model on the device, copied there for each
-    window."""
+    """Keep old policy and reference in host memory; they take turns in one model on the device,
+    copied there for each window."""
     distributed_optimizer: bool = False
     """Share the optimizer's state among the data-parallel replicas (ZeRO stage 1)."""
     score_early: bool = False
-    """Compute old and reference log-probabilities as soon as a response lands while the trainer would otherwise
-    wait."""
+    """Compute old and reference log-probabilities as soon as a response lands while
+    the trainer would otherwise wait."""
     ratio_gap_limit: float = Field(default=1e-3, ge=0)
     """A step whose max_ratio_gap exceeds it fails the run (weights of trainer and instance differ). 0 only reports."""
     timeout_s: PositiveFloat = 600.0
@@ -87,14 +87,14 @@ class Algorithm(Table):
         ]
         | Own
     ) = "grpo"
-    """docs/algorithms.md has the formulas; the last two are over the whole batch (mode "sync"). Or
-    "file.py:function"."""
+    """docs/algorithms.md has the formulas; the last two are over the whole batch (mode "sync").
+    Or "file.py:function"."""
     loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "m2po", "bapo"] | Own = "grpo"
     """Surrogate and aggregation (docs/algorithms.md); grpo: mean over a response, then over all. The last two take
     statistics over the whole batch (every mode but "periodic"). Or "file.py:function"."""
     old_policy: Literal["behavior", "previous", "rollout"] = "behavior"
-    """Denominator of the ratio: the policy's own detached values, the weights before the last update, or the
-    engine's."""
+    """Denominator of the ratio: the policy's own detached values, the weights before the last update,
+    or the engine's."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """Ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
@@ -102,8 +102,8 @@ class Algorithm(Table):
     m2_threshold: PositiveFloat = 0.04
     """Loss m2po: largest mean of (log ratio)² over the tokens that are not masked. 0.04 is the paper's."""
     bapo_share: float = Field(default=0.5, gt=0, lt=1)
-    """Loss bapo: the share of the surrogate that tokens with A > 0 are to bring. 0.5 is the paper's (its authors'
-    release)."""
+    """Loss bapo: the share of the surrogate that tokens with A > 0 are to bring.
+    0.5 is the paper's (its authors' release)."""
     bapo_low: tuple[Beta, Beta] = (0.6, 0.9)
     """Loss bapo: where the lower bound of the ratio starts, and how far it may rise; as the paper's authors have it."""
     bapo_high: tuple[PositiveFloat, PositiveFloat] = (1.2, 3.0)
@@ -115,28 +115,28 @@ class Algorithm(Table):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     dynamic_sampling: bool = False
-    """Train only groups with different scores: the first train.prompts_per_step of them in prompt order (DAPO,
-    §3.2)."""
+    """Train only groups with different scores: the first train.prompts_per_step of
+    them in prompt order (DAPO, §3.2)."""
     dynamic_sampling_batches: PositiveInt = 10
-    """So many times train.prompts_per_step prompts may a step use with dynamic_sampling, then the run stops (10 as in
-    verl)."""
+    """So many times train.prompts_per_step prompts may a step use with dynamic_sampling,
+    then the run stops (10 as in verl)."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """Responses ending so many tokens before rollout.max_new_tokens lose reward, up to overlong_penalty at the limit
-    (DAPO)."""
+    """Responses ending so many tokens before rollout.max_new_tokens lose reward,
+    up to overlong_penalty at the limit (DAPO)."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """What a response at the limit loses."""
     gradient_control: Literal["none", "measure", "gac"] | Own = "none"
     """The cosine of consecutive gradients: "measure" reports it (one gradient copy), "gac" bounds it (GAC, Algorithm
     1). Or "file.py:function"."""
     gac_low: Threshold = 0.05
-    """Cosine up to which an update is made as it is, and to which GAC turns those above; "auto": from the run's first
-    steps (on-policy modes)."""
+    """Cosine up to which an update is made as it is, and to which GAC turns those above; "auto":
+    from the run's first steps (on-policy modes)."""
     gac_high: Threshold = 0.3
-    """Cosine above which GAC skips the update. Both defaults are unconfirmed: the paper's values are not in our copy of
-    it."""
+    """Cosine above which GAC skips the update. Both defaults are unconfirmed:
+    the paper's values are not in our copy of it."""
     mask_truncated: bool = False
-    """Do not train responses that the length limit cut (they count in the denominator and in the group's
-    statistics)."""
+    """Do not train responses that the length limit cut
+    (they count in the denominator and in the group's statistics)."""
     mismatch: Literal["none", "truncate", "mask"] = "none"
     """Weigh tokens by π_trainer / π_rollout, both under the weights that sampled: "truncate" bounds it by
     mismatch_limit, "mask" drops tokens outside of it. Refused with old_policy = "rollout" and where those weights are
@@ -164,14 +164,14 @@ class Parallel(Table):
     data: PositiveInt = 1
     """Replicas; each takes groups from the one queue as it becomes free."""
     expert: PositiveInt = 1
-    """Ranks, among tensor x context x data, that share the experts of a mixture-of-experts model (each holds whole
-    ones)."""
+    """Ranks, among tensor x context x data, that share the experts of a
+    mixture-of-experts model (each holds whole ones)."""
     nodes: PositiveInt = 1
-    """Machines that the ranks are shared among, the same number on each; they share the run folder
-    (docs/operations.md)."""
+    """Machines that the ranks are shared among, the same number on each;
+    they share the run folder (docs/operations.md)."""
     rendezvous: str = ""
-    """With several nodes: host:port on the launcher's node, where they meet. The next port carries the control
-    channel."""
+    """With several nodes: host:port on the launcher's node, where they meet.
+    The next port carries the control channel."""
     sequence: bool = False
     """Also share the norms' work and activations among the tensor ranks; off by default, it is slower on CPU."""
 
@@ -233,8 +233,8 @@ class Platform(Table):
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """"auto": an NPU if there is one, else a CUDA device, else the CPU."""
     devices: int = Field(default=0, ge=0)
-    """Accelerators that the whole run may use, training and rollouts together; `run.dry` refuses more. 0 leaves it
-    open."""
+    """Accelerators that the whole run may use, training and rollouts together; `run.dry` refuses more.
+    0 leaves it open."""
     devices_per_node: PositiveInt = 8
     """Accelerators of a node, for `run.dry` and to share instances among the rollout pool's nodes: 8 is usual."""
     memory_gib: PositiveFloat = 64.0

@@ -16,8 +16,8 @@ WINDOW_PER_STAGE = 4
 
 
 class Tree(Table):
-    """All tables. Their values are checked each by itself; `engine.config.Config` also checks what they demand of each
-    other."""
+    """All tables. Their values are checked each by itself;
+    `engine.config.Config` also checks what they demand of each other."""
 
     run: Run = Run()
     model: Model = Model()
@@ -41,8 +41,8 @@ class Tree(Table):
 
     @property
     def window_tokens(self) -> int:
-        """Token budget of a window. A pipeline idles for its depth in each window, so it may take several
-        micro-batches."""
+        """Token budget of a window. A pipeline idles for its depth in each window,
+        so it may take several micro-batches."""
         pipeline = self.parallel.pipeline
         deep = self.parallel.pipeline > 1
         return self.train.micro_batch_tokens * self.parallel.lockstep * (WINDOW_PER_STAGE * pipeline if deep else 1)

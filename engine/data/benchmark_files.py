@@ -1,5 +1,5 @@
-"""Benchmarks by name or file: where their files are looked for, which columns they have, and the form they are brought
-to."""
+"""Benchmarks by name or file: where their files are looked for, which columns they have,
+and the form they are brought to."""
 
 from __future__ import annotations
 

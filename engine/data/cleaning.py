@@ -1,5 +1,5 @@
-"""Cleaning a problem set: duplicates, and for the math verifier answers that no rule can check or that contradict
-another."""
+"""Cleaning a problem set: duplicates, and for the math verifier answers that no rule can
+check or that contradict another."""
 
 from __future__ import annotations
 

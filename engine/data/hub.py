@@ -11,8 +11,8 @@ from engine.errors import BadInput
 
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>[\w.-]+))?")
 REACH_S = 10.0
-"""How long the hub may take to say that it knows a dataset; without a network `datasets` itself tries for half a
-minute."""
+"""How long the hub may take to say that it knows a dataset;
+without a network `datasets` itself tries for half a minute."""
 
 
 def is_hub_id(path: str) -> bool:

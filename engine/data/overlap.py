@@ -18,8 +18,8 @@ from engine.data.problems import Row
 RUN = 13
 """Words in a row."""
 PHRASE = 20
-"""Distinct evaluation problems with the same run beyond which it is a phrase of their template and points to none of
-them."""
+"""Distinct evaluation problems with the same run beyond which it is a phrase of their
+template and points to none of them."""
 SHARE = 0.6
 """Of the shorter problem's words, in order."""
 _WORD = re.compile(r"[a-z]+|\d+(?:\.\d+)?|[+\-*/=<>^]|[^\W\d_]")
@@ -70,8 +70,8 @@ class Index:
 
 
 def words(problem: str) -> list[str]:
-    """Lower-case words, numbers (10,000 as 10000) and operators; LaTeX commands are words, layout and Asymptote are
-    left out."""
+    """Lower-case words, numbers (10,000 as 10000) and operators;
+    LaTeX commands are words, layout and Asymptote are left out."""
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), _DRAWING.sub(" ", problem).lower())
     text = _SHORT_FRACTION.sub(r" frac \1 \2", text)
     found = _WORD.findall(text)

@@ -66,8 +66,8 @@ def heldout_problems(config: Config) -> Problems:
 
 
 def version(problems: Problems) -> str:
-    """SHA-256 (hex) over problem and answer of each row, in order: the same rows give the same, whatever file they came
-    from."""
+    """SHA-256 (hex) over problem and answer of each row, in order:
+    the same rows give the same, whatever file they came from."""
     ids = (prompt_id(row.problem, row.answer) for row in problems.rows)
     return hashlib.sha256("\n".join(ids).encode()).hexdigest()
 

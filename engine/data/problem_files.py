@@ -47,8 +47,8 @@ def read_files(path: str) -> list[File]:
 
 
 def parse(file: File) -> list[tuple[str, dict[str, Any]]]:
-    """(where, columns) for each row, `where` as "row 3" or "line 3", counted from 1. Raises BadInput naming file and
-    line."""
+    """(where, columns) for each row, `where` as "row 3" or "line 3", counted from 1.
+    Raises BadInput naming file and line."""
     if file.name.endswith(".parquet"):
         rows: list[tuple[str, Any]] = _numbered(_parquet(file))
     else:

@@ -52,8 +52,8 @@ class EncodedBenchmark:
 
 
 def with_evaluation_context(config: Config) -> Config:
-    """The config for instances that are started for an evaluation: `evaluate.max_context`, if given, is their
-    context."""
+    """The config for instances that are started for an evaluation:
+    `evaluate.max_context`, if given, is their context."""
     if not config.evaluate.max_context:
         return config
     rollout = config.rollout.model_copy(update={"max_context": config.evaluate.max_context})

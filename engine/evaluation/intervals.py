@@ -43,8 +43,8 @@ def pass_at(samples: int, correct: int, k: int) -> float:
 
 
 def pass_curve(values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}: means over problems; pass@1 of right and wrong answers is
-    avg@k."""
+    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}: means over problems;
+    pass@1 of right and wrong answers is avg@k."""
     samples = min(len(row) for row in values)
     ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
     return {str(k): statistics.fmean(pass_at(len(row), right(row), k) for row in values) for k in ks}

@@ -14,8 +14,8 @@ from engine.errors import BadInput
 from engine.evaluation.intervals import CONFIDENCE, t_interval
 
 FLIPS = 50_000
-"""Random sign flips where the exact distribution can't be counted; the p-value's error is then at most 0.0045 (95
-%)."""
+"""Random sign flips where the exact distribution can't be counted;
+the p-value's error is then at most 0.0045 (95 %)."""
 CHUNK = 1_000
 """Flips at a time: bounds memory."""
 
@@ -49,8 +49,8 @@ class Paired:
 def compare(
     ours: Mapping[str, float], theirs: Mapping[str, float], samples: int = 1, confidence: float = CONFIDENCE
 ) -> Paired:
-    """Compare per-problem means (prompt id → mean of `samples` scores). Raises BadInput unless both have the same
-    problems."""
+    """Compare per-problem means (prompt id → mean of `samples` scores).
+    Raises BadInput unless both have the same problems."""
     if ours.keys() != theirs.keys() or not ours:
         raise BadInput(
             f"a paired comparison needs the same problems: {len(ours.keys() & theirs.keys())} are in both, "

@@ -1,5 +1,5 @@
-"""From an evaluation's scored groups to its results: vote, compute, compare with the base, say how sure the figures
-are."""
+"""From an evaluation's scored groups to its results:
+vote, compute, compare with the base, say how sure the figures are."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ async def record(
 
 
 def against(row: Mapping[str, Any], base: Mapping[str, Any], folder: Path, confidence: float) -> dict[str, Any]:
-    """The paired comparison of two rows of evaluations.jsonl whose tables lie in the folder, with what it is
-    against."""
+    """The paired comparison of two rows of evaluations.jsonl whose tables lie in the folder,
+    with what it is against."""
     ours, theirs = (tables.means(folder / one["table"]) for one in (row, base))
     found = paired.compare(ours, theirs, row["samples"], confidence)
     return {"weight_version": base["weight_version"], "model": base["model"], **found.as_dict()}

@@ -114,8 +114,8 @@ def means(table: Path) -> dict[str, float]:
 
 
 def baseline(folder: RunFolder, row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The first evaluation in the run folder that the row can be compared with, of another model or version; else
-    None."""
+    """The first evaluation in the run folder that the row can be compared with, of another model or version;
+    else None."""
     for earlier in read_lines(folder.evaluations):
         same = "protocol" in earlier and not differing(earlier["protocol"], row["protocol"])
         other = (earlier["weight_version"], earlier.get("model")) != (row["weight_version"], row["model"])

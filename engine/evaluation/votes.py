@@ -54,8 +54,8 @@ READ: dict[str, Callable[[str], str | None]] = {"math": _boxed, "exact": _marked
 
 
 async def majorities(groups: Sequence[Group], reward: str, verifier: Scorer) -> list[Majority] | None:
-    """The vote of each group, or None for a reward whose answers can't be read. `verifier` tells which answers are
-    equal."""
+    """The vote of each group, or None for a reward whose answers can't be read.
+    `verifier` tells which answers are equal."""
     if reward not in READ:
         return None
     return list(await asyncio.gather(*(_majority(group, reward, verifier) for group in groups)))
@@ -79,8 +79,8 @@ async def _majority(group: Group, reward: str, verifier: Scorer) -> Majority:
 
 
 async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: Scorer) -> _Answer | None:
-    """The answer that this vote is for: right ones are one answer; wrong ones are equal by text, else by the
-    verifier."""
+    """The answer that this vote is for: right ones are one answer;
+    wrong ones are equal by text, else by the verifier."""
     alike = [answer for answer in answers if answer.right == is_right]
     if is_right:
         return alike[0] if alike else None

@@ -1,5 +1,5 @@
-"""`metronome serve`: one instance in the foreground; with --join it joins a run under way, and leaves it in good
-order."""
+"""`metronome serve`: one instance in the foreground;
+with --join it joins a run under way, and leaves it in good order."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ class _LauncherClient:
         await self._session.close()
 
     async def stay(self, child: Child, asked: asyncio.Event) -> None:
-        """Say every rollout.heartbeat_s that it is there, which makes a launcher that does not know it take it in; then
-        leave."""
+        """Say every rollout.heartbeat_s that it is there, which makes a launcher that does not know it take it in;
+        then leave."""
         try:
             while not asked.is_set():
                 child.check()

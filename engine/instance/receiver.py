@@ -112,8 +112,8 @@ class Receiver:
         return lambda: _verified(specs, tensors, checksums)
 
     def stage(self, update_info: dict[str, Any]) -> None:
-        """Receive a bucket in the background, into host memory of its own; `receive` of "staged" gives it, or its
-        error."""
+        """Receive a bucket in the background, into host memory of its own;
+        `receive` of "staged" gives it, or its error."""
         version = _version(update_info)
         self._check(update_info)
         if self._staged is None or self._staged.version != version:
@@ -185,8 +185,8 @@ class Receiver:
     def _bucket(
         self, update_info: dict[str, Any], buffer: Tensor, file: BucketFile | BadInput | None
     ) -> tuple[list[Named], Tensor]:
-        """A bucket's verified tensors in host memory, and the buffer that holds them: the given one if it is large
-        enough."""
+        """A bucket's verified tensors in host memory, and the buffer that holds them:
+        the given one if it is large enough."""
         specs, tensors, checksums, room = self._bytes(update_info, buffer, file)
         found = _verified(specs, tensors, checksums)
         if room.device == HOST:

@@ -59,8 +59,8 @@ class Batch:
         return self.queue.arrived == self.queue.expected
 
     def put(self, group: Group, config: Config) -> None:
-        """Into the queue; where advantages depend on the whole batch only once all of it is there, with the batch's
-        scores."""
+        """Into the queue; where advantages depend on the whole batch only once all of it is there,
+        with the batch's scores."""
         if config.algorithm.advantage not in BATCH_SCOPE:
             self.queue.put(group)
             return

@@ -12,13 +12,13 @@ from engine.model.shape import ModelShape, read_shape
 from engine.run.vllm_command import check_cores, device_of, interpreter, visible_devices
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""What the embedded engine can run: `engine.instance.embedded.rollout_model.SUPPORTED`, which takes seconds to import,
-by architecture."""
+"""What the embedded engine can run: `engine.instance.embedded.rollout_model.SUPPORTED`,
+which takes seconds to import, by architecture."""
 
 
 def check_rollouts(config: Config) -> ModelShape:
-    """The shape of the model in `model.path`, a Hugging Face folder. Raises BadInput unless instances can sample from
-    it."""
+    """The shape of the model in `model.path`, a Hugging Face folder.
+    Raises BadInput unless instances can sample from it."""
     folder = Path(config.model.path).expanduser()
     shape = read_shape(folder)
     if config.rollout.engine == "embedded" and shape.architecture not in EMBEDDED:
@@ -36,8 +36,8 @@ def check_rollouts(config: Config) -> ModelShape:
 
 
 def check_training(config: Config) -> None:
-    """Raise BadInput unless the model can be sampled from, trained in the layout of `parallel`, and a user's functions
-    work."""
+    """Raise BadInput unless the model can be sampled from, trained in the layout of `parallel`,
+    and a user's functions work."""
     check_layout(check_rollouts(config), config.parallel)
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):
@@ -47,8 +47,8 @@ def check_training(config: Config) -> None:
 
 
 def check_instances(config: Config) -> None:
-    """Raise BadInput unless this machine has what the run's instances need: vLLM's environment, devices without trainer
-    ranks."""
+    """Raise BadInput unless this machine has what the run's instances need:
+    vLLM's environment, devices without trainer ranks."""
     if config.rollout.engine != "vllm" or not config.rollout.instances:
         return
     device = device_of(interpreter(), config.platform.device)

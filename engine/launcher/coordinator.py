@@ -38,8 +38,8 @@ class Coordinator:
         loader: PromptLoader | None = None,
         service: RolloutService | None = None,
     ) -> None:
-        """Without loader and service (a replay) only ready, heartbeat, replay_progress, report and failed are
-        answered."""
+        """Without loader and service (a replay) only ready, heartbeat, replay_progress,
+        report and failed are answered."""
         self.config = config
         self.folder = folder
         self.trace = trace
@@ -105,8 +105,8 @@ class Coordinator:
         await self._run_state.fail(error)
 
     async def check(self) -> None:
-        """Stop the run when the pool gave up or the trainer is silent; raise what is a mistake of ours in the
-        producer."""
+        """Stop the run when the pool gave up or the trainer is silent;
+        raise what is a mistake of ours in the producer."""
         for step, batch in list(self._batches.items()):
             if batch.task is not None and batch.task.done():
                 batch.task.result()
@@ -131,8 +131,8 @@ class Coordinator:
             )
 
     def _longest_silence(self) -> tuple[float, str]:
-        """In seconds, and the keys that set it. Until it is ready the trainer loads models, which instances get time
-        for too."""
+        """In seconds, and the keys that set it. Until it is ready the trainer loads models,
+        which instances get time for too."""
         limit = self.config.train.timeout_s
         if self._is_ready:
             return limit, "train.timeout_s"
@@ -156,8 +156,8 @@ class Coordinator:
         return DrainEvaluation(self.config, self.folder, self.service, self._run_state.notify)
 
     async def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The trainer has loaded its models and goes on from a step; the reply names the prompts that it is trained
-        on."""
+        """The trainer has loaded its models and goes on from a step;
+        the reply names the prompts that it is trained on."""
         self._is_ready = True
         if self._generator is not None:
             self._generator.resume_at(request["start"], request.get("prompt_position"), request.get("prompts"))
@@ -237,8 +237,8 @@ class Coordinator:
         return {}
 
     async def _report(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Complete the trainer's figures and append them to steps.jsonl; the reply says where the next step's prompts
-        begin."""
+        """Complete the trainer's figures and append them to steps.jsonl;
+        the reply says where the next step's prompts begin."""
         figures = request["figures"]
         step = request["step"]
         batch = self._batches.pop(step, None)

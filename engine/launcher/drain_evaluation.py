@@ -76,8 +76,8 @@ class _Evaluation:
 
 
 class DrainEvaluation:
-    """Evaluates in every `evaluate.every`th step but the last, whose weights are gone before anything could be done
-    with them."""
+    """Evaluates in every `evaluate.every`th step but the last,
+    whose weights are gone before anything could be done with them."""
 
     def __init__(self, config: Config, folder: RunFolder, service: RolloutService, notify: Notify) -> None:
         self._config = config

@@ -40,15 +40,15 @@ from engine.wire.control_server import ControlServer
 from engine.wire.invitation import INVITATION, control_address, invite
 
 STOP_S = 60.0
-"""How long a trainer that was told to stop may take for its checkpoint; at most `train.timeout_s`, the longest of its
-waits."""
+"""How long a trainer that was told to stop may take for its checkpoint;
+at most `train.timeout_s`, the longest of its waits."""
 
 STOP_BY_SIGNAL_S = 5.0
 """The same when a signal ended the run: who cancels a run waits for its end."""
 
 TAKEOVER_S = 30.0
-"""How long the launcher of a killed attempt may still hold the run folder: its lifeline ends it within a second or
-two."""
+"""How long the launcher of a killed attempt may still hold the run folder:
+its lifeline ends it within a second or two."""
 
 END_S = 5.0
 """What the agent may take to end the ranks, by force if need be (engine.trainer.agent), before it is killed itself."""
@@ -91,8 +91,8 @@ class _Launcher:
         self._coordinator: Coordinator | None = None
 
     async def run(self) -> None:
-        """Bring everything up (all processes at once, each takes seconds), wait for the trainer, bring everything
-        down."""
+        """Bring everything up (all processes at once, each takes seconds), wait for the trainer,
+        bring everything down."""
         self._stop_on_signals()
         if self.replay is not None:
             await self._watched(Coordinator(self.config, self.folder, self.trace), self._start_trainer())

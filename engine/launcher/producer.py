@@ -186,8 +186,8 @@ class Producer:
         await put(Group(step=step, index=index, prompt=prompt, responses=responses, scores=tuple(scores)))
 
     async def _round(self, work: _Work, missing: list[int]) -> None:
-        """Send what is missing to one instance, another one than the last if there is one; a trial gets one request
-        only."""
+        """Send what is missing to one instance, another one than the last if there is one;
+        a trial gets one request only."""
         asked = time.monotonic()
         async with self._pool.borrow(work.failed_on, bool(work.so_far), self._oldest(work.step)) as place:
             if work.refused is not None:
@@ -213,8 +213,8 @@ class Producer:
         return Schedule.of(config.train, config.rollout.partial).accepted(step).start
 
     async def _respond(self, work: _Work, number: int, instance: Instance) -> None:
-        """One response, or a note that the instance failed on it. A per-response verdict starts at once, and holds up
-        nothing."""
+        """One response, or a note that the instance failed on it.
+        A per-response verdict starts at once, and holds up nothing."""
         started = time.time()
         prompt = work.prompt
         try:

@@ -56,8 +56,8 @@ class SegmentAttention(torch.nn.Module):
 
     @classmethod
     def backend(cls, name: str) -> Callable[..., SegmentAttention]:
-        """The module with the kernel of that name, as Megatron's layer specification takes it. Raises BadInput if
-        unknown."""
+        """The module with the kernel of that name, as Megatron's layer specification takes it.
+        Raises BadInput if unknown."""
         if name not in KERNELS:
             raise BadInput(f'attention backend "{name}" is unknown, expected one of {", ".join(sorted(KERNELS))}')
         return partial(cls, kernel=name)
@@ -82,8 +82,8 @@ class SegmentAttention(torch.nn.Module):
 
 
 def whole_row(key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Keys and values [S, ...] of all context-parallel ranks in the order of the row [row_size, ...]; one
-    collective."""
+    """Keys and values [S, ...] of all context-parallel ranks in the order of the row [row_size, ...];
+    one collective."""
     ranks = parallel_state.get_context_parallel_world_size() or 1  # 0 without a process group
     if layout.shards != ranks:
         raise ValueError(f"the layout is spread over {layout.shards} ranks, the context-parallel group has {ranks}")

@@ -146,8 +146,8 @@ def logits(model: torch.nn.Module, layout: Layout) -> Tensor:
 
 
 def row_multiple(computation: Computation) -> int:
-    """What a row's length must be a multiple of in the present layout: sequence and context parallelism cut it
-    evenly."""
+    """What a row's length must be a multiple of in the present layout:
+    sequence and context parallelism cut it evenly."""
     context = parallel_state.get_context_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size() if computation.sequence else 1
     return tensor * (2 * context if context > 1 else 1)

@@ -126,8 +126,8 @@ class Layout:
         )
 
     def shard(self, rank: int, size: int) -> Layout:
-        """What context-parallel rank `rank` of `size` computes (see above). S must be a multiple of 2·size
-        (`aligned`)."""
+        """What context-parallel rank `rank` of `size` computes (see above).
+        S must be a multiple of 2·size (`aligned`)."""
         if size == 1:
             return self
         if self.shards > 1 or self.size % (2 * size):
@@ -173,8 +173,8 @@ class Layout:
 
     @cached_property
     def membership(self) -> tuple[Tensor, Tensor]:
-        """Of each token of the whole row: its segment's number, and 0 in a prompt or k in the k-th response; [row_size]
-        each."""
+        """Of each token of the whole row: its segment's number, and 0 in a prompt or k in the k-th response;
+        [row_size] each."""
         segment = []
         part = []
         for number, span in enumerate(self.segments):
@@ -185,8 +185,8 @@ class Layout:
 
     @cached_property
     def mask(self) -> Tensor:
-        """[S, row_size] bool, True = may see: causal, inside the segment, own response and the prompt only (Figure
-        2)."""
+        """[S, row_size] bool, True = may see: causal, inside the segment,
+        own response and the prompt only (Figure 2)."""
         return self.visible(self.rows, torch.arange(self.row_size, device=self.rows.device))
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:

@@ -24,16 +24,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LARGE = 1 << 22
-"""Multiplications from which oneDNN is worth its setting up, about 0.6 ms at the first product of some sizes
-(measured)."""
+"""Multiplications from which oneDNN is worth its setting up,
+about 0.6 ms at the first product of some sizes (measured)."""
 BLOCK = 128
 """oneDNN gets a multiple of so many tokens, torch the rest: each of its sizes keeps about 0.7 MiB for ever (measured),
 and there are as many lengths as micro-batches."""
 
 
 def put_in(model: torch.nn.Module) -> None:
-    """Let the model's linear layers multiply by `linear`: they leave the product to a method that is meant to be
-    replaced."""
+    """Let the model's linear layers multiply by `linear`:
+    they leave the product to a method that is meant to be replaced."""
     if not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():

@@ -120,8 +120,8 @@ class _TokenLogprobs(torch.autograd.Function):
         of_chosen: Tensor | None,
         of_entropy: Tensor | None,
     ) -> tuple[Tensor | None, None, None, None]:
-        """With p the probabilities: ∂ log p_target / ∂z = 1_target − p, ∂H / ∂z = −p (log p + H), z = logits /
-        temperature."""
+        """With p the probabilities: ∂ log p_target / ∂z = 1_target − p, ∂H / ∂z = −p (log p + H),
+        z = logits / temperature."""
         if of_chosen is None and of_entropy is None:
             return None, None, None, None
         logits, targets, *saved = ctx.saved_tensors
@@ -142,8 +142,8 @@ class _TokenLogprobs(torch.autograd.Function):
 def _gradient(
     logits: Tensor, targets: Tensor, job: Job, found: Statistics, of_chosen: Tensor, of_entropy: Tensor | None
 ) -> Tensor:
-    """[T, V/tensor] of the logits, from the [T] gradients of the two results, both already divided by the
-    temperature."""
+    """[T, V/tensor] of the logits, from the [T] gradients of the two results,
+    both already divided by the temperature."""
     grad = torch.empty_like(logits)
     columns = grad[:, : job.part.size]
     grad[:, job.part.size :] = 0.0
@@ -172,8 +172,8 @@ def _gradient(
 def _at_targets(
     grad: Tensor, targets: Tensor, part: Slice, found: Statistics, of_chosen: Tensor, of_entropy: Tensor | None
 ) -> None:
-    """Put in the gradient at the target, where 1 − p is a small difference: from log p, before rounding to grad's
-    type."""
+    """Put in the gradient at the target, where 1 − p is a small difference:
+    from log p, before rounding to grad's type."""
     value = of_chosen * -found.chosen.expm1()
     if of_entropy is not None:
         value -= of_entropy * found.chosen.exp() * (found.chosen + found.entropy)
@@ -224,8 +224,8 @@ def _statistics(logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> Sta
 
 
 def _own_slice(logits: Tensor, top: Tensor, job: Job, entropy: bool) -> tuple[Tensor, Tensor]:
-    """[T] `rest` and [T] entropy of this slice alone, [T, size], with its maximum; the entropy is left 0 when not
-    wanted."""
+    """[T] `rest` and [T] entropy of this slice alone, [T, size], with its maximum;
+    the entropy is left 0 when not wanted."""
     most = torch.empty_like(top)
     expected = torch.zeros_like(top)
     scaled = _Scaled(logits, job, top.dtype)
@@ -250,8 +250,8 @@ def _chosen(logits: Tensor, targets: Tensor, top: Tensor, job: Job) -> Tensor:
 
 
 def _combine(logs: Tensor, surprise: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """From slices to the whole. `logs` [T] = log Z_r, H_r a slice's entropy: Z = Σ Z_r, H = Σ (Z_r/Z) (H_r −
-    log(Z_r/Z))."""
+    """From slices to the whole. `logs` [T] = log Z_r, H_r a slice's entropy:
+    Z = Σ Z_r, H = Σ (Z_r/Z) (H_r − log(Z_r/Z))."""
     logs = logs.clamp(min=-1000.0)  # not −inf: its product with a probability of 0 must be 0
     total = logs.exp()
     sums = torch.stack([total, total * (surprise - logs), chosen])

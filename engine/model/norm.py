@@ -30,8 +30,8 @@ class RMSNorm(torch.nn.Module):
 
 
 class _Normalise(torch.autograd.Function):
-    """`F.rms_norm` where torch has no kernel of its own for it: half the time of its single operations (forward and
-    backward)."""
+    """`F.rms_norm` where torch has no kernel of its own for it:
+    half the time of its single operations (forward and backward)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: ANN401

@@ -82,8 +82,8 @@ class TriModel:
             yield name, tensor.to("cpu", dtype, copy=True).contiguous()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This stage's (Hugging Face name, tensor) pairs, whole, on the device, valid until the parameters change. A
-        collective of its ranks."""
+        """This stage's (Hugging Face name, tensor) pairs, whole, on the device, valid until the parameters change.
+        A collective of its ranks."""
         parameters = {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
         yield from export(parameters, self.policy, self.shape)
 

@@ -16,8 +16,8 @@ PLATFORMS: dict[str, Platform] = {platform.name: platform for platform in (Npu()
 
 
 def get(name: str = "auto") -> Platform:
-    """The platform of that name ("auto": npu if it is there, else cuda, else cpu). Raises BadInput if it is not
-    there."""
+    """The platform of that name ("auto": npu if it is there, else cuda, else cpu).
+    Raises BadInput if it is not there."""
     if name == "auto":
         name = next(platform.name for platform in PLATFORMS.values() if platform.present())
     if name not in PLATFORMS:

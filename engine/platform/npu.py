@@ -52,8 +52,8 @@ class Npu(Accelerator):
         return vars(torch)["npu"]
 
     def adapt_megatron(self) -> None:
-        """Import MindSpeed's adaptor, which patches megatron-core. It reads its features from the command line, so hide
-        ours."""
+        """Import MindSpeed's adaptor, which patches megatron-core.
+        It reads its features from the command line, so hide ours."""
         importlib.import_module("torch_npu")
         arguments = sys.argv
         sys.argv = sys.argv[:1]

@@ -57,8 +57,8 @@ def strip_delimiters(latex: str) -> str:
 
 
 def _unlisted(answer: str) -> str:
-    """`['9.6\\n']` → "9.6"; `['1', '2']` → "1, 2". A list of Python is how some exports write the texts of an
-    answer."""
+    """`['9.6\\n']` → "9.6"; `['1', '2']` → "1, 2".
+    A list of Python is how some exports write the texts of an answer."""
     if not (answer.startswith("[") and answer.endswith("]")) or not ("'" in answer or '"' in answer):
         return answer
     try:

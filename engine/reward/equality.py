@@ -82,8 +82,8 @@ _AND = re.compile(r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:an
 
 
 def same(gold: str, found: str) -> bool:
-    """Whether `found` states the answer `gold`. Not symmetric: names, units and brackets that gold has may be left
-    out."""
+    """Whether `found` states the answer `gold`. Not symmetric:
+    names, units and brackets that gold has may be left out."""
     first = canonical(tidy(gold))
     second = canonical(found)
     return bool(second) and _same(first, second, 4)
@@ -219,8 +219,8 @@ def _relations(gold: str, found: str, depth: int) -> bool | None:
 
 
 def _chains(gold: str, found: str, depth: int) -> bool | None:
-    r"""0.56 = 56\%: any of the numbers will do, and no other may stand beside it, nor a sum of another value: 3 = 5 is
-    not 5."""
+    r"""0.56 = 56\%: any of the numbers will do, and no other may stand beside it, nor a sum of another value:
+    3 = 5 is not 5."""
     ours, theirs = (re.split(r"=|\\approx(?![a-z])", text) for text in (gold, found))
     if len(ours) == 1 or not all(number(part) for part in ours):
         value = gold[name.end() :] if (name := _NAMED.match(gold)) else gold

@@ -18,8 +18,8 @@ _HEAVY = re.compile(r"\\(?:sum|prod|int|lim|oint|iint)(?![a-z])")
 
 
 def equal(gold: str, found: str) -> bool:
-    """Whether two formulas are the same; False, unseen, for a found one that would take minutes or gigabytes to
-    evaluate."""
+    """Whether two formulas are the same; False, unseen,
+    for a found one that would take minutes or gigabytes to evaluate."""
     if (
         len(found) > LONGEST
         or nesting(found) > 30

@@ -31,8 +31,8 @@ def number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def scaled(text: str) -> tuple[str, int]:
-    r"""The text without such words as million after it, and what they multiply it by: 5\text{ million euros} →
-    5\text{euros}."""
+    r"""The text without such words as million after it, and what they multiply it by:
+    5\text{ million euros} → 5\text{euros}."""
     if len(text) > LONGEST or (match := _SCALED.fullmatch(text)) is None:
         return text, 1
     bare, inside, words, rest = match.groups()

@@ -61,8 +61,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def stated(text: str) -> str:
-    """The formulas behind the last "answer", else the last formula, else the text behind the last "answer", else the
-    text."""
+    """The formulas behind the last "answer", else the last formula, else the text behind the last "answer",
+    else the text."""
     anchor = text.lower().rfind("answer")
     behind = text[anchor + len("answer") :] if anchor >= 0 else text
     formulas = list(_FORMULA.finditer(behind))

@@ -106,8 +106,8 @@ def step_of(folder: Path) -> int:
 
 
 def incomplete(root: Path) -> dict[Path, str]:
-    """Half-written checkpoints under a root folder, oldest first, each with a sentence that names it and says what is
-    wrong."""
+    """Half-written checkpoints under a root folder, oldest first,
+    each with a sentence that names it and says what is wrong."""
     broken = {folder: fault_of(folder) for folder in (*root.glob("step-*"), *root.glob(".step-*.partial"))}
     names = {folder: folder.name.removeprefix(".").removesuffix(".partial") for folder in broken}
     return {
@@ -178,8 +178,8 @@ def check(folder: Path) -> None:
 
 
 def damage(folder: Path, marker: Marker) -> str | None:
-    """Which file of a folder is not the one that a marker was written for, by its checksum; None: all are. Reads every
-    file."""
+    """Which file of a folder is not the one that a marker was written for, by its checksum; None: all are.
+    Reads every file."""
     small = {INDEX: None, **marker.get("sha256", {})}
     kinds = (("SHA-256", _sha256, small), ("XXH3", _xxh3, marker.get("xxh3_128", {})))
     for kind, checksum, expected in kinds:

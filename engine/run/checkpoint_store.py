@@ -32,8 +32,8 @@ from engine.run.checkpoint_files import (
 
 
 def place_of(config: Config) -> str:
-    """Where the run's checkpoints are published: `<checkpoint.path>/<run.name>`, or "" if they stay in the run
-    folder."""
+    """Where the run's checkpoints are published: `<checkpoint.path>/<run.name>`,
+    or "" if they stay in the run folder."""
     return f"{config.checkpoint.path.rstrip('/')}/{config.run.name}" if config.checkpoint.path else ""
 
 
@@ -151,8 +151,8 @@ def prune(place: str, last: int, best: int, run: str = "") -> None:
 
 
 def _abort_uploads(store: Any, root: str, newest: str) -> None:  # noqa: ANN401
-    """Give back the parts of files, of checkpoints up to the newest, whose upload was killed: no listing of files shows
-    them."""
+    """Give back the parts of files, of checkpoints up to the newest, whose upload was killed:
+    no listing of files shows them."""
     bucket, _, folder = root.partition("/")
     begun = store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/step-")
     for upload in begun.get("Uploads") or ():

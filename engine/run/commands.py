@@ -18,8 +18,8 @@ def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[st
 def rank_arguments(
     config: Config, folder: Path, control: str, weights: Path, resume: bool, replay: Path | None
 ) -> list[str]:
-    """Of every trainer rank. `control`: the launcher's control channel; `weights`: folder for snapshots of the
-    weights."""
+    """Of every trainer rank. `control`: the launcher's control channel; `weights`:
+    folder for snapshots of the weights."""
     arguments = ["--folder", str(folder.resolve()), "--control", control]
     arguments += ["--weights", str(weights), "--threads", str(config.trainer_threads)]
     arguments += ["--resume"] if resume else []
@@ -27,8 +27,8 @@ def rank_arguments(
 
 
 def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) -> list[str]:
-    """Of the elastic agent on the launcher's node, which starts the trainer ranks there. `run_id`: with several
-    nodes."""
+    """Of the elastic agent on the launcher's node, which starts the trainer ranks there. `run_id`:
+    with several nodes."""
     parallel = config.parallel
     nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
     return python("engine.trainer.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
@@ -40,8 +40,8 @@ def training_node_command(folder: Path, wait_s: float) -> list[str]:
 
 
 def verifier_command(connection: int, lifeline: int, spec: str) -> list[str]:
-    """Of a verifier process: its end of the socket pair and of the lifeline (file descriptors), and
-    `reward.function`."""
+    """Of a verifier process: its end of the socket pair and of the lifeline (file descriptors),
+    and `reward.function`."""
     return python("engine.verifier.worker", str(connection), str(lifeline), spec)
 
 

@@ -115,8 +115,8 @@ def check_same_run(config: Config, before: Config) -> None:
 
 
 def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> None:
-    """The same, with the settings before as they stand in a checkpoint: plain tables. A key that these lack may be
-    anything."""
+    """The same, with the settings before as they stand in a checkpoint: plain tables.
+    A key that these lack may be anything."""
     ours = config.model_dump(mode="json")
     for key in FIXED:
         table, _, name = key.partition(".")

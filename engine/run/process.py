@@ -213,7 +213,7 @@ def python(module: str, *arguments: str) -> list[str]:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Bind this process (and its later threads) to CPU cores; nothing for an empty list or where there is no such
-    call."""
+    """Bind this process (and its later threads) to CPU cores;
+    nothing for an empty list or where there is no such call."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(cores))

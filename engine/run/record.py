@@ -18,12 +18,12 @@ PLAN = (
     "train.betas", "train.max_grad_norm", "train.dtype", "train.recompute", "train.distributed_optimizer", "algorithm",
     "attention", "parallel",
 )  # fmt: skip
-"""What a replay must have in common with the recorded run to give the same weights; besides these the base model's
-content."""
+"""What a replay must have in common with the recorded run to give the same weights;
+besides these the base model's content."""
 
 Entry = dict[str, Any]
-"""{"unit", "step", "groups"} or {"unit", "step", "landed"}: what one unit was given to train or to score, on the
-wire."""
+"""{"unit", "step", "groups"} or {"unit", "step", "landed"}:
+what one unit was given to train or to score, on the wire."""
 
 
 class RecordWriter:
@@ -58,8 +58,8 @@ class RecordWriter:
 
 
 def plan(config: Config) -> dict[str, Any]:
-    """The settings of `PLAN` by key, as JSON has them; a schedule that falls also depends on where it ends. Reads the
-    model."""
+    """The settings of `PLAN` by key, as JSON has them; a schedule that falls also depends on where it ends.
+    Reads the model."""
     tree = config.model_dump(mode="json")
     found: dict[str, Any] = {"content of model.path": content_hash(Path(config.model.path))}
     falls = config.train.schedule != "constant"

@@ -1,5 +1,5 @@
-"""Advantages, losses and gradient controls by their name, or a user's own by "file.py:function", tried once before it
-trains."""
+"""Advantages, losses and gradient controls by their name,
+or a user's own by "file.py:function", tried once before it trains."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How the launcher starts a rollout instance with vLLM, in vLLM's own environment. Runs in the trainer's
-environment."""
+"""How the launcher starts a rollout instance with vLLM, in vLLM's own environment.
+Runs in the trainer's environment."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-vllm"
 LISTS = ROOT / "infra" / "vllm"
 MARKER = "metronome-vllm"
-"""File in the environment, written last by infra/vllm/install.sh: the device it was built for, a checksum, the
-packages."""
+"""File in the environment, written last by infra/vllm/install.sh:
+the device it was built for, a checksum, the packages."""
 
 DEVICES = ("cpu", "cuda", "npu")
 GIB = 2**30
@@ -70,8 +70,8 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
 
 
 def interpreter() -> str:
-    """Python of the environment with vLLM. BadInput when there is none, or `make vllm` built it from a list that has
-    changed."""
+    """Python of the environment with vLLM. BadInput when there is none,
+    or `make vllm` built it from a list that has changed."""
     if given := os.environ.get(PYTHON):
         if not os.access(given, os.X_OK):
             raise BadInput(
@@ -105,8 +105,8 @@ def visible_devices(device: str) -> list[str]:
 
 
 def check_cores(config: Config) -> None:
-    """Raises BadInput when rollout.devices, which are cores where vLLM computes on them, names others than this process
-    has."""
+    """Raises BadInput when rollout.devices, which are cores where vLLM computes on them,
+    names others than this process has."""
     if wrong := foreign_cores("rollout.devices", config.rollout.devices):
         raise BadInput(wrong)
 

@@ -75,8 +75,8 @@ def step_starts(spans: Iterable[Span]) -> list[tuple[int, float]]:
 
 
 def lanes_of(spans: Sequence[Span]) -> list[str]:
-    """Trainers first, then instances, the weight sync as the instances see it, who is in the pool, verifiers, the
-    rest."""
+    """Trainers first, then instances, the weight sync as the instances see it,
+    who is in the pool, verifiers, the rest."""
     order = ("trainer", "instance-", "instances", "pool ", "verifier")
     found = {span["lane"] for span in spans}
 

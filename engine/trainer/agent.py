@@ -52,8 +52,8 @@ def main() -> int:
 def run_ranks(
     ranks: int, arguments: Sequence[str], nodes: int, rendezvous: str, run_id: str, address: str, host: bool
 ) -> int:
-    """Run this node's ranks to their end; 0 when all succeeded. `address`: this node's; `host`: it holds the
-    rendezvous."""
+    """Run this node's ranks to their end; 0 when all succeeded. `address`: this node's; `host`:
+    it holds the rendezvous."""
     os.environ[LIFELINE] = hold_lifeline()  # the ranks watch the agent, not the launcher
     launch = LaunchConfig(
         min_nodes=nodes,

@@ -1,5 +1,5 @@
-"""Old and reference log-probabilities of responses that landed before their group was complete
-(`train.score_early`)."""
+"""Old and reference log-probabilities of responses that landed before their group was
+complete (`train.score_early`)."""
 
 from __future__ import annotations
 

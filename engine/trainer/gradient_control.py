@@ -74,8 +74,8 @@ class GradientControl:
         return factor is not None
 
     def _decided(self, step: Step) -> float | None:
-        """What part of the gradient along the last one stays, None to skip. Raises BadInput where a user's function
-        fails."""
+        """What part of the gradient along the last one stays, None to skip.
+        Raises BadInput where a user's function fails."""
         found: float | None = None
         with UserCode() as attempt:
             found = decided(self._decide, step)
@@ -84,8 +84,8 @@ class GradientControl:
         return found
 
     def figures(self) -> dict[str, float]:
-        """As steps.jsonl names them; nothing before the second step, nor where this gradient or the last one is
-        zero."""
+        """As steps.jsonl names them; nothing before the second step,
+        nor where this gradient or the last one is zero."""
         if self._cosine is None:
             return {}
         return {"grad_cosine": self._cosine, "skipped_updates": self.skipped}

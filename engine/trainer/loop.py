@@ -104,8 +104,8 @@ class Loop:
             self._train(step, [item for item in work if isinstance(item, Group)])
 
     def _train(self, step: int, window: list[Group]) -> None:
-        """Refuse stale responses (docs/architecture.md, On-policy is checked), then forward and backward of the
-        window."""
+        """Refuse stale responses (docs/architecture.md, On-policy is checked),
+        then forward and backward of the window."""
         for group in window:
             self.schedule.check(group)
         started = time.time()

@@ -17,8 +17,8 @@ from engine.types import Group, Response
 
 @dataclass(frozen=True)
 class Member:
-    """A response in a micro-batch: whose it is, by its group's and its own number, and behind which prompt it
-    stands."""
+    """A response in a micro-batch: whose it is, by its group's and its own number,
+    and behind which prompt it stands."""
 
     group: int
     number: int

@@ -47,8 +47,8 @@ def main() -> int:
 
 
 def _transfer_timeout(config: Config) -> float:
-    """Longer than the launcher waits for an instance, and that may take for an update: it knows the names, and gives up
-    first."""
+    """Longer than the launcher waits for an instance, and that may take for an update:
+    it knows the names, and gives up first."""
     return config.train.timeout_s + config.rollout.timeout_s + config.rollout.wait_s
 
 

@@ -32,8 +32,8 @@ class Rollouts(Protocol):
         """Give every instance exactly this version of the policy; returns the exposed seconds."""
 
     def verify(self, models: TriModel, version: int) -> None:
-        """After `publish`, beside the first responses: the instances compute with the policy's weights, or the sync
-        failed."""
+        """After `publish`, beside the first responses:
+        the instances compute with the policy's weights, or the sync failed."""
 
     def settle(self) -> None:
         """Before the policy's weights move: until nothing reads those that were published. No collective."""
@@ -45,8 +45,8 @@ class Rollouts(Protocol):
         """What the unit has to do in the step, each piece as soon as it may be done."""
 
     def heartbeat(self) -> None:
-        """A sign of life amid long work, after which the unit has nothing to ask for. Raises what ended the run
-        meanwhile."""
+        """A sign of life amid long work, after which the unit has nothing to ask for.
+        Raises what ended the run meanwhile."""
 
     def failed(self, error: MetronomeError) -> None:
         """Let the launcher, and through it the other units, know that this unit ends."""

@@ -16,8 +16,8 @@ VARIABLE = "METRONOME_TOKEN"
 
 
 def access_token() -> str | None:
-    """The token of this process's environment; None when it is unset or empty. BadInput when no HTTP header could carry
-    it."""
+    """The token of this process's environment; None when it is unset or empty.
+    BadInput when no HTTP header could carry it."""
     token = os.environ.get(VARIABLE, "")
     if token and not (token.isascii() and token.isprintable() and token == token.strip()):
         raise BadInput(
@@ -44,8 +44,8 @@ def authorized(header: str | bytes | None, token: str | None) -> bool:
 
 
 def check_address(host: str, token: str | None, key: str = "--host") -> None:
-    """BadInput, which names `key`, unless `host` is an IP address (or localhost), and a loopback one where there is no
-    token."""
+    """BadInput, which names `key`, unless `host` is an IP address (or localhost),
+    and a loopback one where there is no token."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

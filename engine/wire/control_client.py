@@ -1,5 +1,5 @@
-"""A trainer rank's side of the control channel: everything a rank waits for, it waits for here (never in a
-collective)."""
+"""A trainer rank's side of the control channel: everything a rank waits for,
+it waits for here (never in a collective)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Encryption of the control channel where it leaves the node (CurveZMQ): who does not know the server's key is not
-heard."""
+"""Encryption of the control channel where it leaves the node (CurveZMQ):
+who does not know the server's key is not heard."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ FILE = HOME / "infra/prefect.yaml"
 POOLS = HOME / "infra/pools"
 """A base job template per work pool."""
 TRAINING = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training")
-"""Deployments that go to the training pool: their runs start rollout instances and, but for evaluations, trainer
-ranks."""
+"""Deployments that go to the training pool: their runs start rollout instances and,
+but for evaluations, trainer ranks."""
 WITH_ROLLOUTS = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation")
 """Those of them that can take instances from the rollout pool."""
 ROLLOUTS = "serve-rollouts"
@@ -57,8 +57,8 @@ class Choices:
     npus: int = 0
     """Slots of the limit ascend-npus; 0 leaves the limit as it is."""
     on_rollout_pool: int = 0
-    """Instances that a training or an evaluation takes from the rollout pool when nobody says otherwise, the scheduled
-    too."""
+    """Instances that a training or an evaluation takes from the rollout pool when nobody says otherwise,
+    the scheduled too."""
 
 
 def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:

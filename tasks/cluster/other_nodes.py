@@ -93,8 +93,8 @@ def _no_others(place: Path) -> Path:
 
 
 def _instances(stack: ExitStack, config: Config, count: int, place: Path, join: Path, notes: Path) -> None:
-    """Flow runs with the instances of the config in a place. The deployment's own overrides are the recipe's, not this
-    run's."""
+    """Flow runs with the instances of the config in a place.
+    The deployment's own overrides are the recipe's, not this run's."""
     common = {"join": str(join), "recipe": str(place / "config.toml"), "overrides": [], "settings": {}}
     for share in shares(config, count):
         stack.enter_context(
@@ -109,8 +109,8 @@ def _instances(stack: ExitStack, config: Config, count: int, place: Path, join: 
 
 
 def shares(config: Config, instances: int) -> list[int]:
-    """How many of so many instances each node of the rollout pool gets: as many as its devices hold, the last one the
-    rest."""
+    """How many of so many instances each node of the rollout pool gets:
+    as many as its devices hold, the last one the rest."""
     most = max(1, config.platform.devices_per_node // config.rollout.tensor)
     return [min(most, instances - begun) for begun in range(0, instances, most)]
 

@@ -1,5 +1,5 @@
-"""Rollout instances of a run on a work pool of their own: what that pool's worker does (tasks/cluster/other_nodes.py
-asks for them)."""
+"""Rollout instances of a run on a work pool of their own:
+what that pool's worker does (tasks/cluster/other_nodes.py asks for them)."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ STARTUP_S = 180.0
 STOP_S = 8.0
 """What servers may take to end before they are killed."""
 PORT_S = 10.0
-"""What a killed server's port may take to become free: the system ends the process, and closes its socket, when it
-can."""
+"""What a killed server's port may take to become free:
+the system ends the process, and closes its socket, when it can."""
 POLL_S = 0.2
 HEARTBEAT_S = 30
 """PREFECT_FLOWS_HEARTBEAT_FREQUENCY of flow runs, by which their silence is noticed (tasks.cluster.watchdog). Prefect's
@@ -188,8 +188,8 @@ class Services:
         return self.services[name]
 
     def worker(self, pool: str, name: str = "", env: Mapping[str, str] | None = None, limit: int = 0) -> Worker:
-        """Start a process worker for a pool that exists, and wait until it is online. `env` goes to its flow runs
-        too."""
+        """Start a process worker for a pool that exists, and wait until it is online.
+        `env` goes to its flow runs too."""
         name = name or f"{pool}-{len(self.services)}"
         worker = Worker(
             pool=pool, name=name, log=self.folder / f"{name}.log", env={**self.environment, **(env or {})}, limit=limit

@@ -42,8 +42,8 @@ DELAY_S = 30.0
 """How long a crashed run rests before it is scheduled again. A worker reports a death twice, up to 15 s apart; the
 second report would crash a run that is scheduled again between them, and a second process be started for it."""
 CRASHES = 10
-"""So many starts within `CRASHES_WITHIN_S` end a run that dies before it can count its attempts itself
-(run.resumes)."""
+"""So many starts within `CRASHES_WITHIN_S` end a run that dies before it can count
+its attempts itself (run.resumes)."""
 CRASHES_WITHIN_S = 1800.0
 
 SWEEP_S = 60.0
@@ -91,8 +91,8 @@ def install(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int
 
 
 def automations(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[Automation]:
-    """What `install` creates. `silence_s` must be longer than two heartbeats; `crashes`: bound on starts in half an
-    hour."""
+    """What `install` creates. `silence_s` must be longer than two heartbeats; `crashes`:
+    bound on starts in half an hour."""
     return [_resume(delay_s), _silent(silence_s), _not_begun(), _loop(crashes)]
 
 
@@ -192,8 +192,8 @@ def sweep(older_than_s: float = 2 * DELAY_S) -> list[str]:
 
 
 def _ask() -> None:
-    """Raises httpx.HTTPError while the server is away: Prefect's client says so by a bare RuntimeError the first
-    time."""
+    """Raises httpx.HTTPError while the server is away:
+    Prefect's client says so by a bare RuntimeError the first time."""
     httpx.get(f"{get_current_settings().api.url}/health", timeout=30).raise_for_status()
 
 

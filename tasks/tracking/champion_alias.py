@@ -1,5 +1,5 @@
-"""The alias `champion` of a registered model: moved to a new version only if a paired comparison says that it is
-better."""
+"""The alias `champion` of a registered model: moved to a new version only if a paired
+comparison says that it is better."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.write_queue import first_line
 
 RESULTS = "policy_evaluation-{}.json"
-"""Artifact of the run beside `policy/`, by the version: the protocol and every problem's mean, for later
-comparisons."""
+"""Artifact of the run beside `policy/`, by the version:
+the protocol and every problem's mean, for later comparisons."""
 REASON = "metronome.champion"
 """Tag of a version: why it became champion, or did not."""
 TAG_LIMIT = 5000

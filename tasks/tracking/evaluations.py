@@ -156,8 +156,8 @@ def difference(found: Mapping[str, Any]) -> str:
 
 
 def closing(folder: RunFolder) -> dict[str, str]:
-    """Rows of the closing table: each benchmark's first and last evaluation, their paired difference, and the cost in
-    the run."""
+    """Rows of the closing table: each benchmark's first and last evaluation, their paired difference,
+    and the cost in the run."""
     rows = list(read_lines(folder.evaluations))
     names = list(dict.fromkeys(row["benchmark"] for row in rows))
     table: dict[str, str] = {}

@@ -85,8 +85,8 @@ def _with(config: Config, path: str, start: str, version: str, seed: int) -> Con
 
 
 def model_folder(config: Config, recipe: str, model: str) -> Config:
-    """The config with `model.path` what a person named: a folder, a word of `started_from`, or empty for the config's
-    own."""
+    """The config with `model.path` what a person named:
+    a folder, a word of `started_from`, or empty for the config's own."""
     if model in (NIGHTLY, LATEST, CHAMPION):
         name = registered_name(recipe)
         found = _registered(config, name, model)

@@ -51,8 +51,8 @@ def tracking_uri(config: Config) -> str:
 
 
 def ui_command(config: Config) -> str:
-    """The address of the MLflow server; of a store without one the command that opens it, with this environment's
-    mlflow."""
+    """The address of the MLflow server; of a store without one the command that opens it,
+    with this environment's mlflow."""
     if tracking_uri(config).startswith(("http://", "https://")):
         return tracking_uri(config)
     mlflow_command = Path(sys.executable).with_name("mlflow")
@@ -91,8 +91,8 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
 
 
 def check_store(config: Config) -> None:
-    """Before an evaluation, which needs no store: raises BadInput for one that MLflow refuses, and says when one is
-    away."""
+    """Before an evaluation, which needs no store: raises BadInput for one that MLflow refuses,
+    and says when one is away."""
     try:
         _connect(config)
     except mlflow.MlflowException as error:
@@ -122,8 +122,8 @@ def _start_step_log(run_id: str, config: Config, resumed: bool) -> None:
 
 
 def log_step(row: Mapping[str, Any]) -> None:
-    """Every number of a line of steps.jsonl, at its step, once (tasks.tracking.metric_log); of some steps the response
-    samples too."""
+    """Every number of a line of steps.jsonl, at its step, once (tasks.tracking.metric_log);
+    of some steps the response samples too."""
     _step_logs[write_queue().run_id](row["step"], numbers(row))
     log_samples(row["step"])
 
@@ -167,8 +167,8 @@ def _connect(config: Config) -> str:
 
 
 def _found(config: Config) -> str | None:
-    """Id of the newest MLflow run of this name with the run folder's number; None if there is none in the
-    experiment."""
+    """Id of the newest MLflow run of this name with the run folder's number;
+    None if there is none in the experiment."""
     experiment = _connect(config)
     number = identity(config.folder)
     if not number.isalnum():  # none, or not one of ours: it comes from a checkpoint
@@ -178,8 +178,8 @@ def _found(config: Config) -> str | None:
 
 
 def _use(uri: str) -> None:
-    """Set MLflow's store, and not the environment variable that MLflow sets along: that one is the user's word on later
-    runs."""
+    """Set MLflow's store, and not the environment variable that MLflow sets along:
+    that one is the user's word on later runs."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
     mlflow.set_tracking_uri(uri)
     if before is None:

@@ -124,8 +124,8 @@ class WriteQueue:
             self._drop(len(batch))
 
     def _next(self) -> list[Write]:
-        """The first records, metrics up to a request's limit; they stay in the queue. Empty when closed and all is
-        written."""
+        """The first records, metrics up to a request's limit; they stay in the queue.
+        Empty when closed and all is written."""
         with self._change:
             self._change.wait_for(lambda: self._queue or self._deadline is not None)
             if not self._queue:

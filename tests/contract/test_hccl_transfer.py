@@ -1,5 +1,5 @@
-"""The hccl sender without an NPU: it calls vllm-ascend as its published source declares; nothing is transferred
-here."""
+"""The hccl sender without an NPU: it calls vllm-ascend as its published source declares;
+nothing is transferred here."""
 
 import ast
 import re

@@ -32,8 +32,8 @@ def published():
 
 
 def fusion_attention(query, key, value, head_num, input_layout, **options):
-    """What torch_npu 2.13.0 documents (_op_plugin_docs.py) of TND with sparse_mode 3; refuses what it does not
-    allow."""
+    """What torch_npu 2.13.0 documents (_op_plugin_docs.py) of TND with sparse_mode 3;
+    refuses what it does not allow."""
     queries = options["actual_seq_qlen"]
     keys = options["actual_seq_kvlen"]
     tokens, heads, width = query.shape

@@ -157,8 +157,8 @@ def test_a_recorded_run_replays_in_sync_bit_for_bit(runs_of, tiny_model, layout,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_order_of_arrival_changes_is_printed(runs_of, tiny_model, capsys, layout):
-    """A periodic run and a sync run of the same seed: responses depend on prompt, seed and weights only, windows on
-    arrival."""
+    """A periodic run and a sync run of the same seed:
+    responses depend on prompt, seed and weights only, windows on arrival."""
     one, other = (weights(runs_of(layout), name(*PAIRS[0], kind)) for kind in ("live", "sync"))
     moved = difference(one, load_file(tiny_model / "model.safetensors"))
     apart = difference(one, other)

@@ -77,8 +77,8 @@ def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropp
 
 
 def _never_beside_a_step(spans):
-    """No response of a step was sampled while one of an evaluation was, and all of them between the step's last and the
-    sync."""
+    """No response of a step was sampled while one of an evaluation was,
+    and all of them between the step's last and the sync."""
     for version in range(3):
         own = [span for span in spans if span["name"] == "evaluate" and span["step"] == version]
         last = max(span["end"] for span in spans if span["name"] == "rollout" and span["step"] == version)

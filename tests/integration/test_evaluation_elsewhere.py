@@ -1,5 +1,5 @@
-"""An evaluation whose instances are started elsewhere, as a node of the rollout pool does: real instances, no
-Prefect."""
+"""An evaluation whose instances are started elsewhere, as a node of the rollout pool does:
+real instances, no Prefect."""
 
 import threading
 from contextlib import nullcontext

@@ -62,8 +62,8 @@ def check_run(folder, lag):
 
 
 def check(step, responses, lag):
-    """No token is older than the mode allows, versions only rise, and every token has its log-probability; how many
-    were cut."""
+    """No token is older than the mode allows, versions only rise, and every token has its log-probability;
+    how many were cut."""
     assert len(responses) == 4 * PROMPTS
     for one in responses:
         starts, versions = zip(*one["versions"], strict=True)

@@ -38,8 +38,8 @@ def test_a_rank_that_only_follows_dies(axis, settings, tmp_path):
 
 @pytest.mark.slow
 def test_a_replica_that_hangs_is_named_and_the_run_resumes(settings, tmp_path):
-    """A stopped process hears neither signals nor its lifeline. The others get as long again to stop, before all are
-    killed."""
+    """A stopped process hears neither signals nor its lifeline.
+    The others get as long again to stop, before all are killed."""
     silent_s = 15
     slow = settings | {
         "train.timeout_s": silent_s,

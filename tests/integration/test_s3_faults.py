@@ -1,5 +1,5 @@
-"""S3 that fails at every single request of a checkpoint's upload: what looks complete is complete, and the next try
-succeeds."""
+"""S3 that fails at every single request of a checkpoint's upload:
+what looks complete is complete, and the next try succeeds."""
 
 import hashlib
 import json
@@ -123,8 +123,8 @@ def test_no_failing_request_makes_half_a_checkpoint_look_complete(proxy, tmp_pat
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Files of 128 KiB and more go in parts, as those of 100 MiB do otherwise; moto takes parts below S3's 5 MiB
-    here."""
+    """Files of 128 KiB and more go in parts, as those of 100 MiB do otherwise;
+    moto takes parts below S3's 5 MiB here."""
     monkeypatch.setattr("s3fs.core.calculate_chunksize", lambda filesize, chunksize=None: 2**16)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 2**16)
 

@@ -1,5 +1,5 @@
-"""One cell of benchmarks/staleness.py: a real run of the loop at staleness 4 with a loss of batch scope, its table and
-plot."""
+"""One cell of benchmarks/staleness.py: a real run of the loop at staleness 4 with a loss of batch scope,
+its table and plot."""
 
 import json
 import math

@@ -82,8 +82,8 @@ def test_a_shared_prompt_is_the_same_responses_alone(case, separate, outcomes):
 
 @pytest.mark.parametrize("name", ["dp2", "tp2dp2"])
 def test_a_sharded_optimizer_makes_the_same_update(name, outcomes):
-    """One step of Adam at a rate at which it is seen; the gradients are the same bit for bit, since two terms
-    commute."""
+    """One step of Adam at a rate at which it is seen;
+    the gradients are the same bit for bit, since two terms commute."""
     whole, sharded = (next(case for case in CASES if case.name == f"{kind}-{name}") for kind in ("whole", "sharded"))
     for ours, theirs in zip(outcomes(sharded).ranks(), outcomes(whole).ranks(), strict=True):
         assert ours["weights"].keys() == theirs["weights"].keys()

@@ -1,5 +1,5 @@
-"""Trainer ranks on two nodes that meet by rendezvous: two agents on this machine that share nothing but the run
-folder."""
+"""Trainer ranks on two nodes that meet by rendezvous:
+two agents on this machine that share nothing but the run folder."""
 
 import subprocess
 import sys

@@ -152,8 +152,8 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
 
 @pytest.mark.slow
 def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, environment):
-    """The pipeline starts no instance itself: without those that the pool's worker joins to it there is not one
-    response."""
+    """The pipeline starts no instance itself: without those that the pool's worker joins
+    to it there is not one response."""
     api, _, folder = deployed
     parameters = {
         "settings": {"name": "pooled", "learning_rate": 0.01},

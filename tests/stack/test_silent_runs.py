@@ -63,8 +63,8 @@ def call(environment):
 
 @pytest.fixture(scope="module")
 def api(call, environment, tmp_path_factory):
-    """The API's URL once two flows are deployed that wait for a file. Silence is short, and no automation hears of
-    crashes."""
+    """The API's URL once two flows are deployed that wait for a file.
+    Silence is short, and no automation hears of crashes."""
     folder = tmp_path_factory.mktemp("flows")
     for name in ("lonely", "unheard"):
         (folder / f"{name}.py").write_text(FLOW.format(name=name))
@@ -96,8 +96,8 @@ def history(api, run):
 
 
 def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, environment, tmp_path):
-    """One crash is reported and the event lost. Then worker and flow of the other run are killed: nobody is left to
-    report it."""
+    """One crash is reported and the event lost. Then worker and flow of the other run are killed:
+    nobody is left to report it."""
     folders = {name: tmp_path / name for name in ("lonely", "unheard")}
     worker = services.worker(POOL, "lost")
     for folder in folders.values():

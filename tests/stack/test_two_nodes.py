@@ -46,8 +46,8 @@ ONE_RUN = ["-m", "prefect", "work-queue", "set-concurrency-limit", "default", "1
 
 @pytest.fixture(scope="module")
 def api(services, environment):
-    """The API's URL once training and further nodes are deployed, there are three NPUs, and two workers for one run at
-    a time."""
+    """The API's URL once training and further nodes are deployed, there are three NPUs,
+    and two workers for one run at a time."""
     for command in (["-c", DEPLOY], ONE_RUN):
         done = subprocess.run(
             [sys.executable, *command], env=environment | WORKER, cwd=ROOT, capture_output=True, text=True, timeout=300

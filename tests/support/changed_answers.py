@@ -1,5 +1,5 @@
-"""Changes that make an answer another one. Nothing here knows how the verifier works: numbers check them where they
-can."""
+"""Changes that make an answer another one. Nothing here knows how the verifier works:
+numbers check them where they can."""
 
 import math
 import random

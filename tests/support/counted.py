@@ -1,5 +1,5 @@
-"""The flow `train` as it is on a machine with NPUs, whose processes count as so many: what the CPU shows of the
-limit."""
+"""The flow `train` as it is on a machine with NPUs, whose processes count as so many:
+what the CPU shows of the limit."""
 
 from pathlib import Path
 

@@ -62,8 +62,8 @@ def recipe(settings, folder, steps):
 
 
 class Job:
-    """A launcher that runs, its instances' processes, and what its registry says. Ends what it started with its
-    block."""
+    """A launcher that runs, its instances' processes, and what its registry says.
+    Ends what it started with its block."""
 
     def __init__(self, settings, folder, patience_s=90.0):
         """`patience_s`: of every wait."""
@@ -190,8 +190,8 @@ class Job:
         wait_for(condition, what, self.patience_s)
 
     def wait_for_samples(self):
-        """While rewards are held: until the step is sampled. Nobody holds a group for a while, not only between two
-        steps."""
+        """While rewards are held: until the step is sampled.
+        Nobody holds a group for a while, not only between two steps."""
         idle = time.monotonic()
 
         def sampled():

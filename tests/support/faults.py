@@ -13,8 +13,8 @@ from aiohttp import web
 
 @contextlib.contextmanager
 def stopped(run, name):
-    """One of its own instances is stopped (SIGSTOP) at work; the block begins when that was noticed. Gives when it
-    was."""
+    """One of its own instances is stopped (SIGSTOP) at work; the block begins when that was noticed.
+    Gives when it was."""
     run.wait(lambda: run.works(name), f"work of {name}")
     processes = run.processes(name)
     for process in processes:

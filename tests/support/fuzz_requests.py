@@ -228,8 +228,8 @@ def well_formed(server):
 
 
 def table(server):
-    """Every key of a completion and of an update with every odd value, every odd header, every route by every
-    method."""
+    """Every key of a completion and of an update with every odd value, every odd header,
+    every route by every method."""
     headers = server.authorization()
     for key in COMPLETION_KEYS:
         for value in ODD:

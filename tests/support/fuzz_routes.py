@@ -46,8 +46,8 @@ class Server:
     checked: int = 0
 
     def send(self, raw, pause_s=0.0, end=False):
-        """Status and body of the answer to these bytes; None when the connection ended without. A pause halves the
-        bytes."""
+        """Status and body of the answer to these bytes; None when the connection ended without.
+        A pause halves the bytes."""
         deadline = time.monotonic() + self.deadline_s
         with self.connect() as connection:
             try:
@@ -82,8 +82,8 @@ class Server:
         return [("Authorization", f"Bearer {self.token}")] if self.token else []
 
     def state(self):
-        """What a refused request must not change: what the instance generates, by which weights; needs it not to be
-        paused."""
+        """What a refused request must not change: what the instance generates, by which weights;
+        needs it not to be paused."""
         body = {
             "prompt": list(self.prompt),
             "max_tokens": 6,
@@ -195,8 +195,8 @@ def fuzz(server, examples, strategy, **how):
 
 
 def fuzz_update(server, examples):
-    """Bad bodies in the middle of a weight update; then the weights of the model's folder, which it has, bring it to
-    its end."""
+    """Bad bodies in the middle of a weight update; then the weights of the model's folder,
+    which it has, bring it to its end."""
 
     @settings(
         max_examples=examples,

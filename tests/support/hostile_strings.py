@@ -6,8 +6,8 @@ from support.spellings import boxed
 
 
 def hostile(count, seed=0):
-    """`count` responses made to hang or fill a verifier: towers of powers, nesting, long runs, half a formula,
-    noise."""
+    """`count` responses made to hang or fill a verifier:
+    towers of powers, nesting, long runs, half a formula, noise."""
     draw = random.Random(seed)
     kinds = [_tower, _nested, _long, _bomb, _noise, _half, _many, _huge]
     return [kinds[number % len(kinds)](draw) for number in range(count)]

@@ -46,8 +46,8 @@ class Model:
 
 
 class Client:
-    """An instance, behind the calls of InstanceClient. `fault(route, body, count)` may raise, wait or change the
-    body."""
+    """An instance, behind the calls of InstanceClient.
+    `fault(route, body, count)` may raise, wait or change the body."""
 
     url = "http://127.0.0.1:1"
 

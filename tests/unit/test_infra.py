@@ -50,8 +50,8 @@ def test_compose_runs_the_prefect_of_the_constraints():
 
 
 def test_compose_watches_over_runs():
-    """The watchdog runs beside the server, and the worker's flows send the heartbeats by which their silence is
-    noticed."""
+    """The watchdog runs beside the server, and the worker's flows send the heartbeats by
+    which their silence is noticed."""
     services = yaml.safe_load(COMPOSE.read_text())["services"]
     watchdog = services["watchdog"]
     worker = services["worker"]

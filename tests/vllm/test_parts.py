@@ -1,5 +1,5 @@
-"""Parts of the vLLM instance that need no vLLM: who asks for the version when, the launcher's command, the hccl
-calls."""
+"""Parts of the vLLM instance that need no vLLM:
+who asks for the version when, the launcher's command, the hccl calls."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
-"""Whole periodic runs of the quickstart on two instances of real vLLM: on-policy, and as accurate as on the embedded
-engine."""
+"""Whole periodic runs of the quickstart on two instances of real vLLM:
+on-policy, and as accurate as on the embedded engine."""
 
 import json
 import os

@@ -24,8 +24,8 @@ ONEDNN = available()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [n, in] · weight [out, in]ᵀ + bias [out], fp32, no gradients; a row of the result depends on n and its own row
-    only."""
+    """x [n, in] · weight [out, in]ᵀ + bias [out], fp32, no gradients;
+    a row of the result depends on n and its own row only."""
     if ONEDNN and len(x) >= ROWS:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)

@@ -1,5 +1,5 @@
-"""What the embedded engine makes of a request's body, and its reply: vLLM's OpenAI-compatible ones, with token ids, no
-text."""
+"""What the embedded engine makes of a request's body, and its reply:
+vLLM's OpenAI-compatible ones, with token ids, no text."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class RolloutModel:
         return keys, values, self._logits(hidden[-1:])[0]
 
     def scored_prefill(self, ids: list[int]) -> tuple[tuple[Tensor, Tensor, Tensor], list[float]]:
-        """`prefill`, and the log-probabilities (temperature 1) of ids[1:], each after those before it; one forward for
-        both."""
+        """`prefill`, and the log-probabilities (temperature 1) of ids[1:], each after those before it;
+        one forward for both."""
         keys, values, hidden = self._prompt(ids)
         targets = torch.tensor(ids[1:])[:, None]
         scores = [

@@ -1,5 +1,5 @@
-"""What stands between the network and the routes: the access token and limits on requests. What is refused has no
-effect."""
+"""What stands between the network and the routes: the access token and limits on requests.
+What is refused has no effect."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ WEIGHT_ROUTES = frozenset(
 )
 
 WEIGHTS_BYTES = 16 * 2**20
-"""Largest body of a weight route: names, shapes and checksums of a bucket's tensors, about 200 bytes each; never the
-tensors."""
+"""Largest body of a weight route: names, shapes and checksums of a bucket's tensors, about 200 bytes each;
+never the tensors."""
 OTHER_BYTES = 2**16
 """Largest body of a control route, and of a completion beside its token ids."""
 TOKEN_BYTES = 16
@@ -102,8 +102,8 @@ class Guard:
 
 
 class ClientFaults(logging.Filter):
-    """Keeps out of the log what a client sent wrong: it got its 400, and a trace each would let anybody fill the
-    disk."""
+    """Keeps out of the log what a client sent wrong:
+    it got its 400, and a trace each would let anybody fill the disk."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """False for such a record."""

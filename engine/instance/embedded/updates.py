@@ -1,5 +1,5 @@
-"""Weight updates of a rollout instance: bytes are received beside the engine's thread, which then copies them into the
-model."""
+"""Weight updates of a rollout instance: bytes are received beside the engine's thread,
+which then copies them into the model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Mixtures of experts on a CPU: vLLM packs their weights for its kernel when it loads them, but not when it reloads
-them."""
+"""Mixtures of experts on a CPU: vLLM packs their weights for its kernel when it loads them,
+but not when it reloads them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def pack_at_every_load() -> None:
 
 
 def repack(method: Any) -> None:  # noqa: ANN401
-    """Change the class that readies a layer's experts (vLLM's, or one that is called the same) to pack in later calls,
-    too."""
+    """Change the class that readies a layer's experts
+    (vLLM's, or one that is called the same) to pack in later calls, too."""
     set_up = method._setup_kernel
 
     def _setup_kernel(self: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:  # noqa: ANN401

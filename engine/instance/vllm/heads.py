@@ -1,5 +1,5 @@
-"""Attention heads of any size on a CPU: vLLM's kernels there know some sizes (32, 64, 80 …) and end the engine for
-others."""
+"""Attention heads of any size on a CPU: vLLM's kernels there know some sizes
+(32, 64, 80 …) and end the engine for others."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def support_every_size() -> None:
 
 
 def widen(attention: Any, sizes: list[int]) -> None:  # noqa: ANN401
-    """Change the class of attention layers (vLLM's, or one that is built and called the same) to use only these head
-    sizes."""
+    """Change the class of attention layers
+    (vLLM's, or one that is built and called the same) to use only these head sizes."""
     build = attention.__init__
     compute = attention.forward
 

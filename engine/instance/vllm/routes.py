@@ -189,8 +189,8 @@ class VllmInstance:
         return {"status": "resumed"}
 
     async def reset_prefix_cache(self, query: str, body: bytes) -> dict[str, Any]:
-        """Forget computed prompts. vLLM can't while a request holds some of them, and says so: then it is an error
-        here."""
+        """Forget computed prompts. vLLM can't while a request holds some of them, and says so:
+        then it is an error here."""
         protocol.parse_object(body or b"{}")
         for pause_s in (0.0, 0.01, 0.1, 0.5):  # what a finished request held is free a moment later
             await asyncio.sleep(pause_s)

@@ -1,5 +1,5 @@
-"""Weight updates of one vLLM worker: our receiver on one side, vLLM's layerwise reload on the other. Runs inside the
-worker."""
+"""Weight updates of one vLLM worker: our receiver on one side, vLLM's layerwise reload on the other.
+Runs inside the worker."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from engine.errors import BadInput, MetronomeError, TransferError
 from engine.instance.receiver import Receiver
 
 KEEP_STALE_HEAD = "METRONOME_TEST_KEEP_STALE_HEAD"
-"""Environment variable of a test: leave vLLM's stale copy of a tied lm_head alone, to see that the self-test catches
-it."""
+"""Environment variable of a test: leave vLLM's stale copy of a tied lm_head alone,
+to see that the self-test catches it."""
 
 TIED_HEAD = "lm_head.weight"
 
@@ -186,8 +186,8 @@ class WeightSession:
                 _reload().finalize_layerwise_reload(self._model, self._worker.model_config)
 
     def _refresh_tied_head(self) -> None:
-        """vLLM on the CPU computes logits from a packed copy of lm_head; that of a tied one is left as it was by any
-        reload."""
+        """vLLM on the CPU computes logits from a packed copy of lm_head;
+        that of a tied one is left as it was by any reload."""
         head = getattr(self._model, "lm_head", None)
         method = getattr(head, "quant_method", None)
         if head is None or method is None or os.environ.get(KEEP_STALE_HEAD) == "1":

@@ -1,5 +1,5 @@
-"""Which weight version the workers hold, asked so that a change under a request never goes unseen, and seldom twice at
-a time."""
+"""Which weight version the workers hold, asked so that a change under a request never goes unseen,
+and seldom twice at a time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class WeightVersionReader:
         return self.known if self._asked else await self.after()
 
     async def after(self) -> int:
-        """For a reply that is there: a reading that begins now or later. At most one runs and one waits, for
-        everybody."""
+        """For a reply that is there: a reading that begins now or later.
+        At most one runs and one waits, for everybody."""
         if self._next is None:
             self._next = asyncio.create_task(self._take_turn(self._running))
         return await asyncio.shield(self._next)

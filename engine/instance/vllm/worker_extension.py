@@ -1,5 +1,5 @@
-"""What vLLM's workers get from us (--worker-extension-cls): a weight session, called by the middleware through
-collective_rpc."""
+"""What vLLM's workers get from us (--worker-extension-cls):
+a weight session, called by the middleware through collective_rpc."""
 
 from __future__ import annotations
 

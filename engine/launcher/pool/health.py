@@ -1,5 +1,5 @@
-"""Keeps the pool alive: hears hearts, starts dead instances again, brings late ones to the weights, knows when to give
-up."""
+"""Keeps the pool alive: hears hearts, starts dead instances again, brings late ones to the weights,
+knows when to give up."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from engine.wire.address import http_url
 LOOK_S = 0.1
 """How often processes are looked at."""
 BACKOFF_S = 0.5
-"""Pause before the first restart of a process, and before the second attempt to bring an instance to the weights; it
-doubles."""
+"""Pause before the first restart of a process, and before the second attempt to bring an instance to the weights;
+it doubles."""
 ATTEMPTS = 3
 """An instance that could not be brought to the weights so often in a row is given up."""
 
@@ -159,8 +159,8 @@ class HealthMonitor:
             )
 
     def _needs_catch_up(self, instance: Instance) -> bool:
-        """Whether it must be brought to the weights on its own, now; before the first publish it waits for that
-        instead."""
+        """Whether it must be brought to the weights on its own, now;
+        before the first publish it waits for that instead."""
         if instance.leaving or instance.state not in ("starting", "silent") or instance in self._catching_up:
             return False
         sync = self._pool.sync
@@ -170,8 +170,8 @@ class HealthMonitor:
         return False
 
     async def _catch_up(self, instance: Instance) -> None:
-        """Bring it to the current version, again when that moved on meanwhile; then it serves. Give it up after
-        ATTEMPTS."""
+        """Bring it to the current version, again when that moved on meanwhile; then it serves.
+        Give it up after ATTEMPTS."""
         sync = self._pool.sync
         instance.state = "updating"
         instance.version = None

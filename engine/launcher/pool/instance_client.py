@@ -17,8 +17,8 @@ from engine.types import Prompt, Response
 
 
 class InstanceGone(MetronomeError):
-    """The connection to the instance failed or broke, or the pool gave the instance up. Its requests go to another
-    one."""
+    """The connection to the instance failed or broke, or the pool gave the instance up.
+    Its requests go to another one."""
 
 
 class InstanceFault(MetronomeError):
@@ -115,8 +115,8 @@ class InstanceClient:
         self._trusted.set()
 
     async def _until_trusted(self, cuts: int) -> None:
-        """For a response that was asked for after so many cuts. Raises InstanceGone when it was cut since,
-        DeadlineError."""
+        """For a response that was asked for after so many cuts.
+        Raises InstanceGone when it was cut since, DeadlineError."""
         if cuts == self._cuts and not self._trusted.is_set():
             async with self._limited("POST /v1/completions, whose weights were to be compared with the trainer's"):
                 await self._trusted.wait()
@@ -192,8 +192,8 @@ class InstanceClient:
 
 
 def joined(so_far: Response | None, more: Response) -> Response:
-    """A response and its continuation as one: tokens, log-probabilities and weight versions are those they were sampled
-    with."""
+    """A response and its continuation as one: tokens,
+    log-probabilities and weight versions are those they were sampled with."""
     if so_far is None:
         return more
     begun = len(so_far.token_ids)

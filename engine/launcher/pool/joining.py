@@ -50,8 +50,8 @@ class JoinRoutes:
         return app
 
     async def join(self, request: web.Request) -> web.Response:
-        """{"name", "url"}: the instance enters the pool, or is in it. With "again": true, 410 if it was asked to
-        leave."""
+        """{"name", "url"}: the instance enters the pool, or is in it. With "again":
+        true, 410 if it was asked to leave."""
         body = _object(await request.read())
         name = _name(body)
         url = _url(body, self._token)
@@ -113,8 +113,8 @@ class JoinRoutes:
 
 @contextlib.asynccontextmanager
 async def serve_joining(pool: Pool, config: Config, folder: Path) -> AsyncIterator[JoinRoutes]:
-    """Serve on rollout.listen within the block, the address in <folder>/rollout.address. Raises BadInput if that can't
-    be."""
+    """Serve on rollout.listen within the block, the address in <folder>/rollout.address.
+    Raises BadInput if that can't be."""
     host, port = listen_address(config.rollout.listen)
     routes = JoinRoutes(pool, access_token())
     file = folder / ADDRESS_FILE

@@ -140,8 +140,8 @@ class Pool:
         ]
 
     def admit(self, instance: Instance) -> None:
-        """It holds the current weights: it takes prompts from now on (unless it was excluded or asked to leave
-        meanwhile)."""
+        """It holds the current weights: it takes prompts from now on
+        (unless it was excluded or asked to leave meanwhile)."""
         if instance.leaving:
             self.gone(instance, "left")
         elif instance.lives:
@@ -149,8 +149,8 @@ class Pool:
             self.changed()
 
     def exclude(self, instance: Instance, reason: str) -> None:
-        """It takes no more prompts; whoever waits for it goes on without. It comes back when it answers and holds the
-        weights."""
+        """It takes no more prompts; whoever waits for it goes on without.
+        It comes back when it answers and holds the weights."""
         if instance.state == "gone":
             return
         if instance.leaving or (instance.child is not None and not instance.child.alive):

@@ -12,8 +12,8 @@ from engine.launcher.pool.instance_client import InstanceFault
 PERTURBED_TOKENS = 8
 """How many tokens' output rows the self-test changes."""
 TOLERANCE = {"float32": (1e-4, "largest"), "bfloat16": (0.02, "mean")}
-"""By the instances' dtype: how far log-probabilities of trainer and instance may be apart, and which difference
-counts."""
+"""By the instances' dtype: how far log-probabilities of trainer and instance may be apart,
+and which difference counts."""
 
 
 @dataclass(frozen=True)

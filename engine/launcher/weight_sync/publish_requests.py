@@ -33,8 +33,8 @@ class PublishRequests:
         batches: Callable[[], Sequence[Batch]],
         allows_publish: Callable[[], bool],
     ) -> None:
-        """`batches`: those in flight; `allows_publish`: whether nothing else (an evaluation) needs the weights where
-        they are."""
+        """`batches`: those in flight; `allows_publish`:
+        whether nothing else (an evaluation) needs the weights where they are."""
         self._config = config
         self._service = service
         self._trace = trace
@@ -77,8 +77,8 @@ class PublishRequests:
         return sync
 
     async def may_publish(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Whether weights may move: the last swap is through and, where each batch has one version, all are
-        generated."""
+        """Whether weights may move: the last swap is through and,
+        where each batch has one version, all are generated."""
         self._run_state.check()
         return await self._run_state.wait_briefly(lambda: {"now": True} if self._may_publish_now() else {})
 
@@ -122,8 +122,8 @@ class PublishRequests:
         return {}
 
     async def sync_verify(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The trainer's log-probabilities, which are compared with every instance's: before this returns, or by the
-        swap."""
+        """The trainer's log-probabilities, which are compared with every instance's:
+        before this returns, or by the swap."""
         self._run_state.check()
         self.sync.expect(request["expected"])
         return {} if self._in_background else await self.sync.checked()
@@ -133,8 +133,8 @@ class PublishRequests:
         self._trace.add("sync", self._began, time.time(), lane="instances", step=version)
 
     async def _swap_in_background(self, swap: Awaitable[None], batches: Sequence[Batch]) -> None:
-        """Swap once the batches in flight are generated, where each has one version; else each instance as it becomes
-        free."""
+        """Swap once the batches in flight are generated, where each has one version;
+        else each instance as it becomes free."""
         try:
             if self._schedule.exact:
                 await self._run_state.wait_until(lambda: all(batch.generated for batch in batches))

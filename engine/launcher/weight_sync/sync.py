@@ -113,8 +113,8 @@ class WeightSync:
         }
 
     async def connect(self, version: int, stages: list[dict[str, Any]], transport: str) -> dict[str, Any]:
-        """Have all members join the stages' groups while the senders gather them. {"retry": True}: begin again with
-        `open`."""
+        """Have all members join the stages' groups while the senders gather them. {"retry": True}:
+        begin again with `open`."""
         sizes = self._sizes
         ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._participants.members)}
         info = {
@@ -201,8 +201,8 @@ class WeightSync:
         return {}
 
     def expect(self, expected: list[float] | None) -> None:
-        """The trainer's log-probabilities of the probe under the version that was opened last; None or []: it has
-        none."""
+        """The trainer's log-probabilities of the probe under the version that was opened last; None or []:
+        it has none."""
         if self._trainer_logprobs is not None and not self._trainer_logprobs.done():
             self._trainer_logprobs.set_result(expected or None)
 

@@ -12,8 +12,8 @@ from engine.model.kernels.reference import sdpa
 from engine.model.layout import Layout, Part
 
 CALL_COST = 250_000
-"""Entries of the mask times width of all heads whose computation costs as much as one more call of the kernel
-(measured)."""
+"""Entries of the mask times width of all heads whose computation costs as much as one
+more call of the kernel (measured)."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class Plan:
-    """The calls for a layout. Queries and keys of all of them are gathered at once; None where they are in place
-    already."""
+    """The calls for a layout. Queries and keys of all of them are gathered at once;
+    None where they are in place already."""
 
     batches: tuple[AttentionCall, ...]
     queries: Tensor | None

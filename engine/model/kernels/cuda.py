@@ -26,8 +26,8 @@ VARIANTS = 32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked`. The block mask is made once per layout, the kernel once per
-    process."""
+    """Same result and shapes as `reference.masked`.
+    The block mask is made once per layout, the kernel once per process."""
     out = _flex(q.is_cuda)(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -84,8 +84,8 @@ def _blocks(mask: Tensor) -> Tensor:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[q, kv] bool → per block of queries how many blocks of keys [1, 1, q], and which, then the other ones [1, 1, q,
-    kv]."""
+    """[q, kv] bool → per block of queries how many blocks of keys [1, 1, q],
+    and which, then the other ones [1, 1, q, kv]."""
     numbers = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], numbers.int()[None, None]
 

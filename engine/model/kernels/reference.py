@@ -1,5 +1,5 @@
-"""The plain-mask reference that every other kernel is tested against: all rows against all keys, the hidden ones
-masked."""
+"""The plain-mask reference that every other kernel is tested against:
+all rows against all keys, the hidden ones masked."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def masked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None 
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """torch's attention of [n, s, heads, d], causal or under a [queries, keys] mask (True = may see) → [n, s, heads,
-    d]."""
+    """torch's attention of [n, s, heads, d], causal or under a [queries, keys] mask
+    (True = may see) → [n, s, heads, d]."""
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

@@ -17,8 +17,8 @@ WARM_UP = 1
 MIN_STEPS = 5
 """Fewer common steps give no interval."""
 BLOCKS = 6
-"""Of neighbouring steps. Few and long ones: a machine's load changes slowly, and short blocks would be as alike as the
-steps."""
+"""Of neighbouring steps. Few and long ones: a machine's load changes slowly,
+and short blocks would be as alike as the steps."""
 PARTS = ("sync_s", "check_s", "wait_s", "train_s", "update_s")
 """What the trainer does one after the other in a step; scoring is part of train_s, rollouts go on beside it."""
 
@@ -100,8 +100,8 @@ def elapsed(run: ComparedRun) -> dict[int, float]:
 
 
 def speed(rows: Sequence[Row]) -> float:
-    """Trained tokens per second and device over all the rows: by time, not the mean of the steps' speeds. nan without
-    any."""
+    """Trained tokens per second and device over all the rows: by time, not the mean of the steps' speeds.
+    nan without any."""
     known = [row for row in rows if _number(row.get("step_s")) and _number(row.get("tokens_per_s_per_device"))]
     seconds = sum(row["step_s"] for row in known)
     return sum(row["tokens_per_s_per_device"] * row["step_s"] for row in known) / seconds if seconds else math.nan
@@ -148,8 +148,8 @@ def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Inte
 
 
 def reward_difference(one: ComparedRun, other: ComparedRun, confidence: float) -> Interval:
-    """Mean reward_mean of `one` minus `other`'s over the last third of their common steps; blocks as in
-    `speed_ratio`."""
+    """Mean reward_mean of `one` minus `other`'s over the last third of their common steps;
+    blocks as in `speed_ratio`."""
     pairs = common(one, other, "reward_mean")
     pairs = pairs[-max(MIN_STEPS, math.ceil(len(pairs) / 3)) :]
     if not pairs:

@@ -66,8 +66,8 @@ def percent(level: float) -> str:
 
 
 def differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """Config keys whose values differ, with each run's value ("not set" where it has none); names and places left
-    out."""
+    """Config keys whose values differ, with each run's value ("not set" where it has none);
+    names and places left out."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     rows = {key: [run.config.get(key, "not set") for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}

@@ -14,13 +14,13 @@ GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 
 RESERVE_GIB = 4.0
-"""Kept free on a trainer's device: the driver's context, buffers of collectives, fragmentation. Our allowance, not
-measured."""
+"""Kept free on a trainer's device: the driver's context, buffers of collectives, fragmentation.
+Our allowance, not measured."""
 ENGINE_GIB = 3.0
 """The same on a rollout device, with the peak of vLLM's own profiling run. Our allowance, not measured."""
 ENGINE_SHARE = 0.9
-"""Share of a device's memory that vLLM takes: a little less than its default (gpu_memory_utilization, 0.92 in vLLM
-0.32)."""
+"""Share of a device's memory that vLLM takes: a little less than its default
+(gpu_memory_utilization, 0.92 in vLLM 0.32)."""
 CHUNK_BYTES = 2**28
 CHUNKS = 3
 """Log-probabilities are taken in chunks of so many bytes, up to three of them at a time (engine.model.logprobs)."""
@@ -68,8 +68,8 @@ class Need:
 
 
 def trainer_need(shape: ModelShape, config: Config) -> Need:
-    """Of the trainer rank that needs most: under a pipeline the first and the last stage differ, so all are
-    computed."""
+    """Of the trainer rank that needs most: under a pipeline the first and the last stage differ,
+    so all are computed."""
     needs = [_stage_need(shape, config, stage) for stage in range(config.parallel.pipeline)]
     return max(needs, key=lambda need: need.total)
 
@@ -137,8 +137,8 @@ def _working(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
 
 
 def activations(shape: ModelShape, config: Config, stage: int) -> Term:
-    """Kept from forward to backward. Under 1F1B stage s of p holds p − s micro-batches (Narayanan et al.,
-    arXiv:2104.04473)."""
+    """Kept from forward to backward. Under 1F1B stage s of p holds p − s micro-batches
+    (Narayanan et al., arXiv:2104.04473)."""
     parallel = config.parallel
     size = BYTES[config.train.dtype]
     tokens = row_tokens(config)
@@ -176,8 +176,8 @@ class Room:
     """The key-value cache of one rollout instance."""
 
     per_token: int
-    """Bytes of one token on each of the instance's devices: 2 · layers · key-value heads · head size · bytes /
-    tensor."""
+    """Bytes of one token on each of the instance's devices:
+    2 · layers · key-value heads · head size · bytes / tensor."""
     tokens: int
     """That it has room for."""
     wanted: int

@@ -62,8 +62,8 @@ class Checkpoints:
     """The run's checkpoints, as one rank sees them. Built by every rank; `save` and `resume` are collectives of all."""
 
     def __init__(self, root: Path, policy: Policy, config: Config, reference_hash: str | None) -> None:
-        """`root`: folder `checkpoints` of the run folder; `reference_hash`: content of the reference model, None
-        without one."""
+        """`root`: folder `checkpoints` of the run folder; `reference_hash`:
+        content of the reference model, None without one."""
         self._root = root
         self._policy = policy
         self._config = config
@@ -76,8 +76,8 @@ class Checkpoints:
         self.prompt_position: int | None = None
         """Prompts used before the next step, with algorithm.dynamic_sampling; else they are a function of the step."""
         self.prompts: str | None = None
-        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`): of the loaded checkpoint, or of the
-        run."""
+        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`):
+        of the loaded checkpoint, or of the run."""
 
     def save(self, step: int, figures: Mapping[str, Any] | None = None) -> None:
         """Take the checkpoint before step `step`; returns once the copy is taken. Nothing if it was the last one

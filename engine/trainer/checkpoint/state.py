@@ -114,8 +114,8 @@ def _metadata() -> dict[str, Any]:
 
 
 def _bases(optimizer: MegatronOptimizer) -> Iterator[MegatronOptimizer]:
-    """The optimizers inside Megatron's chain (that of the experts is one of its own), without those that have nothing
-    to do."""
+    """The optimizers inside Megatron's chain (that of the experts is one of its own),
+    without those that have nothing to do."""
     for base in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not base.is_stub_optimizer:
             yield base
@@ -177,8 +177,8 @@ def _load_optimizer(folder: str, optimizer: MegatronOptimizer, weights: Parts, u
 
 
 def _make_room(base: MegatronOptimizer) -> None:
-    """Moments to load into. Megatron's distributed optimizer can't load where torch's Adam has begun to count its
-    updates."""
+    """Moments to load into. Megatron's distributed optimizer can't load where torch's
+    Adam has begun to count its updates."""
     for state in base.optimizer.state.values():
         state.pop("step", None)
     base.init_state_fn(base.optimizer, base.config)

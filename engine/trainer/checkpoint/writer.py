@@ -100,8 +100,8 @@ class Snapshot(FileSystemWriter):
         write_json(_list_of(Path(self.path), self.rank_in_world), [_row(result) for result in results])
 
     def gather(self, timeout_s: float) -> None:
-        """On rank 0: wait for the lists of all ranks, then write the index. Raises DeadlineError naming the ranks that
-        lack."""
+        """On rank 0: wait for the lists of all ranks, then write the index.
+        Raises DeadlineError naming the ranks that lack."""
         folder = Path(self.path)
         lists = [_list_of(folder, rank) for rank in range(self.world)]
         deadline = time.monotonic() + timeout_s

@@ -28,8 +28,8 @@ class HcclTransport:
     groups = True
 
     def __init__(self, timeout_s: float, device: torch.device, stages: int) -> None:
-        """Raises BadInput where vllm-ascend is missing and for several stages. `device`: the NPU of this rank's
-        model."""
+        """Raises BadInput where vllm-ascend is missing and for several stages. `device`:
+        the NPU of this rank's model."""
         if stages > 1:
             raise BadInput(f'weights.transport = "hccl" knows one sender, but parallel.pipeline = {stages}; use file')
         try:
@@ -59,8 +59,8 @@ class HcclTransport:
             self._group = self._engine.HCCLWeightTransferEngine.trainer_init(where)
 
     def call_off(self) -> None:
-        """Drop the group. A broadcast under way can't be called off: HCCL's own time-out (HCCL_EXEC_TIMEOUT) ends
-        it."""
+        """Drop the group. A broadcast under way can't be called off:
+        HCCL's own time-out (HCCL_EXEC_TIMEOUT) ends it."""
         self._group = None
 
     def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Weight sync, the trainer's side: each pipeline stage's tensors are gathered, bucket by bucket, while others are
-sent."""
+"""Weight sync, the trainer's side: each pipeline stage's tensors are gathered, bucket by bucket,
+while others are sent."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Retry(TransferError):
 
 
 class Publisher:
-    """Publishes weight versions; the launcher leads the instances (engine.launcher.weight_sync.sync). Built by all
-    ranks at once."""
+    """Publishes weight versions; the launcher leads the instances (engine.launcher.weight_sync.sync).
+    Built by all ranks at once."""
 
     def __init__(
         self,
@@ -283,8 +283,8 @@ class Publisher:
         self._snapshots.stage_done(version, self._ranks.stage)
 
     def _complete_snapshot(self, version: int) -> None:
-        """In the background, once its last bucket is written (and no instance reads it any more where it was
-        staged)."""
+        """In the background, once its last bucket is written
+        (and no instance reads it any more where it was staged)."""
         pipeline = self._pipeline
         stage = self._ranks.stage
         if pipeline is None:

@@ -82,8 +82,8 @@ def span(specs: Sequence[TensorSpec]) -> int:
 
 
 def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """The tensors of a bucket, of the uint8 buffer [≥ span] that holds them (a copy of one that begins at an odd
-    place)."""
+    """The tensors of a bucket, of the uint8 buffer [≥ span] that holds them
+    (a copy of one that begins at an odd place)."""
     return [view(cut, spec) for cut, spec in zip(cuts(buffer, specs), specs, strict=True)]
 
 

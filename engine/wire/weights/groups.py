@@ -47,8 +47,8 @@ class Rendezvous:
         return {"host": self.host, "port": self._store.port}
 
     def gather(self, world: int) -> BroadcastGroup:
-        """Wait for the members (ranks 1 … world − 1) and make the group. TransferError when called off,
-        DeadlineError."""
+        """Wait for the members (ranks 1 … world − 1) and make the group.
+        TransferError when called off, DeadlineError."""
         try:
             with _store_errors("the members of the weight transfer"):
                 for rank in range(1, world):
@@ -73,8 +73,8 @@ class Rendezvous:
             raise
 
     def call_off(self) -> None:
-        """The group will not be made: nobody waits any longer. Who comes yet hears of it, as long as this object is
-        kept."""
+        """The group will not be made: nobody waits any longer.
+        Who comes yet hears of it, as long as this object is kept."""
         self._off.set()
         self._store.set("off", b"1")
 
@@ -186,8 +186,8 @@ class BroadcastGroup:
             store=store, rank=rank, world=world, backend=backend, own=own, timeout_s=timeout_s
         )
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        """Where receivers' buffers must lie: on the device of the thread that joined; other threads begin with device
-        0."""
+        """Where receivers' buffers must lie: on the device of the thread that joined;
+        other threads begin with device 0."""
         self._last: list[dist.Work] = []
         self._closed = threading.Event()
 

@@ -1,5 +1,5 @@
-"""The weights of a Hugging Face folder: read and written tensor by tensor, in one safetensors file or many with an
-index."""
+"""The weights of a Hugging Face folder: read and written tensor by tensor,
+in one safetensors file or many with an index."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHARD_BYTES = 2 * 2**30
 """Default size of a written shard: what writing holds in memory."""
 
 MAPPED_BYTES = 256 * 2**20
-"""How much of a shard is read before it is opened anew: what was read through a mapping counts as memory until it
-closes."""
+"""How much of a shard is read before it is opened anew:
+what was read through a mapping counts as memory until it closes."""
 
 
 class Reader:
-    """Looks tensors up by name. One shard is open at a time, and memory holds about MAPPED_BYTES of it (or one
-    tensor)."""
+    """Looks tensors up by name. One shard is open at a time,
+    and memory holds about MAPPED_BYTES of it (or one tensor)."""
 
     def __init__(self, folder: Path, shards: dict[str, Path]) -> None:
         """`shards` maps tensor names to their files; use `open_folder`."""

@@ -39,8 +39,8 @@ CASES = [
     ("pp2-one", PP2, PLAIN),
     ("one-dp2shared", PLAIN, DP2 | SHARED),
 ]
-"""Name, layout that saves, layout that loads; each way there and back. That of most ranks comes first, since others
-wait."""
+"""Name, layout that saves, layout that loads; each way there and back.
+That of most ranks comes first, since others wait."""
 
 
 def settings_of(folder, changes):
@@ -205,8 +205,8 @@ def there_and_back(folder, name, one, other, ports):
 
 
 def here(folder, name, changes):
-    """Save after two steps; the next two are the same, bit for bit, when it is loaded again. What they were is written
-    down."""
+    """Save after two steps; the next two are the same, bit for bit, when it is loaded again.
+    What they were is written down."""
     side = Side(folder, changes, name)
     side.train(1), side.train(2)
     side.save(2)

@@ -79,8 +79,8 @@ def group_sizes():
 
 
 def wide():
-    """Axes of size 4: stages in the middle of a pipeline, ranks that share a key-value head (there are 2), rows in 8
-    parts."""
+    """Axes of size 4: stages in the middle of a pipeline, ranks that share a key-value head (there are 2),
+    rows in 8 parts."""
     pipeline = {"pipeline": 4}
     context = {"context": 4}
     tensor = {"tensor": 4}
@@ -118,8 +118,8 @@ def wide():
 
 
 def by_onednn():
-    """With products as small as these models' by oneDNN, in blocks of so few tokens that each row has some and a
-    rest."""
+    """With products as small as these models' by oneDNN,
+    in blocks of so few tokens that each row has some and a rest."""
     return [
         Case(f"onednn-{name}", TWO[name], kind, tied, budget=budget, loss="full", block=8)
         for name, kind, tied, budget in (
@@ -139,8 +139,8 @@ def ratios():
 
 
 def mixtures():
-    """Qwen3-MoE: experts on two ranks, inside one replica and over replicas in lockstep, with unequal numbers of
-    rows."""
+    """Qwen3-MoE: experts on two ranks, inside one replica and over replicas in lockstep,
+    with unequal numbers of rows."""
     dp = {"expert": 2, "data": 2}
     sp = {"expert": 2, "tensor": 2, "sequence": True}
     cp = {"expert": 2, "context": 2}

@@ -1,5 +1,5 @@
-"""One rank of several runs (runs.py): `python runs_rank.py JOBS` trains one after the other, as engine.trainer.rank
-does."""
+"""One rank of several runs (runs.py): `python runs_rank.py JOBS` trains one after the other,
+as engine.trainer.rank does."""
 
 import argparse
 import os

@@ -1,5 +1,5 @@
-"""M2PO and BAPO: hand-computed values, NumPy written as the algorithms are told, finite differences, and what must not
-matter."""
+"""M2PO and BAPO: hand-computed values, NumPy written as the algorithms are told, finite differences,
+and what must not matter."""
 
 import math
 from dataclasses import replace
@@ -59,8 +59,8 @@ def total(name, terms):
 
 
 def m2po_reference(found):
-    """Algorithm 1: while the mean of (log r)² over outward tokens is above τ, mask the largest. Sum of r A over the
-    others."""
+    """Algorithm 1: while the mean of (log r)² over outward tokens is above τ, mask the largest.
+    Sum of r A over the others."""
     outward = [i for i, (a, log) in enumerate(found) if (a > 0 and log > 0) or (a < 0 and log < 0)]
     while outward and np.mean([found[i][1] ** 2 for i in outward]) > 0.04:
         outward.remove(max(outward, key=lambda i: found[i][1] ** 2))
@@ -107,8 +107,8 @@ def test_bapo_is_algorithm_1(found):
 
 
 def test_m2po_by_hand():
-    """(log r)² of the outward tokens: 0.01, 0.04, 0.09: mean 0.0467 > 0.04, without the largest 0.025. Inward ones:
-    not."""
+    """(log r)² of the outward tokens: 0.01, 0.04, 0.09: mean 0.0467 > 0.04, without the largest 0.025.
+    Inward ones: not."""
     found = [(1.0, 0.1), (1.0, 0.2), (2.0, 0.3), (1.0, -1.0), (-1.0, 1.0)]
     (limit,) = second_moment_limit(tokens_of(found), LIMITS)
     assert limit == pytest.approx((0.04 + 0.09) / 2)

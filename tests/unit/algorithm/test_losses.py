@@ -1,5 +1,5 @@
-"""Every loss against NumPy written from the papers, token by token and response by response; gradients by finite
-differences."""
+"""Every loss against NumPy written from the papers, token by token and response by response;
+gradients by finite differences."""
 
 from dataclasses import replace
 
@@ -236,8 +236,8 @@ def test_a_corrected_gain_is_weighted_and_the_weight_has_no_gradient():
 
 
 def test_off_policy_the_correction_is_that_of_the_weights_that_sampled():
-    """TIS eq. 4: r = π/π_old is what the policy has moved, w = π_old/π_rollout what the engine is off; each counts
-    once."""
+    """TIS eq. 4: r = π/π_old is what the policy has moved, w = π_old/π_rollout what the engine is off;
+    each counts once."""
     terms = terms_of([(1.0, [0.1, -0.1])], "response")
     old = terms.old
     terms = replace(terms, rollout=old - torch.tensor([0.5, -0.5], dtype=torch.float64), sampled=old)

@@ -1,5 +1,5 @@
-"""Benchmarks by name and by file: the published files' columns, where they are looked for, what is said if they are
-missing."""
+"""Benchmarks by name and by file: the published files' columns,
+where they are looked for, what is said if they are missing."""
 
 import json
 import os

@@ -85,8 +85,8 @@ def test_an_interval_holds_the_mean_and_shrinks_with_more_samples_only(values, s
 
 
 def test_intervals_cover_the_truth_when_samples_of_a_problem_hang_together():
-    """30 problems, 8 samples each, difficulties from Beta(0.5, 1.5), mean 0.25: 95 % intervals must hold it about 95
-    times."""
+    """30 problems, 8 samples each, difficulties from Beta(0.5, 1.5), mean 0.25:
+    95 % intervals must hold it about 95 times."""
     draw = random.Random(1)
     held = 0
     trials = 1500

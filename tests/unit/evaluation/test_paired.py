@@ -66,8 +66,8 @@ def test_other_problems_are_refused():
 
 
 def test_chance_alone_seldom_wins_and_a_real_difference_mostly_does():
-    """60 problems, 4 samples: false alarms in at most 2.5 % (one side of 5 %), 15 points more are seen in most
-    cases."""
+    """60 problems, 4 samples: false alarms in at most 2.5 % (one side of 5 %),
+    15 points more are seen in most cases."""
     draw = random.Random(3)
     wins = {0.0: 0, 0.15: 0}
     for gain, trials in ((0.0, 600), (0.15, 200)):

@@ -22,8 +22,8 @@ from support.tiny_models import save
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 20.0
-"""Deadline of what is not about deadlines, and longest time of what must not take as long as one; a quiet machine takes
-1 s."""
+"""Deadline of what is not about deadlines, and longest time of what must not take as long as one;
+a quiet machine takes 1 s."""
 TENSORS = {"a": torch.randn(7, 5), "b": torch.randn(300).bfloat16(), "c": torch.ones(3)}
 
 

@@ -1,5 +1,5 @@
-"""The launcher's side of the control channel: who waits, who is silent. Requests are made in this process, groups by
-hand."""
+"""The launcher's side of the control channel: who waits, who is silent.
+Requests are made in this process, groups by hand."""
 
 import asyncio
 import time
@@ -207,8 +207,8 @@ def test_a_request_that_is_being_answered_is_no_silence():
 
 
 async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_for_it(conduct):
-    """They have something to do from the start of the batch on; the first rank asks for the comparison for all of
-    them."""
+    """They have something to do from the start of the batch on;
+    the first rank asks for the comparison for all of them."""
     coordinator, handlers, come = await conduct(2)
 
     class Slow:

@@ -1,5 +1,5 @@
-"""Evaluation at a drain, over real sockets with a scripted instance: when weights may move, what is cut, what is
-refused."""
+"""Evaluation at a drain, over real sockets with a scripted instance:
+when weights may move, what is cut, what is refused."""
 
 import asyncio
 import contextlib

@@ -25,8 +25,8 @@ def group(number, unequal):
 
 
 def selected(verdicts, wanted, room, pick):
-    """Try prompts as the producer does; `pick` says which group under way is finished next. (ids in order due, used,
-    tried)."""
+    """Try prompts as the producer does; `pick` says which group under way is finished next.
+    (ids in order due, used, tried)."""
     selection = DynamicSampling(wanted, len(verdicts))
     due = []
     running = []

@@ -104,8 +104,8 @@ def test_round_trip_and_logits_on_one_process(folders, case):
 
 
 def test_round_trip_over_two_processes(folders, tmp_path):
-    """Tensor parallelism (61 tokens: padded to 62), two pipeline stages (with a copy of a tied embedding), expert
-    parallel."""
+    """Tensor parallelism (61 tokens: padded to 62), two pipeline stages (with a copy of a tied embedding),
+    expert parallel."""
     torch.multiprocessing.spawn(two_processes, (tmp_path / "store", folders), nprocs=2)
 
 

@@ -71,8 +71,8 @@ def test_finite_differences_agree(temperature):
 
 
 def test_bf16_logits_are_computed_in_fp32():
-    """The values are exact for the rounded logits; the gradient is rounded once, also at a target that is almost
-    certain."""
+    """The values are exact for the rounded logits; the gradient is rounded once,
+    also at a target that is almost certain."""
     logits, targets = draw(64, 200, dtype=torch.bfloat16)
     with torch.no_grad():
         logits[torch.arange(32), targets[:32]] += (

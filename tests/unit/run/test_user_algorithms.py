@@ -1,5 +1,5 @@
-"""A user's own advantage, loss, gradient control and verifier by "file.py:function": what the docs show, and mistakes
-named."""
+"""A user's own advantage, loss, gradient control and verifier by "file.py:function":
+what the docs show, and mistakes named."""
 
 import re
 from textwrap import dedent

@@ -57,8 +57,8 @@ def test_a_tied_embedding_may_be_stored_twice_but_not_with_other_values(tmp_path
 
 
 def test_a_conversion_holds_the_weights_once(tmp_path):
-    """In shards of a tenth of them; the largest parameter is a tenth too. Twice the weights would be above the
-    bound."""
+    """In shards of a tenth of them; the largest parameter is a tenth too.
+    Twice the weights would be above the bound."""
     sizes = LlamaConfig(
         hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=4, vocab_size=8000
     )

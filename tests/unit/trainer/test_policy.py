@@ -106,8 +106,8 @@ def test_previous_is_the_policy_before_the_last_update(settings):
 
 
 def test_updates_are_adamw_with_schedule_and_clipping(settings):
-    """Against torch's AdamW on the same gradients: decay not on norms, warm-up from peak / w, norm clipped to the
-    limit."""
+    """Against torch's AdamW on the same gradients:
+    decay not on norms, warm-up from peak / w, norm clipped to the limit."""
     policy = a_policy(
         settings,
         train__warmup_steps=2,

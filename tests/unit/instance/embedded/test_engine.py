@@ -210,8 +210,8 @@ def test_pause_and_wait_drains_but_admits_nothing(engine):
 
 
 def test_a_response_that_was_cut_goes_on_in_its_stream(folder):
-    """Prompt and tokens so far as the prompt, `continued` of them: with the same weights the response is the uncut
-    one."""
+    """Prompt and tokens so far as the prompt, `continued` of them:
+    with the same weights the response is the uncut one."""
     whole = Sent(engine_of(folder))
     whole.send(max_tokens=20, seed=3)
     (uncut,) = whole.finish()

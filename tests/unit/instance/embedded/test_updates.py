@@ -1,5 +1,5 @@
-"""Weight updates of the embedded engine: over files and groups, staged while it generates, and those that fail
-half-way."""
+"""Weight updates of the embedded engine: over files and groups, staged while it generates,
+and those that fail half-way."""
 
 import asyncio
 import threading

@@ -135,8 +135,8 @@ async def test_a_paused_instance_is_asked_again(world):
 
 
 async def test_a_response_that_was_cut_goes_on_on_any_instance_and_is_whole(world):
-    """rollout.partial: the tokens so far go along, the group is first in line, and nothing is sampled or verified
-    twice."""
+    """rollout.partial: the tokens so far go along, the group is first in line,
+    and nothing is sampled or verified twice."""
     async with world() as w:
         w.producer = Producer(
             pool=w.pool, verifier=Scores(), decode=str, sampling=PARTIAL, group_size=4, seed=0, trace=w.trace

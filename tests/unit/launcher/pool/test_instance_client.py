@@ -198,8 +198,8 @@ async def test_cutting_ends_what_is_under_way_and_nothing_else(instance):
 
 
 async def test_a_call_whose_deadline_has_just_passed_may_be_cut(instance):
-    """The pool learns of a death in the moment in which a heartbeat's deadline has fired and its task does not know
-    yet."""
+    """The pool learns of a death in the moment in which a heartbeat's deadline has fired
+    and its task does not know yet."""
     scripted, client = instance
     scripted.silent = True
     loop = asyncio.get_running_loop()

@@ -1,5 +1,5 @@
-"""Who is in the pool: instances come late, fall silent, come back, leave. Over real sockets; they are scripted, the
-sync too."""
+"""Who is in the pool: instances come late, fall silent, come back, leave. Over real sockets;
+they are scripted, the sync too."""
 
 import asyncio
 import time

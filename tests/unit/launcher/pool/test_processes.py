@@ -1,5 +1,5 @@
-"""Declared instances that die: noticed, started again, given up. Their processes are real, what they serve is next to
-nothing."""
+"""Declared instances that die: noticed, started again, given up.
+Their processes are real, what they serve is next to nothing."""
 
 import asyncio
 import contextlib

@@ -59,8 +59,8 @@ def test_instances_are_shared_among_nodes_by_what_a_node_holds(tensor, node, ins
 
 
 def test_instances_that_evaluate_load_the_model_and_meet_at_a_place_of_their_own(tmp_path, monkeypatch):
-    """An override of the deployment serve-rollouts, such as the recipe's model, must not win over what this evaluation
-    says."""
+    """An override of the deployment serve-rollouts, such as the recipe's model,
+    must not win over what this evaluation says."""
     config = Config(
         run={"name": "mine", "output": str(tmp_path)}, rollout={"instances": 0}, evaluate={"max_context": 4096}
     )

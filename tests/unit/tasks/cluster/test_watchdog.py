@@ -1,5 +1,5 @@
-"""Which events the automations answer, asked of the Prefect server's own triggers; tests/stack/test_silent_runs.py
-fires them."""
+"""Which events the automations answer, asked of the Prefect server's own triggers;
+tests/stack/test_silent_runs.py fires them."""
 
 from datetime import UTC, datetime
 from uuid import uuid4

@@ -1,5 +1,5 @@
-"""The alias `champion` against a real MLflow store: moved, left, refused; lineage and evaluations as they are
-logged."""
+"""The alias `champion` against a real MLflow store: moved, left, refused;
+lineage and evaluations as they are logged."""
 
 import asyncio
 import json

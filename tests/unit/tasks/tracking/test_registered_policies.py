@@ -23,8 +23,8 @@ def config(settings):
 
 
 def register(config, name="metronome-nightly", alias=None, start="base"):
-    """What a finished run leaves in the registry: a version of the model with the policy's folder, and how the run
-    began."""
+    """What a finished run leaves in the registry: a version of the model with the policy's folder,
+    and how the run began."""
     (config.folder / tracked_run.RUN_ID).unlink(missing_ok=True)  # each is a night's run of its own
     with tracked_run.tracked(config):
         version = tracked_run.register(name, Path(config.model.path))

@@ -91,8 +91,8 @@ def test_a_body_that_raises_marks_the_run(config, error, status):
 
 
 def test_a_resumed_run_has_every_step_once(config):
-    """Steps 0-4 are done, 2 is lost on its way to MLflow, the checkpoint is before step 3; then 3-5 are done
-    (again)."""
+    """Steps 0-4 are done, 2 is lost on its way to MLflow, the checkpoint is before step 3;
+    then 3-5 are done (again)."""
     other = config.model_copy(update={"run": Run(name="resumed", output=config.run.output)})
     folder = RunFolder(other.folder)
     with tracked_run.tracked(other) as first:

@@ -47,8 +47,8 @@ def test_the_speed_interval_covers_the_true_ratio_as_often_as_it_says():
 
 
 def test_the_speed_interval_holds_where_the_machines_load_changes_slowly():
-    """200 pairs of runs as above, but with AR(1) noise, correlation 0.8 of neighbours; blocks of n^(1/3) steps gave
-    158."""
+    """200 pairs of runs as above, but with AR(1) noise, correlation 0.8 of neighbours;
+    blocks of n^(1/3) steps gave 158."""
     hits = 0
     for seed in range(200):
         found = run_figures.speed_ratio(slow_noise(8.0, seed), slow_noise(10.0, 1000 + seed), 0.95)

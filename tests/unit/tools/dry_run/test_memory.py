@@ -1,5 +1,5 @@
-"""The dry run's memory against what the trainer really allocates: parameters, gradients, optimizer states,
-activations."""
+"""The dry run's memory against what the trainer really allocates:
+parameters, gradients, optimizer states, activations."""
 
 import pytest
 import torch
@@ -56,8 +56,8 @@ def test_states_are_what_the_trainer_allocates(settings, dtype):
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"])
 @pytest.mark.parametrize(("recompute", "tables"), [(False, False), (False, True), (True, True)])
 def test_activations_are_what_the_layers_keep(architecture, recompute, tables):
-    """Bytes saved for the backward pass by two more layers, counted once per storage; rotated as on a device, and as on
-    a CPU."""
+    """Bytes saved for the backward pass by two more layers, counted once per storage;
+    rotated as on a device, and as on a CPU."""
     tokens = 96
     shapes = [
         ModelShape(

@@ -1,5 +1,5 @@
-"""`run.dry`: the papers' recipes can run, impossible ones are refused with the reason; all without devices or
-weights."""
+"""`run.dry`: the papers' recipes can run, impossible ones are refused with the reason;
+all without devices or weights."""
 
 import pytest
 from typer.testing import CliRunner

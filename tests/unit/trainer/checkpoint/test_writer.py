@@ -1,5 +1,5 @@
-"""Checkpoints of one process are written beside the training, never look whole when they aren't, and the right ones are
-kept."""
+"""Checkpoints of one process are written beside the training, never look whole when they aren't,
+and the right ones are kept."""
 
 import json
 import os

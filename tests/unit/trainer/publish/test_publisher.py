@@ -1,5 +1,5 @@
-"""The trainer's side with several ranks: pipeline stages that send in turn, ranks that only give their shards, errors
-of one."""
+"""The trainer's side with several ranks: pipeline stages that send in turn, ranks that only give their shards,
+errors of one."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -55,8 +55,8 @@ class Shared:
 
 
 class Stage(Model):
-    """One stage's part; only the last one's ranks know the probe's log-probabilities. Both ranks of a stage go through
-    it."""
+    """One stage's part; only the last one's ranks know the probe's log-probabilities.
+    Both ranks of a stage go through it."""
 
     def __init__(self, seed, stage):
         super().__init__(seed)
