@@ -155,8 +155,7 @@ def serve(
     join: Annotated[str, typer.Option(help="join this run: its launcher's host:port, or its run folder")] = "",
     name: Annotated[str, typer.Option(help="its name in the run (default: host and process id)")] = "",
 ) -> None:
-    """One rollout instance in the foreground, with the recipe's model and rollout settings;
-    Ctrl-C lets it leave a run."""
+    """One rollout instance in the foreground, as the recipe describes it; Ctrl-C lets it leave a run."""
     from engine.instance.join import default_name, serve_alone, serve_joined
     from tasks.input_checks import with_model_folder
 
@@ -186,8 +185,7 @@ def deploy(
     ] = 0,
     on_rollout_pool: Annotated[int, typer.Option(help="instances that runs take from the rollout pool by default")] = 0,
 ) -> None:
-    """Work pools, deployments, schedules, automations on the server of PREFECT_API_URL;
-    again brings them up to date."""
+    """Bring work pools, deployments, schedules and automations up to date on the server of PREFECT_API_URL."""
     with _exit_codes():
         load(recipe, overrides)
         from tasks.cluster.deploy import Choices

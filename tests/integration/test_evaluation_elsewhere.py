@@ -32,7 +32,7 @@ def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_pat
     failed = []
     folder.create(config, resume=False)
     monkeypatch.setattr(
-        other_nodes, "_flow_run_during", lambda deployment, given, *_: asked.append(given) or nullcontext()
+        other_nodes, "_flow_run_during", lambda parameters, **_: asked.append(parameters) or nullcontext()
     )
     with other_nodes.evaluation_nodes(config, tiny_model, 2, meeting) as place:
         [given] = asked

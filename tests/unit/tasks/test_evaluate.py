@@ -99,6 +99,6 @@ def test_what_a_run_has_evaluated_is_not_sampled_again(settings, tiny_model, mon
         assert done_before(changed(**values), folder.policy, 3, folder) is None, values
     assert done_before(changed(train_learning_rate=0.5), folder.policy, 3, folder) == [found]
 
-    monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("sampled"))
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: pytest.fail("sampled"))
     assert evaluate.evaluate_once(config, folder.policy, 3) == found
     assert "has this evaluation of its version 3 already" in capsys.readouterr().out
