@@ -1,5 +1,6 @@
-"""The CUDA path of training on one GPU: `python benchmarks/gpu.py [--shapes 0.6b 1.7b] [--prompt 1024] [--response
-1024]`
+"""The CUDA path of training on one GPU.
+
+`python benchmarks/gpu.py [--shapes 0.6b 1.7b] [--prompt 1024] [--response 1024]`
 
 Needs torch and megatron-core only. **Its CUDA numbers have not been taken yet: no GPU has been at hand.** What has run
 is the correctness part on the CPU, with a small shape: `--device cpu --tiny` (the kernel is then the CPU's, not

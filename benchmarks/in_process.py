@@ -114,7 +114,7 @@ class InProcess:
             found.append((response, exact(prompt, response)))
         return found
 
-    def alive(self) -> None:
+    def heartbeat(self) -> None:
         """Nobody listens."""
 
     def work(self, step: int) -> Iterator[Work]:

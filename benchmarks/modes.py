@@ -1,5 +1,6 @@
-"""Wall time and tokens/s/device of every mode on the same work with long-tailed response lengths: `python
-benchmarks/modes.py`
+"""Wall time and tokens/s/device of every mode on the same work with long-tailed response lengths.
+
+`python benchmarks/modes.py`
 
 A random Qwen3 (hidden 128, 4 layers, vocabulary 512) stops at any of a few tokens, so response lengths are geometric
 with a long tail, cut at `--longest`; the learning rate is too small to change that. Trainer and instance have a core

@@ -1,5 +1,6 @@
-"""What computing a group's prompt once saves in training: `python benchmarks/shared_prompt.py [--repeats 3] [--hidden
-512]`
+"""What computing a group's prompt once saves in training.
+
+`python benchmarks/shared_prompt.py [--repeats 3] [--hidden 512]`
 
 A micro-step is `Policy.accumulate` of one group in one micro-batch: the policy's forward, loss and backward. It is
 timed with `attention.shared_prompt` on, and off: then every response carries its own copy of the prompt, all of them

@@ -5,8 +5,9 @@ response's tokens), fp32, one thread, a random Qwen3. Hugging Face computes one 
 attention, logits of the response's positions only), which is its fastest exact way for samples of unequal length. Ours
 is `Policy.accumulate`:
 
-* one sample per micro-batch (required: 1.0 times Hugging Face's tokens/s), on samples of 128 to 512 tokens; * packed
-into micro-batches of `--budget` tokens (required: 1.5 times), on a mixed batch of short samples, 16 to 96 tokens.
+* one sample per micro-batch (required: 1.0 times Hugging Face's tokens/s), on samples of 128 to 512 tokens;
+* packed into micro-batches of `--budget` tokens (required: 1.5 times), on a mixed batch of short samples, 16 to 96
+  tokens.
 
 No prompt is shared: every sample is computed as a whole on both sides. Gradients of both are compared before anything
 is timed. Calls alternate; medians of CPU seconds, one computing thread. Last line: RESULT {json}.

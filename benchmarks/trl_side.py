@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from rewards import letters_for_trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-from support.rewards import letters_for_trl
 
 
 class Timed(GRPOTrainer):

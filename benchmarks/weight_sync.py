@@ -255,7 +255,7 @@ def bucket_sizes(models: TriModel, limit: int) -> list[int]:
 
 
 class Launcher:
-    """The conductor's handlers over real instances."""
+    """The coordinator's handlers over real instances."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config

@@ -1,5 +1,6 @@
-"""Draws some steps of runs on one time axis as an SVG: `python docs/draw_timeline.py RUN [RUN ...] >
-docs/images/timeline.svg`.
+"""Draws some steps of runs on one time axis as an SVG.
+
+`python docs/draw_timeline.py RUN [RUN ...] > docs/images/timeline.svg`
 
 RUN is a run folder with its trace. Each run is a panel: its instances' responses above, the trainer below.
 """

@@ -3,8 +3,8 @@
 Starts a Prefect server, an MLflow server and a worker, deploys the quickstart, has the deployment run it for a few
 steps, and trains it once in mode sync and once in periodic. These two take turns, a few steps each (sync, periodic,
 periodic, sync …), so that whatever else the machine does meets both. What the folder holds already is kept. Then it
-photographs what a person sees. Needs `chromium` on the PATH (Debian: apt-get install chromium) and `pip install
-playwright pillow`.
+photographs what a person sees. Needs `chromium` on the PATH (Debian: apt-get install chromium) and
+`pip install playwright pillow`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ HEAD = """# Configuration
 Every key of a recipe. Generated from `engine/config` by `python -m engine.config.reference > docs/configuration.md`:
 edit the docstrings there. A recipe is a TOML file with these tables; `--set table.key=value` overrides a key. Unknown
 keys and values out of range are refused with the nearest key or the range. Which keys go together is checked too
-(`engine/config/rules.py`). """
+(`engine/config/rules.py`).
+"""
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 """JSON schema's words for ranges, in ours."""
 NAMES = {"boolean": "true or false", "array": "list", "object": "table"}

@@ -1,5 +1,6 @@
-"""Starts, watches and ends the processes of a run: `python -m engine.launcher.launch --config FILE [--resume] [--replay
-FILE]`.
+"""Starts, watches and ends the processes of a run.
+
+`python -m engine.launcher.launch --config FILE [--resume] [--replay FILE]`
 
 The launcher holds the producer, the verifiers' workers, the pool of instances and the sample queue; the trainer ranks
 run under torch elastic. Whatever ends the launcher ends them all (engine.run.process).

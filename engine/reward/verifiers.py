@@ -42,7 +42,7 @@ def math(prompt: Prompt, response: Response) -> Score:
     shown = found if found is not None else stated(response.text[-_TAIL:])
     try:
         right = _right(prompt.answer, shown, plain=found is None)
-    except (RecursionError, MemoryError) as error:  # nothing an answer would need, see worker_process.MEMORY
+    except (RecursionError, MemoryError) as error:  # nothing an answer would need, see engine.verifier.worker.MEMORY
         return Score(0.0, detail=f"{type(error).__name__}: {shown[:_DETAIL].strip()}")
     return Score(float(right), detail=shown[-_DETAIL:].strip())
 

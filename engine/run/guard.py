@@ -1,5 +1,6 @@
-"""Runs a program that knows nothing of our lifelines and ends it with its parent: `python -m engine.run.guard PROGRAM
-ARGUMENT...`.
+"""Runs a program that knows nothing of our lifelines and ends it with its parent.
+
+`python -m engine.run.guard PROGRAM ARGUMENT...`
 
 Servers and workers of other projects outlive a killed parent. This process leads their process group, watches the
 lifeline (engine.run.process) and passes the program's exit status on.

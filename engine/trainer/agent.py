@@ -1,5 +1,6 @@
-"""Starts a node's trainer ranks under torch's elastic agent: `python -m engine.trainer.agent --ranks N -- <rank
-arguments>`.
+"""Starts a node's trainer ranks under torch's elastic agent.
+
+`python -m engine.trainer.agent --ranks N -- <rank arguments>`
 
 The agent is a process of its own: it dies with the launcher, and the ranks with it (engine.run.process). With several
 nodes there is one agent on each; they meet at the rendezvous that the launcher's node holds (engine.trainer.nodes).

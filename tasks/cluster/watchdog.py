@@ -4,9 +4,9 @@ A worker reports a flow process that died as Crashed; where the worker died too,
 crashed run is scheduled again as the same flow run, which goes on where its run folder says (flows.pipeline). They act
 on flow runs with the tag `resumable` only: deployments carry it.
 
-Automations hear events, and a server that is killed or whose database is locked may lose one. `python -m
-tasks.cluster.watchdog` beside the server looks every minute for crashed runs that no automation has brought back; `make
-services` and infra/compose run it.
+Automations hear events, and a server that is killed or whose database is locked may lose one. The watchdog
+(`python -m tasks.cluster.watchdog`) beside the server looks every minute for crashed runs that no automation has
+brought back; `make services` and infra/compose run it.
 """
 
 from __future__ import annotations

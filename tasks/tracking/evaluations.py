@@ -23,7 +23,7 @@ POLL_S = 0.5
 """Between looks whether MLflow has got everything."""
 
 _queued: set[str] = set()
-"""Tables that this process has handed to the recorder."""
+"""Tables that this process has handed to the write queue."""
 
 
 def log_new(folder: RunFolder) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def _notes(folder: RunFolder) -> Path:
 
 
 def _log(row: Mapping[str, Any], folder: RunFolder, notes: Path) -> None:
-    """Table, figures and, once both are written, the note of it: the recorder keeps their order.
+    """Table, figures and, once both are written, the note of it: the write queue keeps their order.
 
     The figures come second: a table may be written again, figures would stand there twice.
     """

@@ -1,4 +1,4 @@
-"""The recording of one run in MLflow: its recorder, its parameters, its files and how it ends."""
+"""One run in MLflow: its write queue, its parameters, its files and how it ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NUMBER = "metronome.run_id"
 
 _current: list[tuple[WriteQueue, Config]] = []
 
-# MLflow's 7 take four minutes; the recorder tries again anyway
+# MLflow's 7 take four minutes; the write queue tries again anyway
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 
 
@@ -51,7 +51,7 @@ def write_queue() -> WriteQueue:
 
 @contextmanager
 def mlflow_run(config: Config, known: str | None, keeps_status: bool = False) -> Iterator[mlflow.ActiveRun]:
-    """The body in an MLflow run (`known`: its id, None for a new one) with a recorder and samples of the machine's
+    """The body in an MLflow run (`known`: its id, None for a new one) with a write queue and samples of the machine's
     load.
 
     What the run folder holds at the end becomes artifacts. A body that raises leaves the run as FAILED, one that is

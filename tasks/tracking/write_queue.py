@@ -66,7 +66,7 @@ class WriteQueue:
         self._lost: list[str] = []
         self._change = threading.Condition()
         self._deadline: float | None = None
-        self._thread = threading.Thread(target=self._work, name="MLflow recorder", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="MLflow write queue", daemon=True)
         self._thread.start()
 
     def metrics(self, figures: Mapping[str, float], step: int, what: str = "") -> None:
@@ -177,11 +177,11 @@ class MachineLoad:
     """Samples CPU, memory, disk, network and NVIDIA devices of this machine into `system/...` metrics (psutil, by
     MLflow).
 
-    MLflow's own monitor ends at the first request that fails; this one only measures, the recorder delivers.
+    MLflow's own monitor ends at the first request that fails; this one only measures, the write queue delivers.
     """
 
-    def __init__(self, recorder: WriteQueue, run_id: str, started_ms: int) -> None:
-        self._recorder = recorder
+    def __init__(self, queue: WriteQueue, run_id: str, started_ms: int) -> None:
+        self._queue = queue
         self._started = started_ms / 1000
         self._monitor = SystemMetricsMonitor(run_id)
         self._over = threading.Event()
@@ -201,7 +201,7 @@ class MachineLoad:
             figures = {f"system/{name}": value for name, value in self._monitor.aggregate_metrics().items()}
             for monitor in self._monitor.monitors:
                 monitor.clear_metrics()
-            self._recorder.metrics(figures, int(time.time() - self._started), "system metrics")
+            self._queue.metrics(figures, int(time.time() - self._started), "system metrics")
 
 
 def refused(error: Exception) -> bool:

@@ -1,8 +1,8 @@
 """Instances of a running job that die, hang, err, come and go.
 
 Whatever happens to them, every response of every step is trained exactly once, on the step's weights, and the final
-weights are those of a run that nothing happened to, bit for bit: `rollout.deterministic` and `train.consume =
-"prompt_order"`.
+weights are those of a run that nothing happened to, bit for bit:
+`rollout.deterministic` and `train.consume = "prompt_order"`.
 """
 
 import contextlib

@@ -21,7 +21,7 @@ from tasks.tracking.metric_names import metric_name, numbers
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(3000)]
 
-AWAY_S = 600.0
+PATIENCE_S = 600.0
 """Longest wait for anything; a quiet machine needs a tenth."""
 
 METRONOME = [sys.executable, "-m", "flows.cli"]
@@ -83,7 +83,7 @@ def deployed(services, environment):
     """The API's URL once the deployments are there and crashed runs are resumed soon."""
     quickly = "from tasks.cluster import watchdog; watchdog.install(delay_s=10.0)"
     for command in ([*METRONOME, "deploy"], [sys.executable, "-c", quickly]):
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=AWAY_S)
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stdout + done.stderr
     return environment["PREFECT_API_URL"]
 
@@ -122,7 +122,7 @@ def wait_for_two_steps(folder, api=None, run=None):
         return False
 
     slow_down(folder.parent, SLOW_S)
-    wait_for(moved, f"two steps after step {before}", AWAY_S)
+    wait_for(moved, f"two steps after step {before}", PATIENCE_S)
     slow_down(folder.parent, CRAWL_S)
     assert last_step(folder) < STEPS - 10, "the run is nearly through: what follows would not fall into training"
 
@@ -133,7 +133,7 @@ def file_number(folder):
 
 def wait_for_resume(folder, killed_in, api, run):
     """Until the run was started again (its trainer has cut steps.jsonl, so it is another file) and trains."""
-    wait_for(lambda: file_number(folder) != killed_in, "the run to be started again", AWAY_S)
+    wait_for(lambda: file_number(folder) != killed_in, "the run to be started again", PATIENCE_S)
     wait_for_two_steps(folder, api, run)
 
 
@@ -156,13 +156,13 @@ def test_every_process_of_a_run_may_die(deployed, services, environment, small, 
     killed_in = file_number(folder)
     worker.kill()
     slow_down(place, SLOW_S)  # the flow ends when it has something to say and nobody listens
-    wait_for(lambda: not processes(run), "the end of a flow without a worker", AWAY_S)
+    wait_for(lambda: not processes(run), "the end of a flow without a worker", PATIENCE_S)
     assert last_step(folder) < STEPS - 5
     services.worker("cpu", "successor")
-    subprocess.run([sys.executable, "-c", SWEEP], env=environment, cwd=ROOT, check=True, timeout=AWAY_S)
-    wait_for(lambda: file_number(folder) != killed_in, "the run to be started again", AWAY_S)
+    subprocess.run([sys.executable, "-c", SWEEP], env=environment, cwd=ROOT, check=True, timeout=PATIENCE_S)
+    wait_for(lambda: file_number(folder) != killed_in, "the run to be started again", PATIENCE_S)
     slow_down(place, 0)
-    wait_for(lambda: state(api, run)["type"] == "COMPLETED", "the end of the run", AWAY_S)
+    wait_for(lambda: state(api, run)["type"] == "COMPLETED", "the end of the run", PATIENCE_S)
     slow_down(place, CRAWL_S)
 
     assert same(weights(folder), undisturbed)
@@ -204,7 +204,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, envir
     patiently(post, f"{api}/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
     wait_for(lambda: not processes(run), "the end of all processes of a cancelled run", 15)
     print(f"no process is left {time.monotonic() - asked:.1f} s after the cancel")
-    wait_for(lambda: state(api, run)["type"] == "CANCELLED", "the state CANCELLED", AWAY_S)
+    wait_for(lambda: state(api, run)["type"] == "CANCELLED", "the state CANCELLED", PATIENCE_S)
     done = last_step(folder) + 1
     # it is there because of the cancel: checkpoint.every is 0
     assert step_of(latest(folder / "checkpoints")) == done < STEPS
@@ -217,7 +217,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, envir
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=AWAY_S,
+        timeout=PATIENCE_S,
     )
     slow_down(place, CRAWL_S)
     assert again.returncode == 0, again.stdout + again.stderr

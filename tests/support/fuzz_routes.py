@@ -1,6 +1,6 @@
 """A fuzz test of the HTTP routes of a rollout instance, whichever engine it is.
 
-    METRONOME_TOKEN=... python tests/support/fuzz_routes.py http://127.0.0.1:8000 --examples 500
+    METRONOME_TOKEN=... PYTHONPATH=tests python tests/support/fuzz_routes.py http://127.0.0.1:8000 --examples 500
 
 Requests are written to a socket as bytes, so that they may break every rule. After each one: no 5xx, an answer or an
 end of the connection before the deadline, and, when it was refused, the same tokens and log-probabilities for a fixed

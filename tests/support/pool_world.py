@@ -1,4 +1,4 @@
-"""A pool with scripted instances, its keeper and producer: what tests of them share."""
+"""A pool with scripted instances, its health monitor and producer: what tests of them share."""
 
 import asyncio
 import contextlib

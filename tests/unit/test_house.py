@@ -158,3 +158,28 @@ def test_modules_that_texts_name_are_there():
     named = {(place(file), name) for file in [*FILES, *PAGES] for text in texts(file) for name in DOTTED.findall(text)}
     assert len(named) > 100
     assert sorted(f"{where}: {name}" for where, name in named if not exists(name)) == []
+
+
+def test_names_that_are_imported_from_us_are_there():
+    """In every file, also in those that no other test imports, and that mypy does not read."""
+    found = [
+        f"{place(file)}:{node.lineno} {node.module}.{name.name}"
+        for file, node in nodes(ast.ImportFrom)
+        if node.module and node.module.split(".")[0] in ("engine", "tasks", "flows", "support")
+        for name in node.names
+        if not imported(node.module, name.name)
+    ]
+    assert found == []
+
+
+def imported(module, name):
+    """Whether a module of ours has a name at its top level, or is a folder with a module of that name."""
+    folder = (ROOT / "tests" if module.startswith("support") else ROOT).joinpath(*module.split("."))
+    if (folder / f"{name}.py").exists() or (folder / name).is_dir():
+        return True
+    file = folder.with_suffix(".py") if folder.with_suffix(".py").exists() else folder / "__init__.py"
+    return (
+        file.exists()
+        and re.search(rf"^\s*(?:async def |def |class |from .* |import .*)?\b{name}\b", file.read_text(), re.M)
+        is not None
+    )

@@ -221,7 +221,7 @@ class Pool:
         self._dispatcher.hand_out()
 
     def fault(self, instance: Instance) -> None:
-        """A request to it failed; enough of them in a row and it is left alone for a while (Breaker)."""
+        """A request to it failed; enough of them in a row and it is left alone for a while (CircuitBreaker)."""
         if instance.state in ("serving", "draining"):  # else the pool itself broke the request off
             instance.breaker.fault()
         if instance.child is not None and not instance.child.alive:

@@ -1,7 +1,7 @@
 """Sizes of public models, so that a recipe can be checked where the model is not: as their config.json publishes them.
 
 Each line was compared with the published config.json, and the parameters it adds up to with the published number
-(tests/unit/test_dry.py).
+(tests/unit/tools/dry_run/test_plan.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Checkpoints that are everything (docs/architecture.md) and never look complete when they are not.
 
 A checkpoint is a folder in Megatron's `torch_dist` format (weights, old policy, moments and random streams: see
-`checkpoint_state`) with `state.json` beside it (step, config, layout, schedule, the reference by path and hash). It is
-saved by all ranks at once and loaded by any layout. Each rank takes a copy of its tensors and goes on; a thread of its
-own writes them. Rank 0's thread makes the whole of it: index, rename, marker last, old ones deleted, the new one
-published to `checkpoint.path`. All ranks must see the same run folder.
+`engine.trainer.checkpoint.state`) with `state.json` beside it (step, config, layout, schedule, the reference by path
+and hash). It is saved by all ranks at once and loaded by any layout. Each rank takes a copy of its tensors and goes on;
+a thread of its own writes them. Rank 0's thread makes the whole of it: index, rename, marker last, old ones deleted,
+the new one published to `checkpoint.path`. All ranks must see the same run folder.
 
 Megatron's index is a pickle. It is read only if it is the file that the marker was written for and refers to nothing
 but what an index consists of (`checkpoint_files.check`), so a checkpoint from a bucket can't run code.

@@ -1,7 +1,7 @@
 """Several runs in the same processes: trainer ranks, instance and verifier start once, the rest is as the launcher does
 it.
 
-Starting the processes of a run takes far longer than twenty steps of a tiny model. Every run has its own conductor,
+Starting the processes of a run takes far longer than twenty steps of a tiny model. Every run has its own coordinator,
 control channel, models, optimizer and run folder; the instance gets version 0 anew with each run's first weight sync.
 """
 

@@ -36,7 +36,7 @@ def group(index):
 
 
 class Rollouts:
-    """What a conductor needs of a service: groups come when the test puts them."""
+    """What a coordinator needs of a service: groups come when the test puts them."""
 
     def __init__(self):
         self.pool = SimpleNamespace(working=1, failure=None)
@@ -52,7 +52,8 @@ class Rollouts:
 
 @pytest.fixture
 def conduct(tmp_path):
-    """A conductor of two units whose step of so many groups has begun, its handlers, and where its groups come from."""
+    """A coordinator of two units whose step of so many groups has begun, its handlers, and where its groups come
+    from."""
 
     async def begin(groups, **train):
         config = Config(
@@ -90,7 +91,7 @@ async def work(handlers, unit, hang=lambda leased: False):
 
 
 async def watch(coordinator):
-    """As the launcher does, until the conductor fails."""
+    """As the launcher does, until the coordinator fails."""
     while coordinator.failure is None:
         await coordinator.check()
         await asyncio.sleep(0.02)

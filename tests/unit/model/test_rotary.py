@@ -91,13 +91,8 @@ def test_scaling_changes_long_wavelengths_only():
 def test_positions_come_from_the_layout_and_stay_fp32():
     rotary = RotaryAtPositions(PLAIN).bfloat16()  # as a mixed-precision wrapper casts the whole model
     positions = torch.tensor([0, 1, 2, 2, 3])
-    handed = rotary.get_rotary_seq_len(
-        context=None,
-        transformer=None,
-        hidden=None,
-        config=None,
-        carried=SimpleNamespace(layout=SimpleNamespace(positions=positions)),
-    )
+    carried = SimpleNamespace(layout=SimpleNamespace(positions=positions))
+    handed = rotary.get_rotary_seq_len(*[None] * 4, carried)  # by place, as Megatron does
     assert handed is positions
     angles = rotary(handed, packed_seq=False, cp_group=None)
     assert angles.dtype == torch.float32
