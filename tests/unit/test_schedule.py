@@ -3,26 +3,8 @@ import pytest
 from engine.config import Train
 from engine.errors import StaleRolloutError
 from engine.schedule import Schedule, staleness
-from engine.types import Group, Prompt, Response, Score
-
-
-def group(step, *versions, rewards=(1.0,), statuses=("ok",)):
-    runs = tuple(enumerate(versions))
-    responses = tuple(
-        Response(
-            token_ids=(1, 2),
-            logprobs=(-1.0, -1.0),
-            versions=runs,
-            loss_mask=(True, True),
-            finish_reason="length",
-            text="",
-            seed=0,
-            instance="instance-3",
-        )
-        for _ in rewards
-    )
-    scores = tuple(Score(r, s) for r, s in zip(rewards, statuses, strict=True))
-    return Group(step=step, index=0, prompt=Prompt("p7", "", "", (1, 2, 3)), responses=responses, scores=scores)
+from engine.types import Response
+from support.groups import group
 
 
 def schedule(mode, **train):
