@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ from engine.trainer.publish.publisher import Publisher
 from engine.trainer.publish.transports import open_transport
 from engine.wire.control_client import ControlClient
 from engine.wire.control_server import ControlServer
+from engine.wire.messages import ControlRequest, FinishSync, Message, OpenSync, SendBucket
 from engine.wire.weights.buckets import small_first
 from engine.wire.weights.checksum import checksum
 
@@ -224,8 +225,8 @@ def one_round(
         if staged:
             found["tokens_meanwhile"] = side.generated() - tokens
         found |= {
-            f"{name.removeprefix('sync_')}_s": side.seconds[name]
-            for name in ("sync_open", "sync_bucket", "sync_finish")
+            f"{name}_s": side.seconds[request.__name__]
+            for name, request in (("open", OpenSync), ("bucket", SendBucket), ("finish", FinishSync))
         }
         if staged:
             found["hidden"] = 1 - found["finish_s"] / found["sync_s"]
@@ -290,8 +291,7 @@ class Launcher:
         try:
             self.pool.spawn(self.config.rollout.instances)
             await self.pool.connect()
-            handlers = {name: self._timed(name, handler) for name, handler in coordinator.handlers().items()}
-            server = asyncio.create_task(ControlServer(self.address, handlers).serve())
+            server = asyncio.create_task(ControlServer(self.address, self._timed(coordinator)).serve())
             self.ready.set()
             while not self.stop.is_set() and not server.done():
                 await asyncio.sleep(0.05)
@@ -300,12 +300,13 @@ class Launcher:
         finally:
             await self.pool.close()
 
-    def _timed(self, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
-        async def timed(request: dict[str, Any]) -> dict[str, Any]:
+    def _timed(self, coordinator: Coordinator) -> Callable[[ControlRequest[Any]], Awaitable[Message]]:
+        async def timed(request: ControlRequest[Any]) -> Message:
             began = time.perf_counter()
             try:
-                return await handler(request)
+                return await coordinator.answer(request)
             finally:
+                name = type(request).__name__
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
         return timed

@@ -29,13 +29,13 @@ from engine.launcher.checks import check_instances, check_training
 from engine.launcher.coordinator import Coordinator
 from engine.launcher.pool.joining import listen_address, serve_joining
 from engine.launcher.rollout_service import rollout_service
-from engine.run import record
 from engine.run.commands import agent_command, rank_arguments
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
 from engine.run.process import Child, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.run.trace import Trace
+from engine.wire import record
 from engine.wire.control_keys import CONTROL_KEY, make_keys
 from engine.wire.control_server import ControlServer
 from engine.wire.invitation import INVITATION, control_address, invite
@@ -143,7 +143,7 @@ class _Launcher:
     async def _watched(self, coordinator: Coordinator, trainer: Child) -> None:
         """Serve the trainer's requests and watch all processes until the trainer ends."""
         self._coordinator = coordinator
-        server = asyncio.create_task(ControlServer(self._address, coordinator.handlers(), self._keys).serve())
+        server = asyncio.create_task(ControlServer(self._address, coordinator.answer, self._keys).serve())
         try:
             await self._watch(trainer, server, coordinator)
         finally:

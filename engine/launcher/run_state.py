@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from engine.errors import MetronomeError
+
+T = TypeVar("T")
 
 SIGN_OF_LIFE_S = 1.0
 """A rank that waits for a group hears from the launcher this often."""
 
 
 class RunState:
-    """Shared by the handlers of the control channel."""
+    """Shared by the methods that answer the trainer."""
 
     def __init__(self) -> None:
         self.failure: MetronomeError | None = None
@@ -32,20 +34,20 @@ class RunState:
             raise self.failure
 
     async def notify(self) -> None:
-        """Something has changed: wake whoever waits for it."""
+        """Something has changed: wake all that wait for it."""
         async with self._changed:
             self._changed.notify_all()
 
     async def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait, without a deadline of its own: whoever calls cancels it with the run."""
+        """Wait, without a deadline of its own: the caller cancels it with the run."""
         async with self._changed:
             await self._changed.wait_for(reached)
 
-    async def wait_briefly(self, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `look` finds, tried again whenever something changes; {} when it is time for a sign of life."""
+    async def wait_briefly(self, look: Callable[[], T | None]) -> T | None:
+        """What `look` finds, tried again whenever something changes; None when it is time for a sign of life."""
         deadline = time.monotonic() + SIGN_OF_LIFE_S
         async with self._changed:
-            while not (found := look()):
+            while (found := look()) is None:
                 self.check()
                 try:
                     async with asyncio.timeout(max(0.0, deadline - time.monotonic())):

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
 from engine.reward.verifiers import BUILT_IN
@@ -18,6 +18,8 @@ from engine.run.commands import verifier_command
 from engine.run.process import Child
 from engine.types import Prompt, Response, Score
 from engine.wire import verifier_messages
+from engine.wire.messages import PROTOCOL
+from engine.wire.verifier_messages import RewardFailed, RewardLoaded, RewardRefused, Scores, VerifierMessage
 
 
 class VerifierPool:
@@ -88,12 +90,9 @@ class VerifierPool:
         self.close()
 
     async def _score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
-        request = verifier_messages.pack(verifier_messages.call(prompt, responses, text_only=self._spec in BUILT_IN))
+        request = verifier_messages.call(prompt, responses, text_only=self._spec in BUILT_IN)
         try:
-            answer = await self._ask(request)
-            if "error" in answer:
-                raise RewardError(answer["error"])
-            return verifier_messages.scores(answer)
+            return await self._ask(verifier_messages.frame(request))
         except TimeoutError:
             return [Score(0.0, "timeout", f"no score within {self._timeout_s:g} s")] * len(responses)
         except RewardError as error:
@@ -102,7 +101,7 @@ class VerifierPool:
                 raise RewardError(what) from None
             return [Score(0.0, "error", what)] * len(responses)
 
-    async def _ask(self, request: bytes) -> dict[str, Any]:
+    async def _ask(self, request: bytes) -> list[Score]:
         # No deadline of its own: every call ahead of this one ends within its limit, and so does every restart.
         worker = await self._idle.get()
         try:
@@ -122,7 +121,11 @@ class _VerifierProcess:
         self._start_timeout_s = start_timeout_s
         self._log = log
         self._closed = False
+        self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._lifeline: int | None = None
+        """Our end of its lifeline, while there is a process."""
+        self._loading: asyncio.Task[None] | None = None
 
     def launch(self) -> None:
         """Start the process; `ready` waits until it can be asked. No await, so no `close` can come between."""
@@ -136,17 +139,20 @@ class _VerifierProcess:
 
     async def ready(self) -> None:
         """Wait until the process has loaded the reward; raises what went wrong, for every caller anew."""
+        assert self._loading is not None, "`launch` comes first"
         await asyncio.shield(self._loading)
 
-    async def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a call, wait for its answer. Raises TimeoutError after `timeout_s`, RewardError if the process ends."""
+    async def ask(self, request: bytes, timeout_s: float) -> list[Score]:
+        """Send a call, wait for its scores.
+
+        Raises TimeoutError after `timeout_s`, RewardError if the reward fails or the process ends.
+        """
         self._check_open()
         await self.ready()
         answer = None
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self._exchange(request)
-            return answer
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
             raise RewardError(f"its process {self._how_it_ended()}") from None
@@ -155,6 +161,10 @@ class _VerifierProcess:
                 # Timed out, died or cancelled: what this process says next would be taken for another call's answer.
                 self._kill()
                 self.launch()
+        if isinstance(answer, RewardFailed):
+            raise RewardError(answer.message)
+        assert isinstance(answer, Scores), "a verifier answers a call with one of the two"
+        return answer.opened()
 
     def close(self) -> None:
         """Kill the process and start no other."""
@@ -182,22 +192,26 @@ class _VerifierProcess:
             self._check_open()
             how = self._how_it_ended()
             raise BadInput(f'reward.function = "{self._spec}": while loading it, its process {how}') from None
-        if "bad_input" in hello:
-            raise BadInput(hello["bad_input"])
-        self.per_response = hello["per_response"]
+        if isinstance(hello, RewardRefused):
+            raise BadInput(hello.message)
+        assert isinstance(hello, RewardLoaded), "a verifier begins with one of the two"
+        if hello.protocol != PROTOCOL:
+            raise BadInput(
+                f"{self._name} speaks version {hello.protocol} of the verifiers' protocol, the launcher version "
+                f"{PROTOCOL}: both must come from the same release of Metronome"
+            )
+        self.per_response = hello.per_response
 
-    async def _exchange(self, request: bytes) -> dict[str, Any]:
+    async def _exchange(self, request: bytes) -> VerifierMessage:
         assert self._writer is not None, "`ready` comes first"
         self._writer.write(request)
         await self._writer.drain()
         return await self._receive()
 
-    async def _receive(self) -> dict[str, Any]:
+    async def _receive(self) -> VerifierMessage:
+        assert self._reader is not None, "`_load` opens it"
         head = await self._reader.readexactly(verifier_messages.LENGTH.size)
-        message: dict[str, Any] = verifier_messages.unpack(
-            await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head))
-        )
-        return message
+        return verifier_messages.read(await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head)))
 
     def _kill(self) -> None:
         child = self._child
@@ -205,7 +219,8 @@ class _VerifierProcess:
         if child is not None:
             if self._writer is not None:
                 self._writer.close()
-            os.close(self._lifeline)
+            if self._lifeline is not None:
+                os.close(self._lifeline)
             child.stop(grace_s=0.0)
 
     def _check_open(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -20,6 +21,13 @@ from engine.trainer.rank_group import RankGroup
 
 Scored = tuple[MicroBatch, Tensor | None, Tensor | None]
 """A micro-batch with its log-probabilities under old policy and reference."""
+
+
+class HeldTokens(msgspec.Struct):
+    """What a rank holds of the batch's trained tokens, as fp32 buffers."""
+
+    log_ratios: bytes
+    advantages: bytes
 
 
 class HeldWindows:
@@ -53,11 +61,14 @@ class HeldWindows:
     def take(self) -> tuple[list[list[Scored]], tuple[float, ...]]:
         """All windows held, and the loss's statistics over those of all ranks. A collective of all ranks."""
         assert self._loss.statistics is not None
-        whole = self._ranks.gather({"log_ratios": _bytes(self._log_ratios), "advantages": _bytes(self._advantages)})
-        columns = (torch.cat([_tensor(part[name]) for part in whole]) for name in ("log_ratios", "advantages"))
+        held = self._ranks.gather(HeldTokens(_bytes(self._log_ratios), _bytes(self._advantages)))
+        whole = BatchTokens(
+            torch.cat([_tensor(part.log_ratios) for part in held]),
+            torch.cat([_tensor(part.advantages) for part in held]),
+        )
         windows = self._windows
         self.clear()
-        return windows, self._loss.statistics(BatchTokens(*columns), self._limits)
+        return windows, self._loss.statistics(whole, self._limits)
 
 
 def hold_windows(

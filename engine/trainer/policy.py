@@ -32,7 +32,7 @@ from engine.trainer.models import computation, open_models
 from engine.trainer.optimizer import optimizer_of, scheduler_of
 from engine.trainer.pipeline_bubble import ComputeTimer
 from engine.trainer.rank_group import RankGroup
-from engine.trainer.step_metrics import StepMetrics
+from engine.trainer.step_metrics import LossCounts, RankMetrics, StepMetrics
 from engine.types import Group, Landed
 
 
@@ -276,13 +276,13 @@ class Policy:
 
     def _step_denominator(self, responses: int) -> float:
         """By the loss' aggregation; of an advantage that counts unequal groups only, with their share (`Advantage`)."""
-        counts = self.ranks.gather(
-            {"tokens": self.metrics.loss_tokens, "groups": self.metrics.groups, "unequal": self.metrics.unequal}
-        )
-        tokens, groups, unequal = (sum(count[name] for count in counts) for name in ("tokens", "groups", "unequal"))
+        metrics = self.metrics
+        counts = self.ranks.gather(LossCounts(metrics.loss_tokens, metrics.groups, metrics.unequal))
+        tokens = sum(count.tokens for count in counts)
+        unequal = sum(count.unequal for count in counts)
         divisor = self._loss.denominator(responses, tokens, self.config.rollout.max_new_tokens)
         only_unequal = advantage_of(self.config.algorithm.advantage).only_unequal
-        return divisor * unequal / groups if only_unequal and unequal else divisor
+        return divisor * unequal / sum(count.groups for count in counts) if only_unequal and unequal else divisor
 
     def decide(self) -> None:
         """Let gradient control turn the gradient, or skip the update. Raises BadInput where a user's own fails."""
@@ -304,7 +304,7 @@ class Policy:
 
     def figures(self) -> dict[str, float]:
         """The step's figures over all ranks, as steps.jsonl names them. A collective of all ranks."""
-        ranks = self.ranks.gather(self.metrics.wire(self.ranks.leader, self.platform.peak_bytes()))
+        ranks = self.ranks.gather(RankMetrics(self.metrics, self.ranks.leader, self.platform.peak_bytes()))
         merged = StepMetrics.merged(ranks, self._denominator, self._loss.aggregation == "response")
         return {**merged, **(self.control.figures() if self.control is not None else {})}
 

@@ -19,6 +19,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.model.shape import content_hash
 from engine.run.process import bind, watch_lifeline
 from engine.run.trace import Trace
+from engine.wire import messages
 from engine.wire.control_client import ControlClient
 
 
@@ -39,7 +40,7 @@ def main() -> int:
             _train(config, arguments, control, sender)
         return 0
     except MetronomeError as error:
-        control.ask("failed", error=type(error).__name__, message=str(error))
+        control.ask(messages.TrainerFailed(error=messages.Failure.of(error)))
         return 1
     finally:
         control.close()
@@ -109,14 +110,12 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
 
     def report(step: int, figures: dict[str, Any]) -> None:
         checkpoints.poll()
-        reply = ranks.from_first(lambda: control.ask("report", step=step, figures=figures))
-        checkpoints.prompt_position = reply["prompt_position"]
+        reply = ranks.from_first(lambda: control.ask(messages.Report(step=step, figures=figures)))
+        checkpoints.prompt_position = reply.prompt_position
 
     rollouts = _rollouts(config=config, arguments=arguments, control=control, sender=sender, ranks=ranks, policy=policy)
-    position = checkpoints.prompt_position
-    prompts = checkpoints.prompts
-    reply = ranks.from_first(lambda: control.ask("ready", start=start, prompt_position=position, prompts=prompts))
-    checkpoints.prompts = reply.get("prompts", prompts)
+    ready = messages.Ready(start=start, prompt_position=checkpoints.prompt_position, prompts=checkpoints.prompts)
+    checkpoints.prompts = ranks.from_first(lambda: control.ask(ready)).fingerprint or checkpoints.prompts
     try:
         Loop(config=config, policy=policy, rollouts=rollouts, trace=trace, report=report, checkpoint=save).run(start)
     finally:

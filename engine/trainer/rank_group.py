@@ -12,17 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as state
 
-from engine import errors
 from engine.errors import MetronomeError
-from engine.wire.codec import pack, unpack
+from engine.wire.messages import Failure, Message, pack, read_message
 
-T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+S = TypeVar("S", bound=msgspec.Struct)
 
 
 class RankGroup:
@@ -52,6 +53,8 @@ class RankGroup:
         self.stage = state.get_pipeline_model_parallel_rank()
         wait = timedelta(seconds=timeout_s)
         self._everyone = dist.new_group(backend="gloo", timeout=wait) if self.world > 1 else None
+        self._leaders: list[int] = []
+        """By unit; empty with a single rank."""
         self._unit = self._unit_group(wait)
 
     def _unit_group(self, wait: timedelta) -> dist.ProcessGroup | None:
@@ -72,36 +75,36 @@ class RankGroup:
         """For messages and traces."""
         return f"trainer-{self.rank}"
 
-    def from_leader(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def from_leader(self, act: Callable[[], M]) -> M:
         """The leader's result of `act` on every rank of its unit; a MetronomeError of the leader is raised on all."""
         return self._act_and_broadcast(act, self.leader, self._unit and self._leaders[self.unit], self._unit)
 
-    def from_first(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def from_first(self, act: Callable[[], M]) -> M:
         """Rank 0's result of `act` on every rank; its MetronomeError is raised on all."""
         return self._act_and_broadcast(act, self.rank == 0, 0, self._everyone)
 
     def _act_and_broadcast(
-        self, act: Callable[[], dict[str, Any]], speaks: bool, source: int | None, group: dist.ProcessGroup | None
-    ) -> dict[str, Any]:
+        self, act: Callable[[], M], speaks: bool, source: int | None, group: dist.ProcessGroup | None
+    ) -> M:
         if group is None:
             return act()
-        message: dict[str, Any] = {}
+        data = b""
         failure: MetronomeError | None = None
         if speaks:
             try:
-                message = act()
+                data = pack(act())
             except MetronomeError as error:
                 failure = error
-                message = {"error": type(error).__name__, "message": str(error)}
-        message = unpack(_broadcast(pack(message) if speaks else b"", source, group))
+                data = pack(Failure.of(error))
+        message = read_message(_broadcast(data, source, group))
         if failure is not None:
             raise failure
-        if "error" in message:
-            raise getattr(errors, message["error"], MetronomeError)(message["message"])
-        return message
+        if isinstance(message, Failure):
+            raise message.error()
+        return cast(M, message)
 
-    def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's message, in rank order, on every rank."""
+    def gather(self, message: S) -> list[S]:
+        """Every rank's message, in rank order, on every rank; all are of one type."""
         if self._everyone is None:
             return [message]
         data = pack(message)
@@ -112,7 +115,8 @@ class RankGroup:
         rows = torch.empty(self.world * longest, dtype=torch.uint8)
         dist.all_gather_into_tensor(rows, padded, group=self._everyone)
         found = zip(rows.view(self.world, longest), sizes, strict=True)
-        return [unpack(row[: int(size)].numpy().tobytes()) for row, size in found]
+        decoder = msgspec.msgpack.Decoder(type(message))
+        return [decoder.decode(row[: int(size)].numpy().tobytes()) for row, size in found]
 
     def worst(self, value: float, everyone: bool = False) -> float:
         """The largest value in the unit (or of everyone); NaN counts as infinite, so that it can't hide."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.errors import BadInput
-from engine.run.record import Entry, read
+from engine.wire.record import RecordEntry, read
 
 
 class Replay:
@@ -15,15 +15,14 @@ class Replay:
     def __init__(self, path: Path, unit: int, expected: int) -> None:
         """`expected` groups make a step; one that was cut off can't be replayed."""
         self._expected = expected
-        self._mine: dict[int, list[Entry]] = {}
+        self._mine: dict[int, list[RecordEntry]] = {}
         self._groups: dict[int, int] = {}
         for entry in read(path):
-            step = entry["step"]
-            self._groups[step] = self._groups.get(step, 0) + len(entry.get("groups", ()))
-            if entry["unit"] == unit:
-                self._mine.setdefault(step, []).append(entry)
+            self._groups[entry.step] = self._groups.get(entry.step, 0) + len(entry.groups)
+            if entry.unit == unit:
+                self._mine.setdefault(entry.step, []).append(entry)
 
-    def entries(self, step: int) -> Iterator[Entry]:
+    def entries(self, step: int) -> Iterator[RecordEntry]:
         """What the unit was given in a step. Raises BadInput unless all groups of the step were recorded."""
         count = self._groups.get(step, 0)
         if count != self._expected:

@@ -9,17 +9,18 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine.errors import MetronomeError
 from engine.model.tri_model import TriModel
-from engine.run.record import Entry
 from engine.trainer.publish.publisher import Publisher
 from engine.trainer.rank_group import RankGroup
 from engine.trainer.replay import Replay
 from engine.types import Group, Landed
-from engine.wire.codec import group_from_wire, landed_from_wire
+from engine.wire import messages
+from engine.wire.codec import open_group, open_landed
 from engine.wire.control_client import ControlClient
+from engine.wire.messages import EarlyWork, EndOfStep, Failure, Window
 
 Work = list[Group] | list[Landed]
 """A window to train, or responses to score early."""
@@ -66,7 +67,8 @@ class LiveRollouts:
         """Export, send, and wait until every instance holds the version; first, in the modes that keep batches in
         flight, until weights may move."""
         started = time.perf_counter()
-        while not self._ranks.from_first(lambda: self._control.ask("may_publish", version=version)).get("now"):
+        may_publish = messages.MayPublish(version=version)
+        while not self._ranks.from_first(lambda: self._control.ask(may_publish)).now:
             pass  # the launcher's sign of life
         waited = time.perf_counter() - started
         return waited + self._publisher.publish(models, version)
@@ -81,25 +83,27 @@ class LiveRollouts:
 
     def start(self, step: int) -> None:
         """Tell the launcher's producer."""
-        self._ranks.from_first(lambda: self._control.ask("start_batch", step=step))
+        self._ranks.from_first(lambda: self._control.ask(messages.StartBatch(step=step)))
 
     def work(self, step: int) -> Iterator[Work]:
         """Lease from the sample queue until somebody has trained every group.
 
         A window is acknowledged when its successor is asked for, that is once its gradient is in: one round trip each.
         """
-        trained: list[int] = []
+        trained: tuple[int, ...] = ()
         while True:
             reply = self._ranks.from_leader(partial(self._lease, step, trained))
-            trained = []
-            if reply.get("end"):
+            trained = ()
+            if isinstance(reply, EndOfStep):
                 return
-            if work := _work(reply):  # any other reply is the launcher's sign of life while there is nothing to do
+            if isinstance(reply, (Window, EarlyWork)):  # else the launcher's sign of life: there is nothing to do
+                work = _opened(reply)
                 yield work
-                trained = [item.index for item in work if isinstance(item, Group)]
+                trained = tuple(item.index for item in work if isinstance(item, Group))
 
-    def _lease(self, step: int, trained: list[int]) -> dict[str, Any]:
-        return self._control.ask("lease", step=step, unit=self._ranks.unit, budget=self._budget, trained=trained)
+    def _lease(self, step: int, trained: tuple[int, ...]) -> messages.Work:
+        lease = messages.Lease(unit=self._ranks.unit, step=step, budget=self._budget, trained=trained)
+        return self._control.ask(lease)
 
     def heartbeat(self) -> None:
         """Told by the unit's leader."""
@@ -136,12 +140,12 @@ class ReplayedRollouts:
         """What the unit did in the step, in the order in which it was done; then wait until all units are as far."""
         for entry in self._replay.entries(step):
             self._ranks.from_leader(partial(self._report_progress, step, False))
-            yield _work(entry)
-        while not self._ranks.from_leader(partial(self._report_progress, step, True)).get("end"):
+            yield _opened(Window(entry.groups) if entry.groups else EarlyWork(entry.landed))
+        while not isinstance(self._ranks.from_leader(partial(self._report_progress, step, True)), EndOfStep):
             pass  # the launcher's sign of life
 
-    def _report_progress(self, step: int, done: bool) -> dict[str, Any]:
-        return self._control.ask("replay_progress", step=step, unit=self._ranks.unit, done=done)
+    def _report_progress(self, step: int, done: bool) -> EndOfStep | messages.StillWaiting:
+        return self._control.ask(messages.ReplayProgress(unit=self._ranks.unit, step=step, done=done))
 
     def heartbeat(self) -> None:
         """Told by the unit's leader."""
@@ -153,15 +157,15 @@ class ReplayedRollouts:
 
 
 def _heartbeat(control: ControlClient, ranks: RankGroup) -> None:
-    ranks.from_leader(lambda: control.ask("heartbeat", unit=ranks.unit))
+    ranks.from_leader(lambda: control.ask(messages.Heartbeat(unit=ranks.unit)))
 
 
 def _report_failure(error: MetronomeError, control: ControlClient, ranks: RankGroup) -> None:
     if ranks.leader:
-        control.ask("failed", error=type(error).__name__, message=str(error))
+        control.ask(messages.TrainerFailed(error=Failure.of(error)))
 
 
-def _work(entry: Entry) -> Work:
-    if "groups" in entry:
-        return [group_from_wire(group) for group in entry["groups"]]
-    return [landed_from_wire(landed) for landed in entry.get("landed", ())]
+def _opened(packed: Window | EarlyWork) -> Work:
+    if isinstance(packed, Window):
+        return [open_group(group) for group in packed.groups]
+    return [open_landed(landed) for landed in packed.landed]

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
+import msgspec
+
 from engine.schedule import staleness
 from engine.trainer.micro_batches import trained_tokens
 from engine.types import Group
@@ -69,23 +71,21 @@ class StepMetrics:
         """Keep the largest ratio gap; NaN wins over everything, so that it can't hide."""
         self.max_ratio_gap = gap if math.isnan(gap) else max(self.max_ratio_gap, gap)
 
-    def wire(self, leader: bool, peak_bytes: int) -> dict[str, Any]:
-        """What the rank tells the others at the end of the step."""
-        return {**asdict(self), "versions": sorted(self.versions), "leader": leader, "peak_bytes": peak_bytes}
-
     @staticmethod
-    def merged(ranks: Sequence[dict[str, Any]], denominator: float, by_response: bool = True) -> dict[str, Any]:
-        """The keys of steps.jsonl that the trainer knows, from every rank's `wire`.
+    def merged(ranks: Sequence[RankMetrics], denominator: float, by_response: bool = True) -> dict[str, Any]:
+        """The keys of steps.jsonl that the trainer knows, from every rank's metrics.
 
         The loss is divided by its own denominator. KL, entropy and clip fraction are means over responses of their
         means over tokens, or means over all tokens, as the loss aggregates. Times are means over the units (their
         leaders), in seconds.
         """
-        whole = StepMetrics(**{name: merge([rank[name] for rank in ranks]) for name, merge in MERGED.items()})
-        leaders = [rank for rank in ranks if rank["leader"]]
-        for name in TIMES:
-            setattr(whole, name, sum(rank[name] for rank in leaders) / len(leaders))
-        memory = [round(rank["peak_bytes"] / 2**30, 3) for rank in ranks]
+        sums = [asdict(rank.metrics) for rank in ranks]
+        leaders = [asdict(rank.metrics) for rank in ranks if rank.leader]
+        whole = StepMetrics(
+            **{name: merge([one[name] for one in sums]) for name, merge in MERGED.items()},
+            **{name: sum(one[name] for one in leaders) / len(leaders) for name in TIMES},
+        )
+        memory = [round(rank.peak_bytes / 2**30, 3) for rank in ranks]
         return {**whole._figures(denominator, by_response), "memory_peak_gib": memory}
 
     def _figures(self, denominator: float, by_response: bool) -> dict[str, Any]:
@@ -117,6 +117,23 @@ class StepMetrics:
             "wait_first_s": self.wait_first_s,
             "wait_s": self.wait_s,
         }
+
+
+class LossCounts(msgspec.Struct):
+    """What a rank knows of the step's denominator."""
+
+    tokens: int
+    """Response tokens that are trained."""
+    groups: int
+    unequal: int
+
+
+class RankMetrics(msgspec.Struct):
+    """What a rank tells the others at the end of the step."""
+
+    metrics: StepMetrics
+    leader: bool
+    peak_bytes: int
 
 
 def _worst(values: Iterable[float]) -> float:

@@ -25,6 +25,15 @@ from engine.run.user_code import UserCode, describe
 from engine.types import Prompt, Response, Score
 from engine.verifier.reward_function import RewardFunction, load_reward
 from engine.wire import verifier_messages
+from engine.wire.verifier_messages import (
+    RewardFailed,
+    RewardLoaded,
+    RewardRefused,
+    ScoreGroup,
+    Scores,
+    ScoreTexts,
+    VerifierMessage,
+)
 
 MEMORY = 512 * 2**20
 """Bytes of address space for the built-in verifiers: a response such as 9^{9^{9}} may not take the host's memory with
@@ -43,9 +52,9 @@ def main(socket_fd: int, lifeline_fd: int, spec: str) -> None:
         try:
             reward = load_reward(spec)
         except BadInput as error:
-            launcher.sendall(verifier_messages.pack({"bad_input": str(error)}))
+            _send(launcher, RewardRefused(str(error)))
             return
-        launcher.sendall(verifier_messages.pack({"per_response": reward.per_response}))
+        _send(launcher, RewardLoaded(reward.per_response))
         with asyncio.Runner() as runner:  # one loop for all calls, so that an async reward may keep its connections
             _serve(launcher, reward, runner)
 
@@ -105,19 +114,23 @@ def _checked(value: object, index: int) -> Score:
 
 
 def _serve(launcher: socket.socket, reward: RewardFunction, runner: asyncio.Runner) -> None:
-    while (message := _receive(launcher)) is not None:
+    while isinstance(message := _receive(launcher), (ScoreTexts, ScoreGroup)):
         try:
-            scores = score(reward, runner, *verifier_messages.parse_call(message))
+            scores = score(reward, runner, *verifier_messages.arguments(message))
         except RewardError as error:
-            launcher.sendall(verifier_messages.pack({"error": str(error)}))
+            _send(launcher, RewardFailed(str(error)))
         else:
-            launcher.sendall(verifier_messages.pack({"scores": [(s.value, s.status, s.detail) for s in scores]}))
+            _send(launcher, Scores.of(scores))
 
 
-def _receive(launcher: socket.socket) -> dict[str, Any] | None:
+def _send(launcher: socket.socket, message: VerifierMessage) -> None:
+    launcher.sendall(verifier_messages.frame(message))
+
+
+def _receive(launcher: socket.socket) -> VerifierMessage | None:
     """The next message; None when the launcher has hung up. Waits without limit: the lifeline ends it otherwise."""
     head = _read(launcher, verifier_messages.LENGTH.size)
-    return verifier_messages.unpack(_read(launcher, *verifier_messages.LENGTH.unpack(head))) if head else None
+    return verifier_messages.read(_read(launcher, *verifier_messages.LENGTH.unpack(head))) if head else None
 
 
 def _read(launcher: socket.socket, count: int) -> bytes:

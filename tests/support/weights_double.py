@@ -15,6 +15,7 @@ from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGo
 from engine.launcher.weight_sync.sync import WeightSync, probe
 from engine.trainer.publish.publisher import Publisher
 from engine.trainer.publish.transports import open_transport
+from engine.wire import messages
 
 TIMEOUT_S = 5.0
 PROBE = probe(64, 6, 64, "float32")
@@ -199,16 +200,20 @@ class Launcher:
     def run(self, work, timeout_s=30):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
-    def ask(self, operation, **fields):
-        if operation == "sync_bucket":
-            return self.run(self.sync.bucket(fields["info"]))
-        if operation == "sync_verify":
-            return self.run(self.verify(fields["expected"]))
-        return self.run(getattr(self.sync, operation.removeprefix("sync_"))(**fields))
+    def ask(self, request):
+        answers = {
+            messages.OpenSync: self.sync.open,
+            messages.ConnectSync: self.sync.connect,
+            messages.SendBucket: self.sync.bucket,
+            messages.AbortSync: self.sync.abort,
+            messages.FinishSync: self.sync.finish,
+            messages.VerifySync: self.verify,
+        }
+        return self.run(answers[type(request)](messages.read_request(messages.pack(request))))
 
-    async def verify(self, expected):
-        self.sync.expect(expected)
-        return await self.sync.checked()
+    async def verify(self, request):
+        self.sync.expect(request.expected)
+        await self.sync.checked()
 
     def close(self):
         for client in self.clients:

@@ -11,9 +11,12 @@ perturbed ones and its log-probabilities must move.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.launcher.pool.instance import Instance
@@ -21,6 +24,7 @@ from engine.launcher.pool.instance_client import Refused
 from engine.launcher.weight_sync.participants import Participants, SyncPool
 from engine.launcher.weight_sync.probe import Probe, probe
 from engine.launcher.weight_sync.update_calls import UpdateCalls
+from engine.wire.messages import AbortSync, ConnectSync, FinishSync, OpenSync, Proceed, SendBucket, SyncOpened
 from engine.wire.weights.bucket_file import wire_of
 
 __all__ = ["Probe", "WeightSync", "probe"]
@@ -54,9 +58,9 @@ class WeightSync:
         self._calls = UpdateCalls(probe, timeout_s)
         self._version: int | None = None
         self._snapshot: Path | None = None
-        self._expected: list[float] | None = None
+        self._expected: Sequence[float] | None = None
         """The trainer's log-probabilities of the probe under that version."""
-        self._trainer_logprobs: asyncio.Future[list[float] | None] | None = None
+        self._trainer_logprobs: asyncio.Future[Sequence[float] | None] | None = None
         """The same, of the publish under way."""
         self._checks: dict[Instance, asyncio.Task[None]] = {}
         """Comparisons under way."""
@@ -78,12 +82,9 @@ class WeightSync:
 
     # a publish, as the trainer's sender goes through it -------------------------------------------
 
-    async def open(self, version: int) -> dict[str, Any]:
-        """Pause the instances that are to get the version. Waits for one (the pool's limit).
-
-        Returns {"generation", "members": names, "world_size": ranks of a stage's group, its sender included,
-        "connect": whether groups must be made anew, "local": whether all are on this machine, "probe": token ids}.
-        """
+    async def open(self, request: OpenSync) -> SyncOpened:
+        """Pause the instances that are to get the version. Waits for one (the pool's limit)."""
+        version = request.version
         if self._unchecked:
             raise MetronomeError(
                 f"weight version {self._version} was not compared with the trainer's before version {version}"
@@ -103,43 +104,42 @@ class WeightSync:
         if self._participants.members != self._participants.connected:
             self._participants.connected = []
             self._generation += 1
-        return {
-            "generation": self._generation,
-            "members": [instance.name for instance in self._participants.members],
-            "world_size": 1 + sum(self._sizes),
-            "connect": not self._participants.connected,
-            "local": self._participants.local,
-            "probe": list(self._probe.token_ids) if self._probe is not None else [],
-        }
+        return SyncOpened(
+            generation=self._generation,
+            members=tuple(instance.name for instance in self._participants.members),
+            world_size=1 + sum(self._sizes),
+            connect=not self._participants.connected,
+            local=self._participants.local,
+            probe=self._probe.token_ids if self._probe is not None else (),
+        )
 
-    async def connect(self, version: int, stages: list[dict[str, Any]], transport: str) -> dict[str, Any]:
-        """Have all members join the stages' groups while the senders gather them. {"retry": True}:
-        begin again with `open`."""
+    async def connect(self, request: ConnectSync) -> Proceed:
+        """Have all members join the stages' groups while the senders gather them."""
         sizes = self._sizes
         ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._participants.members)}
         info = {
-            "transport": transport,
+            "transport": request.transport,
             "generation": self._generation,
-            "stages": stages,
+            "stages": list(map(msgspec.to_builtins, request.stages)),
             "world_size": 1 + sum(sizes),
             "timeout_s": self._timeout_s,
         }
 
         async def join(instance: Instance) -> None:
             body = {"init_info": info | {"rank": ranks[instance]}}
-            await self._calls.post(instance, "/init_weight_transfer_engine", body, f"weight version {version}")
+            await self._calls.post(instance, "/init_weight_transfer_engine", body, f"weight version {request.version}")
 
         if await self._participants.together(join):
             self._participants.connected = list(self._participants.members)
-            return {}
-        return {"retry": True}
+            return Proceed()
+        return Proceed(retry=True)
 
-    async def bucket(self, update_info: dict[str, Any]) -> dict[str, Any]:
+    async def bucket(self, request: SendBucket) -> Proceed:
         """Have every member receive the same bucket, one bucket at a time.
 
-        {"retry": True}: a member of a collective transfer failed; begin again with `open`. Raises WeightSyncError when
-        every member refuses the bucket: then it is the bucket that is wrong.
+        Raises WeightSyncError when every member refuses the bucket: then it is the bucket that is wrong.
         """
+        update_info: dict[str, Any] = msgspec.to_builtins(request.info)
         async with self._one_bucket:
             if not self._staged and not self._started:
                 members = self._participants.members
@@ -147,34 +147,35 @@ class WeightSync:
                     partial(self._calls.start, during=f"weight version {update_info['version']}")
                 )
                 self._started = True
-                if self._participants.members != members and update_info.get("transport") != "file":
-                    return {"retry": True}
+                if self._participants.members != members and request.info.transport != "file":
+                    return Proceed(retry=True)
             info = update_info | {"staged": self._staged}
 
             async def receive(instance: Instance) -> None:
                 await self._calls.update(instance, info)
 
-            if update_info.get("transport") == "file":
+            if request.info.transport == "file":
                 await self._participants.each(receive)
-            elif not await self._participants.together(receive):
-                return {"retry": True}
-            return {}
+                return Proceed()
+            return Proceed(retry=not await self._participants.together(receive))
 
-    async def abort(self, version: int, reason: str) -> dict[str, Any]:
-        """A sender could not send: leave out who does not answer any more, and have the groups made anew."""
+    async def abort(self, request: AbortSync) -> Proceed:
+        """A sender could not send: leave out the members that do not answer, and have the groups made anew."""
         self._participants.connected = []
 
         async def answers(instance: Instance) -> None:
             await instance.client.call("GET", "/health", timeout_s=min(PATIENCE_S, self._timeout_s))
 
         await self._participants.each(answers)
-        self._participants.strike(self._participants.members, reason)
-        return {"retry": True}
+        self._participants.strike(self._participants.members, request.reason)
+        return Proceed(retry=True)
 
-    async def finish(self, version: int, snapshot: str | None) -> dict[str, Any]:
+    async def finish(self, request: FinishSync) -> None:
         """Every member serves the version, or is left out; `checked` must follow before a response of it is seen.
-        `snapshot`: folder from which late instances load it (it may be complete only later). Raises WeightSyncError
-        when all members that live hold something else."""
+
+        The snapshot may be complete only later. Raises WeightSyncError when all members that live hold something else.
+        """
+        version = request.version
         self._unchecked = True
 
         async def complete(instance: Instance) -> None:
@@ -196,17 +197,15 @@ class WeightSync:
 
         await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
         self._version = version
-        self._snapshot = Path(snapshot) if snapshot else None
+        self._snapshot = Path(request.snapshot) if request.snapshot else None
         self._participants.succeeded()
-        return {}
 
-    def expect(self, expected: list[float] | None) -> None:
-        """The trainer's log-probabilities of the probe under the version that was opened last; None or []:
-        it has none."""
+    def expect(self, expected: Sequence[float]) -> None:
+        """The trainer's log-probabilities of the probe under the version that was opened last; empty: it has none."""
         if self._trainer_logprobs is not None and not self._trainer_logprobs.done():
             self._trainer_logprobs.set_result(expected or None)
 
-    async def checked(self) -> dict[str, Any]:
+    async def checked(self) -> None:
         """After `finish` and `expect`: every member computes with the trainer's weights, or is left out and its
         responses are lost. Raises WeightSyncError when all members that live compute with something else."""
         checks = self._checks
@@ -225,7 +224,6 @@ class WeightSync:
         self._checks = {}
         self._unchecked = False
         self._quiet.set()
-        return {}
 
     async def _compare(self, instance: Instance, version: int) -> None:
         await self._calls.compare(instance, version, self._wait_for_trainer_logprobs)
@@ -235,7 +233,7 @@ class WeightSync:
         ):  # else it was left out meanwhile: it catches up before it counts again
             instance.client.trust()
 
-    async def _wait_for_trainer_logprobs(self) -> list[float] | None:
+    async def _wait_for_trainer_logprobs(self) -> Sequence[float] | None:
         """The trainer's log-probabilities, once it has told them."""
         assert self._trainer_logprobs is not None
         try:
@@ -334,5 +332,5 @@ class WeightSync:
             self._tested.add(instance)
 
 
-async def _known(expected: list[float] | None) -> list[float] | None:
+async def _known(expected: Sequence[float] | None) -> Sequence[float] | None:
     return expected

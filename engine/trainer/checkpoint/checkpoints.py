@@ -44,6 +44,7 @@ from engine.run.identity import identity
 from engine.trainer.checkpoint.state import layout, load_state, state_to_save, updates_of
 from engine.trainer.checkpoint.writer import Snapshot, snapshot
 from engine.trainer.policy import Policy
+from engine.wire.messages import CheckpointDue, CheckpointFound
 
 __all__ = ["Checkpoints", "complete", "folder_of", "incomplete", "latest", "step_of"]
 
@@ -89,13 +90,13 @@ class Checkpoints:
         self.finish(self._config.train.timeout_s)
         target = folder_of(self._root, step)
         ranks = self._policy.ranks
-        start = ranks.from_first(lambda: {"needed": self._prepare(step), "updates": updates_of(self._policy.optimizer)})
+        due = ranks.from_first(lambda: CheckpointDue(self._prepare(step), updates_of(self._policy.optimizer)))
         self._step = step
-        if not start["needed"]:
+        if not due.needed:
             return
-        taken = snapshot(state_to_save(self._policy, start["updates"]), partial_of(target))
+        taken = snapshot(state_to_save(self._policy, due.updates), partial_of(target))
         numbers = {key: float(value) for key, value in (figures or {}).items() if isinstance(value, int | float)}
-        state = self._state(step, start["updates"])
+        state = self._state(step, due.updates)
         self._flight = _PendingSave(target.name, _in_background(lambda: self._write(taken, target, state, numbers)))
 
     def poll(self) -> None:
@@ -129,9 +130,9 @@ class Checkpoints:
         if the checkpoint is of another model or reference. A collective of all ranks.
         """
         found = self._policy.ranks.from_first(self._find)
-        if not found["name"]:
+        if found.name is None:
             return None
-        folder = self._root / str(found["name"])
+        folder = self._root / found.name
         state = json.loads((folder / STATE).read_text())
         self._check_layout(folder, state)
         same_layout = state["layout"] == layout()
@@ -200,17 +201,17 @@ class Checkpoints:
             except CheckpointError as error:  # costs space, no checkpoint: the next save deletes them
                 self._warn(f"warning: {error}")
 
-    def _find(self) -> dict[str, Any]:
-        """On rank 0: the name of the checkpoint to load, in the run folder and checked, "" if there is none."""
+    def _find(self) -> CheckpointFound:
+        """On rank 0: the checkpoint to load, in the run folder and checked."""
         for message in incomplete(self._root).values():
             self._warn(message)
         folder = latest(self._root)
         if folder is None and self._place:
             folder = self._fetch()
         if folder is None:
-            return {"name": ""}
+            return CheckpointFound(None)
         check(folder)
-        return {"name": folder.name}
+        return CheckpointFound(folder.name)
 
     def _fetch(self) -> Path | None:
         found, ignored = store.survey(self._place, self._run)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.errors import BadInput, DeadlineError, TransferError
+from engine.wire.messages import BucketInfo, MeetingPlace
 from engine.wire.weights.buckets import Bucket
 from engine.wire.weights.groups import own_address
 
@@ -42,20 +43,21 @@ class HcclTransport:
         self._engine = hccl_engine
         self.device = device
         self._timeout_s = timeout_s
-        self._address: dict[str, Any] = {}
+        self._meeting: MeetingPlace | None = None
         self._group: Any = None
 
-    def meet(self, local: bool) -> dict[str, Any]:
+    def meet(self, local: bool) -> MeetingPlace:
         """A port that is free now: vllm-ascend opens it itself."""
         host = own_address(local)
         with socket.create_server((host, 0)) as server:
-            self._address = {"host": host, "port": server.getsockname()[1]}
-        return self._address
+            self._meeting = MeetingPlace(host, server.getsockname()[1])
+        return self._meeting
 
     def gather(self, world: int) -> None:
         """Make the group with the instances' workers."""
         if world > 1:
-            where = {"master_address": self._address["host"], "master_port": self._address["port"], "world_size": world}
+            assert self._meeting is not None, "`meet` comes first"
+            where = {"master_address": self._meeting.host, "master_port": self._meeting.port, "world_size": world}
             self._group = self._engine.HCCLWeightTransferEngine.trainer_init(where)
 
     def call_off(self) -> None:
@@ -63,9 +65,10 @@ class HcclTransport:
         HCCL's own time-out (HCCL_EXEC_TIMEOUT) ends it."""
         self._group = None
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:
+    def write(self, bucket: Bucket, info: BucketInfo) -> None:
         """How the tensors are packed."""
-        return {"packed": True, "packed_buffer_size_bytes": PACKED_BYTES}
+        info.packed = True
+        info.packed_buffer_size_bytes = PACKED_BYTES
 
     def send(self, bucket: Bucket) -> Sending:
         """Broadcast the bucket's tensors while the instances receive them."""

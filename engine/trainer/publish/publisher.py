@@ -8,17 +8,37 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
-from engine import errors
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
 from engine.trainer.publish.background import Background
 from engine.trainer.publish.send_pipeline import SendPipeline
 from engine.trainer.publish.transports import Snapshots, Transport
-from engine.wire.weights.buckets import Bucket, Buffers, pack, small_first, title
+from engine.wire.messages import (
+    AbortSync,
+    Answer,
+    BucketInfo,
+    ConnectSync,
+    ControlRequest,
+    Done,
+    Failure,
+    FinishSync,
+    MeetingPlace,
+    Message,
+    OpenSync,
+    Proceed,
+    SendBucket,
+    SyncOpened,
+    VerifySync,
+)
+from engine.wire.weights.buckets import Bucket, Buffers, pack, small_first
+
+M = TypeVar("M", bound=Message)
+S = TypeVar("S", bound=msgspec.Struct)
 
 ATTEMPTS = 6
 """How often a publish begins again because an instance failed, before the run stops."""
@@ -51,22 +71,46 @@ class PublishRanks(Protocol):
     """Whether it sends its pipeline stage's tensors."""
     stage: int
 
-    def from_first(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def from_first(self, act: Callable[[], M]) -> M:
         """Rank 0's result of `act` on every rank."""
 
-    def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+    def gather(self, message: S) -> list[S]:
         """Every rank's message, in rank order, on every rank."""
 
 
 class ControlChannel(Protocol):
     """The way to the launcher (engine.wire.control_client)."""
 
-    def ask(self, operation: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
+    def ask(self, request: ControlRequest[Answer]) -> Answer:
         """Send a request and wait for its reply."""
 
 
 class Retry(TransferError):
     """The launcher wants the publish to begin again: an instance failed."""
+
+
+class RankRole(msgspec.Struct):
+    """A rank's part in an export."""
+
+    stage: int
+    exports: bool
+
+
+class Outcome(msgspec.Struct):
+    """What came of a rank's part of an attempt."""
+
+    retry: bool = False
+    """The publish begins again."""
+    failure: Failure | None = None
+    stage: int = 0
+    meeting: MeetingPlace | None = None
+    """Where the stage's group will meet, on the rank that sends it."""
+
+
+class ProbeLogprobs(msgspec.Struct):
+    """Of the probe's tokens, on the ranks that know them."""
+
+    values: list[float]
 
 
 class Publisher:
@@ -93,16 +137,17 @@ class Publisher:
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        gathered = ranks.gather({"stage": ranks.stage, "exports": ranks.exports})
-        self._stages = 1 + max(one["stage"] for one in gathered)
-        self._alone = sum(one["exports"] and one["stage"] == ranks.stage for one in gathered) == 1
+        roles = ranks.gather(RankRole(ranks.stage, ranks.exports))
+        self._stages = 1 + max(role.stage for role in roles)
+        self._alone = sum(role.exports and role.stage == ranks.stage for role in roles) == 1
         """Whether this stage's tensors can be gathered without any other rank."""
         self._snapshots = Snapshots(folder, self._stages)
         self._transport = transport(self._snapshots)
+        self._buffers = Buffers(UNDER_WAY if ranks.writes else 0, timeout_s, self._transport.device)
         self._pipeline = self._make_pipeline() if ranks.writes else None
-        self._probed: list[int] = []
+        self._probed: tuple[int, ...] = ()
         """Tokens of the probe."""
-        self._sending: list[dict[str, Any]] = []
+        self._sending: list[BucketInfo] = []
         """What was told of each bucket of this stage."""
         self._snapshot: Background | None = None
         """Completes the last version's snapshot."""
@@ -110,12 +155,11 @@ class Publisher:
         """Set when the parameters change before `_write_snapshot` is through."""
 
     def _make_pipeline(self) -> SendPipeline:
-        self._buffers = Buffers(UNDER_WAY, self._timeout_s, self._transport.device)
         if self._transport.groups:
             steps = [self._announce] if self._alone else [self._announce, self._snapshots.write]
             counted = 1
         else:
-            steps = [self._write, self._announce]
+            steps = [self._transport.write, self._announce]
             counted = 2
         return SendPipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
 
@@ -127,10 +171,10 @@ class Publisher:
         """
         started = time.perf_counter()
         for _ in range(ATTEMPTS):
-            self._agreed(self._caught(self._settle))
+            self._agreed(self._attempted(self._settle))
             opened = self._ranks.from_first(lambda: self._open(version))
             if self._attempt(model, version, opened):
-                self._probed = opened["probe"]
+                self._probed = opened.probe
                 self._ranks.from_first(partial(self._finish, version))
                 if not self._snapshot_after_sync:
                     self._complete_snapshot(version)
@@ -145,8 +189,8 @@ class Publisher:
 
         A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
         """
-        expected = self._probe(model, self._probed)
-        self._ranks.from_first(lambda: self._control.ask("sync_verify", version=version, expected=expected))
+        verify = VerifySync(expected=self._probe(model, self._probed))
+        self._ranks.from_first(lambda: self._control.ask(verify))
         if self._snapshot_after_sync:
             self._outlived.clear()
             self._snapshot = Background(lambda: self._write_snapshot(model, version), UNWRITTEN)
@@ -170,47 +214,55 @@ class Publisher:
         if self._pipeline is not None:
             self._pipeline.restart()
 
-    def _open(self, version: int) -> dict[str, Any]:
+    def _open(self, version: int) -> SyncOpened:
         self._snapshots.begin(version)
-        return self._control.ask("sync_open", version=version)
+        return self._control.ask(OpenSync(version=version))
 
-    def _finish(self, version: int) -> dict[str, Any]:
-        return self._control.ask("sync_finish", version=version, snapshot=str(self._snapshots.place(version)))
+    def _finish(self, version: int) -> Done:
+        return self._control.ask(FinishSync(version=version, snapshot=str(self._snapshots.place(version))))
 
-    def _attempt(self, model: PublishedModel, version: int, opened: dict[str, Any]) -> bool:
+    def _attempt(self, model: PublishedModel, version: int, opened: SyncOpened) -> bool:
         """Send all stages in turn. False to begin again."""
-        if self._transport.groups and opened["connect"] and not self._connect(version, opened):
+        if self._transport.groups and opened.connect and not self._connect(version, opened):
             return False
         for stage in range(self._stages):
             self._gather(model, version, stage)
-            if not self._agreed(self._sent(version, stage)):
+            if not self._agreed(self._sent(stage)):
                 return False
         return True
 
     # groups ---------------------------------------------------------------------------------------
 
-    def _connect(self, version: int, opened: dict[str, Any]) -> bool:
+    def _connect(self, version: int, opened: SyncOpened) -> bool:
         """Make the stages' groups with the instances. False to begin again."""
-        sends = self._ranks.writes
-        meeting = self._caught(lambda: {"at": self._transport.meet(opened["local"])} if sends else {})
-        gathered = self._ranks.gather({"stage": self._ranks.stage, **meeting})
-        if not self._all_agreed(gathered):
+        meetings = self._ranks.gather(self._meeting(opened.local))
+        if not _agreed(meetings):
             return False
-        stages = [one["at"] for one in sorted((one for one in gathered if "at" in one), key=lambda one: one["stage"])]
-        gather = partial(self._transport.gather, opened["world_size"])
-        joining = Background(gather, "the groups of the weight transfer were not made") if sends else None
-        name = self._transport.name
-        reply = self._ranks.from_first(
-            lambda: (
-                self._control.ask("sync_connect", version=version, stages=stages, transport=name)
-                if opened["world_size"] > 1
-                else {}
-            )
+        by_stage = sorted((one for one in meetings if one.meeting is not None), key=lambda one: one.stage)
+        connect = ConnectSync(
+            version=version,
+            transport=self._transport.name,
+            stages=tuple(one.meeting for one in by_stage if one.meeting is not None),
         )
-        if reply.get("retry") and sends:
+        gather = partial(self._transport.gather, opened.world_size)
+        late = "the groups of the weight transfer were not made"
+        joining = Background(gather, late) if self._ranks.writes else None
+        retry = self._ranks.from_first(lambda: self._control.ask(connect) if opened.world_size > 1 else Proceed()).retry
+        if retry and joining is not None:
             self._transport.call_off()
-        outcome = self._caught(lambda: joining.result(self._timeout_s) if joining is not None else None)
-        return self._agreed({"retry": True} if reply.get("retry") else outcome)
+        outcome = self._attempted(lambda: joining.result(self._timeout_s)) if joining is not None else Outcome()
+        return self._agreed(Outcome(retry=True) if retry else outcome)
+
+    def _meeting(self, local: bool) -> Outcome:
+        outcome = Outcome(stage=self._ranks.stage)
+
+        def meet() -> None:
+            outcome.meeting = self._transport.meet(local)
+
+        if not self._ranks.writes:
+            return outcome
+        failed = self._attempted(meet)
+        return failed if failed.failure is not None or failed.retry else outcome
 
     # buckets --------------------------------------------------------------------------------------
 
@@ -225,42 +277,37 @@ class Publisher:
             return
         self._sending = []
         for bucket in self._packed(tensors):
-            info = {
-                "transport": self._transport.name,
-                "version": version,
-                "stage": stage,
-                "bucket": bucket.number,
-                **bucket.wire(),
-            }
-            info |= self._transport.write(bucket, info) if self._transport.groups else {}  # the others' write is a step
+            info = BucketInfo(
+                transport=self._transport.name, version=version, stage=stage, bucket=bucket.number, **bucket.wire()
+            )
+            if self._transport.groups:  # the others' write is a step
+                self._transport.write(bucket, info)
             self._sending.append(info)
             self._pipeline.put(bucket, info)
 
     def _packed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
         return pack(small_first(tensors, self._bucket_bytes), self._dtype, self._bucket_bytes, self._buffers)
 
-    def _sent(self, version: int, stage: int) -> dict[str, Any]:
-        """What came of sending the stage: {} or {"retry"} or an error."""
+    def _sent(self, stage: int) -> Outcome:
+        """What came of sending the stage."""
         pipeline = self._pipeline
         if self._ranks.stage != stage or pipeline is None:
-            return {}
-        outcome = self._caught(pipeline.wait)
-        if outcome:
+            return Outcome()
+        outcome = self._attempted(pipeline.wait)
+        if outcome != Outcome():
             self._transport.call_off()
         return outcome
 
-    def _write(self, bucket: Bucket, info: dict[str, Any]) -> None:
-        info |= self._transport.write(bucket, info)
-
-    def _announce(self, bucket: Bucket, info: dict[str, Any]) -> None:
+    def _announce(self, bucket: Bucket, info: BucketInfo) -> None:
         """Send a bucket while the launcher has all instances receive it."""
         sent = self._transport.send(bucket)
-        if self._sender.ask("sync_bucket", info=info).get("retry"):
+        if self._sender.ask(SendBucket(info=info)).retry:
             raise Retry("an instance failed")
         try:
             sent.wait()
         except (TransferError, DeadlineError) as error:
-            self._sender.ask("sync_abort", version=info["version"], reason=f"{error} ({title(info)})")
+            where = f"weight version {info.version}, bucket {info.bucket} of stage {info.stage}"
+            self._sender.ask(AbortSync(version=info.version, reason=f"{error} ({where})"))
             raise Retry(str(error)) from None
 
     @property
@@ -296,30 +343,32 @@ class Publisher:
 
         self._snapshot = Background(complete, UNWRITTEN)
 
-    def _probe(self, model: PublishedModel, token_ids: list[int]) -> list[float]:
+    def _probe(self, model: PublishedModel, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """On all ranks, what the last stage's know."""
         if not token_ids:
-            return []
-        gathered = self._ranks.gather({"probe": model.probe(token_ids)})
-        return next((one["probe"] for one in gathered if one["probe"]), [])
+            return ()
+        gathered = self._ranks.gather(ProbeLogprobs(model.probe(list(token_ids))))
+        return next((tuple(one.values) for one in gathered if one.values), ())
 
     # agreement ------------------------------------------------------------------------------------
 
-    def _caught(self, act: Callable[[], Any]) -> dict[str, Any]:
-        """The result of `act`, or its failure as a message."""
+    def _attempted(self, act: Callable[[], None]) -> Outcome:
+        """`act`, and its failure as a message."""
         try:
-            return act() or {}
+            act()
         except TransferError:
-            return {"retry": True}
+            return Outcome(retry=True)
         except MetronomeError as error:
-            return {"error": type(error).__name__, "message": str(error)}
+            return Outcome(failure=Failure.of(error))
+        return Outcome()
 
-    def _agreed(self, outcome: dict[str, Any]) -> bool:
+    def _agreed(self, outcome: Outcome) -> bool:
         """Whether all ranks were successful; False to begin again. Raises a rank's error on all."""
-        return self._all_agreed(self._ranks.gather(outcome))
+        return _agreed(self._ranks.gather(outcome))
 
-    def _all_agreed(self, gathered: list[dict[str, Any]]) -> bool:
-        for one in gathered:
-            if "error" in one:
-                raise getattr(errors, one["error"], MetronomeError)(one["message"])
-        return not any(one.get("retry") for one in gathered)
+
+def _agreed(outcomes: list[Outcome]) -> bool:
+    for outcome in outcomes:
+        if outcome.failure is not None:
+            raise outcome.failure.error()
+    return not any(outcome.retry for outcome in outcomes)

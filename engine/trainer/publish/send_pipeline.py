@@ -5,13 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from engine.errors import DeadlineError, MetronomeError
+from engine.wire.messages import BucketInfo
 from engine.wire.weights.buckets import Bucket
 
-Work = tuple[Bucket, dict[str, Any]]
-Step = Callable[[Bucket, dict[str, Any]], object]
+Work = tuple[Bucket, BucketInfo]
+Step = Callable[[Bucket, BucketInfo], object]
 
 
 class SendPipeline:
@@ -37,7 +37,7 @@ class SendPipeline:
         for number in range(len(steps)):
             threading.Thread(target=self._run, args=(number,), name=f"send-weights-{number}", daemon=True).start()
 
-    def put(self, bucket: Bucket, info: dict[str, Any]) -> None:
+    def put(self, bucket: Bucket, info: BucketInfo) -> None:
         """Hand a bucket in."""
         with self._changed:
             self._put += 1

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from engine.errors import MetronomeError
+from engine.wire.messages import BucketInfo, MeetingPlace
 from engine.wire.weights import bucket_file
 from engine.wire.weights.buckets import Bucket
 from engine.wire.weights.groups import BroadcastGroup, Rendezvous, Transfer, own_address
@@ -25,8 +26,8 @@ class Transport(Protocol):
     device: torch.device
     """Where buckets must lie."""
 
-    def meet(self, local: bool) -> dict[str, Any]:
-        """Open the place where the stage's group will meet; its address. `local`: all instances are on this machine."""
+    def meet(self, local: bool) -> MeetingPlace | None:
+        """Open the place where the stage's group will meet. `local`: all instances are on this machine."""
 
     def gather(self, world: int) -> None:
         """Wait for the group of this many ranks. Raises TransferError, DeadlineError."""
@@ -34,8 +35,8 @@ class Transport(Protocol):
     def call_off(self) -> None:
         """End a `gather` under way, and leave the group."""
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:
-        """Before the instances hear of the bucket: what its update_info needs beside `info`."""
+    def write(self, bucket: Bucket, info: BucketInfo) -> None:
+        """Before the instances hear of the bucket: write it where that is the way, and complete `info`."""
 
     def send(self, bucket: Bucket) -> Sent:
         """While they hear of it: send the bytes."""
@@ -79,14 +80,15 @@ class Snapshots:
             first.rename(self._partial(version))
         self._partial(version).mkdir(exist_ok=True)
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> Path:
+    def write(self, bucket: Bucket, info: BucketInfo) -> Path:
         """Write a bucket of the version that was begun; its file."""
-        if info["bucket"] == 0:  # of this attempt
-            self._written[info["version"]] = set()
-        path = self._partial(info["version"]) / f"stage-{info['stage']:03d}-bucket-{info['bucket']:05d}.safetensors"
+        if info.bucket == 0:  # of this attempt
+            self._written[info.version] = set()
+        path = self._partial(info.version) / f"stage-{info.stage:03d}-bucket-{info.bucket:05d}.safetensors"
+        tensors = {"names": info.names, "dtypes": info.dtypes, "shapes": info.shapes, "checksums": info.checksums}
         try:
-            bucket_file.write(path, bucket, {key: info[key] for key in ("names", "dtypes", "shapes", "checksums")})
-            self._written[info["version"]].add(path.name)
+            bucket_file.write(path, bucket, tensors)
+            self._written[info.version].add(path.name)
         except OSError as error:
             raise MetronomeError(f"{path}: weights could not be written: {error.strerror}") from None
         return path
@@ -130,9 +132,8 @@ class FileTransport:
     def __init__(self, snapshots: Snapshots) -> None:
         self._snapshots = snapshots
 
-    def meet(self, local: bool) -> dict[str, Any]:
+    def meet(self, local: bool) -> None:
         """No group."""
-        return {}
 
     def gather(self, world: int) -> None:
         """No group."""
@@ -140,9 +141,9 @@ class FileTransport:
     def call_off(self) -> None:
         """No group."""
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:
-        """The file's path."""
-        return {"path": str(self._snapshots.write(bucket, info))}
+    def write(self, bucket: Bucket, info: BucketInfo) -> None:
+        """A file, whose path the instances are told."""
+        info.path = str(self._snapshots.write(bucket, info))
 
     def send(self, bucket: Bucket) -> Sent:
         """It lies there already."""
@@ -163,11 +164,11 @@ class GroupTransport:
         """Kept when it was called off, until the next one."""
         self._group: BroadcastGroup | None = None
 
-    def meet(self, local: bool) -> dict[str, Any]:
+    def meet(self, local: bool) -> MeetingPlace:
         """A store on this machine."""
         self.call_off()
         self._meeting = Rendezvous(own_address(local), self.name, self._timeout_s)
-        return self._meeting.address
+        return MeetingPlace(**self._meeting.address)
 
     def gather(self, world: int) -> None:
         """Nobody to wait for in a world of one: there is no instance."""
@@ -183,9 +184,8 @@ class GroupTransport:
             self._group.close()
         self._group = None
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:
-        """Nothing beside the tensors' description."""
-        return {}
+    def write(self, bucket: Bucket, info: BucketInfo) -> None:
+        """Nothing: the bytes are sent from where they lie."""
 
     def send(self, bucket: Bucket) -> Transfer | _Arrived:
         """Broadcast tensor by tensor, from where they lie."""

@@ -42,7 +42,7 @@ class Rendezvous:
         self._off = threading.Event()
 
     @property
-    def address(self) -> dict[str, str | int]:
+    def address(self) -> dict[str, Any]:
         """What the members need to know of this stage."""
         return {"host": self.host, "port": self._store.port}
 

@@ -10,6 +10,7 @@ from engine.errors import MetronomeError, WeightSyncError
 from engine.instance.receiver import OUTPUT
 from engine.launcher.pool.instance_client import InstanceFault, InstanceGone
 from engine.launcher.weight_sync.probe import probe
+from engine.wire.messages import OpenSync
 from support.weights_double import TIMEOUT_S, Client, Model, base_folder, publisher, starting, weights
 
 
@@ -215,8 +216,8 @@ def test_a_late_instance_waits_for_the_publish_under_way_and_gets_the_newest_ver
     with pytest.raises(MetronomeError, match="b: no weight version was published yet"):
         launcher.run(launcher.sync.catch_up(late))
     sender.publish(Model(1), 1)
-    opened = asyncio.run_coroutine_threadsafe(launcher.sync.open(2), launcher.loop).result(5)
-    assert opened["members"] == ["a"]
+    opened = asyncio.run_coroutine_threadsafe(launcher.sync.open(OpenSync(version=2)), launcher.loop).result(5)
+    assert opened.members == ("a",)
     catching_up = asyncio.run_coroutine_threadsafe(launcher.sync.catch_up(late), launcher.loop)
     time.sleep(0.3)
     assert not catching_up.done()

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 
@@ -136,9 +137,12 @@ def test_instances_are_told_what_a_transport_with_groups_says_of_each_bucket(tmp
         if route == "/update_weights" and body["update_info"]["transport"] == "gloo":
             told.append(body["update_info"])
 
-    monkeypatch.setattr(
-        GroupTransport, "write", lambda self, bucket, info: asked.append((bucket.number, dict(info))) or more
-    )
+    def write(self, bucket, info):
+        asked.append((bucket.number, msgspec.to_builtins(info)))
+        for key, value in more.items():
+            setattr(info, key, value)
+
+    monkeypatch.setattr(GroupTransport, "write", write)
     launcher = Launcher([Client("a", base_folder(tmp_path / "base"), hear)])
     try:
         publisher(launcher, "gloo", tmp_path).publish(Model(1), 1)

@@ -6,10 +6,11 @@ import pytest
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.record import RecordWriter, check, plan, read
 from engine.trainer.replay import Replay
 from engine.types import Group, Landed, Prompt, Response, Score
-from engine.wire.codec import group_to_wire, landed_to_wire
+from engine.wire.codec import pack_group, pack_landed
+from engine.wire.messages import EarlyWork, Window
+from engine.wire.record import RecordWriter, check, plan, read
 
 FOLDER = TemporaryDirectory()
 MODEL = {"path": FOLDER.name}
@@ -28,7 +29,7 @@ def group(index, step=0):
         seed=2**62,
         instance="instance-0",
     )
-    return group_to_wire(
+    return pack_group(
         Group(
             step=step,
             index=index,
@@ -39,6 +40,10 @@ def group(index, step=0):
     )
 
 
+def landed(step):
+    return Landed(step=step, group=2, number=0, prompt=(1, 2, 3), token_ids=(5, 6))
+
+
 def recorded(path, steps=2, config=CONFIG, start=0):
     """Steps of three groups: unit 1 scores one response early and trains two of the groups, one at a time."""
     recorder = RecordWriter(path, config, start)
@@ -46,17 +51,17 @@ def recorded(path, steps=2, config=CONFIG, start=0):
         recorder.add(
             step,
             1,
-            {"landed": [landed_to_wire(Landed(step=step, group=2, number=0, prompt=(1, 2, 3), token_ids=(5, 6)))]},
+            EarlyWork((pack_landed(landed(step)),)),
         )
-        recorder.add(step, 0, {"groups": [group(0, step)]})
-        recorder.add(step, 1, {"groups": [group(2, step)]})
-        recorder.add(step, 1, {"groups": [group(1, step)]})
+        recorder.add(step, 0, Window((group(0, step),)))
+        recorder.add(step, 1, Window((group(2, step),)))
+        recorder.add(step, 1, Window((group(1, step),)))
         recorder.flush()
     return path
 
 
 def indices(entries):
-    return [[item["index"] for item in entry["groups"]] if "groups" in entry else "landed" for entry in entries]
+    return [[item.index for item in entry.groups] if entry.groups else "landed" for entry in entries]
 
 
 def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
@@ -66,10 +71,8 @@ def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
         assert indices(Replay(path, 0, 3).entries(step)) == [[0]]
         mine = list(Replay(path, 1, 3).entries(step))
         assert indices(mine) == ["landed", [2], [1]]
-        assert mine[1]["groups"] == [group(2, step)]
-        assert mine[0]["landed"] == [
-            landed_to_wire(Landed(step=step, group=2, number=0, prompt=(1, 2, 3), token_ids=(5, 6)))
-        ]
+        assert mine[1].groups == (group(2, step),)
+        assert mine[0].landed == (pack_landed(landed(step)),)
 
 
 def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
@@ -80,7 +83,7 @@ def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
 def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
     path = recorded(tmp_path / "record.msgpack", steps=3)
     RecordWriter(path, CONFIG, 1)
-    assert {entry["step"] for entry in read(path)} == {0}
+    assert {entry.step for entry in read(path)} == {0}
     recorded(path, steps=3, start=1)
     assert [indices(Replay(path, 1, 3).entries(step)) for step in range(3)] == [["landed", [2], [1]]] * 3
 

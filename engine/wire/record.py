@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+import msgspec
 
 from engine.config import Config
 from engine.errors import BadInput
 from engine.model.shape import content_hash
+from engine.wire.messages import EarlyWork, PackedGroup, PackedLanded, Window
 
 PLAN = (
     "model.dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "train.prompts_per_step",
@@ -21,9 +23,14 @@ PLAN = (
 """What a replay must have in common with the recorded run to give the same weights;
 besides these the base model's content."""
 
-Entry = dict[str, Any]
-"""{"unit", "step", "groups"} or {"unit", "step", "landed"}:
-what one unit was given to train or to score, on the wire."""
+
+class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one unit was given: a window to train, or responses to score early."""
+
+    unit: int
+    step: int
+    groups: tuple[PackedGroup, ...] = ()
+    landed: tuple[PackedLanded, ...] = ()
 
 
 class RecordWriter:
@@ -38,19 +45,20 @@ class RecordWriter:
         Raises BadInput for a resumed run with other settings than the record's: half of its steps could not be
         replayed.
         """
-        kept = [entry for entry in read(path) if entry["step"] < start] if path.exists() else []
+        kept = [entry for entry in read(path) if entry.step < start] if path.exists() else []
         if kept:
             _must_agree(path, config, "--resume", "keep it, or go on with train.record = false")
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
-            file.write(msgpack.packb({"plan": plan(config)}))
-            file.writelines(msgpack.packb(entry) for entry in kept)
+            file.write(msgspec.msgpack.encode({"plan": plan(config)}))
+            file.writelines(map(msgspec.msgpack.encode, kept))
         partial.rename(path)
         self._file = path.open("ab")
 
-    def add(self, step: int, unit: int, given: dict[str, Any]) -> None:
+    def add(self, step: int, unit: int, given: Window | EarlyWork) -> None:
         """Append what a unit is given."""
-        self._file.write(msgpack.packb({"unit": unit, "step": step, **given}))
+        groups, landed = (given.groups, ()) if isinstance(given, Window) else ((), given.landed)
+        self._file.write(msgspec.msgpack.encode(RecordEntry(unit=unit, step=step, groups=groups, landed=landed)))
 
     def flush(self) -> None:
         """Hand what was added to the system (once a step)."""
@@ -79,16 +87,19 @@ def _items(path: Path) -> Iterator[Any]:
         raise BadInput(f"--replay {path}: not a record of train.record ({error})") from None
 
 
-def read(path: Path) -> Iterator[Entry]:
+def read(path: Path) -> Iterator[RecordEntry]:
     """What all units were given, in order. Raises BadInput for a file that is no record."""
     items = _items(path)
     header = next(items, None)
     if not isinstance(header, dict) or not isinstance(header.get("plan"), dict):
         raise BadInput(f"--replay {path}: not a record of train.record (it does not begin with a run's settings)")
     for number, entry in enumerate(items):
-        if not isinstance(entry, dict) or not {"unit", "step"} <= entry.keys():
-            raise BadInput(f"--replay {path}: entry {number} is damaged; replay with a whole copy of record.msgpack")
-        yield entry
+        try:
+            yield msgspec.convert(entry, RecordEntry)
+        except msgspec.ValidationError as error:
+            raise BadInput(
+                f"--replay {path}: entry {number} is damaged ({error}); replay with a whole copy of record.msgpack"
+            ) from None
 
 
 def check(path: Path, config: Config) -> None:
