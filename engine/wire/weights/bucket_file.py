@@ -39,7 +39,7 @@ def write(path: Path, bucket: Bucket, wire: dict[str, Any]) -> None:
     with path.open("r+b", buffering=0) as file:
         _write_all(file, len(text).to_bytes(8, "little") + text)
         for piece in bucket.pieces():
-            _write_all(file, memoryview(piece.cpu().numpy()))
+            _write_all(file, piece.cpu().numpy().data)
         file.truncate()
 
 
@@ -123,7 +123,7 @@ class BucketFile:
     def read(self, buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Read the file, once, into a uint8 buffer on the host of at least `nbytes`; views of it. BadInput where the
         file holds another dtype or shape, or is cut off meanwhile."""
-        left = memoryview(buffer.numpy())[: self.nbytes]
+        left = buffer.numpy().data[: self.nbytes]
         try:
             with self._file as file:
                 file.seek(self._start)
