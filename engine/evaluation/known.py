@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
@@ -11,9 +10,10 @@ from engine.evaluation import tables
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from engine.types import JsonObject
 
 
-def done_before(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[dict[str, Any]] | None:
+def done_before(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[JsonObject] | None:
     """The newest row per benchmark that `evaluate` would only repeat: same policy, version, problems, sampling and
     seed.
 

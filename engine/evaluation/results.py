@@ -17,7 +17,7 @@ from engine.evaluation.votes import majorities
 from engine.reward.scorer import Scorer
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
-from engine.types import Group
+from engine.types import Group, JsonObject
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ async def record(
     groups: Sequence[Group],
     verifier: Scorer,
     more: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Vote, compute, write the table, compare with the base, append the row and return it. `more`: further keys."""
     votes = await majorities(groups, config.reward.function, verifier)
     how = tables.protocol(config, benchmark.name, [group.prompt for group in groups])
@@ -66,7 +66,7 @@ async def record(
     return row
 
 
-def against(row: Mapping[str, Any], base: Mapping[str, Any], folder: Path, confidence: float) -> dict[str, Any]:
+def against(row: Mapping[str, Any], base: Mapping[str, Any], folder: Path, confidence: float) -> JsonObject:
     """The paired comparison of two rows of evaluations.jsonl whose tables lie in the folder,
     with what it is against."""
     ours, theirs = (tables.means(folder / one["table"]) for one in (row, base))
@@ -74,7 +74,7 @@ def against(row: Mapping[str, Any], base: Mapping[str, Any], folder: Path, confi
     return {"weight_version": base["weight_version"], "model": base["model"], **found.as_dict()}
 
 
-def _lengths(groups: Sequence[Group], limit: int) -> dict[str, Any]:
+def _lengths(groups: Sequence[Group], limit: int) -> dict[str, float]:
     """Mean length in tokens, how many a limit cut, and how many the context cut before max_new_tokens was reached."""
     responses = [response for group in groups for response in group.responses]
     cut = [response for response in responses if response.truncated]

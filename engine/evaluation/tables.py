@@ -13,7 +13,7 @@ from engine.errors import BadInput
 from engine.evaluation.votes import Majority
 from engine.run.files import read_lines, write_atomically
 from engine.run.folder import RunFolder
-from engine.types import Group, Prompt
+from engine.types import Group, JsonObject, Prompt
 
 SAME = (
     "benchmark",
@@ -31,7 +31,7 @@ SAME = (
 """What must be equal in two evaluations that are compared: the protocol's keys but the seed."""
 
 
-def protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> dict[str, Any]:
+def protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> dict[str, object]:
     """How the benchmark's prompts are sampled and scored."""
     settings = config.evaluate
     ids = "\n".join(sorted(prompt.id for prompt in prompts))
@@ -69,7 +69,7 @@ def write(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None)
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _row(group: Group, vote: Majority | None) -> dict[str, Any]:
+def _row(group: Group, vote: Majority | None) -> dict[str, object]:
     scores = [score.value for score in group.scores]
     responses = [
         {
@@ -113,7 +113,7 @@ def means(table: Path) -> dict[str, float]:
     return found
 
 
-def baseline(folder: RunFolder, row: Mapping[str, Any]) -> dict[str, Any] | None:
+def baseline(folder: RunFolder, row: Mapping[str, Any]) -> JsonObject | None:
     """The first evaluation in the run folder that the row can be compared with, of another model or version;
     else None."""
     for earlier in read_lines(folder.evaluations):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+
+from engine.types import JsonObject
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -16,7 +17,7 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def append_line(path: Path, row: dict[str, Any]) -> None:
+def append_line(path: Path, row: Mapping[str, object]) -> None:
     """Append one JSON object as a line, in one write. On a full disk (OSError) the file is left as it was."""
     data = (json.dumps(row) + "\n").encode()
     with path.open("ab", buffering=0) as file:
@@ -29,7 +30,7 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
             raise
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[JsonObject]:
     """The JSON objects of a file of lines; a last line cut off by a kill is left out."""
     if path.exists():
         for line in path.read_text().split("\n")[:-1]:

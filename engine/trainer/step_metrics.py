@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
 from engine.schedule import staleness
 from engine.trainer.micro_batches import trained_tokens
-from engine.types import Group
+from engine.types import Group, TrainingFigures
 
 TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
 
@@ -69,12 +69,12 @@ class StepMetrics:
         """Keep the largest ratio gap; NaN wins over everything, so that it can't hide."""
         self.max_ratio_gap = gap if math.isnan(gap) else max(self.max_ratio_gap, gap)
 
-    def wire(self, leader: bool, peak_bytes: int) -> dict[str, Any]:
+    def wire(self, leader: bool, peak_bytes: int) -> dict[str, object]:
         """What the rank tells the others at the end of the step."""
         return {**asdict(self), "versions": sorted(self.versions), "leader": leader, "peak_bytes": peak_bytes}
 
     @staticmethod
-    def merged(ranks: Sequence[dict[str, Any]], denominator: float, by_response: bool = True) -> dict[str, Any]:
+    def merged(ranks: Sequence[Mapping[str, Any]], denominator: float, by_response: bool = True) -> TrainingFigures:
         """The keys of steps.jsonl that the trainer knows, from every rank's `wire`.
 
         The loss is divided by its own denominator. KL, entropy and clip fraction are means over responses of their
@@ -86,9 +86,9 @@ class StepMetrics:
         for name in TIMES:
             setattr(whole, name, sum(rank[name] for rank in leaders) / len(leaders))
         memory = [round(rank["peak_bytes"] / 2**30, 3) for rank in ranks]
-        return {**whole._figures(denominator, by_response), "memory_peak_gib": memory}
+        return whole._figures(denominator, by_response, memory)
 
-    def _figures(self, denominator: float, by_response: bool) -> dict[str, Any]:
+    def _figures(self, denominator: float, by_response: bool, memory: list[float]) -> TrainingFigures:
         count = max(1, len(self.rewards))
         weight = count if by_response else max(1, self.loss_tokens)
         mean = sum(self.rewards) / count
@@ -116,6 +116,7 @@ class StepMetrics:
             "score_s": self.score_s,
             "wait_first_s": self.wait_first_s,
             "wait_s": self.wait_s,
+            "memory_peak_gib": memory,
         }
 
 

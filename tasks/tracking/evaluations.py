@@ -12,6 +12,7 @@ from engine.config import Config
 from engine.launcher.drain_evaluation import dropped
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
+from engine.types import JsonObject
 from tasks.console import complain, say
 from tasks.tracking import retry, tracked_run
 from tasks.tracking.mlflow_run import write_queue
@@ -26,7 +27,7 @@ _queued: set[str] = set()
 """Tables that this process has handed to the write queue."""
 
 
-def log_new(folder: RunFolder) -> list[dict[str, Any]]:
+def log_new(folder: RunFolder) -> list[JsonObject]:
     """Log the rows of evaluations.jsonl that the tracked MLflow run does not have yet; returns them.
 
     What has been written is noted in the run folder, so that a step that is redone after a crash is not logged twice.
@@ -38,7 +39,7 @@ def log_new(folder: RunFolder) -> list[dict[str, Any]]:
     return new
 
 
-def missing(folder: RunFolder) -> list[dict[str, Any]]:
+def missing(folder: RunFolder) -> list[JsonObject]:
     """The rows of evaluations.jsonl that MLflow has not got, as far as the run folder knows."""
     known = {note["table"] for note in read_lines(_notes(folder))}
     return [row for row in read_lines(folder.evaluations) if row.get("table", None) not in {None, *known}]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ LOOK_S = 0.02
 """How often rank 0 looks for the other ranks' files."""
 
 
-def snapshot(state: dict[str, Any], folder: Path) -> Snapshot:
+def snapshot(state: Mapping[str, object], folder: Path) -> Snapshot:
     """Copy this rank's part of a sharded state to the host and plan who writes what. A collective of all ranks.
 
     Replicas share the work: what several ranks hold is written by one of them. Raises MetronomeError if planning fails.
@@ -63,7 +63,7 @@ class _Planning(TorchDistSaveShardedStrategy):
         super().__init__(*BACKEND)
         self.snapshot: Snapshot | None = None
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: dict[str, object], checkpoint_dir: str) -> AsyncRequest:
         """Plan, and keep the copy in `snapshot`; the request is empty."""
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)

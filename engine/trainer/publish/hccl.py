@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,10 +43,10 @@ class HcclTransport:
         self._engine = hccl_engine
         self.device = device
         self._timeout_s = timeout_s
-        self._address: dict[str, Any] = {}
+        self._address: dict[str, str | int] = {}
         self._group: Any = None
 
-    def meet(self, local: bool) -> dict[str, Any]:
+    def meet(self, local: bool) -> Mapping[str, str | int]:
         """A port that is free now: vllm-ascend opens it itself."""
         host = own_address(local)
         with socket.create_server((host, 0)) as server:
@@ -63,7 +64,7 @@ class HcclTransport:
         HCCL's own time-out (HCCL_EXEC_TIMEOUT) ends it."""
         self._group = None
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:
+    def write(self, bucket: Bucket, info: Mapping[str, Any]) -> Mapping[str, str | int]:
         """How the tensors are packed."""
         return {"packed": True, "packed_buffer_size_bytes": PACKED_BYTES}
 

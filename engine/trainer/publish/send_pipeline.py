@@ -5,16 +5,16 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 from engine.errors import DeadlineError, MetronomeError
 from engine.wire.weights.buckets import Bucket
 
-Work = tuple[Bucket, dict[str, Any]]
-Step = Callable[[Bucket, dict[str, Any]], object]
+Info = TypeVar("Info")
+"""What the steps tell each other of a bucket."""
 
 
-class SendPipeline:
+class SendPipeline(Generic[Info]):
     """Puts buckets through steps, each in a thread of its own, in order; a bucket's memory comes back after the last
     step.
 
@@ -22,14 +22,18 @@ class SendPipeline:
     """
 
     def __init__(
-        self, steps: Sequence[Step], release: Callable[[Bucket], None], counted: int, timeout_s: float
+        self,
+        steps: Sequence[Callable[[Bucket, Info], object]],
+        release: Callable[[Bucket], None],
+        counted: int,
+        timeout_s: float,
     ) -> None:
         """`counted`: how many of the steps `wait` waits for; the others go on in the background."""
         self._steps = steps
         self._release = release
         self._counted = counted
         self._timeout_s = timeout_s
-        self._queues: list[queue.Queue[Work]] = [queue.Queue() for _ in steps]
+        self._queues: list[queue.Queue[tuple[Bucket, Info]]] = [queue.Queue() for _ in steps]
         self._changed = threading.Condition()
         self._put = 0
         self._passed = [0] * len(steps)
@@ -37,7 +41,7 @@ class SendPipeline:
         for number in range(len(steps)):
             threading.Thread(target=self._run, args=(number,), name=f"send-weights-{number}", daemon=True).start()
 
-    def put(self, bucket: Bucket, info: dict[str, Any]) -> None:
+    def put(self, bucket: Bucket, info: Info) -> None:
         """Hand a bucket in."""
         with self._changed:
             self._put += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ class Transport(Protocol):
     device: torch.device
     """Where buckets must lie."""
 
-    def meet(self, local: bool) -> dict[str, Any]:
+    def meet(self, local: bool) -> Mapping[str, str | int]:
         """Open the place where the stage's group will meet; its address. `local`: all instances are on this machine."""
 
     def gather(self, world: int) -> None:
@@ -34,7 +35,7 @@ class Transport(Protocol):
     def call_off(self) -> None:
         """End a `gather` under way, and leave the group."""
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:
+    def write(self, bucket: Bucket, info: Mapping[str, Any]) -> Mapping[str, str | int]:
         """Before the instances hear of the bucket: what its update_info needs beside `info`."""
 
     def send(self, bucket: Bucket) -> Sent:
@@ -79,7 +80,7 @@ class Snapshots:
             first.rename(self._partial(version))
         self._partial(version).mkdir(exist_ok=True)
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> Path:
+    def write(self, bucket: Bucket, info: Mapping[str, Any]) -> Path:
         """Write a bucket of the version that was begun; its file."""
         if info["bucket"] == 0:  # of this attempt
             self._written[info["version"]] = set()
@@ -130,7 +131,7 @@ class FileTransport:
     def __init__(self, snapshots: Snapshots) -> None:
         self._snapshots = snapshots
 
-    def meet(self, local: bool) -> dict[str, Any]:
+    def meet(self, local: bool) -> Mapping[str, str | int]:
         """No group."""
         return {}
 
@@ -140,7 +141,7 @@ class FileTransport:
     def call_off(self) -> None:
         """No group."""
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:
+    def write(self, bucket: Bucket, info: Mapping[str, Any]) -> Mapping[str, str | int]:
         """The file's path."""
         return {"path": str(self._snapshots.write(bucket, info))}
 
@@ -163,7 +164,7 @@ class GroupTransport:
         """Kept when it was called off, until the next one."""
         self._group: BroadcastGroup | None = None
 
-    def meet(self, local: bool) -> dict[str, Any]:
+    def meet(self, local: bool) -> Mapping[str, str | int]:
         """A store on this machine."""
         self.call_off()
         self._meeting = Rendezvous(own_address(local), self.name, self._timeout_s)
@@ -183,7 +184,7 @@ class GroupTransport:
             self._group.close()
         self._group = None
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:
+    def write(self, bucket: Bucket, info: Mapping[str, Any]) -> Mapping[str, str | int]:
         """Nothing beside the tensors' description."""
         return {}
 
