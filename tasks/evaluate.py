@@ -31,7 +31,7 @@ def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
 
 
 @task(name="evaluate", cache_policy=NO_CACHE, retries=1, retry_condition_fn=_worth_retrying)
-def evaluate(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> JsonObject:
+def evaluate(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> Mapping[str, Any]:
     """The new row of evaluations.jsonl; of several benchmarks the first one's, the others are printed here.
 
     `pool_instances`: on the rollout pool, beside rollout.instances. It needs no MLflow: `tasks.tracking.evaluations`
@@ -52,7 +52,7 @@ def evaluate(config: Config, model: Path, weight_version: int, pool_instances: i
     return rows[0]
 
 
-def evaluate_once(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> JsonObject:
+def evaluate_once(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> Mapping[str, Any]:
     """The same for a flow run that may be started again, when MLflow was away, say: what it has evaluated is not done
     again.
 

@@ -6,8 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-from engine.types import JsonObject
+from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -30,8 +29,8 @@ def append_line(path: Path, row: Mapping[str, object]) -> None:
             raise
 
 
-def read_lines(path: Path) -> Iterator[JsonObject]:
-    """The JSON objects of a file of lines; a last line cut off by a kill is left out."""
+def read_lines(path: Path) -> Iterator[Any]:
+    """The JSON objects of a file of lines, whose keys its readers know; a last line cut off by a kill is left out."""
     if path.exists():
         for line in path.read_text().split("\n")[:-1]:
             yield json.loads(line)
