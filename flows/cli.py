@@ -15,6 +15,7 @@ from engine.config import Config
 from engine.config.recipe import load
 from engine.errors import BadInput, MetronomeError
 from engine.run.process import drop_lifeline, watch_lifeline
+from engine.types import JsonObject
 from flows import QUICKSTART
 from tasks import console
 from tasks.dry_run import dry_run
@@ -94,7 +95,7 @@ def _train(config: Config, resume: bool, replay: Path | None) -> None:
     line = console.StepLines(config.train.steps)
     evaluated = evaluations.InRun(folder)
 
-    def on_step(row: dict) -> None:
+    def on_step(row: JsonObject) -> None:
         line(row)
         tracked_run.log_step(row)
         evaluated()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from prefect import flow
 
 from engine.config import Config
+from engine.data.problem_statistics import DataReport
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
 from flows import QUICKSTART
@@ -113,7 +113,7 @@ def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Conf
     return config
 
 
-def _prepared(config: Config) -> dict[str, Any]:
+def _prepared(config: Config) -> DataReport:
     log_datasets(found := prepare_data(config))
     return found
 

@@ -8,7 +8,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from engine import errors
 from engine.config import Config
@@ -17,6 +16,7 @@ from engine.run.commands import launcher_command
 from engine.run.folder import RunFolder, dump
 from engine.run.process import Child
 from engine.tools.timeline import draw
+from engine.types import JsonObject
 
 POLL_S = 0.3
 """How often steps.jsonl is looked at."""
@@ -35,7 +35,7 @@ class LineFollower:
         self._seen: set[bytes] = set()
         self.new()
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[JsonObject]:
         """Lines not seen before. A half-written last line waits for its end; a file that is not there yet is empty."""
         if not self._path.exists():
             return []
@@ -61,7 +61,7 @@ def run_training(
     config: Config,
     resume: bool = False,
     replay: Path | None = None,
-    on_step: Callable[[dict[str, Any]], None] = lambda row: None,
+    on_step: Callable[[JsonObject], None] = lambda row: None,
 ) -> RunFolder:
     """Train in a launcher process; `on_step` gets each line of steps.jsonl as it appears. `model.path` is a folder.
 
@@ -84,7 +84,7 @@ def run_training(
     return folder
 
 
-def _follow(child: Child, follower: LineFollower, on_step: Callable[[dict[str, Any]], None]) -> int:
+def _follow(child: Child, follower: LineFollower, on_step: Callable[[JsonObject], None]) -> int:
     """Hand on every new line until the launcher ends; its exit status."""
     while True:
         try:

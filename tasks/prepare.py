@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
@@ -15,11 +15,12 @@ from prefect.cache_policies import INPUTS, TASK_SOURCE
 
 from engine.config import Config
 from engine.data import prepared
-from engine.data.problem_statistics import report
+from engine.data.problem_statistics import DataReport, report
 from engine.data.problems import counts
 from engine.data.prompts import encode
 from engine.data.tokenizer import Tokenizer
 from engine.run.files import write_atomically
+from engine.types import JsonObject
 from tasks.code_version import code_hash
 
 REPORT = "data.json"
@@ -42,7 +43,17 @@ SHOWN = 25
 """Rejected rows and overlaps that the artifact lists; data.json has up to a thousand of each."""
 
 
-def prepare_data(config: Config) -> dict[str, Any]:
+class PromptFigures(TypedDict):
+    """Of the training prompts, in tokens."""
+
+    prompts: int
+    skipped: dict[str, int]
+    tokens_min: int
+    tokens_median: float
+    tokens_max: int
+
+
+def prepare_data(config: Config) -> DataReport:
     """The report on the run's problem sets, from the cache if nothing that it depends on has changed.
 
     Writes it to data.json in the run folder and as an artifact (here, because a cached task's body does not run).
@@ -54,7 +65,7 @@ def prepare_data(config: Config) -> dict[str, Any]:
     return found
 
 
-def encode_data(config: Config, model: Path) -> dict[str, Any]:
+def encode_data(config: Config, model: Path) -> PromptFigures:
     """Usable prompts, all skips by reason, and the length of prompts in tokens; cached and shown as `prepare_data`."""
     hashes = prepared.file_hashes(config)
     code = code_hash("data", "reward")
@@ -67,7 +78,7 @@ def encode_data(config: Config, model: Path) -> dict[str, Any]:
 
 
 @task(name="prepare data", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
-def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -> dict[str, Any]:
+def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -> DataReport:
     """`statistics.report` of the sets that some tables of a config describe. The hashes only key the cache."""
     return report(prepared.prepare(Config.model_validate(settings)))
 
@@ -75,7 +86,7 @@ def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -
 @task(name="encode prompts", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
 def encode_prompts(
     settings: Mapping[str, Any], model: str, max_context: int, hashes: Mapping[str, str], code: str
-) -> dict[str, Any]:
+) -> PromptFigures:
     """Figures of the training prompts in tokens. The hashes only key the cache."""
     problems = prepared.training_problems(Config.model_validate(settings))
     encoded = encode(problems, Tokenizer(Path(model)).hf, settings["data"]["prompt_template"], max_context)
@@ -89,7 +100,7 @@ def encode_prompts(
     }
 
 
-def describe(found: Mapping[str, Any]) -> str:
+def describe(found: DataReport) -> str:
     """A report in one line for people."""
     train = found["train"]
     heldout = found["heldout"]
@@ -102,17 +113,17 @@ def describe(found: Mapping[str, Any]) -> str:
     )
 
 
-def describe_prompts(found: Mapping[str, Any]) -> str:
+def describe_prompts(found: PromptFigures) -> str:
     """The figures of `encode_data` in one line for people."""
     skips = f"; skipped {counts(found['skipped'])}" if found["skipped"] else ""
     lengths = f"{found['tokens_median']:.0f} tokens ({found['tokens_min']}-{found['tokens_max']})"
     return f"{found['prompts']} prompts of {lengths}{skips}"
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(found: DataReport) -> str:
     """A report as Markdown: sets side by side, difficulty, what was left out."""
-    sets = {name: found[name] for name in ("train", "heldout")}
-    rows = [[what, *(_cell(figures[what]) for figures in sets.values())] for what in COMPARED]
+    sets = (found["train"], found["heldout"])
+    rows = [[what, *(_cell(figures, what) for figures in sets)] for what in COMPARED]
     parts = ["# Data", _table(["", "training", "held out"], rows)]
     parts += [f"**Note:** {note}" for note in found["notes"]]
     overlaps = [[row["row"], row["overlaps_with"], f"{row['share']:.0%}"] for row in found["overlaps"][:SHOWN]]
@@ -122,13 +133,13 @@ def page(found: Mapping[str, Any]) -> str:
         if overlaps
         else ["No training problem stands there."]
     )
-    rejected = [row for figures in sets.values() for row in figures["rejected"]]
+    rejected = [row for figures in sets for row in figures["rejected"]]
     if rejected:
         parts += ["## Rows left out", "\n".join(f"- `{row.replace('`', chr(39))}`" for row in rejected[:SHOWN])]
     return "\n\n".join(parts) + "\n"
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def _settings(config: Config) -> JsonObject:
     """What `prepared.prepare` reads of a config: nothing else may key its cache."""
     return {
         "data": config.data.model_dump(mode="json"),
@@ -137,7 +148,8 @@ def _settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _cell(value: object) -> str:
+def _cell(figures: Mapping[str, object], what: str) -> str:
+    value = figures[what]
     return ", ".join(f"{name}: {number:g}" for name, number in value.items()) if isinstance(value, dict) else str(value)
 
 

@@ -17,6 +17,7 @@ from engine.data.problem_files import SUFFIXES, parse, read_files
 from engine.errors import BadInput
 from engine.reward.verifiers import last_boxed
 from engine.run.files import write_atomically
+from engine.types import JsonObject
 
 PROBLEM = ("problem", "question")
 """Columns with the problem's text, in order of preference."""
@@ -111,7 +112,7 @@ def _normal(path: str, config: Config) -> str:
     return str(copy)
 
 
-def brought_to_form(row: Mapping[str, Any]) -> dict[str, Any]:
+def brought_to_form(row: Mapping[str, Any]) -> JsonObject:
     r"""A row with the columns problem and answer, beside those it has.
 
     The answer is the column's text (a list of several joined by commas), else the last \boxed{…} of the solution.

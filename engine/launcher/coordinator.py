@@ -263,7 +263,7 @@ class Coordinator:
     async def _report(self, request: messages.Report) -> messages.Reported:
         """Complete the trainer's figures and append them to steps.jsonl;
         the reply says where the next step's prompts begin."""
-        figures: dict[str, Any] = request.figures
+        figures = request.figures
         step = request.step
         batch = self._batches.pop(step, None)
         pool_size = self.service.pool.size if self.service is not None else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,14 @@ from engine.config import Config
 from engine.errors import BadInput, MetronomeError
 from engine.run.user_algorithms import control_of, decided
 from engine.run.user_code import UserCode, describe
+from engine.types import GradientFigures
+
+
+class ControlState(TypedDict, total=False):
+    """What a checkpoint keeps beside the last gradient; empty before there is one."""
+
+    skipped: int
+    seen: list[float]
 
 
 class GradientControl:
@@ -83,7 +91,7 @@ class GradientControl:
             raise BadInput(f'algorithm.gradient_control = "{self._spec}": it failed: {describe(attempt.error)}')
         return found
 
-    def figures(self) -> dict[str, float]:
+    def figures(self) -> GradientFigures:
         """As steps.jsonl names them; nothing before the second step,
         nor where this gradient or the last one is zero."""
         if self._cosine is None:
@@ -122,11 +130,11 @@ class GradientControl:
 
     # checkpoints ----------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> ControlState:
         """What is not in tensors; {} before the first gradient."""
         return {"skipped": self.skipped, "seen": self.seen} if self._previous is not None else {}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: ControlState) -> None:
         """Take `state()` back; its tensors are loaded into `previous()`."""
         self.skipped = int(state["skipped"])
         self.seen = [float(value) for value in state["seen"]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 from engine.config import Config
 from engine.errors import MetronomeError, RatioGapError
@@ -13,7 +12,7 @@ from engine.run.trace import Trace
 from engine.schedule import Schedule
 from engine.trainer.policy import Policy
 from engine.trainer.rollouts import Rollouts, Work
-from engine.types import Group, Landed
+from engine.types import Group, Landed, StepFigures
 
 
 class Loop:
@@ -25,8 +24,8 @@ class Loop:
         policy: Policy,
         rollouts: Rollouts,
         trace: Trace,
-        report: Callable[[int, dict[str, Any]], None],
-        checkpoint: Callable[[int, dict[str, Any]], None],
+        report: Callable[[int, StepFigures], None],
+        checkpoint: Callable[[int, StepFigures | None], None],
     ) -> None:
         self.config = config
         self.policy = policy
@@ -56,13 +55,13 @@ class Loop:
                 self.policy.decide()  # a user's code may fail: before anything moves
             except MetronomeError as error:
                 self.rollouts.failed(error)
-                self.checkpoint(step, {})  # the step is lost, the weights before it are not
+                self.checkpoint(step, None)  # the step is lost, the weights before it are not
                 raise
             with self.trace.span("update", step=step):
                 self.policy.models.copy_policy_to_old()
                 norm, rate = self.policy.update()
             ended = time.perf_counter()
-            figures = {
+            figures: StepFigures = {
                 "sync_s": sync_s,
                 "check_s": check_s,
                 "update_s": ended - updated,

@@ -102,7 +102,7 @@ class Packing:
         responses = [member.response for member in members]
         lengths = torch.tensor([len(response.token_ids) for response in responses], dtype=torch.long)
         row = self.row([(part.prompt, [member.response.token_ids for member in part.members]) for part in parts])
-        columns = (
+        columns: tuple[Tensor, ...] = (
             torch.tensor([value for response in responses for value in response.logprobs]),
             torch.repeat_interleave(torch.cat([part.advantages for part in parts]), lengths),
             torch.cat([self.credit.weights(response) for response in responses]) if responses else torch.zeros(0),

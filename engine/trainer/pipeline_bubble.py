@@ -16,6 +16,7 @@ class ComputeTimer:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._started = 0.0
 
     def __call__(self, name: str, log_level: int = 0) -> ComputeTimer | NoTimer:
         """Megatron asks for a timer by name each time."""

@@ -33,7 +33,7 @@ from engine.trainer.optimizer import optimizer_of, scheduler_of
 from engine.trainer.pipeline_bubble import ComputeTimer
 from engine.trainer.rank_group import RankGroup
 from engine.trainer.step_metrics import LossCounts, RankMetrics, StepMetrics
-from engine.types import Group, Landed
+from engine.types import Group, Landed, TrainingFigures
 
 
 class Policy:
@@ -87,6 +87,8 @@ class Policy:
             GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
         )
         self._decided: bool | None = None
+        self._denominator: float | None = None
+        """Of the step that was reduced last."""
         self.scheduler = scheduler_of(config, self.optimizer)
 
     def _packing(self) -> Packing:
@@ -263,8 +265,8 @@ class Policy:
         the host first.
         """
         self._train_held(trained)
-        self._denominator = self._step_denominator(responses)
-        self.ddp.scale_gradients(1.0 / self._denominator)
+        denominator = self._denominator = self._step_denominator(responses)
+        self.ddp.scale_gradients(1.0 / denominator)
         finalize_model_grads([self.ddp], None)
         buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
         finite = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
@@ -302,11 +304,12 @@ class Policy:
         self.scheduler.step(increment=1)
         return float(norm), rate
 
-    def figures(self) -> dict[str, float]:
-        """The step's figures over all ranks, as steps.jsonl names them. A collective of all ranks."""
+    def figures(self) -> TrainingFigures:
+        """The step's figures over all ranks, as steps.jsonl names them, after `reduce`. A collective of all ranks."""
+        assert self._denominator is not None
         ranks = self.ranks.gather(RankMetrics(self.metrics, self.ranks.leader, self.platform.peak_bytes()))
         merged = StepMetrics.merged(ranks, self._denominator, self._loss.aggregation == "response")
-        return {**merged, **(self.control.figures() if self.control is not None else {})}
+        return {**merged, **self.control.figures()} if self.control is not None else merged
 
 
 def _whole(sums: Tensor) -> Tensor:

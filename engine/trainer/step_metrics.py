@@ -12,7 +12,7 @@ import msgspec
 
 from engine.schedule import staleness
 from engine.trainer.micro_batches import trained_tokens
-from engine.types import Group
+from engine.types import Group, TrainingFigures
 
 TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
 
@@ -72,7 +72,7 @@ class StepMetrics:
         self.max_ratio_gap = gap if math.isnan(gap) else max(self.max_ratio_gap, gap)
 
     @staticmethod
-    def merged(ranks: Sequence[RankMetrics], denominator: float, by_response: bool = True) -> dict[str, Any]:
+    def merged(ranks: Sequence[RankMetrics], denominator: float, by_response: bool = True) -> TrainingFigures:
         """The keys of steps.jsonl that the trainer knows, from every rank's metrics.
 
         The loss is divided by its own denominator. KL, entropy and clip fraction are means over responses of their
@@ -86,9 +86,9 @@ class StepMetrics:
             **{name: sum(one[name] for one in leaders) / len(leaders) for name in TIMES},
         )
         memory = [round(rank.peak_bytes / 2**30, 3) for rank in ranks]
-        return {**whole._figures(denominator, by_response), "memory_peak_gib": memory}
+        return whole._figures(denominator, by_response, memory)
 
-    def _figures(self, denominator: float, by_response: bool) -> dict[str, Any]:
+    def _figures(self, denominator: float, by_response: bool, memory: list[float]) -> TrainingFigures:
         count = max(1, len(self.rewards))
         weight = count if by_response else max(1, self.loss_tokens)
         mean = sum(self.rewards) / count
@@ -116,6 +116,7 @@ class StepMetrics:
             "score_s": self.score_s,
             "wait_first_s": self.wait_first_s,
             "wait_s": self.wait_s,
+            "memory_peak_gib": memory,
         }
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from engine import errors
 from engine.errors import MetronomeError
-from engine.types import BatchScores, Score
+from engine.types import BatchScores, Score, StepFigures
 
 PROTOCOL = 1
 """Version of these messages and of those of verifiers. It changes with every message; both ends must have the same."""
@@ -192,15 +192,11 @@ class Reported(Message):
     """Where the next step's prompts begin, with dynamic sampling."""
 
 
-Figure = float | int | list[int | float] | None
-"""A figure of steps.jsonl."""
-
-
 class Report(ControlRequest[Reported]):
     """The figures of a step that is trained, by the keys of steps.jsonl."""
 
     step: int
-    figures: dict[str, Figure]
+    figures: StepFigures
 
 
 class TrainerFailed(ControlRequest[Done]):

@@ -15,7 +15,6 @@ from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, challenge, first
 from engine.model.shape import content_hash
-from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from tasks.code_version import code_version
 from tasks.prepare import REPORT
@@ -83,13 +82,13 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     return found
 
 
-def final_evaluation(folder: RunFolder, config: Config) -> dict | None:
+def final_evaluation(folder: RunFolder, config: Config) -> tables.EvaluationRow | None:
     """The last row of evaluations.jsonl on the run's final policy and first benchmark; None if there is none."""
     policy = str(folder.policy.resolve())
     wanted = config.train.steps
     rows = [
         row
-        for row in read_lines(folder.evaluations)
+        for row in tables.rows_of(folder)
         if row.get("model") == policy and row["weight_version"] == wanted and "protocol" in row
     ]
     first = rows[0]["benchmark"] if rows else ""
@@ -107,7 +106,7 @@ def base_results(folder: RunFolder, config: Config, own: Results | None) -> Resu
     if own is None:
         return None
     base = Path(config.model.path).resolve()
-    for row in read_lines(folder.evaluations):
+    for row in tables.rows_of(folder):
         trained = row.get("in_run") and row["weight_version"] > 0  # such rows name the base model, too
         if trained or "protocol" not in row or Path(row["model"]).resolve() != base:
             continue

@@ -29,6 +29,6 @@ def metric_name(text: str) -> str:
     return re.sub(r"[^\w.\- ]", "_", text)
 
 
-def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any]) -> dict[str, object]:
     """{"run": {"seed": 0}} → {"run.seed": 0}."""
     return {f"{table}.{key}": value for table, values in tree.items() for key, value in values.items()}

@@ -80,7 +80,7 @@ class Checkpoints:
         """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`):
         of the loaded checkpoint, or of the run."""
 
-    def save(self, step: int, figures: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, figures: Mapping[str, object] | None = None) -> None:
         """Take the checkpoint before step `step`; returns once the copy is taken. Nothing if it was the last one
         already.
 

@@ -22,12 +22,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from engine.trainer.gradient_control import ControlState
 from engine.trainer.policy import Policy
 
 Part = Any
 """Megatron's ShardedTensor: this rank's part of a tensor and its place in the whole. A factory of them stands for two
 (SwiGLU's gate and up weights)."""
 Parts = dict[str, Part]
+PartTree = dict[str, Any]
+"""Parts, and under a name more of them: what Megatron calls a sharded state dict. Loaded, tensors in their place."""
 
 MASTER = "param"
 """Megatron's name of the optimizer's own copy of the weights."""
@@ -55,10 +58,10 @@ def updates_of(optimizer: MegatronOptimizer) -> int:
     return 0
 
 
-def state_to_save(policy: Policy, updates: int) -> dict[str, Any]:
+def state_to_save(policy: Policy, updates: int) -> PartTree:
     """Everything that is in this rank's tensors, for `dist_checkpointing.save`. A collective of the replicas."""
     weights = _weights(policy.models.policy, "policy.")
-    state: dict[str, Any] = {"policy": weights, "rng": _rng(policy)}
+    state: PartTree = {"policy": weights, "rng": _rng(policy)}
     if updates:  # before the first update Adam has no state
         state["optimizer"] = {}
         for number, base in enumerate(_bases(policy.optimizer)):
@@ -78,7 +81,7 @@ def _gradients(weights: Parts, by_parameter: dict[int, Tensor]) -> Parts:
 
 
 @torch.no_grad()
-def load_state(folder: str, policy: Policy, updates: int, same_layout: bool, gradient_control: dict[str, Any]) -> None:
+def load_state(folder: str, policy: Policy, updates: int, same_layout: bool, gradient_control: ControlState) -> None:
     """Put everything back; the random streams only in the layout that they were saved in. A collective of all ranks."""
     if policy.control is not None and gradient_control:
         policy.control.load(gradient_control)
@@ -106,7 +109,7 @@ def _weights(model: GPTModel, prefix: str) -> Parts:
     return {name: part for name, part in state.items() if isinstance(part, ShardedTensor | ShardedTensorFactory)}
 
 
-def _metadata() -> dict[str, Any]:
+def _metadata() -> dict[str, object]:
     return {
         "singleton_local_shards": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -223,7 +226,7 @@ def _load_into(folder: str, parts: Parts) -> None:
     _copy(_load(folder, parts), parts)
 
 
-def _copy(loaded: dict[str, Any], parts: dict[str, Any]) -> None:
+def _copy(loaded: PartTree, parts: PartTree) -> None:
     """Copy loaded tensors to where their parts lie; most were read right into them."""
     for name, part in parts.items():
         if isinstance(part, dict):
@@ -232,9 +235,9 @@ def _copy(loaded: dict[str, Any], parts: dict[str, Any]) -> None:
             part.data.copy_(loaded[name])
 
 
-def _load(folder: str, parts: dict[str, Any]) -> dict[str, Any]:
+def _load(folder: str, parts: PartTree) -> PartTree:
     """Tensors in the place of their parts; Megatron leaves out what would be empty."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's, about how Megatron calls it
-        loaded: dict[str, Any] = dist_checkpointing.load(parts, folder)
+        loaded: PartTree = dist_checkpointing.load(parts, folder)
     return loaded

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ LOOK_S = 0.02
 """How often rank 0 looks for the other ranks' files."""
 
 
-def snapshot(state: dict[str, Any], folder: Path) -> Snapshot:
+def snapshot(state: Mapping[str, object], folder: Path) -> Snapshot:
     """Copy this rank's part of a sharded state to the host and plan who writes what. A collective of all ranks.
 
     Replicas share the work: what several ranks hold is written by one of them. Raises MetronomeError if planning fails.
@@ -62,7 +63,7 @@ class _Planning(TorchDistSaveShardedStrategy):
         super().__init__(*BACKEND)
         self.snapshot: Snapshot | None = None
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: dict[str, object], checkpoint_dir: str) -> AsyncRequest:
         """Plan, and keep the copy in `snapshot`; the request is empty."""
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -83,11 +84,13 @@ class Snapshot(FileSystemWriter):
         self.world = torch.distributed.get_world_size()
         self.index: Metadata | None = None
         """What all ranks write; rank 0 has it."""
+        self._plan: SavePlan | None = None
+        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Called by Megatron once the plan is made: the copy, so that training may go on."""
         self._plan = plan
-        self._tensors = {item.index: _copy(planner.resolve_data(item)) for item in plan.items}
+        self._tensors = {item.index: _copied(planner.resolve_data(item)) for item in plan.items}
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor:
         """What torch's writer asks a planner for."""
@@ -95,7 +98,9 @@ class Snapshot(FileSystemWriter):
 
     def write(self) -> None:
         """Write this rank's file, then a list of what lies where in it, which says that the rank is done."""
-        results = self.write_data(self._plan, self).wait() if self._plan.items else []
+        assert self._plan is not None, "the copy is taken before it is written"
+        # torch's writer asks a planner for `resolve_data` alone
+        results = self.write_data(self._plan, self).wait() if self._plan.items else []  # type: ignore[arg-type]
         self._tensors.clear()
         write_json(_list_of(Path(self.path), self.rank_in_world), [_row(result) for result in results])
 
@@ -118,8 +123,9 @@ class Snapshot(FileSystemWriter):
             path.unlink()
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def _copied(data: torch.Tensor | BytesIO) -> torch.Tensor:
+    assert isinstance(data, torch.Tensor), "Megatron plans tensors alone"
+    return data.detach().to("cpu", copy=True).contiguous()
 
 
 def _list_of(folder: Path, rank: int) -> Path:
@@ -128,6 +134,7 @@ def _list_of(folder: Path, rank: int) -> Path:
 
 def _row(result: WriteResult) -> list[Any]:
     index = result.index
+    assert index.offset is not None, "a part of a tensor has a place in it"
     where = result.storage_data
     return [
         index.fqn,

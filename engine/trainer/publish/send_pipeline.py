@@ -10,7 +10,6 @@ from engine.errors import DeadlineError, MetronomeError
 from engine.wire.messages import BucketInfo
 from engine.wire.weights.buckets import Bucket
 
-Work = tuple[Bucket, BucketInfo]
 Step = Callable[[Bucket, BucketInfo], object]
 
 
@@ -22,14 +21,18 @@ class SendPipeline:
     """
 
     def __init__(
-        self, steps: Sequence[Step], release: Callable[[Bucket], None], counted: int, timeout_s: float
+        self,
+        steps: Sequence[Step],
+        release: Callable[[Bucket], None],
+        counted: int,
+        timeout_s: float,
     ) -> None:
         """`counted`: how many of the steps `wait` waits for; the others go on in the background."""
         self._steps = steps
         self._release = release
         self._counted = counted
         self._timeout_s = timeout_s
-        self._queues: list[queue.Queue[Work]] = [queue.Queue() for _ in steps]
+        self._queues: list[queue.Queue[tuple[Bucket, BucketInfo]]] = [queue.Queue() for _ in steps]
         self._changed = threading.Condition()
         self._put = 0
         self._passed = [0] * len(steps)

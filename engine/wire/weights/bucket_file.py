@@ -7,13 +7,14 @@ it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from engine.errors import BadInput
+from engine.types import JsonObject
 from engine.wire.weights.buckets import Bucket, TensorSpec, view
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
@@ -25,9 +26,9 @@ MAX_HEADER = 100 * 2**20
 """Bytes; safetensors' own limit."""
 
 
-def write(path: Path, bucket: Bucket, wire: dict[str, Any]) -> None:
+def write(path: Path, bucket: Bucket, wire: Mapping[str, object]) -> None:
     """Write a bucket; over the file that is there, if any: memory or disk that it holds need not be found anew."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "bucket": json.dumps(wire)}}
+    header: JsonObject = {"__metadata__": {"format": "pt", "bucket": json.dumps(wire)}}
     offset = 0
     for spec in bucket.specs:
         end = offset + spec.nbytes
@@ -39,7 +40,7 @@ def write(path: Path, bucket: Bucket, wire: dict[str, Any]) -> None:
     with path.open("r+b", buffering=0) as file:
         _write_all(file, len(text).to_bytes(8, "little") + text)
         for piece in bucket.pieces():
-            _write_all(file, memoryview(piece.cpu().numpy()))
+            _write_all(file, piece.cpu().numpy().data)
         file.truncate()
 
 
@@ -49,7 +50,7 @@ def _write_all(file: Any, data: bytes | memoryview) -> None:  # noqa: ANN401
         left = left[file.write(left) :]
 
 
-def wire_of(path: Path) -> dict[str, Any]:
+def wire_of(path: Path) -> JsonObject:
     """Names, dtypes, shapes and checksums of a bucket's file; BadInput for a file that `write` did not make."""
     try:
         wire = json.loads(_header(path)[0]["__metadata__"]["bucket"])
@@ -58,7 +59,7 @@ def wire_of(path: Path) -> dict[str, Any]:
     return dict(wire)
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
+def _header(path: Path) -> tuple[JsonObject, int]:
     """The header, and where the tensors begin."""
     try:
         with path.open("rb") as file:
@@ -79,7 +80,7 @@ Place = tuple[str, tuple[int, ...], int, int]
 """dtype, shape, first byte, end."""
 
 
-def _place(entry: dict[str, Any]) -> Place:
+def _place(entry: JsonObject) -> Place:
     begin, end = map(int, entry["data_offsets"])
     if not 0 <= begin <= end:
         raise ValueError(begin)
@@ -123,7 +124,7 @@ class BucketFile:
     def read(self, buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Read the file, once, into a uint8 buffer on the host of at least `nbytes`; views of it. BadInput where the
         file holds another dtype or shape, or is cut off meanwhile."""
-        left = memoryview(buffer.numpy())[: self.nbytes]
+        left = buffer.numpy().data[: self.nbytes]
         try:
             with self._file as file:
                 file.seek(self._start)

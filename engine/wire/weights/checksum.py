@@ -34,7 +34,7 @@ def checksum(tensor: Tensor) -> str:
     """Of the tensor's bytes in row-major order; shape and dtype do not count. 32 hexadecimal digits (XXH3, 128 bits) of
     one in host memory, 16 of one on a device."""
     data = _bytes(tensor)
-    return xxhash.xxh3_128_hexdigest(data.numpy()) if data.device.type == "cpu" else device_checksum(tensor)
+    return xxhash.xxh3_128_hexdigest(data.numpy().data) if data.device.type == "cpu" else device_checksum(tensor)
 
 
 def checksum_as(announced: object, tensor: Tensor) -> str:

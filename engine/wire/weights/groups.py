@@ -59,7 +59,7 @@ class Rendezvous:
                         off=self._off,
                         what=f"rank {rank} of the weight transfer",
                     )
-                self._store.set("go", b"1")
+                self._store.set("go", "1")
                 return BroadcastGroup(
                     store=self._store,
                     rank=0,
@@ -69,14 +69,14 @@ class Rendezvous:
                     timeout_s=self._timeout_s,
                 )
         except (DeadlineError, TransferError):
-            self._store.set("off", b"1")
+            self._store.set("off", "1")
             raise
 
     def call_off(self) -> None:
         """The group will not be made: nobody waits any longer.
         Who comes yet hears of it, as long as this object is kept."""
         self._off.set()
-        self._store.set("off", b"1")
+        self._store.set("off", "1")
 
 
 def _serve_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -113,7 +113,7 @@ def join(
             timeout=timedelta(seconds=min(timeout_s, REACH_S)),
         )
         store.set_timeout(timedelta(seconds=timeout_s))
-        store.set(f"here/{rank}", b"1")
+        store.set(f"here/{rank}", "1")
         _await_key(
             store=store,
             key="go",
@@ -224,16 +224,17 @@ def _make(store: dist.Store, rank: int, world: int, backend: str, own: str, time
     wait = timedelta(seconds=timeout_s)
     place = dist.PrefixStore("group", store)
     if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
         options._timeout = wait
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-        return dist.ProcessGroupGloo(place, rank, world, options)
+        # the stubs say that a backend is no group and has no broadcast
+        return dist.ProcessGroupGloo(place, rank, world, options)  # type: ignore[return-value]
     if backend == "nccl":
         if not torch.cuda.is_available():
             raise BadInput("transport nccl: this process sees no CUDA device; use gloo or file")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
-        return dist.ProcessGroupNCCL(place, rank, world, options)
+        return dist.ProcessGroupNCCL(place, rank, world, options)  # type: ignore[return-value]  # as above
     raise BadInput(f"transport {backend!r}; groups are made of {', '.join(BACKENDS)}")
 
 
