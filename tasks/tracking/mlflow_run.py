@@ -13,12 +13,13 @@ import mlflow
 from mlflow.entities import LoggedModelInput, Param, RunTag
 
 from engine.config import Config
+from engine.config.keys import flatten
 from engine.errors import MetronomeError
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
 from engine.run.identity import identity
 from tasks.console import complain
-from tasks.tracking.metric_names import flatten, metric_name
+from tasks.tracking.metric_names import metric_name
 from tasks.tracking.retry import retry_while_away
 from tasks.tracking.write_queue import FLUSH_S, STORE_ERRORS, MachineLoad, WriteQueue, first_line
 
