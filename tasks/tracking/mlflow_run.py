@@ -31,7 +31,7 @@ SAMPLES = 20
 """About so many steps' response samples are copied to MLflow; the run folder has those of every step."""
 HURRY_S = 4.0
 """What a run that failed or was cancelled waits for the tracking server at its end."""
-FILES = ("config.toml", "data.json", "steps.jsonl", "evaluations.jsonl", "timeline.html", "failure.json")
+FILES = ("config.toml", "start.json", "data.json", "steps.jsonl", "evaluations.jsonl", "timeline.html", "failure.json")
 """Files of the run folder that become artifacts at the end."""
 
 NUMBER = "metronome.run_id"
