@@ -78,7 +78,7 @@ def train(
         check_run_folder(config, resume)
         if replay is not None and not replay.is_file():
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
-        config = as_begun(config)
+        config, _ = as_begun(config)
         check_inputs(config, sampling=replay is None)
         config = with_model_folder(config)
         _train(config, resume, replay)

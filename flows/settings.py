@@ -12,7 +12,6 @@ from engine.config.recipe import load
 
 Recipe = str
 Overrides = Sequence[str]
-ContinueFrom = Literal["base", "nightly", "latest", "champion"]
 PoolInstances = NonNegativeInt
 # What they mean is in the flows' docstrings: that is where Prefect takes the form's texts from.
 

@@ -15,6 +15,7 @@ from typing import Any
 import mlflow
 from mlflow.artifacts import download_artifacts
 
+from engine.config.keys import current_names, flatten
 from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.run.files import read_lines
@@ -24,7 +25,6 @@ from engine.tools.comparison.run_figures import ComparedRun, once
 from engine.tools.comparison.verdict import Verdict
 from engine.types import JsonObject
 from tasks.finished_stages import last_end
-from tasks.tracking.metric_names import flatten
 from tasks.tracking.write_queue import STORE_ERRORS, first_line
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -152,8 +152,8 @@ def _store(uri: str) -> str:
 
 
 def _text(config: JsonObject) -> dict[str, str]:
-    """Values as MLflow keeps them; what is not set is left out, as in config.toml."""
-    return {key: str(value) for key, value in config.items() if str(value) != "None"}
+    """Values as MLflow keeps them, under the keys' present names; what is not set is left out, as in config.toml."""
+    return {key: str(value) for key, value in current_names(config).items() if str(value) != "None"}
 
 
 def _steps(client: mlflow.MlflowClient, run_id: str, names: Sequence[str]) -> list[JsonObject]:

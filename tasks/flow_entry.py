@@ -15,6 +15,7 @@ from engine.run.files import write_atomically
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
+from engine.run.start import RunStart
 from tasks.console import complain, say
 from tasks.finished_stages import Stages, count_attempt, last_end
 from tasks.input_checks import check_run_folder
@@ -53,8 +54,8 @@ class Entry(Stages):
 
 
 @contextmanager
-def entered(config: Config, resume: bool) -> Iterator[Entry]:
-    """Hold the run folder during the body.
+def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
+    """Hold the run folder during the body; it keeps config and `begun`.
 
     A flow run may enter its own folder again; another one needs `resume`. Raises BadInput (the folder is another run's,
     or in use), MetronomeError when the run does not get any further (`tasks.finished_stages.count_attempt`). Without
@@ -72,6 +73,7 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
         if not folder.config.exists():
             _sign(folder)  # before the config: a folder with one and no flow run would be taken for another run's
+        begun.write(folder.path)
         folder.create(config, resume=again or resume)
         _sign(folder)  # after it: the config before may be that of the flow run before, with other settings
         if again:

@@ -25,7 +25,7 @@ class BatchTokens:
 
 @dataclass(frozen=True)
 class BatchLossSettings:
-    """Constants of the batch-scope losses (config: algorithm.m2_threshold and bapo_*)."""
+    """Constants of the batch-scope losses (config: algorithm.m2po and algorithm.bapo)."""
 
     second_moment: float = 0.04
     share: float = 0.5

@@ -60,7 +60,7 @@ class Policy:
             mismatch=algorithm.mismatch,
             mismatch_limit=algorithm.mismatch_limit,
             limits=BatchLossSettings(
-                algorithm.m2_threshold, algorithm.bapo_share, algorithm.bapo_low, algorithm.bapo_high
+                algorithm.m2po.threshold, algorithm.bapo.share, algorithm.bapo.low, algorithm.bapo.high
             ),
         )
         self._held = hold_windows(

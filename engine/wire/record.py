@@ -10,6 +10,7 @@ import msgpack
 import msgspec
 
 from engine.config import Config
+from engine.config.keys import current_names, flatten
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.wire.messages import EarlyWork, PackedGroup, PackedLanded, Window
@@ -68,12 +69,11 @@ class RecordWriter:
 def plan(config: Config) -> dict[str, Any]:
     """The settings of `PLAN` by key, as JSON has them; a schedule that falls also depends on where it ends.
     Reads the model."""
-    tree = config.model_dump(mode="json")
+    flat = flatten(config.model_dump(mode="json"))
     found: dict[str, Any] = {"content of model.path": content_hash(Path(config.model.path))}
     falls = config.train.schedule != "constant"
     for key in (*PLAN, "train.steps") if falls else PLAN:
-        table, _, name = key.partition(".")
-        found |= {key: tree[table][name]} if name else {f"{table}.{name}": value for name, value in tree[table].items()}
+        found |= {name: value for name, value in flat.items() if f"{name}.".startswith(f"{key}.")}
     return found
 
 
@@ -110,7 +110,7 @@ def check(path: Path, config: Config) -> None:
 
 
 def _must_agree(path: Path, config: Config, what: str, remedy: str) -> None:
-    recorded = next(_items(path))["plan"]
+    recorded = current_names(next(_items(path))["plan"])
     for key, value in plan(config).items():
         if recorded.get(key) != value:
             raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")

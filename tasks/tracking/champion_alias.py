@@ -16,6 +16,7 @@ from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, challenge, first
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
+from engine.run.start import read_start
 from tasks.code_version import code_version
 from tasks.prepare import REPORT
 from tasks.tracking.registered_policies import CHAMPION
@@ -58,9 +59,10 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     row = final_evaluation(folder, config)
     report = folder.path / REPORT
     data = json.loads(report.read_text())["train"]["version"] if report.exists() else "unknown"
+    begun = read_start(folder.path)
     found = {
         "base_model": str(base),
-        "start": config.model.start,
+        "start": begun.start,
         "base_model_hash": content_hash(base),
         "data": config.data.train,
         "data_version": data,
@@ -70,8 +72,8 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
         "mode": config.train.mode,
         "run_folder": str(folder.path.resolve()),
     }
-    if config.model.continued_from:
-        found["continued_from"] = config.model.continued_from
+    if begun.continued_from:
+        found["continued_from"] = begun.continued_from
     if row is not None:
         found |= {
             "benchmark": row["benchmark"],

@@ -27,8 +27,3 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def metric_name(text: str) -> str:
     """With only the characters that MLflow takes in the name of a metric or model."""
     return re.sub(r"[^\w.\- ]", "_", text)
-
-
-def flatten(tree: Mapping[str, Any]) -> dict[str, object]:
-    """{"run": {"seed": 0}} → {"run.seed": 0}."""
-    return {f"{table}.{key}": value for table, values in tree.items() for key, value in values.items()}

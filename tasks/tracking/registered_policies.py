@@ -14,6 +14,7 @@ from engine.config.recipe import load
 from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import RunFolder
+from engine.run.start import ContinueFrom, RunStart, read_start
 from tasks.console import say
 from tasks.tracking.retry import retry_while_away
 from tasks.tracking.tracked_run import tracking_uri
@@ -25,7 +26,7 @@ LATEST = "latest"
 NIGHTLY = "nightly"
 """The newest one whose run itself began with this word: what people try by day is no link of the chain of nights."""
 START_TAG = "metronome.start"
-"""Tag of a version: with which word its run began (`model.start`)."""
+"""Tag of a version: with which word its run began (`RunStart.start`)."""
 
 
 def registered_name(recipe: str) -> str:
@@ -33,9 +34,9 @@ def registered_name(recipe: str) -> str:
     return f"metronome-{Path(recipe).stem}"
 
 
-def started_from(config: Config, recipe: str, start: str) -> Config:
-    """The config with `model.path` the folder to start from. `start`: "base" (as it is), "nightly", "latest" or
-    "champion".
+def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Config, RunStart]:
+    """The config with `model.path` the folder to start from, and how that came about. `start`: "base" (as it is),
+    "nightly", "latest" or "champion".
 
     `run.seed` becomes another one, too: plus the number of the recipe's newest version, whoever registered it. So a run
     that goes on from another one's policy does not draw that one's prompts and responses again.
@@ -45,8 +46,8 @@ def started_from(config: Config, recipe: str, start: str) -> Config:
     """
     if RunFolder(config.folder).config.exists():
         return as_begun(config, start)
-    if start == "base":  # also where the recipe is the config.toml of a run that was continued
-        return config.model_copy(update={"model": config.model.model_copy(update={"start": start})})
+    if start == "base":
+        return config, RunStart()
     name = registered_name(recipe)
     found = _registered(config, name, start)
     newest = _registered(config, name, LATEST)
@@ -58,29 +59,28 @@ def started_from(config: Config, recipe: str, start: str) -> Config:
         path = str(_fetched(config, found))
         version = f"models:/{name}/{found.version}"
     seed = config.run.seed + (int(newest.version) if newest is not None else 0)
-    return _with(config=config, path=path, start=start, version=version, seed=seed)
+    return _with(config, path, seed), RunStart(start=start, continued_from=version)
 
 
-def as_begun(config: Config, start: str = "base") -> Config:
-    """The config of a run that may be under way, with the model and the seed that it began with if it was continued.
+def as_begun(config: Config, start: ContinueFrom = "base") -> tuple[Config, RunStart]:
+    """The config of a run that may be under way, with the model and the seed that it began with if it was continued;
+    and how it began.
 
     A run that is resumed must not change its base because another one was registered meanwhile.
     """
-    file = RunFolder(config.folder).config
-    if not file.exists():
-        return config
-    before = load(file)
-    if before.model.start == start == "base":
-        return config
-    seed = config.run.seed if before.model.start == "base" else before.run.seed
-    return _with(
-        config=config, path=before.model.path, start=before.model.start, version=before.model.continued_from, seed=seed
-    )
+    folder = RunFolder(config.folder)
+    if not folder.config.exists():
+        return config, RunStart()
+    begun = read_start(folder.path)
+    if begun.start == start == "base":
+        return config, begun
+    before = load(folder.config)
+    return _with(config, before.model.path, config.run.seed if begun.start == "base" else before.run.seed), begun
 
 
-def _with(config: Config, path: str, start: str, version: str, seed: int) -> Config:
+def _with(config: Config, path: str, seed: int) -> Config:
     say("start", f"from {path}, run.seed = {seed}")
-    model = config.model.model_copy(update={"path": path, "start": start, "continued_from": version})
+    model = config.model.model_copy(update={"path": path})
     return config.model_copy(update={"model": model, "run": config.run.model_copy(update={"seed": seed})})
 
 

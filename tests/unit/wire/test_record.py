@@ -4,7 +4,8 @@ from tempfile import TemporaryDirectory
 import msgpack
 import pytest
 
-from engine.config import Config
+from engine.config import Algorithm, Config
+from engine.config.keys import RENAMED
 from engine.errors import BadInput
 from engine.trainer.replay import Replay
 from engine.types import Group, Landed, Prompt, Response, Score
@@ -152,6 +153,23 @@ def test_the_steps_of_a_schedule_that_falls_belong_to_the_plan(tmp_path):
     path = recorded(tmp_path / "record.msgpack", config=Config(model=MODEL, train=falling | {"steps": 2}))
     with pytest.raises(BadInput, match=r"train\.steps is 1, but the record was taken with 2"):
         check(path, Config(model=MODEL, train=falling | {"steps": 1}))
+
+
+def test_a_record_of_the_last_release_is_held_to_the_same_settings(tmp_path):
+    """Whose settings had other names."""
+    path = recorded(tmp_path / "record.msgpack")
+    header, *entries = msgpack.Unpacker(path.open("rb"))
+    then = {new: old for old, new in RENAMED.items()}
+    old = {"plan": {then.get(key, key): value for key, value in header["plan"].items()}}
+    assert {"algorithm.bapo_low", "algorithm.m2_threshold"} <= old["plan"].keys()
+    path.write_bytes(b"".join(map(msgpack.packb, [old, *entries])))
+    check(path, CONFIG)
+    other = CONFIG.model_copy(update={"algorithm": Algorithm(bapo={"share": 0.4})})
+    with pytest.raises(BadInput, match=r"algorithm\.bapo\.share is 0\.4, but the record was taken with 0\.5"):
+        check(path, other)
+    RecordWriter(path, CONFIG, 1)  # a resume keeps the first step, under the present names
+    assert next(msgpack.Unpacker(path.open("rb"))) == header
+    assert indices(Replay(path, 0, 3).entries(0)) == [[0]]
 
 
 def test_a_step_that_was_cut_off_is_refused(tmp_path):
