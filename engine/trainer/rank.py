@@ -19,6 +19,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.model.shape import content_hash
 from engine.run.process import bind, watch_lifeline
 from engine.run.trace import Trace
+from engine.types import StepFigures
 from engine.wire import messages
 from engine.wire.control_client import ControlClient
 
@@ -104,11 +105,11 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
         raise BadInput(f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}")
     trace = Trace(arguments.folder / "trace", ranks.name)
 
-    def save(step: int, figures: dict[str, Any]) -> None:
+    def save(step: int, figures: StepFigures | None) -> None:
         with trace.span("checkpoint", step=step):
             checkpoints.save(step, figures)
 
-    def report(step: int, figures: dict[str, Any]) -> None:
+    def report(step: int, figures: StepFigures) -> None:
         checkpoints.poll()
         reply = ranks.from_first(lambda: control.ask(messages.Report(step=step, figures=figures)))
         checkpoints.prompt_position = reply.prompt_position

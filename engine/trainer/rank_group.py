@@ -77,7 +77,8 @@ class RankGroup:
 
     def from_leader(self, act: Callable[[], M]) -> M:
         """The leader's result of `act` on every rank of its unit; a MetronomeError of the leader is raised on all."""
-        return self._act_and_broadcast(act, self.leader, self._unit and self._leaders[self.unit], self._unit)
+        leader = self._leaders[self.unit] if self._unit is not None else None
+        return self._act_and_broadcast(act, self.leader, leader, self._unit)
 
     def from_first(self, act: Callable[[], M]) -> M:
         """Rank 0's result of `act` on every rank; its MetronomeError is raised on all."""

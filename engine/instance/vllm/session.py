@@ -160,7 +160,8 @@ class WeightSession:
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._in_worker(), torch.device(self._worker.device), torch.no_grad():
-            self._model.load_weights(self._noted(tensors))
+            # a method of vLLM's models that torch's modules lack
+            self._model.load_weights(self._noted(tensors))  # type: ignore[operator]
             for layer in self._model.modules():
                 _own_pending(_reload().get_layerwise_info(layer))
 
