@@ -22,6 +22,7 @@ from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child
 from engine.wire.access_token import access_token, authorization, check_address
 from engine.wire.address import ADDRESS_FILE, bracketed, http_url, launcher_address, reachable, split_address
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 CALL_S = 10.0
 """What one call to the launcher may take."""
@@ -176,7 +177,12 @@ class _LauncherClient:
         await self._drained(child)
 
     async def _join(self) -> None:
-        body = {"name": self._name, "url": self._advertised(), "again": bool(self._state)}
+        body = {
+            "protocol": ROLLOUT_PROTOCOL,
+            "name": self._name,
+            "url": self._advertised(),
+            "again": bool(self._state),
+        }
         reply = await self._call("POST", "/join", body)
         if reply is None:
             return

@@ -66,7 +66,7 @@ class Completion:
     """So many of the prompt's last tokens are the response so far: its random numbers go on behind them."""
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """A JSON object; BadInput for anything else."""
     try:
         value = json.loads(body)
