@@ -69,7 +69,10 @@ class Completion:
 def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """A JSON object; BadInput for anything else."""
     try:
-        value = json.loads(body)
+        text = body.decode()
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half a character could not go on to other processes
     except (ValueError, RecursionError) as error:
         raise BadInput(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):

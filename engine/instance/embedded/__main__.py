@@ -59,9 +59,11 @@ async def _serve(options: argparse.Namespace) -> None:
     command_line.announce(options, sock.getsockname()[1])
     serving = asyncio.create_task(server.serve([sock]))
     await asyncio.wait([serving, asyncio.ensure_future(ended.wait())], return_when=asyncio.FIRST_COMPLETED)
+    server.end()
+    await serving
+    backend.close()
     if ended.is_set():
         raise ProcessDied("the engine's thread ended by the error above")
-    backend.close()
     worker.stop()
 
 

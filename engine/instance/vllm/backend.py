@@ -232,8 +232,11 @@ class VllmBackend:
     # workers --------------------------------------------------------------------------------------
 
     async def _workers(self, action: str, argument: Any = None) -> list[Any]:  # noqa: ANN401
-        """The same action in every worker. Refusal with the first error."""
-        answers = await self._engine.collective_rpc("metronome", args=(action, argument))
+        """The same action in every worker. Refusal with the first error, or where the argument can't be sent."""
+        try:
+            answers = await self._engine.collective_rpc("metronome", args=(action, argument))
+        except OverflowError as error:  # of 64 bits; nothing was sent
+            raise Refusal(400, f"a number in the body is too large: {error}") from None
         for answer in answers:
             if "error" in answer:
                 raise Refusal(answer["status"], answer["error"], answer["kind"])

@@ -110,7 +110,7 @@ def test_what_cannot_be_served_as_asked_is_refused_by_name(body):
         parse_completion(body, LIMITS)
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b"null"])
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b"null", b'{"x": "\\ud800"}', b'{"\xed\xa0\x80": 1}'])
 def test_only_json_objects_are_read(body):
     with pytest.raises(BadInput):
         parse_object(body)
