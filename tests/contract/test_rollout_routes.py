@@ -66,7 +66,7 @@ async def until(http, **expected):
 
 
 async def test_read_only_routes(http):
-    assert (await get(http, "/health"))[0] == 200
+    assert await get(http, "/health") == (200, {"protocol": 1})
     assert await get(http, "/weight_version") == (200, {"weight_version": 0})
     assert await get(http, "/get_world_size") == (200, {"world_size": 1})
     assert (await get(http, "/load"))[1].keys() == {
