@@ -23,6 +23,9 @@ BY_PLACE = {
 }
 """Functions whose arguments are known by their place, by the reason."""
 
+INHERITED = {"engine/instance/embedded/server.py": {"Server.force_exit", "Server.should_exit"}}
+"""Attributes of a library's class, which a class of ours sets."""
+
 PAGES = sorted(file for folder in (ROOT, ROOT / "docs") for file in folder.glob("*.md") if file.name != "CHANGELOG.md")
 PAGES += [ROOT / "Makefile"]
 PAGES += sorted(file for file in (ROOT / "infra").rglob("*") if file.suffix in (".yaml", ".sh", ".toml"))
@@ -138,7 +141,7 @@ def test_attributes_are_born_in_init():
         for node in ast.walk(tree(file)):
             if isinstance(node, ast.ClassDef) and (late := born_late(node)):
                 found[place(file)] |= {f"{node.name}.{name}" for name in late}
-    assert found == {}
+    assert found == INHERITED
 
 
 def test_one_statement_a_line():
