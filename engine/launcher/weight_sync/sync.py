@@ -178,9 +178,8 @@ class WeightSync:
         self._unchecked = True
 
         async def complete(instance: Instance) -> None:
-            if self._in_turn and (not instance.lives or instance.state == "updating"):
-                # it left, or was left out, before its turn; the pool may be bringing it to the weights on its own
-                # already
+            if not instance.lives or (self._staged and instance.state == "updating"):
+                # it left, or was left out, since `open`; the pool may be bringing it to the weights on its own already
                 self._participants.connected = []
                 return
             if self._staged:

@@ -291,3 +291,18 @@ def test_one_that_was_left_out_before_its_turn_is_not_taken_back_by_it(start, tm
     assert [holds(client, 5, 5) for client in launcher.clients] == [True, False, True]
     assert [one.state for one in launcher.pool.instances] == ["serving", "silent", "serving"]
     assert launcher.sync.version == 5
+
+
+@pytest.mark.parametrize("end", ["silent", "draining", "gone"])
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_one_that_stopped_serving_while_it_received_staged_weights_is_not_taken_back_by_the_swap(
+    start, tmp_path, in_turn, end
+):
+    async def leave(body):
+        launcher.pool.named("b").state = end
+
+    launcher = start(2, True, in_turn=in_turn, a=on(UPDATE, AFTER_TEST + 1, leave))
+    publisher(launcher, "file", tmp_path).publish(Model(5), 5)
+    assert [one.state for one in launcher.pool.instances] == ["serving", end]
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, False]
+    assert launcher.sync.version == 5
