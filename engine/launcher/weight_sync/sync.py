@@ -62,6 +62,8 @@ class WeightSync:
         """Comparisons under way."""
         self._unchecked = False
         self._participants = Participants(pool)
+        self._receiving: list[Instance] = []
+        """Members that take no prompts while they receive."""
         self._sizes: list[int] = []
         self._generation = 0
         self._started = False
@@ -94,9 +96,10 @@ class WeightSync:
         self._started = False
         self._trainer_logprobs = asyncio.get_running_loop().create_future()
         self._participants.members = self._pool.members()
-        if not self._staged:
-            for instance in self._participants.members:
+        for instance in self._participants.members:
+            if not self._staged or instance.state != "serving":
                 instance.state = "updating"
+        self._receiving = [one for one in self._participants.members if one.state == "updating"]
         during = f"weight version {version}"
         await self._participants.each(partial(self._prepare, during=during))
         self._sizes = await self._participants.each(partial(self._calls.world_size, during=during))
@@ -176,9 +179,10 @@ class WeightSync:
         `snapshot`: folder from which late instances load it (it may be complete only later). Raises WeightSyncError
         when all members that live hold something else."""
         self._unchecked = True
+        receiving = self._receiving
 
         async def complete(instance: Instance) -> None:
-            if not instance.lives or (self._staged and instance.state == "updating"):
+            if not instance.lives or (self._staged and instance not in receiving and instance.state == "updating"):
                 # it left, or was left out, since `open`; the pool may be bringing it to the weights on its own already
                 self._participants.connected = []
                 return

@@ -306,3 +306,21 @@ def test_one_that_stopped_serving_while_it_received_staged_weights_is_not_taken_
     assert [one.state for one in launcher.pool.instances] == ["serving", end]
     assert [holds(client, 5, 5) for client in launcher.clients] == [True, False]
     assert launcher.sync.version == 5
+
+
+def test_a_late_member_of_a_staged_sync_is_being_updated_while_the_others_serve(start, tmp_path):
+    """Else the pool would bring it to the version before at the same time."""
+    seen = []
+
+    async def look(route, body, count):
+        if route == UPDATE and len(launcher.clients[0].calls) and launcher.sync.version == 1:
+            seen.append([one.state for one in launcher.pool.instances])
+
+    launcher = start(2, True, a=look)
+    launcher.pool.late.add(launcher.pool.named("b"))
+    sender = publisher(launcher, "file", tmp_path)
+    sender.publish(Model(1), 1)
+    launcher.pool.late.clear()
+    sender.publish(Model(2), 2)
+    assert seen[0] == ["serving", "updating"]
+    assert all(holds(client, 2, 2) for client in launcher.clients)
