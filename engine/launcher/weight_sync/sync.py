@@ -90,7 +90,8 @@ class WeightSync:
             raise MetronomeError(
                 f"weight version {self._version} was not compared with the trainer's before version {version}"
             )
-        self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
+        if not self._pool.members():
+            self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
         await self._pool.wait_for_member()
         self._quiet.clear()
         self._started = False

@@ -324,3 +324,20 @@ def test_a_late_member_of_a_staged_sync_is_being_updated_while_the_others_serve(
     sender.publish(Model(2), 2)
     assert seen[0] == ["serving", "updating"]
     assert all(holds(client, 2, 2) for client in launcher.clients)
+
+
+def test_a_late_instance_is_left_alone_when_the_publish_that_it_waits_for_begins_again(start, tmp_path):
+    launcher = start(2)
+    late = launcher.pool.named("b")
+    launcher.pool.late.add(late)
+    sender = publisher(launcher, "file", tmp_path)
+    sender.publish(Model(1), 1)
+    launcher.run(launcher.sync.open(2))
+    catching_up = asyncio.run_coroutine_threadsafe(launcher.sync.catch_up(late), launcher.loop)
+    time.sleep(0.3)
+    launcher.run(launcher.sync.open(2))
+    time.sleep(0.3)
+    assert launcher.clients[1].calls.count("/pause") == 2  # of the self-test
+    sender.publish(Model(2), 2)
+    catching_up.result(10)
+    assert holds(launcher.clients[1], 2, 2)
