@@ -136,7 +136,7 @@ class Pool:
         return [
             one
             for one in self.instances
-            if one.lives and one.met and not one.leaving and not self._health.catching_up(one)
+            if one.lives and one.met and not self._health.catching_up(one)
         ]
 
     def admit(self, instance: Instance) -> None:

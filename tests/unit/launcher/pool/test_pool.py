@@ -56,6 +56,19 @@ async def test_leaving_finishes_what_it_holds_and_gets_nothing_new(world):
         assert w.pool.find("a") is None
 
 
+async def test_one_that_asks_to_leave_in_an_update_is_in_it_until_it_ends_and_is_then_gone(world):
+    """Also in one that begins again: it would stay paused, and in the pool, for ever."""
+    async with world(synced=True) as w:
+        w.pool.sync = Sync(version=None)
+        _, one = await w.join("a")
+        await until(lambda: one.met, "it")
+        one.state = "updating"
+        w.pool.leave(one)
+        assert (one.state, w.pool.members()) == ("updating", [one])
+        w.pool.admit(one)
+        assert (one.state, w.pool.members()) == ("gone", [])
+
+
 async def test_a_late_instance_waits_for_the_first_publish(world):
     async with world(synced=True) as w:
         w.pool.sync = Sync(version=None)
