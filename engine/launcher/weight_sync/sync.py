@@ -62,8 +62,6 @@ class WeightSync:
         """Comparisons under way."""
         self._unchecked = False
         self._participants = Participants(pool)
-        self._receiving: list[Instance] = []
-        """Members that take no prompts while they receive."""
         self._sizes: list[int] = []
         self._generation = 0
         self._started = False
@@ -98,9 +96,8 @@ class WeightSync:
         self._trainer_logprobs = asyncio.get_running_loop().create_future()
         self._participants.members = self._pool.members()
         for instance in self._participants.members:
-            if not self._staged or instance.state != "serving":
-                instance.state = "updating"
-        self._receiving = [one for one in self._participants.members if one.state == "updating"]
+            if not (self._staged and instance.takes_prompts):
+                instance.begin_update()
         during = f"weight version {version}"
         await self._participants.each(partial(self._prepare, during=during))
         self._sizes = await self._participants.each(partial(self._calls.world_size, during=during))
@@ -180,29 +177,32 @@ class WeightSync:
         `snapshot`: folder from which late instances load it (it may be complete only later). Raises WeightSyncError
         when all members that live hold something else."""
         self._unchecked = True
-        receiving = self._receiving
 
         async def complete(instance: Instance) -> None:
-            if not instance.lives or (self._staged and instance not in receiving and instance.state == "updating"):
-                # it left, or was left out, since `open`; the pool may be bringing it to the weights on its own already
+            if self._staged and instance.takes_prompts:
+                instance.begin_update()
+            if instance.updating:
+                await self._swap(instance, version)
+            if instance.updating:
+                instance.hold(version)
+                self._checks[instance] = asyncio.create_task(self._compare(instance, version))
+                self._pool.admit(instance)
+            else:  # it left, or was left out, since `open`; it may be catching up by now
                 self._participants.connected = []
-                return
-            if self._staged:
-                instance.state = "updating"
-                await self._calls.pause(instance, f"weight version {version}", abort=self._cut)
-                await self._calls.start(instance, f"weight version {version}")
-                await self._calls.update(instance, {"transport": "staged", "version": version})
-            instance.client.distrust()
-            await self._calls.swap(instance, version)
-            instance.version = version
-            self._checks[instance] = asyncio.create_task(self._compare(instance, version))
-            self._pool.admit(instance)
 
         await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
         self._version = version
         self._snapshot = Path(snapshot) if snapshot else None
         self._participants.succeeded()
         return {}
+
+    async def _swap(self, instance: Instance, version: int) -> None:
+        if self._staged:
+            await self._calls.pause(instance, f"weight version {version}", abort=self._cut)
+            await self._calls.start(instance, f"weight version {version}")
+            await self._calls.update(instance, {"transport": "staged", "version": version})
+        instance.distrust()
+        await self._calls.swap(instance, version)
 
     def expect(self, expected: list[float] | None) -> None:
         """The trainer's log-probabilities of the probe under the version that was opened last; None or []:
@@ -216,11 +216,11 @@ class WeightSync:
         checks = self._checks
 
         async def check(instance: Instance) -> None:
-            if instance.state in ("serving", "draining") and instance in checks:
+            if instance not in checks:
+                return
+            if instance.state in ("serving", "draining"):
                 await checks[instance]
-            elif (
-                instance in checks
-            ):  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
+            else:  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
                 checks[instance].cancel()
                 await asyncio.gather(checks[instance], return_exceptions=True)
 
@@ -233,11 +233,7 @@ class WeightSync:
 
     async def _compare(self, instance: Instance, version: int) -> None:
         await self._calls.compare(instance, version, self._wait_for_trainer_logprobs)
-        if instance.state in (
-            "serving",
-            "draining",
-        ):  # else it was left out meanwhile: it catches up before it counts again
-            instance.client.trust()
+        instance.trust()
 
     async def _wait_for_trainer_logprobs(self) -> list[float] | None:
         """The trainer's log-probabilities, once it has told them."""
@@ -263,7 +259,7 @@ class WeightSync:
 
         Waits for a publish under way, and begins again when another was finished meanwhile. Raises MetronomeError.
         """
-        instance.client.distrust()
+        instance.distrust()
         await self._test_once(instance)
         while True:
             await self._until_quiet(instance)
@@ -280,8 +276,8 @@ class WeightSync:
                     raise
                 continue  # the snapshot gave way to a newer one
             if self._version == version and self._quiet.is_set():
-                instance.version = version
-                instance.client.trust(anew=True)
+                instance.hold(version)
+                instance.trust(anew=True)
                 return
 
     async def _load_snapshot(self, instance: Instance, version: int) -> None:

@@ -217,7 +217,7 @@ async def test_in_mode_bounded_old_weights_finish_old_steps_and_only_new_ones_be
         (a, old) = await w.join("a", Scripted(version=0))
         (b, new) = await w.join("b", Scripted(version=1))
         for one, version in ((old, 0), (new, 1)):
-            one.version = version
+            one.hold(version)
         w.pool.admit(old)
 
         async def put(group):

@@ -62,7 +62,7 @@ async def test_one_that_asks_to_leave_in_an_update_is_in_it_until_it_ends_and_is
         w.pool.sync = Sync(version=None)
         _, one = await w.join("a")
         await until(lambda: one.met, "it")
-        one.state = "updating"
+        one.begin_update()
         w.pool.leave(one)
         assert (one.state, w.pool.members()) == ("updating", [one])
         w.pool.admit(one)
@@ -75,7 +75,7 @@ async def test_a_late_instance_waits_for_the_first_publish(world):
         _, one = await w.join("a")
         await asyncio.sleep(0.4)
         assert (one.state, w.pool.members(), w.pool.serving) == ("starting", [one], 0)
-        one.version = 0
+        one.hold(0)
         w.pool.admit(one)
         w.pool.sync.version = 0
         await asyncio.sleep(0.2)

@@ -293,16 +293,26 @@ def test_one_that_was_left_out_before_its_turn_is_not_taken_back_by_it(start, tm
     assert launcher.sync.version == 5
 
 
-@pytest.mark.parametrize("end", ["silent", "draining", "gone"])
+STOPS = {
+    "silent": lambda one: one.exclude("it did not answer"),
+    "draining": lambda one: one.drain(),
+    "gone": lambda one: one.depart("its process ended"),
+}
+
+
+@pytest.mark.parametrize("end", STOPS)
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_one_that_stopped_serving_while_it_received_staged_weights_is_not_taken_back_by_the_swap(
     start, tmp_path, in_turn, end
 ):
-    async def leave(body):
-        launcher.pool.named("b").state = end
+    async def leave(route, body, count):
+        if route == UPDATE and launcher.sync.version == 1 and body["update_info"].get("bucket") == 1:
+            STOPS[end](launcher.pool.named("b"))
 
-    launcher = start(2, True, in_turn=in_turn, a=on(UPDATE, AFTER_TEST + 1, leave))
-    publisher(launcher, "file", tmp_path).publish(Model(5), 5)
+    launcher = start(2, True, in_turn=in_turn, a=leave)
+    sender = publisher(launcher, "file", tmp_path)
+    for version in (1, 5):
+        sender.publish(Model(version), version)
     assert [one.state for one in launcher.pool.instances] == ["serving", end]
     assert [holds(client, 5, 5) for client in launcher.clients] == [True, False]
     assert launcher.sync.version == 5
