@@ -158,9 +158,13 @@ class Pool:
 
         Raises ProcessDied when no instance lived for rollout.wait_s.
         """
-        if self.failure is not None:
-            raise self.failure
-        place = await self._dispatcher.ask(avoid, first, least)
+        place = None
+        while place is None or not place.instance.takes_prompts:
+            if place is not None:  # it was excluded, or began an update, before this task went on
+                self._give_back(place)
+            if self.failure is not None:
+                raise self.failure
+            place = await self._dispatcher.ask(avoid, first or place is not None, least)
         try:
             yield place
         finally:
