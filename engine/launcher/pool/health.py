@@ -148,6 +148,7 @@ class HealthMonitor:
         if self._pool.synced and (sync is None or sync.version is None):
             if instance.state == "silent":
                 instance.wait_for_publish()
+                self._pool.changed()
         elif time.monotonic() >= instance.retry:
             instance.begin_catch_up()
             self._run(self._catch_up(instance))

@@ -82,6 +82,21 @@ async def test_a_late_instance_waits_for_the_first_publish(world):
         assert (w.pool.serving, w.pool.sync.caught_up) == (1, [])
 
 
+async def test_the_first_publish_goes_on_when_a_silent_instance_answers_again(world):
+    async with world(synced=True) as w:
+        w.pool.sync = Sync(version=None)
+        a, one = await w.join("a")
+        await until(lambda: one.met, "it")
+        a.silent = True
+        await until(lambda: one.state == "silent", "its silence")
+        waiting = asyncio.create_task(w.pool.wait_for_member())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        a.silent = False
+        await asyncio.wait_for(waiting, 5)
+        assert w.pool.members() == [one]
+
+
 async def test_a_wrong_address_holds_up_no_weight_update(world):
     async with world(synced=True) as w:
         w.pool.sync = Sync(version=None)
