@@ -109,10 +109,12 @@ class Instance:
     """Times in a row that it could not be brought to the weights."""
     _busy_since: float | None = field(default=None, init=False)
     """Since when it has refused every request as one that is paused (monotonic)."""
-    _last_heard: float = field(default_factory=time.monotonic, init=False)
-    _loaded: float = field(default_factory=time.monotonic, init=False)
-    _since: float = field(default_factory=time.time, init=False)
     _gone: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
+        self._last_heard = time.monotonic()
+        self._loaded = time.monotonic()
+        self._since = time.time()
 
     @property
     def name(self) -> str:
