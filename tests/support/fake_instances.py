@@ -5,6 +5,7 @@ import json as json_of
 
 import aiohttp
 
+from engine.errors import ProcessDied
 from engine.launcher.weight_sync.probe import probe
 
 PROBE = probe(64, 6, 64, "float32")
@@ -180,3 +181,53 @@ class _Exchange:
 
     async def read(self):
         return json_of.dumps(self._body).encode()
+
+
+class FakeProcess:
+    """Of a declared instance: engine.run.process.Child and engine.run.instance_process.InstanceProcess in one."""
+
+    def __init__(self, machine, number):
+        self.name = f"instance-{number}"
+        self.restarts = 0
+        self.machine = machine
+        self.start()
+
+    def start(self):
+        fake, self.port = self.machine.fake()
+        self.child = _FakeChild(fake)
+
+    async def serves(self, timeout_s):
+        await asyncio.sleep(0.2)
+        if self.machine.chance.random() < 0.2:
+            raise ProcessDied(f"{self.name} could not start")
+        return "127.0.0.1", self.port
+
+
+class _FakeChild:
+    def __init__(self, fake):
+        self._fake = fake
+        self._died = fake.died
+
+    @property
+    def alive(self):
+        return not self._died.done()
+
+    def stop(self, grace_s):
+        self._fake.die()
+
+    def how_it_ended(self):
+        return "was ended"
+
+
+class FakeProcesses:
+    """engine.launcher.pool.processes.InstanceProcesses."""
+
+    def __init__(self, declared):
+        self.declared = declared
+
+    def restart(self, one):
+        one.restarts += 1
+        one.start()
+
+    async def close(self):
+        pass

@@ -13,17 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.config import Config
-from engine.errors import DeadlineError, MetronomeError, ProcessDied
-from engine.launcher.pool import health, instance
-from engine.launcher.pool.circuit_breaker import CircuitBreaker
+from engine.errors import DeadlineError, MetronomeError
 from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGone, SamplingSettings
 from engine.launcher.pool.joining import JoinRoutes
 from engine.launcher.pool.pool import Pool
-from engine.launcher.weight_sync import sync
 from engine.launcher.weight_sync.sync import WeightSync
 from engine.types import Prompt
-from support.fake_instances import BUCKETS, PROBE, FakeInstance, FakeSession, logprobs
+from support.fake_instances import BUCKETS, PROBE, FakeInstance, FakeProcess, FakeProcesses, FakeSession, logprobs
 from support.virtual_time import VirtualLoop
 
 CONCURRENCY = 2
@@ -36,73 +33,6 @@ PACE = (0.0, 0.002, 0.02, 0.1, 0.5)
 NAMES = ("guest", "other")
 WHICH = st.integers(0, 9)
 SAMPLING = SamplingSettings(4, 1.0, 1.0, 0)
-
-
-def virtual(monkeypatch):
-    """Let the modules under test see virtual time, and no threads."""
-
-    def now():
-        return asyncio.get_running_loop().time()
-
-    async def at_once(act, *arguments):
-        return act(*arguments)
-
-    seen = SimpleNamespace(monotonic=now, time=now)
-    monkeypatch.setattr(instance, "time", seen)
-    monkeypatch.setattr(health, "time", seen)
-    monkeypatch.setattr(CircuitBreaker.__init__, "__defaults__", (now,))
-    monkeypatch.setattr(asyncio, "to_thread", at_once)
-    monkeypatch.setattr(sync, "wire_of", lambda file: {})
-
-
-class FakeProcess:
-    """Of a declared instance: engine.run.process.Child and engine.run.instance_process.InstanceProcess in one."""
-
-    def __init__(self, machine, number):
-        self.name = f"instance-{number}"
-        self.restarts = 0
-        self.machine = machine
-        self.start()
-
-    def start(self):
-        fake, self.port = self.machine.fake()
-        self.child = _FakeChild(fake)
-
-    async def serves(self, timeout_s):
-        await asyncio.sleep(0.2)
-        if self.machine.chance.random() < 0.2:
-            raise ProcessDied(f"{self.name} could not start")
-        return "127.0.0.1", self.port
-
-
-class _FakeChild:
-    def __init__(self, fake):
-        self._fake = fake
-        self._died = fake.died
-
-    @property
-    def alive(self):
-        return not self._died.done()
-
-    def stop(self, grace_s):
-        self._fake.die()
-
-    def how_it_ended(self):
-        return "was ended"
-
-
-class FakeProcesses:
-    """engine.launcher.pool.processes.InstanceProcesses."""
-
-    def __init__(self, declared):
-        self.declared = declared
-
-    def restart(self, one):
-        one.restarts += 1
-        one.start()
-
-    async def close(self):
-        pass
 
 
 class PoolMachine(RuleBasedStateMachine):

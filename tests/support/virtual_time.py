@@ -2,6 +2,10 @@
 
 import asyncio
 import selectors
+from types import SimpleNamespace
+
+from engine.launcher.pool import health, instance
+from engine.launcher.pool.circuit_breaker import CircuitBreaker
 
 
 class _Jumps(selectors.SelectSelector):
@@ -25,3 +29,19 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self):
         return self._jumps.now
+
+
+def virtual(monkeypatch):
+    """Let the modules of the pool see virtual time, and use no threads."""
+
+    def now():
+        return asyncio.get_running_loop().time()
+
+    async def at_once(act, *arguments):
+        return act(*arguments)
+
+    seen = SimpleNamespace(monotonic=now, time=now)
+    monkeypatch.setattr(instance, "time", seen)
+    monkeypatch.setattr(health, "time", seen)
+    monkeypatch.setattr(CircuitBreaker.__init__, "__defaults__", (now,))
+    monkeypatch.setattr(asyncio, "to_thread", at_once)

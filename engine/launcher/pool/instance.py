@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, cast
 
 from engine.launcher.pool.circuit_breaker import CircuitBreaker
 from engine.launcher.pool.instance_client import InstanceClient
@@ -18,32 +18,19 @@ State = Literal["starting", "updating", "serving", "draining", "silent", "gone"]
 """A state as GET /status, GET /metrics and the timeline show it."""
 
 
-class Rules(NamedTuple):
-    """What holds in a state."""
+WORKING: tuple[State, ...] = ("serving", "updating")
+"""States that count in pool_size."""
 
-    shown: State
-    takes_prompts: bool
-    counts: bool
-    """In pool_size."""
-    gets_version: bool
-    """Whether a publish that begins has it as a member."""
-    next: tuple[str, ...]
-    """Where it may go from there."""
-
-
-STATES: dict[str, Rules] = {
-    "starting": Rules("starting", False, False, True, ("updating", "catching_up", "serving", "silent", "gone")),
-    "updating": Rules("updating", False, True, True, ("updating", "serving", "silent", "gone")),
-    "catching_up": Rules("updating", False, True, False, ("serving", "silent", "gone")),
-    "serving": Rules("serving", True, True, True, ("updating", "draining", "silent", "gone")),
-    "draining": Rules("draining", False, False, False, ("gone",)),
-    "silent": Rules("silent", False, False, False, ("starting", "catching_up", "silent", "gone")),
-    "gone": Rules("gone", False, False, False, ()),
-}  # fmt: skip
-"""The table of `Instance`, as data."""
-
-WORKING = tuple(rules.shown for rules in STATES.values() if rules.counts)
-"""States, as shown, that count in pool_size."""
+NEXT = {
+    "starting": ("updating", "catching_up", "serving", "silent", "gone"),
+    "updating": ("updating", "serving", "silent", "gone"),
+    "catching_up": ("serving", "silent", "gone"),
+    "serving": ("updating", "draining", "silent", "gone"),
+    "draining": ("gone",),
+    "silent": ("starting", "catching_up", "silent", "gone"),
+    "gone": (),
+}
+"""Every transition. `Instance` says what a state means."""
 
 SMOOTHING = 0.3
 """Weight of the newest figure in an instance's averages."""
@@ -141,7 +128,7 @@ class Instance:
     @property
     def state(self) -> State:
         """Where it is in its life, as shown."""
-        return STATES[self._state].shown
+        return "updating" if self.catching_up else cast(State, self._state)
 
     @property
     def updating(self) -> bool:
@@ -156,22 +143,22 @@ class Instance:
     @property
     def takes_prompts(self) -> bool:
         """Whether it takes prompts now."""
-        return STATES[self._state].takes_prompts
+        return self._state == "serving"
 
     @property
     def counts(self) -> bool:
         """Whether it counts in pool_size."""
-        return STATES[self._state].counts
+        return self.state in WORKING
 
     @property
     def gets_version(self) -> bool:
         """Whether a publish that begins has it as a member."""
-        return self.met and STATES[self._state].gets_version
+        return self.met and self._state in ("starting", "updating", "serving")
 
     @property
     def lives(self) -> bool:
         """Whether it takes prompts now, or after its update."""
-        return self.takes_prompts or "serving" in STATES[self._state].next
+        return self.takes_prompts or "serving" in NEXT[self._state]
 
     @property
     def may_depart(self) -> bool:
@@ -224,9 +211,9 @@ class Instance:
                 await self._gone.wait()
 
     def _go(self, state: str) -> None:
-        if state not in STATES[self._state].next:
+        if state not in NEXT[self._state]:
             raise RuntimeError(f"instance {self.name}: no transition from {self._state} to {state}")
-        if STATES[state].shown != self.state:
+        if state != self._state:
             self.draw()
         self._state = state
 
