@@ -280,7 +280,7 @@ class Launcher:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         (self.folder / "logs").mkdir(parents=True)
-        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, HealthMonitor, synced=True)
+        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, synced=True)
         coordinator = Coordinator(
             config=self.config,
             folder=RunFolder(self.folder),
@@ -289,16 +289,21 @@ class Launcher:
             service=SimpleNamespace(pool=self.pool),
         )
         try:
-            self.pool.spawn(self.config.rollout.instances)
-            await self.pool.connect()
-            server = asyncio.create_task(ControlServer(self.address, self._timed(coordinator)).serve())
-            self.ready.set()
-            while not self.stop.is_set() and not server.done():
-                await asyncio.sleep(0.05)
-            server.cancel()
-            await asyncio.gather(server, return_exceptions=True)
+            async with HealthMonitor(self.pool):
+                await self._answer(coordinator)
         finally:
             await self.pool.close()
+
+    async def _answer(self, coordinator: Coordinator) -> None:
+        assert self.pool is not None
+        self.pool.spawn(self.config.rollout.instances)
+        await self.pool.connect()
+        server = asyncio.create_task(ControlServer(self.address, self._timed(coordinator)).serve())
+        self.ready.set()
+        while not self.stop.is_set() and not server.done():
+            await asyncio.sleep(0.05)
+        server.cancel()
+        await asyncio.gather(server, return_exceptions=True)
 
     def _timed(self, coordinator: Coordinator) -> Callable[[ControlRequest[Any]], Awaitable[Message]]:
         async def timed(request: ControlRequest[Any]) -> Message:

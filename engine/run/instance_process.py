@@ -23,8 +23,6 @@ class InstanceProcess:
     child: Child
     port_file: Path
     restarts: int = 0
-    wanted: bool = True
-    """False once it was asked to leave: it is not started again."""
 
     @property
     def name(self) -> str:

@@ -139,7 +139,7 @@ class Sync:
         version = self.version
         await instance.client.call("POST", "/finish_weight_update", {"weight_version": version})
         self.caught_up.append((instance.name, version))
-        instance.version = version
+        instance.hold(version)
 
 
 class Scores:

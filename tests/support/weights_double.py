@@ -174,13 +174,12 @@ class Pool:
             raise ProcessDied("no rollout instance is left")
 
     def exclude(self, instance, reason):
-        instance.state = "silent"
+        instance.exclude(reason)
         self.reasons[instance.name] = reason
-        instance.client.cut(reason)
 
     def admit(self, instance):
         if instance.lives:
-            instance.state = "serving"
+            instance.admit()
 
     def named(self, name):
         return next(one for one in self.instances if one.name == name)

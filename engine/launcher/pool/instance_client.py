@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,8 @@ class InstanceClient:
     """HTTP calls to one rollout instance; every call has a deadline, and `cut` ends those under way.
 
     Between `distrust` and `trust` the instance may sample, but its responses are held back: none that new weights
-    sampled leaves before they were compared with the trainer's. A `cut` loses what is held.
+    sampled leaves before they were compared with the trainer's. A `cut` loses what is held. Only `Instance` calls
+    `distrust`, `trust` and `cut`.
     """
 
     def __init__(self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
@@ -77,7 +78,7 @@ class InstanceClient:
         and Refused (other 4xx); each names instance and route.
         """
         try:
-            async with self._limited(f"{method} {route}", timeout_s):
+            async with self._limited(f"{method} {route}", self._timeout_s if timeout_s is None else timeout_s):
                 async with self._session.request(method, self.url + route, json=body, allow_redirects=False) as answer:
                     status = answer.status
                     raw = await answer.read()
@@ -88,10 +89,9 @@ class InstanceClient:
         return _object(f"{self.name}: {method} {route}", status, raw)
 
     @asynccontextmanager
-    async def _limited(self, what: str, timeout_s: float | None = None) -> AsyncIterator[None]:
-        """Until the deadline, or `cut`."""
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        scope = asyncio.timeout(limit)
+    async def _limited(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
+        """Until the deadline (None: there is none), or `cut`."""
+        scope = asyncio.timeout(limit_s)
         try:
             async with scope:
                 self._under_way.add(scope)
@@ -99,10 +99,14 @@ class InstanceClient:
         except TimeoutError:
             if reason := self._cut.pop(scope, None):
                 raise InstanceGone(f"{self.name}: {what} was given up: {reason}") from None
-            raise DeadlineError(f"{self.name}: no answer to {what} in {limit:g} s") from None
+            raise DeadlineError(f"{self.name}: no answer to {what} in {limit_s:g} s") from None
         finally:
             self._under_way.discard(scope)
             self._cut.pop(scope, None)
+
+    def until_cut(self, what: str) -> AbstractAsyncContextManager[None]:
+        """Work on the instance that has deadlines of its own: a `cut` ends it with InstanceGone."""
+        return self._limited(what, None)
 
     def distrust(self) -> None:
         """It gets weights that are not compared with the trainer's yet: hold its responses back."""
@@ -118,7 +122,8 @@ class InstanceClient:
         """For a response that was asked for after so many cuts.
         Raises InstanceGone when it was cut since, DeadlineError."""
         if cuts == self._cuts and not self._trusted.is_set():
-            async with self._limited("POST /v1/completions, whose weights were to be compared with the trainer's"):
+            what = "POST /v1/completions, whose weights were to be compared with the trainer's"
+            async with self._limited(what, self._timeout_s):
                 await self._trusted.wait()
         if cuts != self._cuts:
             raise InstanceGone(f"{self.name}: POST /v1/completions was given up meanwhile")

@@ -68,7 +68,7 @@ class JoinRoutes:
         if known is not None and known.leaving:
             return _error(410, f"{name} was asked to leave")
         if known is not None and known.client.url != url:
-            if known.child is not None or known.lives:
+            if known.declared is not None or known.lives:
                 return _error(409, f"the name {name} is taken by an instance at {known.client.url}")
             self._pool.gone(known, f"joined again at {url}")
             known = None

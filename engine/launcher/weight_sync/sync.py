@@ -89,15 +89,16 @@ class WeightSync:
             raise MetronomeError(
                 f"weight version {self._version} was not compared with the trainer's before version {version}"
             )
-        self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
+        if not self._pool.members():
+            self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
         await self._pool.wait_for_member()
         self._quiet.clear()
         self._started = False
         self._trainer_logprobs = asyncio.get_running_loop().create_future()
         self._participants.members = self._pool.members()
-        if not self._staged:
-            for instance in self._participants.members:
-                instance.state = "updating"
+        for instance in self._participants.members:
+            if not (self._staged and instance.takes_prompts):
+                instance.begin_update()
         during = f"weight version {version}"
         await self._participants.each(partial(self._prepare, during=during))
         self._sizes = await self._participants.each(partial(self._calls.world_size, during=during))
@@ -179,26 +180,29 @@ class WeightSync:
         self._unchecked = True
 
         async def complete(instance: Instance) -> None:
-            if self._in_turn and (not instance.lives or instance.state == "updating"):
-                # it left, or was left out, before its turn; the pool may be bringing it to the weights on its own
-                # already
+            if self._staged and instance.takes_prompts:
+                instance.begin_update()
+            if instance.updating:
+                await self._swap(instance, version)
+            if instance.updating:
+                instance.hold(version)
+                self._checks[instance] = asyncio.create_task(self._compare(instance, version))
+                self._pool.admit(instance)
+            else:  # it left, or was left out, since `open`; it may be catching up by now
                 self._participants.connected = []
-                return
-            if self._staged:
-                instance.state = "updating"
-                await self._calls.pause(instance, f"weight version {version}", abort=self._cut)
-                await self._calls.start(instance, f"weight version {version}")
-                await self._calls.update(instance, {"transport": "staged", "version": version})
-            instance.client.distrust()
-            await self._calls.swap(instance, version)
-            instance.version = version
-            self._checks[instance] = asyncio.create_task(self._compare(instance, version))
-            self._pool.admit(instance)
 
         await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
         self._version = version
         self._snapshot = Path(request.snapshot) if request.snapshot else None
         self._participants.succeeded()
+
+    async def _swap(self, instance: Instance, version: int) -> None:
+        if self._staged:
+            await self._calls.pause(instance, f"weight version {version}", abort=self._cut)
+            await self._calls.start(instance, f"weight version {version}")
+            await self._calls.update(instance, {"transport": "staged", "version": version})
+        instance.distrust()
+        await self._calls.swap(instance, version)
 
     def expect(self, expected: Sequence[float]) -> None:
         """The trainer's log-probabilities of the probe under the version that was opened last; empty: it has none."""
@@ -211,11 +215,11 @@ class WeightSync:
         checks = self._checks
 
         async def check(instance: Instance) -> None:
-            if instance.state in ("serving", "draining") and instance in checks:
+            if instance not in checks:
+                return
+            if instance.state in ("serving", "draining"):
                 await checks[instance]
-            elif (
-                instance in checks
-            ):  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
+            else:  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
                 checks[instance].cancel()
                 await asyncio.gather(checks[instance], return_exceptions=True)
 
@@ -227,11 +231,7 @@ class WeightSync:
 
     async def _compare(self, instance: Instance, version: int) -> None:
         await self._calls.compare(instance, version, self._wait_for_trainer_logprobs)
-        if instance.state in (
-            "serving",
-            "draining",
-        ):  # else it was left out meanwhile: it catches up before it counts again
-            instance.client.trust()
+        instance.trust()
 
     async def _wait_for_trainer_logprobs(self) -> Sequence[float] | None:
         """The trainer's log-probabilities, once it has told them."""
@@ -257,7 +257,7 @@ class WeightSync:
 
         Waits for a publish under way, and begins again when another was finished meanwhile. Raises MetronomeError.
         """
-        instance.client.distrust()
+        instance.distrust()
         await self._test_once(instance)
         while True:
             await self._until_quiet(instance)
@@ -274,8 +274,8 @@ class WeightSync:
                     raise
                 continue  # the snapshot gave way to a newer one
             if self._version == version and self._quiet.is_set():
-                instance.version = version
-                instance.client.trust(anew=True)
+                instance.hold(version)
+                instance.trust(anew=True)
                 return
 
     async def _load_snapshot(self, instance: Instance, version: int) -> None:

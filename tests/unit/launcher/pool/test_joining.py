@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.config import Config
 from engine.errors import BadInput, ProcessDied
 from engine.launcher.pool.health import HealthMonitor
+from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.joining import listen_address, serve_joining
 from engine.launcher.pool.pool import Pool
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
@@ -23,10 +24,14 @@ GOOD = SPOKEN | {"name": "guest", "url": "http://127.0.0.1:4711"}
 async def running(folder, **rollout):
     """(pool, routes, call): `call` sends a request to a registry that really listens."""
     config = Config(rollout={"heartbeat_s": 0.2, "wait_s": 5, "instances": 0, **rollout})
-    pool = Pool(config, folder, folder, HealthMonitor)
+    pool = Pool(config, folder, folder)
     await pool.connect()
     try:
-        async with serve_joining(pool, config, folder) as routes, aiohttp.ClientSession() as session:
+        async with (
+            HealthMonitor(pool),
+            serve_joining(pool, config, folder) as routes,
+            aiohttp.ClientSession() as session,
+        ):
             base = f"http://{(folder / 'rollout.address').read_text().strip()}"
 
             async def call(method, route, body=None, **more):
@@ -180,7 +185,7 @@ async def test_status_and_metrics_say_the_same(tmp_path):
         routes.step = lambda: {"step": 4, "loss": -0.25, "versions_seen": [4]}
         await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
         await until(lambda: pool.serving == 1 and "running" in pool.instances[0].figures, "it")
-        pool.instances[0].version = 4
+        pool.instances[0].hold(4)
         status = (await call("GET", "/status"))[1]
         one = status["instances"][0]
         assert (status["pool_size"], status["step"], one["state"], one["version"], one["running"]) == (
@@ -206,6 +211,16 @@ async def test_status_and_metrics_say_the_same(tmp_path):
         assert samples["metronome_pool_instance_breaker", (("breaker", "closed"), guest)] == 1
 
 
+STEPS = {
+    "serving": (),
+    "updating": (Instance.begin_update,),
+    "draining": (Instance.drain,),
+    "silent": (lambda one: one.exclude("silent"),),
+    "starting": (lambda one: one.exclude("silent"), Instance.wait_for_publish),
+}
+"""From serving to a state."""
+
+
 @pytest.mark.parametrize(
     ("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("silent", 0), ("starting", 0)]
 )
@@ -213,7 +228,8 @@ async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, st
     async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
         await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
         await until(lambda: pool.serving == 1, "it")
-        pool.instances[0].state = state
+        for act in STEPS[state]:
+            act(pool.instances[0])
         told = (await call("GET", "/status"))[1]["pool_size"], (await call("GET", "/metrics"))[1]
         assert (pool.size, told[0]) == (size, size)
         assert f"\nmetronome_pool_size {size}.0\n" in told[1]

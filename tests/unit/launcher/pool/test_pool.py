@@ -56,17 +56,45 @@ async def test_leaving_finishes_what_it_holds_and_gets_nothing_new(world):
         assert w.pool.find("a") is None
 
 
+async def test_one_that_asks_to_leave_in_an_update_is_in_it_until_it_ends_and_is_then_gone(world):
+    """Also in one that begins again: it would stay paused, and in the pool, for ever."""
+    async with world(synced=True) as w:
+        w.pool.sync = Sync(version=None)
+        _, one = await w.join("a")
+        await until(lambda: one.met, "it")
+        one.begin_update()
+        w.pool.leave(one)
+        assert (one.state, w.pool.members()) == ("updating", [one])
+        w.pool.admit(one)
+        assert (one.state, w.pool.members()) == ("gone", [])
+
+
 async def test_a_late_instance_waits_for_the_first_publish(world):
     async with world(synced=True) as w:
         w.pool.sync = Sync(version=None)
         _, one = await w.join("a")
         await asyncio.sleep(0.4)
         assert (one.state, w.pool.members(), w.pool.serving) == ("starting", [one], 0)
-        one.version = 0
+        one.hold(0)
         w.pool.admit(one)
         w.pool.sync.version = 0
         await asyncio.sleep(0.2)
         assert (w.pool.serving, w.pool.sync.caught_up) == (1, [])
+
+
+async def test_the_first_publish_goes_on_when_a_silent_instance_answers_again(world):
+    async with world(synced=True) as w:
+        w.pool.sync = Sync(version=None)
+        a, one = await w.join("a")
+        await until(lambda: one.met, "it")
+        a.silent = True
+        await until(lambda: one.state == "silent", "its silence")
+        waiting = asyncio.create_task(w.pool.wait_for_member())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        a.silent = False
+        await asyncio.wait_for(waiting, 5)
+        assert w.pool.members() == [one]
 
 
 async def test_a_wrong_address_holds_up_no_weight_update(world):
