@@ -54,6 +54,7 @@ from engine.trainer.publish.transports import open_transport
 from engine.wire.control_client import ControlClient
 from engine.wire.control_server import ControlServer
 from engine.wire.messages import ControlRequest, FinishSync, Message, OpenSync, SendBucket
+from engine.wire.rollout_messages import Complete, GetLoad, InstanceRequest, Reply
 from engine.wire.weights.buckets import small_first
 from engine.wire.weights.checksum import checksum
 
@@ -322,25 +323,25 @@ class Launcher:
         assert self.pool is not None
         return [one.child.process.pid for one in self.pool.instances if one.child is not None]
 
-    def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call(self, request: InstanceRequest[Reply]) -> Reply:
         assert self.pool is not None
         assert self.loop is not None
-        client = self.pool.instances[0].client
-        call = client.call("POST" if body else "GET", route, body)
+        call = self.pool.instances[0].client.call(request)
         return asyncio.run_coroutine_threadsafe(call, self.loop).result(TIMEOUT_S)
 
     def generated(self) -> int:
         """Tokens of the first instance so far."""
-        return int(self._call("/load")["generated_tokens"])
+        return self._call(GetLoad()).generated_tokens
 
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Keep an instance busy with responses of 2 tokens (a pause waits for them)."""
         off = threading.Event()
+        short = Complete(prompt=[1, 2, 3, 4], max_tokens=2, temperature=1.0, top_p=1.0, top_k=0, seed=0)
 
         def generate() -> None:
             while not off.is_set():
-                self._call("/v1/completions", {"prompt": [1, 2, 3, 4], "max_tokens": 2, "ignore_eos": True})
+                self._call(short)
 
         thread = threading.Thread(target=generate)
         thread.start()

@@ -275,9 +275,16 @@ class BucketInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     checksums: list[str]
     path: str | None = None
     """Of its file, with transport file."""
+    staged: bool = False
+    """Receive it into host memory while generation goes on."""
     packed: bool = False
     """With hccl: that tensors are packed, into pieces of this many bytes."""
     packed_buffer_size_bytes: int = 0
+
+    @property
+    def title(self) -> str:
+        """Which part of which update it is, for messages."""
+        return f"weight version {self.version}, bucket {self.bucket} of stage {self.stage}"
 
 
 class SendBucket(ControlRequest[Proceed]):

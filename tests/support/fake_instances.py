@@ -1,7 +1,7 @@
 """Rollout instances without sockets, behind the HTTP session of the real InstanceClient; tests say how they fare."""
 
 import asyncio
-import json as json_of
+import json
 
 import aiohttp
 
@@ -69,10 +69,10 @@ class FakeInstance:
         return await getattr(self, path.rsplit("/", 1)[-1])(body or {}, query)
 
     async def health(self, body, query):
-        return 200, {}
+        return 200, {"protocol": 1}
 
     async def load(self, body, query):
-        return 200, {"running": self.running, "weight_version": self.version}
+        return 200, {"running": self.running, "waiting": 0, "generated_tokens": 0, "weight_version": self.version}
 
     async def weight_version(self, body, query):
         return 200, {"weight_version": self.version}
@@ -138,7 +138,8 @@ class FakeInstance:
         if "prompt_logprobs" in body:
             values = zip(PROBE.token_ids[1:], logprobs(self.weights), strict=True)
             entries = [None, *({str(token): {"logprob": value}} for token, value in values)]
-            return 200, {"choices": [{"prompt_logprobs": entries}]}
+            choice = {"token_ids": [], "logprobs": {"token_logprobs": []}, "finish_reason": "length"}
+            return 200, {"choices": [choice | {"prompt_logprobs": entries}]}
         weights = self.weights
         version = self.version
         aborts = self.aborts
@@ -160,9 +161,9 @@ class FakeSession:
     def __init__(self):
         self.instances = {}
 
-    def request(self, method, url, json=None, allow_redirects=False):
+    def request(self, method, url, data=None, headers=None, allow_redirects=False):
         base, slash, route = url.removeprefix("http://").partition("/")
-        return _Exchange(self.instances["http://" + base].answer(slash + route, json))
+        return _Exchange(self.instances["http://" + base].answer(slash + route, json.loads(data or b"{}")))
 
     async def close(self):
         pass
@@ -180,7 +181,7 @@ class _Exchange:
         pass
 
     async def read(self):
-        return json_of.dumps(self._body).encode()
+        return json.dumps(self._body).encode()
 
 
 class FakeProcess:

@@ -5,6 +5,7 @@ import threading
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 
@@ -78,11 +79,14 @@ class Client:
         self.trusted = True
         self.anew = anew
 
-    async def call(self, method, route, body=None, timeout_s=None):
-        route = route.split("?")[0]
+    async def call(self, request, timeout_s=None):
+        answer = await self._answered(request.route, msgspec.to_builtins(request), timeout_s)
+        return msgspec.convert(answer, request.reply)
+
+    async def _answered(self, route, body, timeout_s):
         self.calls.append(route)
         self.counts[route] = self.counts.get(route, 0) + 1
-        work = asyncio.ensure_future(self._call(route, body or {}, self.counts[route]))
+        work = asyncio.ensure_future(self._call(route, body, self.counts[route]))
         cut = asyncio.ensure_future(self.gone.wait())
         try:
             await asyncio.wait([work, cut], return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
@@ -155,7 +159,9 @@ class Client:
         assert not self.paused
         found = [value + body.get("shift", 0.0) for value in logprobs(self.held, body["prompt"])]
         values = zip(body["prompt"][1:], found, strict=True)
-        return {"choices": [{"prompt_logprobs": [None, *({str(t): {"logprob": value}} for t, value in values)]}]}
+        choice = {"token_ids": [], "logprobs": {"token_logprobs": []}, "finish_reason": "length"}
+        choice["prompt_logprobs"] = [None, *({str(t): {"logprob": value}} for t, value in values)]
+        return {"choices": [choice]}
 
 
 class Pool:

@@ -14,6 +14,8 @@ from engine.launcher.pool.instance_client import InstanceFault, Refused
 from engine.launcher.pool.pool import Pool
 from engine.run.instance_process import InstanceProcess
 from engine.wire.address import http_url
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import GetHealth, GetLoad, Health, Load
 
 LOOK_S = 0.1
 """How often processes are looked at."""
@@ -119,23 +121,26 @@ class HealthMonitor:
     async def _check_heartbeat(self, instance: Instance, timeout_s: float) -> bool:
         """Whether it answered. Any answer is a sign of life, because an update keeps it from telling its load."""
         was = instance.state, instance.version
-        calls = (instance.client.call("GET", route, timeout_s=timeout_s) for route in ("/load", "/health"))
-        load, health = await asyncio.gather(*calls, return_exceptions=True)
+        asked_load = instance.client.call(GetLoad(), timeout_s=timeout_s)
+        asked_health = instance.client.call(GetHealth(), timeout_s=timeout_s)
+        load, health = await asyncio.gather(asked_load, asked_health, return_exceptions=True)
         for result in (load, health):
             if isinstance(result, BaseException) and not isinstance(result, MetronomeError):
                 raise result
-        if isinstance(load, dict):
+        if isinstance(health, Health) and health.protocol != ROLLOUT_PROTOCOL:
+            self._pool.gone(instance, f"speaks {_spoken(health)} of the rollout protocol, not {ROLLOUT_PROTOCOL}")
+        if isinstance(load, Load):
             instance.loaded(load)
             if was == (instance.state, instance.version):
-                self._compare(instance, load.get("weight_version"))
-        answered = any(isinstance(result, (dict, InstanceFault, Refused)) for result in (load, health))
+                self._compare(instance, load.weight_version)
+        answered = any(isinstance(result, (Load, Health, InstanceFault, Refused)) for result in (load, health))
         if answered and instance.heard():
             self._pool.changed()
         return answered
 
-    def _compare(self, instance: Instance, holds: object) -> None:
+    def _compare(self, instance: Instance, holds: int) -> None:
         """An instance that was started again behind the same address has other weights than it was brought to."""
-        if instance.takes_prompts and None not in (instance.version, holds) and holds != instance.version:
+        if instance.takes_prompts and instance.version is not None and holds != instance.version:
             self._pool.exclude(
                 instance, f"holds weight version {holds}, it was brought to {instance.version}: started again?"
             )
@@ -168,3 +173,7 @@ class HealthMonitor:
                 self._pool.gone(instance, f"given up after {ATTEMPTS} attempts to bring it to the weights: {error}")
         else:
             self._pool.admit(instance)
+
+
+def _spoken(health: Health) -> str:
+    return "no version that it names" if health.protocol is None else f"version {health.protocol}"

@@ -13,6 +13,7 @@ from engine.launcher.pool.instance_client import InstanceClient
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child
 from engine.run.trace import Trace
+from engine.wire.rollout_messages import Load
 
 State = Literal["starting", "updating", "serving", "draining", "silent", "gone"]
 """A state as GET /status, GET /metrics and the timeline show it."""
@@ -83,8 +84,8 @@ class Instance:
     """Seconds per group at its pace (groups that run side by side share them), smoothed; None before the first."""
     met: bool = field(default=False, init=False)
     """Whether it has ever answered: a wrong address holds up no weight update."""
-    figures: dict[str, float] = field(default_factory=dict, init=False)
-    """Of its last answer to GET /load."""
+    load: Load | None = field(default=None, init=False)
+    """Its last answer to GET /load."""
     tokens_per_s: float = field(default=0.0, init=False)
     """Generated between its last two answers."""
     retry: float = field(default=0.0, init=False)
@@ -299,14 +300,13 @@ class Instance:
         self._busy_since = now if self._busy_since is None else self._busy_since
         return now - self._busy_since
 
-    def loaded(self, figures: dict[str, Any]) -> None:
+    def loaded(self, load: Load) -> None:
         """Take in an answer to GET /load."""
         now = time.monotonic()
-        before = self.figures.get("generated_tokens")
-        after = figures.get("generated_tokens")
-        if before is not None and after is not None and now > self._loaded:
-            self.tokens_per_s = max(0.0, after - before) / (now - self._loaded)
-        self.figures = {key: value for key, value in figures.items() if isinstance(value, (int, float))}
+        if self.load is not None and now > self._loaded:
+            generated = load.generated_tokens - self.load.generated_tokens
+            self.tokens_per_s = max(0.0, generated) / (now - self._loaded)
+        self.load = load
         self._loaded = now
 
     def status(self) -> dict[str, Any]:
@@ -321,7 +321,7 @@ class Instance:
             "restarts": self.restarts,
             "groups": self.groups,
             "group_s": self.group_s,
-            "running": self.figures.get("running"),
-            "waiting": self.figures.get("waiting"),
+            "running": self.load.running if self.load is not None else None,
+            "waiting": self.load.waiting if self.load is not None else None,
             "tokens_per_s": self.tokens_per_s,
         }

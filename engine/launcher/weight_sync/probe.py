@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from engine.launcher.pool.instance_client import InstanceFault
+from engine.wire.rollout_messages import Complete, CompletionReply
 
 PERTURBED_TOKENS = 8
 """How many tokens' output rows the self-test changes."""
@@ -32,28 +32,28 @@ class Probe:
         others = [token for token in range(min(self.vocabulary, len(row) + PERTURBED_TOKENS)) if token not in row]
         return [self.token_ids[-1], *others[: PERTURBED_TOKENS - 1]]
 
-    def request(self) -> dict[str, Any]:
-        """The body of the /v1/completions that asks for their log-probabilities (temperature 1)."""
-        return {
-            "prompt": list(self.token_ids),
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "seed": 0,
-            "n": 1,
-            "logprobs": 0,
-            "prompt_logprobs": 0,
-            "return_token_ids": True,
-        }
+    def request(self) -> Complete:
+        """The request for their log-probabilities (temperature 1)."""
+        return Complete(
+            prompt=list(self.token_ids),
+            max_tokens=1,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            seed=0,
+            prompt_logprobs=0,
+        )
 
-    def read(self, reply: dict[str, Any]) -> list[float]:
+    def read(self, reply: CompletionReply) -> list[float]:
         """The log-probabilities in its reply, one for each token after the first. Raises InstanceFault."""
-        try:
-            pairs = zip(reply["choices"][0]["prompt_logprobs"][1:], self.token_ids[1:], strict=True)
-            return [float(entry[str(token)]["logprob"]) for entry, token in pairs]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InstanceFault(f"its reply lacks the probe's prompt_logprobs: {error!r}") from None
+        entries = (reply.choices[0].prompt_logprobs or [])[1:]
+        found = [(entry or {}).get(str(token)) for entry, token in zip(entries, self.token_ids[1:], strict=False)]
+        values = [one.logprob for one in found if one is not None]
+        if len(values) != len(self.token_ids) - 1:
+            raise InstanceFault(
+                f"its reply has prompt_logprobs of {len(values)} of the {len(self.token_ids) - 1} tokens of the probe"
+            )
+        return values
 
     def difference(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
         """What `TOLERANCE` bounds; NaN where one of them is."""

@@ -14,9 +14,6 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.launcher.pool.instance import Instance
@@ -24,7 +21,17 @@ from engine.launcher.pool.instance_client import Refused
 from engine.launcher.weight_sync.participants import Participants, SyncPool
 from engine.launcher.weight_sync.probe import Probe, probe
 from engine.launcher.weight_sync.update_calls import UpdateCalls
-from engine.wire.messages import AbortSync, ConnectSync, FinishSync, OpenSync, Proceed, SendBucket, SyncOpened
+from engine.wire.messages import (
+    AbortSync,
+    BucketInfo,
+    ConnectSync,
+    FinishSync,
+    OpenSync,
+    Proceed,
+    SendBucket,
+    SyncOpened,
+)
+from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
 from engine.wire.weights.bucket_file import wire_of
 
 __all__ = ["Probe", "WeightSync", "probe"]
@@ -118,17 +125,17 @@ class WeightSync:
         """Have all members join the stages' groups while the senders gather them."""
         sizes = self._sizes
         ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._participants.members)}
-        info = {
-            "transport": request.transport,
-            "generation": self._generation,
-            "stages": list(map(msgspec.to_builtins, request.stages)),
-            "world_size": 1 + sum(sizes),
-            "timeout_s": self._timeout_s,
-        }
 
         async def join(instance: Instance) -> None:
-            body = {"init_info": info | {"rank": ranks[instance]}}
-            await self._calls.post(instance, "/init_weight_transfer_engine", body, f"weight version {request.version}")
+            info = InitInfo(
+                transport=request.transport,
+                generation=self._generation,
+                stages=list(request.stages),
+                world_size=1 + sum(sizes),
+                rank=ranks[instance],
+                timeout_s=self._timeout_s,
+            )
+            await self._calls.send(instance, Connect(info), f"weight version {request.version}")
 
         if await self._participants.together(join):
             self._participants.connected = list(self._participants.members)
@@ -140,22 +147,20 @@ class WeightSync:
 
         Raises WeightSyncError when every member refuses the bucket: then it is the bucket that is wrong.
         """
-        update_info: dict[str, Any] = msgspec.to_builtins(request.info)
+        info = request.info
+        info.staged = self._staged
         async with self._one_bucket:
             if not self._staged and not self._started:
                 members = self._participants.members
-                await self._participants.each(
-                    partial(self._calls.start, during=f"weight version {update_info['version']}")
-                )
+                await self._participants.each(partial(self._calls.start, during=f"weight version {info.version}"))
                 self._started = True
-                if self._participants.members != members and request.info.transport != "file":
+                if self._participants.members != members and info.transport != "file":
                     return Proceed(retry=True)
-            info = update_info | {"staged": self._staged}
 
             async def receive(instance: Instance) -> None:
-                await self._calls.update(instance, info)
+                await self._calls.update(instance, info, info.title)
 
-            if request.info.transport == "file":
+            if info.transport == "file":
                 await self._participants.each(receive)
                 return Proceed()
             return Proceed(retry=not await self._participants.together(receive))
@@ -165,7 +170,7 @@ class WeightSync:
         self._participants.connected = []
 
         async def answers(instance: Instance) -> None:
-            await instance.client.call("GET", "/health", timeout_s=min(PATIENCE_S, self._timeout_s))
+            await instance.client.call(GetHealth(), timeout_s=min(PATIENCE_S, self._timeout_s))
 
         await self._participants.each(answers)
         self._participants.strike(self._participants.members, request.reason)
@@ -200,7 +205,7 @@ class WeightSync:
         if self._staged:
             await self._calls.pause(instance, f"weight version {version}", abort=self._cut)
             await self._calls.start(instance, f"weight version {version}")
-            await self._calls.update(instance, {"transport": "staged", "version": version})
+            await self._calls.update(instance, StagedWeights(version), f"weight version {version}")
         instance.distrust()
         await self._calls.swap(instance, version)
 
@@ -285,15 +290,9 @@ class WeightSync:
         await self._calls.pause(instance, f"weight version {version}", abort=True)
         await self._calls.start(instance, f"weight version {version}")
         for number, file in enumerate(files):
-            info = {
-                **await asyncio.to_thread(wire_of, file),
-                "transport": "file",
-                "version": version,
-                "stage": 0,
-                "bucket": number,
-                "path": str(file),
-            }
-            await self._calls.update(instance, info)
+            tensors = await asyncio.to_thread(wire_of, file)
+            info = BucketInfo(transport="file", version=version, stage=0, bucket=number, path=str(file), **tensors)
+            await self._calls.update(instance, info, info.title)
 
     async def _files(self, snapshot: Path) -> list[Path]:
         """The buckets of a snapshot, once it is whole."""

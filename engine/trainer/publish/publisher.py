@@ -306,8 +306,7 @@ class Publisher:
         try:
             sent.wait()
         except (TransferError, DeadlineError) as error:
-            where = f"weight version {info.version}, bucket {info.bucket} of stage {info.stage}"
-            self._sender.ask(AbortSync(version=info.version, reason=f"{error} ({where})"))
+            self._sender.ask(AbortSync(version=info.version, reason=f"{error} ({info.title})"))
             raise Retry(str(error)) from None
 
     @property

@@ -53,17 +53,6 @@ def specs_of(update_info: Mapping[str, object]) -> list[TensorSpec]:
     return [_spec(*fields) for fields in zip(names, dtypes, shapes, strict=True)]
 
 
-SELF_TEST = "self-test"
-
-
-def title(update_info: Mapping[str, object]) -> str:
-    """Which part of which update it is, for messages; without a version it is the self-test's."""
-    if "version" not in update_info:
-        return SELF_TEST
-    place = f", bucket {update_info['bucket']} of stage {update_info['stage']}" if "bucket" in update_info else ""
-    return f"weight version {update_info['version']}{place}"
-
-
 def _spec(name: Any, dtype: Any, shape: Any) -> TensorSpec:  # noqa: ANN401
     if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in DTYPES:
         raise BadInput(

@@ -184,7 +184,7 @@ async def test_status_and_metrics_say_the_same(tmp_path):
     async with running(tmp_path) as (pool, routes, call), Scripted().serving() as url:
         routes.step = lambda: {"step": 4, "loss": -0.25, "versions_seen": [4]}
         await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
-        await until(lambda: pool.serving == 1 and "running" in pool.instances[0].figures, "it")
+        await until(lambda: pool.serving == 1 and pool.instances[0].load is not None, "it")
         pool.instances[0].hold(4)
         status = (await call("GET", "/status"))[1]
         one = status["instances"][0]

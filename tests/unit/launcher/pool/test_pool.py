@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import MetronomeError, ProcessDied
 from engine.run.trace import read_spans
+from engine.wire.rollout_messages import GetHealth
 from support.pool_world import PROMPTS, worlds
 from support.scripted import Sync, until
 
@@ -35,6 +36,17 @@ async def test_a_silent_instance_loses_what_it_holds_and_comes_back_through_catc
         a.silent = False
         await until(lambda: one.state == "serving", "its return")
         assert w.pool.sync.caught_up == [("a", 3), ("b", 3), ("a", 3)]
+
+
+@pytest.mark.parametrize(("spoken", "said"), [(2, "speaks version 2"), (None, "speaks no version that it names")])
+async def test_an_instance_of_another_protocol_is_refused_by_name(world, spoken, said):
+    async with world(synced=True) as w:
+        w.pool.sync = Sync(version=3)
+        a, one = await w.join("a")
+        a.protocol = spoken
+        await until(lambda: one.state == "gone", "its end")
+        assert one.reason == f"{said} of the rollout protocol, not 1"
+        assert w.pool.find("a") is None
 
 
 async def test_leaving_finishes_what_it_holds_and_gets_nothing_new(world):
@@ -177,7 +189,7 @@ async def test_an_instance_that_hangs_while_it_catches_up_is_silent(world):
     class Hangs(Sync):
         async def catch_up(self, instance):
             await asyncio.sleep(0.2)
-            await instance.client.call("GET", "/health")
+            await instance.client.call(GetHealth())
 
     async with world(synced=True) as w:
         w.pool.sync = Hangs(version=1)

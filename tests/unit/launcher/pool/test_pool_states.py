@@ -35,7 +35,7 @@ class Client:
 
 def test_no_sequence_of_events_breaks_the_pool_and_together_they_pass_every_transition(monkeypatch):
     virtual(monkeypatch)
-    monkeypatch.setattr(sync, "wire_of", lambda file: {})
+    monkeypatch.setattr(sync, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))
     passed = set()
     go = Instance._go
 
@@ -83,7 +83,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_sequences_find(monkeypatch, mistake):
     virtual(monkeypatch)
-    monkeypatch.setattr(sync, "wire_of", lambda file: {})
+    monkeypatch.setattr(sync, "wire_of", lambda file: dict.fromkeys(("names", "dtypes", "shapes", "checksums"), []))
     monkeypatch.setattr(*MISTAKES[mistake])
     with pytest.raises(AssertionError):
         run_state_machine_as_test(PoolMachine, settings=SEQUENCES)

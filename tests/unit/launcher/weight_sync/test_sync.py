@@ -244,7 +244,7 @@ def test_the_probes_tokens_differ_and_none_that_is_perturbed_is_an_input():
         assert not set(found.perturb) & set(found.token_ids[:-1])
         assert max(found.perturb) < vocabulary
         assert found == probe(vocabulary, count, 64, "float32")
-    assert probe(100, 32, 10, "float32").request()["prompt"] == list(probe(100, 9, 99, "float32").token_ids)
+    assert probe(100, 32, 10, "float32").request().prompt == list(probe(100, 9, 99, "float32").token_ids)
     assert probe(100, 0, 64, "float32") is None
 
 

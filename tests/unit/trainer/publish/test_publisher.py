@@ -149,7 +149,7 @@ def test_instances_are_told_what_a_transport_with_groups_says_of_each_bucket(tmp
     finally:
         launcher.close()
     assert [number for number, _ in asked] == [0, 1, 2]
-    assert told == [info | more | {"staged": False} for _, info in asked]
+    assert told == [info | more for _, info in asked]
 
 
 class Slow(Model):
