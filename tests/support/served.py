@@ -86,8 +86,12 @@ def serving(model, folder, *extra, token="", engine="embedded"):
             time.sleep(0.02)
         yield process, json.loads(port_file.read_text())
     finally:
-        process.kill()
-        process.wait()
+        process.terminate()  # vLLM's frees its shared memory then
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @torch.no_grad()
