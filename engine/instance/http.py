@@ -9,8 +9,7 @@ import asyncio
 import itertools
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from reprlib import repr as repr_short
 from typing import Any
@@ -116,10 +115,16 @@ class InstanceApp:
         if route not in self._routes:
             raise self._no_route(route)
         handler, limit = self._routes[route]
-        with self._limited(route):
+        counts = route == COMPLETION
+        if counts and self._open >= self._open_requests:  # the client may send it again later, or elsewhere
+            raise Refusal(429, f"{self._open} completions wait or run here already, which is the limit")
+        self._open += counts
+        try:
             body = await self._body(scope, receive, limit)
             query = scope["query_string"].decode("ascii", "replace")
             return await handler(_Request(query, protocol.parse_object(body or b"{}"), receive))
+        finally:
+            self._open -= counts
 
     def _demand_token(self, scope: Message, route: tuple[str, str]) -> None:
         """401 without the token, except for GET /health."""
@@ -135,18 +140,6 @@ class InstanceApp:
         if methods := ", ".join(method for method, path in self._routes if path == route[1]):
             return Refusal(status=405, message=f"{route[1]} takes {methods}", headers={"Allow": methods})
         return Refusal(404, f"there is no route {route[1]}")
-
-    @contextmanager
-    def _limited(self, route: tuple[str, str]) -> Iterator[None]:
-        """429 for completions beyond the limit; the client may send them again later, or elsewhere."""
-        counts = route == COMPLETION
-        if counts and self._open >= self._open_requests:
-            raise Refusal(429, f"{self._open} completions wait or run here already, which is the limit")
-        self._open += counts
-        try:
-            yield
-        finally:
-            self._open -= counts
 
     async def _body(self, scope: Message, receive: Receive, limit: int) -> bytearray:
         """413 beyond the limit, 408 when it takes too long."""

@@ -123,7 +123,7 @@ class Job:
     def proxied(self, url):
         """Have the instance at that URL join behind a proxy, under the name "proxied"; the proxy."""
         proxy = self._stack.enter_context(proxy_to(url))
-        self.call("/join", {"name": "proxied", "url": proxy.url})
+        self.call("/join", {"protocol": 1, "name": "proxied", "url": proxy.url})
         return proxy
 
     # what it says ---------------------------------------------------------------------------------

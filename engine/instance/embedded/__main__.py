@@ -61,7 +61,7 @@ async def _serve(options: argparse.Namespace) -> None:
     await asyncio.wait([serving, asyncio.ensure_future(ended.wait())], return_when=asyncio.FIRST_COMPLETED)
     server.end()
     await serving
-    backend.close()
+    backend.close()  # a broadcast under way would keep the process alive until its deadline
     if ended.is_set():
         raise ProcessDied("the engine's thread ended by the error above")
     worker.stop()

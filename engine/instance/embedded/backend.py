@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from engine.instance.embedded.engine import Engine
 from engine.instance.embedded.engine_thread import EngineThread
@@ -14,20 +13,15 @@ from engine.instance.protocol import Completion, RequestLimits
 from engine.instance.replies import Result
 
 
-class EmbeddedBackend:
-    """A Backend: calls to the engine's thread, and its weight updates."""
+class EmbeddedBackend(Updates):
+    """A Backend: calls to the engine's thread, beside its weight updates."""
 
     world_size = 1
 
     def __init__(self, worker: EngineThread, limits: RequestLimits, model: str) -> None:
+        super().__init__(worker, Path(model))
         self.limits = limits
         self.model = model
-        self._worker = worker
-        self._updates = Updates(worker, Path(model))
-
-    def close(self) -> None:
-        """A broadcast under way would keep the process alive until its deadline."""
-        self._updates.close()
 
     async def complete(self, asked: Completion) -> Result:
         """Conflict after a weight update that failed half-way."""
@@ -59,22 +53,6 @@ class EmbeddedBackend:
     async def reset_prefix_cache(self) -> None:
         """PromptCache.clear."""
         await self._worker.call(lambda engine: engine.prompts.clear())
-
-    async def connect(self, init_info: dict[str, Any]) -> None:
-        """Updates.connect."""
-        await self._updates.connect(init_info)
-
-    async def start_update(self) -> None:
-        """Updates.start."""
-        await self._updates.start()
-
-    async def update(self, update_info: dict[str, Any]) -> None:
-        """Updates.update."""
-        await self._updates.update(update_info)
-
-    async def finish_update(self, version: int) -> None:
-        """Updates.finish."""
-        await self._updates.finish(version)
 
 
 def sampling_of(asked: Completion) -> Sampling:

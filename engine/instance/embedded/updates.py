@@ -35,7 +35,7 @@ class Updates:
         """Call off what is under way and leave the groups."""
         self._receiver.close()
 
-    async def start(self) -> None:
+    async def start_update(self) -> None:
         """Engine.start_update, once a step under way has ended."""
         async with self._step:
             if self._loading is not None:
@@ -55,7 +55,7 @@ class Updates:
             async with self._step:
                 await self._update(update_info)
 
-    async def finish(self, version: int) -> None:
+    async def finish_update(self, version: int) -> None:
         """Engine.finish_update, once everything is loaded."""
         async with self._step:
             await self._loaded()

@@ -10,18 +10,16 @@ from engine.errors import MetronomeError
 from engine.instance.refusals import as_refusal
 from engine.instance.vllm.session import WeightSession
 
-WITHOUT_ARGUMENT: dict[str, Callable[[WeightSession], Any]] = {
+ACTIONS: dict[str, Callable[..., Any]] = {
     "state": WeightSession.state,
-    "start": WeightSession.start,
-    "abort": WeightSession.abort,
-}
-WITH_ARGUMENT: dict[str, Callable[[WeightSession, Any], Any]] = {
     "begin": WeightSession.begin,
     "poll": WeightSession.poll,
+    "start": WeightSession.start,
     "stage": WeightSession.stage,
     "finish": WeightSession.finish,
+    "abort": WeightSession.abort,
 }
-"""Every action that the backend asks for."""
+"""What the backend asks for; each takes the session and at most one argument."""
 
 
 class WorkerExtension:
@@ -36,11 +34,9 @@ class WorkerExtension:
         """
         if self._metronome_session is None:
             self._metronome_session = WeightSession(self)
-        session = self._metronome_session
+        arguments = () if argument is None else (argument,)
         try:
-            if action in WITHOUT_ARGUMENT:
-                return {"result": WITHOUT_ARGUMENT[action](session)}
-            return {"result": WITH_ARGUMENT[action](session, argument)}
+            return {"result": ACTIONS[action](self._metronome_session, *arguments)}
         except MetronomeError as error:
             refusal = as_refusal(error)
             return {"error": str(error), "kind": refusal.kind, "status": refusal.status}
