@@ -128,7 +128,7 @@ class Instance:
     @property
     def state(self) -> State:
         """Where it is in its life, as shown."""
-        return "updating" if self.catching_up else cast(State, self._state)
+        return "updating" if self._state == "catching_up" else cast(State, self._state)
 
     @property
     def updating(self) -> bool:
@@ -136,19 +136,9 @@ class Instance:
         return self._state == "updating"
 
     @property
-    def catching_up(self) -> bool:
-        """Whether it is brought to the current weights on its own."""
-        return self._state == "catching_up"
-
-    @property
     def takes_prompts(self) -> bool:
         """Whether it takes prompts now."""
         return self._state == "serving"
-
-    @property
-    def counts(self) -> bool:
-        """Whether it counts in pool_size."""
-        return self.state in WORKING
 
     @property
     def gets_version(self) -> bool:

@@ -17,7 +17,7 @@ import aiohttp
 from engine.config import Config
 from engine.errors import MetronomeError, ProcessDied
 from engine.launcher.pool.dispatch import Dispatcher
-from engine.launcher.pool.instance import Instance, Place
+from engine.launcher.pool.instance import WORKING, Instance, Place
 from engine.launcher.pool.instance_client import InstanceClient
 from engine.launcher.pool.processes import InstanceProcesses
 from engine.run.instance_process import InstanceProcess
@@ -104,7 +104,7 @@ class Pool:
     @property
     def size(self) -> int:
         """pool_size: instances that take prompts, or are being given the weights with which they go on."""
-        return sum(instance.counts for instance in self.instances)
+        return sum(instance.state in WORKING for instance in self.instances)
 
     @property
     def serving(self) -> int:
@@ -158,17 +158,19 @@ class Pool:
 
         Raises ProcessDied when no instance lived for rollout.wait_s.
         """
-        place = None
-        while place is None or not place.instance.takes_prompts:
-            if place is not None:  # it was excluded, or began an update, before this task went on
-                self._give_back(place)
-            if self.failure is not None:
-                raise self.failure
-            place = await self._dispatcher.ask(avoid, first or place is not None, least)
+        place = await self._ask(avoid, first, least)
+        while not place.instance.takes_prompts:  # it was excluded, or began an update, before this task went on
+            self._give_back(place)
+            place = await self._ask(avoid, True, least)
         try:
             yield place
         finally:
             self._give_back(place)
+
+    async def _ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
+        if self.failure is not None:
+            raise self.failure
+        return await self._dispatcher.ask(avoid, first, least)
 
     def _give_back(self, place: Place) -> None:
         place.instance.give_back(place)
