@@ -63,7 +63,7 @@ class Instance:
     RuntimeError.
 
     Version: None until `hold`. `exclude` and `begin_catch_up` set it back to None, because an update may have been
-    broken off. So an instance with a version holds the whole of it.
+    broken off. So an instance with a version holds the whole of it; one that is updating held it before.
 
     Places: one for each group in flight. Only a serving instance gives one (`take_place`), never more than the limit.
     Each is given back exactly once (`give_back`), in whatever state the instance is by then.
@@ -174,7 +174,7 @@ class Instance:
         self._go("starting")
 
     def exclude(self, reason: str) -> None:
-        """It takes no more prompts; whoever waits for it goes on without."""
+        """It takes no more prompts. Every call to it that is under way ends with InstanceGone."""
         self._go("silent")
         self.reason = reason
         self.version = None
@@ -188,7 +188,7 @@ class Instance:
             self._go("draining")
 
     def depart(self, reason: str) -> None:
-        """It never comes back as this object; whoever waits for it goes on without."""
+        """It never comes back as this object. Every call to it that is under way ends with InstanceGone."""
         self._go("gone")
         self.reason = self.child.how_it_ended() if self.child is not None and self.dead else reason
         self.client.cut(self.reason)

@@ -1,7 +1,7 @@
 """The rollout instances of a run: which take prompts, which come, go and come back.
 
 The pool knows neither the health monitor nor what a publish does. Both ask it, and tell it when to admit or exclude an
-instance; who enters waits in `arrived` for the monitor.
+instance. A new instance waits in `arrived` for the monitor.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Pool:
         self.instances: list[Instance] = []
         """All that are not gone."""
         self.arrived: asyncio.Queue[Instance] = asyncio.Queue()
-        """Those that nobody looks after yet (engine.launcher.pool.health)."""
+        """New ones, which the health monitor does not look after yet."""
         self.connected = asyncio.Event()
         """Set once every declared instance has been there."""
         self._trace = trace
@@ -68,7 +68,7 @@ class Pool:
         self._session: aiohttp.ClientSession | None = None
         self._ends: dict[str, str] = {}
 
-    # who is in it ---------------------------------------------------------------------------------
+    # its instances --------------------------------------------------------------------------------
 
     def spawn(self, count: int) -> None:
         """Start so many declared instances' processes; `connect` waits for them."""
@@ -153,7 +153,7 @@ class Pool:
     ) -> AsyncIterator[Place]:
         """Room on the instance with the smallest expected finish for one group; on others than `avoid` if any serve.
 
-        `first`: before all who wait already, for a group that was begun and cut. `least`: only on one that holds this
+        `first`: before all that wait already, for a group that was begun and cut. `least`: only on one that holds this
         weight version or a later one.
 
         Raises ProcessDied when no instance lived for rollout.wait_s.
@@ -179,7 +179,7 @@ class Pool:
         self.changed()
 
     def changed(self) -> None:
-        """Something may be possible now that was not: give out places, wake who waits for a member."""
+        """Something may be possible now that was not: give out places, wake `wait_for_member`."""
         self._changed.set()
         self._dispatcher.hand_out()
 
@@ -214,7 +214,7 @@ class Pool:
             await self._changed.wait()  # the health monitor's look-out for rollout.wait_s ends this
 
     def fail(self, error: MetronomeError) -> None:
-        """Give up: everybody who waits for an instance gets this error."""
+        """Give up: all that wait for an instance get this error."""
         self.failure = self.failure or error
         self._dispatcher.fail(self.failure)
         self.changed()

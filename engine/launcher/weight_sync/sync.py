@@ -162,7 +162,7 @@ class WeightSync:
             return {}
 
     async def abort(self, version: int, reason: str) -> dict[str, Any]:
-        """A sender could not send: leave out who does not answer any more, and have the groups made anew."""
+        """A sender could not send: leave out instances that no longer answer, and have the groups made anew."""
         self._participants.connected = []
 
         async def answers(instance: Instance) -> None:
