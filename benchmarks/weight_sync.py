@@ -279,7 +279,7 @@ class Launcher:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         (self.folder / "logs").mkdir(parents=True)
-        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, HealthMonitor, synced=True)
+        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, synced=True)
         coordinator = Coordinator(
             config=self.config,
             folder=RunFolder(self.folder),
@@ -288,15 +288,16 @@ class Launcher:
             service=SimpleNamespace(pool=self.pool),
         )
         try:
-            self.pool.spawn(self.config.rollout.instances)
-            await self.pool.connect()
-            handlers = {name: self._timed(name, handler) for name, handler in coordinator.handlers().items()}
-            server = asyncio.create_task(ControlServer(self.address, handlers).serve())
-            self.ready.set()
-            while not self.stop.is_set() and not server.done():
-                await asyncio.sleep(0.05)
-            server.cancel()
-            await asyncio.gather(server, return_exceptions=True)
+            async with HealthMonitor(self.pool):
+                self.pool.spawn(self.config.rollout.instances)
+                await self.pool.connect()
+                handlers = {name: self._timed(name, handler) for name, handler in coordinator.handlers().items()}
+                server = asyncio.create_task(ControlServer(self.address, handlers).serve())
+                self.ready.set()
+                while not self.stop.is_set() and not server.done():
+                    await asyncio.sleep(0.05)
+                server.cancel()
+                await asyncio.gather(server, return_exceptions=True)
         finally:
             await self.pool.close()
 
