@@ -25,7 +25,7 @@ class Dispatcher:
 
     def __init__(self, instances: list[Instance], concurrency: int, give_back: Callable[[Place], None]) -> None:
         """`instances`: those of the pool, now and later; `concurrency`: groups in flight on each; `give_back`: takes a
-        place that was given to somebody who no longer wants it."""
+        place whose waiter was cancelled."""
         self._instances = instances
         self._concurrency = concurrency
         self._give_back = give_back
@@ -35,7 +35,7 @@ class Dispatcher:
     async def ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
         """Wait for a place; the limits are those of the requests under way and rollout.wait_s (`fail`).
 
-        `avoid`: others, if any serve; `first`: before all who wait already; `least`: of this weight version or a later
+        `avoid`: others, if any serve; `first`: before all that wait already; `least`: of this weight version or a later
         one.
         """
         asked = _Waiter(asyncio.get_running_loop().create_future(), avoid, least)
@@ -50,7 +50,7 @@ class Dispatcher:
             raise
 
     def hand_out(self) -> None:
-        """Give places to those who wait, in order of asking, as long as there are any."""
+        """Give places to the waiters, in the order of asking, as long as there are any."""
         while self._waiting:
             asked = self._waiting[0]
             if not asked.place.done():
@@ -61,7 +61,7 @@ class Dispatcher:
         self._wake_later()
 
     def fail(self, error: MetronomeError) -> None:
-        """All who wait get this error instead of a place."""
+        """All waiters get this error instead of a place."""
         while self._waiting:
             place = self._waiting.popleft().place
             if not place.done():

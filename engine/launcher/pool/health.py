@@ -49,7 +49,7 @@ class HealthMonitor:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """An error in a background task ends the run: nobody would look after the instances any more."""
+        """An error in a background task ends the run, because instances are no longer looked after."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._pool.fail(

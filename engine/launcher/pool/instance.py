@@ -64,7 +64,7 @@ class Instance:
     RuntimeError.
 
     Version: None until `hold`. `exclude` and `begin_catch_up` set it back to None, because an update may have been
-    broken off. So an instance with a version holds the whole of it.
+    broken off. So an instance with a version holds the whole of it; one that is updating held it before.
 
     Places: one for each group in flight. Only a serving instance gives one (`take_place`), never more than the limit.
     Each is given back exactly once (`give_back`), in whatever state the instance is by then.
@@ -129,7 +129,7 @@ class Instance:
     @property
     def state(self) -> State:
         """Where it is in its life, as shown."""
-        return "updating" if self.catching_up else cast(State, self._state)
+        return "updating" if self._state == "catching_up" else cast(State, self._state)
 
     @property
     def updating(self) -> bool:
@@ -137,19 +137,9 @@ class Instance:
         return self._state == "updating"
 
     @property
-    def catching_up(self) -> bool:
-        """Whether it is brought to the current weights on its own."""
-        return self._state == "catching_up"
-
-    @property
     def takes_prompts(self) -> bool:
         """Whether it takes prompts now."""
         return self._state == "serving"
-
-    @property
-    def counts(self) -> bool:
-        """Whether it counts in pool_size."""
-        return self.state in WORKING
 
     @property
     def gets_version(self) -> bool:
@@ -185,7 +175,7 @@ class Instance:
         self._go("starting")
 
     def exclude(self, reason: str) -> None:
-        """It takes no more prompts; whoever waits for it goes on without."""
+        """It takes no more prompts. Every call to it that is under way ends with InstanceGone."""
         self._go("silent")
         self.reason = reason
         self.version = None
@@ -199,7 +189,7 @@ class Instance:
             self._go("draining")
 
     def depart(self, reason: str) -> None:
-        """It never comes back as this object; whoever waits for it goes on without."""
+        """It never comes back as this object. Every call to it that is under way ends with InstanceGone."""
         self._go("gone")
         self.reason = self.child.how_it_ended() if self.child is not None and self.dead else reason
         self.client.cut(self.reason)

@@ -135,7 +135,7 @@ class InstanceClient:
             raise InstanceGone(f"{self.name}: POST /v1/completions was given up meanwhile")
 
     def cut(self, reason: str) -> None:
-        """End every call under way with InstanceGone: whoever waits for this instance goes on without it."""
+        """End every call under way with InstanceGone, so that its callers go on without this instance."""
         self._cuts += 1
         now = asyncio.get_running_loop().time()
         for scope in self._under_way - self._cut.keys():

@@ -1,7 +1,7 @@
 """The rollout instances of a run: which take prompts, which come, go and come back.
 
 The pool knows neither the health monitor nor what a publish does. Both ask it, and tell it when to admit or exclude an
-instance; who enters waits in `arrived` for the monitor.
+instance. A new instance waits in `arrived` for the monitor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import aiohttp
 from engine.config import Config
 from engine.errors import MetronomeError, ProcessDied
 from engine.launcher.pool.dispatch import Dispatcher
-from engine.launcher.pool.instance import Instance, Place
+from engine.launcher.pool.instance import WORKING, Instance, Place
 from engine.launcher.pool.instance_client import InstanceClient
 from engine.launcher.pool.processes import InstanceProcesses
 from engine.run.instance_process import InstanceProcess
@@ -59,7 +59,7 @@ class Pool:
         self.instances: list[Instance] = []
         """All that are not gone."""
         self.arrived: asyncio.Queue[Instance] = asyncio.Queue()
-        """Those that nobody looks after yet (engine.launcher.pool.health)."""
+        """New ones, which the health monitor does not look after yet."""
         self.connected = asyncio.Event()
         """Set once every declared instance has been there."""
         self._trace = trace
@@ -68,7 +68,7 @@ class Pool:
         self._session: aiohttp.ClientSession | None = None
         self._ends: dict[str, str] = {}
 
-    # who is in it ---------------------------------------------------------------------------------
+    # its instances --------------------------------------------------------------------------------
 
     def spawn(self, count: int) -> None:
         """Start so many declared instances' processes; `connect` waits for them."""
@@ -104,7 +104,7 @@ class Pool:
     @property
     def size(self) -> int:
         """pool_size: instances that take prompts, or are being given the weights with which they go on."""
-        return sum(instance.counts for instance in self.instances)
+        return sum(instance.state in WORKING for instance in self.instances)
 
     @property
     def serving(self) -> int:
@@ -153,22 +153,24 @@ class Pool:
     ) -> AsyncIterator[Place]:
         """Room on the instance with the smallest expected finish for one group; on others than `avoid` if any serve.
 
-        `first`: before all who wait already, for a group that was begun and cut. `least`: only on one that holds this
+        `first`: before all that wait already, for a group that was begun and cut. `least`: only on one that holds this
         weight version or a later one.
 
         Raises ProcessDied when no instance lived for rollout.wait_s.
         """
-        place = None
-        while place is None or not place.instance.takes_prompts:
-            if place is not None:  # it was excluded, or began an update, before this task went on
-                self._give_back(place)
-            if self.failure is not None:
-                raise self.failure
-            place = await self._dispatcher.ask(avoid, first or place is not None, least)
+        place = await self._ask(avoid, first, least)
+        while not place.instance.takes_prompts:  # it was excluded, or began an update, before this task went on
+            self._give_back(place)
+            place = await self._ask(avoid, True, least)
         try:
             yield place
         finally:
             self._give_back(place)
+
+    async def _ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
+        if self.failure is not None:
+            raise self.failure
+        return await self._dispatcher.ask(avoid, first, least)
 
     def _give_back(self, place: Place) -> None:
         place.instance.give_back(place)
@@ -177,7 +179,7 @@ class Pool:
         self.changed()
 
     def changed(self) -> None:
-        """Something may be possible now that was not: give out places, wake who waits for a member."""
+        """Something may be possible now that was not: give out places, wake `wait_for_member`."""
         self._changed.set()
         self._dispatcher.hand_out()
 
@@ -212,7 +214,7 @@ class Pool:
             await self._changed.wait()  # the health monitor's look-out for rollout.wait_s ends this
 
     def fail(self, error: MetronomeError) -> None:
-        """Give up: everybody who waits for an instance gets this error."""
+        """Give up: all that wait for an instance get this error."""
         self.failure = self.failure or error
         self._dispatcher.fail(self.failure)
         self.changed()

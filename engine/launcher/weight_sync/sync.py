@@ -166,7 +166,7 @@ class WeightSync:
             return Proceed(retry=not await self._participants.together(receive))
 
     async def abort(self, request: AbortSync) -> Proceed:
-        """A sender could not send: leave out the members that do not answer, and have the groups made anew."""
+        """A sender could not send: leave out instances that no longer answer, and have the groups made anew."""
         self._participants.connected = []
 
         async def answers(instance: Instance) -> None:
