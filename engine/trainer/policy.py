@@ -211,7 +211,7 @@ class Policy:
     def _loss_of(
         self, batch: MicroBatch, old: Tensor | None, reference: Tensor | None, out: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        """Return the sum of the responses' losses, and 0 as Megatron's token count: `reduce` divides by ours."""
+        """Return the sum of the responses' losses, and 0 as Megatron's token count: `reduce` divides instead."""
         shape = self.models.shape
         logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
         old = self._old_logprobs(batch, logprobs, old)

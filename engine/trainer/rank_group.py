@@ -27,7 +27,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class RankGroup:
-    """This rank's place and its collectives on the host. Built by all ranks at once, after Megatron's parallel state."""
+    """This rank's place and its collectives on the host. Built by all ranks at once, once Megatron's state is there."""
 
     def __init__(self, lockstep: int = 1, timeout_s: float = 600.0) -> None:
         """`lockstep`: replicas that take windows together; `timeout_s`: longest silence on the CPU channel."""
@@ -76,11 +76,11 @@ class RankGroup:
         return f"trainer-{self.rank}"
 
     def from_leader(self, act: Callable[[], M]) -> M:
-        """Return the leader's result of `act` on every rank of the unit. Its MetronomeError is raised on all of them."""
+        """Return the leader's result of `act` on every rank of its unit, or raise its MetronomeError on all of them."""
         return self._act_and_broadcast(act, self.leader, self._unit and self._leaders[self.unit], self._unit)
 
     def from_first(self, act: Callable[[], M]) -> M:
-        """Return rank 0's result of `act` on every rank. Its MetronomeError is raised on all of them."""
+        """Return rank 0's result of `act` on every rank, or raise its MetronomeError on all of them."""
         return self._act_and_broadcast(act, self.rank == 0, 0, self._everyone)
 
     def _act_and_broadcast(
