@@ -45,7 +45,7 @@ ATTEMPTS = 6
 UNDER_WAY = 3
 """Buckets in memory: one that is gathered, one that is written or sent, one that the instances load."""
 UNWRITTEN = "a snapshot of the weights was not written"
-"""Message of the DeadlineError, before the seconds."""
+"""Message of the DeadlineError of a snapshot, before the seconds."""
 
 
 class PublishedModel(Protocol):
@@ -318,8 +318,8 @@ class Publisher:
     def _snapshot_after_sync(self) -> bool:
         """Whether the snapshot is written after the sync, which then has cores and memory to itself.
 
-        So it is where the stage's tensors can be gathered without other ranks. Elsewhere each bucket is written once it
-        is sent.
+        This needs a transport with groups, and a stage whose tensors one rank gathers alone. Else the buckets are
+        written while the stage is sent, or in the background after it.
         """
         return self._alone and self._transport.groups and self._pipeline is not None
 
@@ -359,7 +359,7 @@ class Publisher:
     # agreement ------------------------------------------------------------------------------------
 
     def _outcome_of(self, act: Callable[[], None]) -> Outcome:
-        """Call `act` and return its result; a MetronomeError becomes a part of it."""
+        """Call `act` and return the outcome, which holds the MetronomeError of `act` if it failed."""
         try:
             act()
         except TransferError:

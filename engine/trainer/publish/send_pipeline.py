@@ -41,7 +41,7 @@ class SendPipeline:
             threading.Thread(target=self._run_step, args=(number,), name=f"send-weights-{number}", daemon=True).start()
 
     def put(self, bucket: Bucket, info: BucketInfo) -> None:
-        """Hand a bucket in."""
+        """Put a bucket into the first step's queue."""
         with self._changed:
             self._put += 1
         self._queues[0].put((bucket, info))
