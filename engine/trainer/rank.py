@@ -26,7 +26,7 @@ from engine.wire.control_client import ControlClient
 
 @record  # leaves the traceback of an unexpected error for the agent, whose message reaches the launcher
 def main() -> int:
-    """Set the rank up, train, export; an error of ours is told to the launcher before exiting with 1."""
+    """Set the rank up, train, export. Return 0, or 1 after a MetronomeError, which the launcher is told."""
     watch_lifeline()
     arguments = _arguments()
     config = load(arguments.folder / "config.toml")
@@ -49,12 +49,16 @@ def main() -> int:
 
 
 def _transfer_timeout(config: Config) -> float:
-    """Longer than the launcher waits for an instance, and that may take for an update:
-    it knows the names, and gives up first."""
+    """Return the seconds that a rank waits for the launcher, for other ranks or for a transfer.
+
+    They are more than the launcher's own deadlines for an instance and its update, so that the launcher, which knows
+    the names, gives up first.
+    """
     return config.train.timeout_s + config.rollout.timeout_s + config.rollout.wait_s
 
 
 def _own_cores(config: Config) -> list[int]:
+    """Return this rank's share of `train.devices`, the cores that it may run on."""
     share = len(config.train.devices) // config.parallel.ranks_per_node
     first = int(os.environ["LOCAL_RANK"]) * share
     return config.train.devices[first : first + share]
@@ -87,7 +91,7 @@ def _arguments() -> argparse.Namespace:
 def _train(config: Config, arguments: argparse.Namespace, control: ControlClient, sender: ControlClient) -> None:
     """Build the models, load the newest checkpoint if asked to, run the loop, export the final policy.
 
-    `sender`: the weight-sending thread's own way to the launcher.
+    `sender`: control channel of the thread that sends weights.
     """
     from engine.trainer.checkpoint.checkpoints import Checkpoints
     from engine.trainer.export import export

@@ -1,4 +1,4 @@
-"""Replaying a record: what one unit of the trainer was given in each step, in its order of training."""
+"""Reading a record for a replay: the work that one unit of the trainer did in each step, in its order of training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from engine.wire.record import RecordEntry, read
 
 
 class Replay:
-    """Stands in for the queue: yields what one unit was given in each step, synchronously."""
+    """One unit's work of a recorded run, step by step. It takes the place of the sample queue."""
 
     def __init__(self, path: Path, unit: int, expected: int) -> None:
-        """`expected` groups make a step; one that was cut off can't be replayed."""
+        """`expected`: groups of a complete step."""
         self._expected = expected
         self._mine: dict[int, list[RecordEntry]] = {}
         self._groups: dict[int, int] = {}
@@ -23,7 +23,7 @@ class Replay:
                 self._mine.setdefault(entry.step, []).append(entry)
 
     def entries(self, step: int) -> Iterator[RecordEntry]:
-        """What the unit was given in a step. Raises BadInput unless all groups of the step were recorded."""
+        """Yield the unit's work of a step. Raises BadInput unless all groups of the step were recorded."""
         count = self._groups.get(step, 0)
         if count != self._expected:
             raise BadInput(

@@ -1,4 +1,4 @@
-"""What a step adds up while it runs, and the report it becomes."""
+"""The figures that ranks add up during a step, and the report made of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
 
 @dataclass
 class StepMetrics:
-    """What one rank adds up over a step. Only ranks that speak for something add it (engine.trainer.rank_group)."""
+    """One rank's sums over a step.
+
+    Of ranks that hold the same tokens only one adds them: `leader`, `feeds` and `judges` of `RankGroup` say which.
+    """
 
     rewards: list[float] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
@@ -48,7 +51,10 @@ class StepMetrics:
     wait_s: float = 0.0
 
     def add_group(self, group: Group, loss_tokens: int, unequal: bool) -> None:
-        """Count a group's responses and scores; `loss_tokens` of its response tokens are trained."""
+        """Count a group's responses and scores.
+
+        `loss_tokens`: how many of its response tokens are trained; `unequal`: whether its rewards differ.
+        """
         self.groups += 1
         self.loss_tokens += loss_tokens
         self.unequal += unequal
@@ -62,18 +68,18 @@ class StepMetrics:
         self.trained_tokens += trained_tokens(group)
 
     def add_wait(self, seconds: float) -> None:
-        """Count time blocked on the queue."""
+        """Count seconds blocked on the queue."""
         if not self.lengths:
             self.wait_first_s += seconds
         self.wait_s += seconds
 
     def worst_gap(self, gap: float) -> None:
-        """Keep the largest ratio gap; NaN wins over everything, so that it can't hide."""
+        """Keep the largest ratio gap. NaN replaces every number, so that it can't hide."""
         self.max_ratio_gap = gap if math.isnan(gap) else max(self.max_ratio_gap, gap)
 
     @staticmethod
     def merged(ranks: Sequence[RankMetrics], denominator: float, by_response: bool = True) -> TrainingFigures:
-        """The keys of steps.jsonl that the trainer knows, from every rank's metrics.
+        """Return the figures of steps.jsonl that the trainer knows, from every rank's metrics.
 
         The loss is divided by its own denominator. KL, entropy and clip fraction are means over responses of their
         means over tokens, or means over all tokens, as the loss aggregates. Times are means over the units (their
@@ -121,38 +127,41 @@ class StepMetrics:
 
 
 class LossCounts(msgspec.Struct):
-    """What a rank knows of the step's denominator."""
+    """One rank's counts for the step's denominator."""
 
     tokens: int
     """Response tokens that are trained."""
     groups: int
     unequal: int
+    """Groups whose rewards differ."""
 
 
 class RankMetrics(msgspec.Struct):
-    """What a rank tells the others at the end of the step."""
+    """One rank's message to the others at the end of the step."""
 
     metrics: StepMetrics
     leader: bool
+    """Whether the rank leads its unit."""
     peak_bytes: int
+    """`Platform.peak_bytes` of the rank."""
 
 
-def _worst(values: Iterable[float]) -> float:
-    """The largest; NaN wins, so that it can't hide."""
+def _largest_or_nan(values: Iterable[float]) -> float:
+    """Return the largest value, or NaN if any value is NaN, so that it can't hide."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
+def _concatenated(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return list(chain.from_iterable(lists))
 
 
 MERGED: dict[str, Callable[[list[Any]], Any]] = {
-    **dict.fromkeys(("rewards", "statuses", "lengths"), _all),
-    "versions": lambda found: set(_all(found)),
+    **dict.fromkeys(("rewards", "statuses", "lengths"), _concatenated),
+    "versions": lambda found: set(_concatenated(found)),
     **dict.fromkeys(("staleness", "continued", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
     **dict.fromkeys(("loss_tokens", "groups", "unequal"), sum),
     **dict.fromkeys(("loss", "kl", "entropy", "clipped", "mismatch_kl"), sum),
-    **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _worst),
+    **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _largest_or_nan),
 }
-"""How each figure of the ranks becomes one of the step."""
+"""How the ranks' values of each figure are merged into the step's."""

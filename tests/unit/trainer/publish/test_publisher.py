@@ -103,7 +103,7 @@ def run(tmp_path):
                     publisher.publish(model, version)
                 except Exception as error:
                     return error
-            publisher._settle()
+            publisher._end_last_attempt()
             return None
 
         with ThreadPoolExecutor(4) as threads:
