@@ -39,7 +39,7 @@ class SampleQueue:
         """By unit: the number of windows of `_ordered` that it has leased."""
 
     def put(self, group: Group) -> None:
-        """Add a finished group. Raises ValueError for another step's group, and for an index out of range or given twice."""
+        """Add a finished group. Raises ValueError for another step's group, and for a wrong or repeated index."""
         if group.step != self.step or group.index in self._groups or not 0 <= group.index < self.expected:
             raise ValueError(
                 f"group {group.index} of step {group.step} does not belong into the queue of step {self.step}"
