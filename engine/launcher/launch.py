@@ -232,7 +232,10 @@ class _Launcher:
 
 
 def main() -> int:
-    """Run the command line. Returns the exit code: 0, 1 on failure, 2 on bad input; the reason is printed."""
+    """Run the command line and return the exit code: 0, 1 on failure, 2 on bad input.
+
+    The reason is printed; `launch` also leaves an error of a started run in failure.json.
+    """
     watch_lifeline()
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
