@@ -110,7 +110,7 @@ class VerifierPool:
 
 
 class _VerifierProcess:
-    """One verifier process and the connection to it. After a call that times out or breaks, a new process replaces it."""
+    """One verifier process and the connection to it. A call that times out or breaks replaces the process."""
 
     def __init__(self, name: str, spec: str, start_timeout_s: float, log: Path | None) -> None:
         self.per_response = False
