@@ -1,4 +1,4 @@
-"""The launcher's event loop: answers the trainer, runs the producer, keeps the instances on the step's weights."""
+"""The coordinator: answers the trainer's requests, starts the generation of batches, stops the run if a part fails."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The sample queue of one step: groups come in as they finish, are leased to units, and count once they are trained.
 
-Pure bookkeeping without threads or sockets; `engine.wire.control_server` serves it.
+Pure bookkeeping without threads or sockets; `engine.launcher.coordinator` leases from it for the trainer.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class SampleQueue:
         [] if there is no window yet.
 
         In arrival order a window is made of the groups that are there, for the unit that asks. In prompt order the
-        windows are a function of the ordered groups alone: a window is leased once no further group fits into it, and
-        the units get the windows in turn.
+        windows are a function of the ordered groups alone: a window is leased once it can't grow any more, and the
+        units get the windows in turn.
         """
         if self._hold and len(self._arrived) < self.expected:
             return []

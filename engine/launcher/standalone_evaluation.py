@@ -1,4 +1,4 @@
-"""Evaluates a model on benchmarks outside a run, with rollout instances that it starts itself."""
+"""Evaluates a model on benchmarks outside a run, with rollout instances of its own."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _call_reward(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt,
 
 
 def _await_if_async(result: object, runner: asyncio.Runner) -> object:
-    """Return the result of a reward. That of an async reward is run to its end first."""
+    """Return the result of a reward; if the reward is async, run it first."""
     return runner.run(_as_coroutine(result)) if inspect.isawaitable(result) else result
 
 
@@ -148,7 +148,7 @@ def _read_exactly(launcher: socket.socket, count: int) -> bytes:
 
 
 def _print_to_stderr() -> None:
-    """Send what a reward prints to stderr, line by line, so that nothing is lost if the process is killed."""
+    """Send what a reward prints to stderr, line by line, so that the lines are there even if the process is killed."""
     os.dup2(2, 1)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)
