@@ -1,4 +1,4 @@
-"""The launcher's event loop: answers the trainer, runs the producer, keeps the instances on the step's weights."""
+"""The coordinator: answers the trainer's requests, starts the generation of batches, stops the run if a part fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Coordinator:
-    """State of the steps that are being generated, and the answers to the trainer's requests."""
+    """Holds the state of the steps that are being generated, and answers the trainer's requests."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Coordinator:
         loader: PromptLoader | None = None,
         service: RolloutService | None = None,
     ) -> None:
-        """Without loader and service (a replay) only what concerns the trainer alone is answered."""
+        """A replay has no `loader` and no `service`; then only the requests that need no instances are answered."""
         self.config = config
         self.folder = folder
         self.trace = trace
@@ -51,7 +51,7 @@ class Coordinator:
         self._evaluation: DrainEvaluation | None = None
         self.trainer_error: MetronomeError | None = None
         self.last: dict[str, Any] = {}
-        """The last finished step, as in steps.jsonl."""
+        """The report of the last finished step, with the keys of steps.jsonl; empty before the first."""
         self._liveness = Liveness()
         self._is_ready = False
         self._batches: dict[int, Batch] = {}
@@ -72,7 +72,7 @@ class Coordinator:
         self._answers = self.answers()
 
     def answers(self) -> Answers:
-        """Which method answers which request; a replay answers none about instances."""
+        """The method that answers each type of request. A replay answers no request about instances."""
         always: Answers = {
             messages.Ready: self._ready,
             messages.Heartbeat: self._heartbeat,
@@ -96,7 +96,10 @@ class Coordinator:
         }
 
     async def answer(self, request: ControlRequest[Any]) -> Message:
-        """The reply to a request; each is a sign of life of the trainer, at its start and at its end."""
+        """Return the reply to a request. Its arrival and its reply are both signs of life of the trainer.
+
+        Raises MetronomeError if the run stops, or if a replay gets a request about instances.
+        """
         if (method := self._answers.get(type(request))) is None:
             raise MetronomeError(f"{type(request).__name__}: a run that replays a record has no instances")
         with self._liveness.answering(request.unit):
@@ -104,7 +107,7 @@ class Coordinator:
 
     @property
     def failure(self) -> MetronomeError | None:
-        """Why the run stops."""
+        """The error that stops the run; None while the run goes on."""
         return self._run_state.failure
 
     def _allows_publish(self) -> bool:
@@ -112,16 +115,18 @@ class Coordinator:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the trainer has loaded its models: from then on it hears of a failure and saves what it has."""
+        """Whether the trainer has loaded its models. From then on it is told of a failure and saves a checkpoint."""
         return self._is_ready
 
     async def fail(self, error: MetronomeError) -> None:
-        """Stop the run: the trainer hears of it with its next request, saves a checkpoint and ends."""
+        """Stop the run: the trainer gets `error` as the reply to its next request, saves a checkpoint and ends."""
         await self._run_state.fail(error)
 
     async def check(self) -> None:
-        """Stop the run when the pool gave up or the trainer is silent;
-        raise what is a mistake of ours in the producer."""
+        """Stop the run if the pool gave up, the trainer is silent, or a generation ended without all of its groups.
+
+        Raises an exception of a background task that is not a MetronomeError: that is a bug of the launcher.
+        """
         for step, batch in list(self._batches.items()):
             if batch.task is not None and batch.task.done():
                 batch.task.result()
@@ -138,7 +143,7 @@ class Coordinator:
             self._evaluation.check()
         if self.failure is None and self.service is not None and self.service.pool.failure is not None:
             await self.fail(self.service.pool.failure)
-        limit, keys = self._longest_silence()
+        limit, keys = self._silence_limit()
         if self.failure is None and (who := self._liveness.longer_than(limit)):
             await self.fail(
                 DeadlineError(
@@ -146,16 +151,18 @@ class Coordinator:
                 )
             )
 
-    def _longest_silence(self) -> tuple[float, str]:
-        """In seconds, and the keys that set it. Until it is ready the trainer loads models,
-        which instances get time for too."""
+    def _silence_limit(self) -> tuple[float, str]:
+        """The longest time in seconds that the trainer may be silent, and the keys that set it.
+
+        Until the trainer is ready it loads models, so the time that instances get for that is added.
+        """
         limit = self.config.train.timeout_s
         if self._is_ready:
             return limit, "train.timeout_s"
         return limit + self.config.rollout.timeout_s, "train.timeout_s + rollout.timeout_s"
 
     async def close(self) -> None:
-        """Cancel the batches under way."""
+        """Cancel the batches under way, the publishing and the evaluation, and write the timeline."""
         tasks = [batch.task for batch in self._batches.values() if batch.task is not None]
         for task in tasks:
             task.cancel()
@@ -172,8 +179,8 @@ class Coordinator:
         return DrainEvaluation(self.config, self.folder, service, self._run_state.notify)
 
     async def _ready(self, request: messages.Ready) -> messages.Prompts:
-        """The trainer has loaded its models and goes on from a step;
-        the reply names the prompts that it is trained on."""
+        """The trainer has loaded its models and begins with step `start`; the reply is the fingerprint of the run's
+        prompts."""
         self._is_ready = True
         if self._generator is not None:
             self._generator.resume_at(request.start, request.prompt_position, request.prompts)
@@ -193,11 +200,11 @@ class Coordinator:
         assert self._generator is not None
         batch, before = self._generator.begin(step)
         self._batches[step] = batch
-        batch.task = asyncio.create_task(self._produce(step, batch, before))
+        batch.task = asyncio.create_task(self._generate_batch(step, batch, before))
         self._liveness.expect(self.config.parallel.units)
         return messages.Done()
 
-    async def _produce(self, step: int, batch: Batch, before: Batch | None) -> None:
+    async def _generate_batch(self, step: int, batch: Batch, before: Batch | None) -> None:
         assert self._generator is not None
         assert self._publishing is not None
         await self._publishing.wait_for_swap()
@@ -209,7 +216,7 @@ class Coordinator:
             await self.fail(error)
 
     async def _lease(self, request: messages.Lease) -> messages.Work:
-        """What a unit of the trainer has to do next: see messages.Work."""
+        """Acknowledge what a unit has trained, and reply with what it does next."""
         unit = request.unit
         assert unit is not None
         if (batch := self._batches.get(request.step)) is None:
@@ -219,7 +226,7 @@ class Coordinator:
         queue = batch.queue
         queue.acknowledge(request.trained, unit)
         if queue.done:
-            await self._run_state.notify()  # the other units wait for this
+            await self._run_state.notify()  # the other units wait for the end of the step
         found: messages.Work | None = await self._run_state.wait_briefly(
             partial(self._next_work, queue, unit, request.budget)
         )
@@ -232,10 +239,10 @@ class Coordinator:
         return found
 
     def _next_work(self, queue: SampleQueue, unit: int, budget: int) -> messages.Work | None:
-        """The end of the step, else a window to train, else responses to score early; None when there is neither."""
+        """Return the end of the step, else a window to train, else responses to score early, else None."""
         if queue.done:
             return messages.EndOfStep()
-        self._run_state.check()  # a run that fails gives out nothing more
+        self._run_state.check()  # a run that stops leases nothing more
         if window := queue.lease(unit, budget):
             return messages.Window(tuple(map(pack_group, window)))
         if landed := queue.early(unit, budget):
@@ -243,12 +250,12 @@ class Coordinator:
         return None
 
     async def _heartbeat(self, request: messages.Heartbeat) -> messages.Done:
-        """The trainer is at work that asks for nothing; it hears of a failure."""
+        """The trainer is busy with work that needs no other request; the reply may be the error that stops the run."""
         self._run_state.check()
         return messages.Done()
 
     async def _replay_progress(self, request: messages.ReplayProgress) -> messages.EndOfStep | messages.StillWaiting:
-        """A unit goes on with its replay; once it is `done` with the step it waits for the others, who may yet fail."""
+        """A unit goes on with its replay. Once it is `done` with a step it waits for the others, which may fail."""
         self._run_state.check()
         if not request.done:
             return messages.StillWaiting()
@@ -261,8 +268,8 @@ class Coordinator:
         return end or messages.StillWaiting()
 
     async def _report(self, request: messages.Report) -> messages.Reported:
-        """Complete the trainer's figures and append them to steps.jsonl;
-        the reply says where the next step's prompts begin."""
+        """Complete the trainer's figures and append them to steps.jsonl; the reply is the position of the next step's
+        prompts."""
         figures = request.figures
         step = request.step
         batch = self._batches.pop(step, None)
@@ -289,7 +296,7 @@ class Coordinator:
         return messages.Reported(batch.next_position if batch is not None else None)
 
     async def _trainer_failed(self, request: messages.TrainerFailed) -> messages.Done:
-        """A unit of the trainer ends with this error; the others hear of it with their next request."""
+        """Stop the run with the error of a unit that ends. The next request of each other unit is answered with it."""
         self.trainer_error = self.trainer_error or request.error.error()
         await self.fail(self.trainer_error)
         return messages.Done()

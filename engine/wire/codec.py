@@ -1,4 +1,4 @@
-"""Groups as they cross between launcher and trainer ranks: numbers as raw buffers, no pickle."""
+"""Packs groups for the way from the launcher to the trainer ranks, their numbers as raw buffers; no pickle."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from engine.wire.messages import PackedGroup, PackedLanded, PackedResponse
 
 
 def pack_group(group: Group) -> PackedGroup:
-    """A group with token ids as int32 and log-probabilities as fp32 buffers (fp32 is what they are)."""
+    """Pack a group: token ids as int32 buffers, log-probabilities as fp32 buffers, which loses nothing."""
     prompt = group.prompt
     return PackedGroup(
         step=group.step,
         index=group.index,
-        prompt=(prompt.id, _whole(prompt.problem), _whole(prompt.answer), _buffer("i", prompt.token_ids)),
+        prompt=(
+            prompt.id,
+            _without_surrogates(prompt.problem),
+            _without_surrogates(prompt.answer),
+            _to_buffer("i", prompt.token_ids),
+        ),
         responses=tuple(_pack_response(response) for response in group.responses),
-        scores=tuple(Score(score.value, score.status, _whole(score.detail)) for score in group.scores),
+        scores=tuple(Score(score.value, score.status, _without_surrogates(score.detail)) for score in group.scores),
         advantages=group.advantages,
         batch=group.batch,
     )
 
 
 def open_group(packed: PackedGroup) -> Group:
-    """The inverse of `pack_group`, but for the prompt's columns, which do not cross."""
+    """The inverse of `pack_group`, except that the prompt's columns are lost, because they are not packed."""
     identity, problem, answer, token_ids = packed.prompt
     return Group(
         step=packed.step,
         index=packed.index,
-        prompt=Prompt(identity, problem, answer, _numbers("i", token_ids)),
+        prompt=Prompt(identity, problem, answer, _from_buffer("i", token_ids)),
         responses=tuple(_open_response(response) for response in packed.responses),
         scores=packed.scores,
         batch=packed.batch,
@@ -39,13 +44,13 @@ def open_group(packed: PackedGroup) -> Group:
 
 
 def pack_landed(landed: Landed) -> PackedLanded:
-    """A response whose group is not complete yet."""
+    """Pack a response whose group is not complete yet: token ids as int32 buffers."""
     return PackedLanded(
         step=landed.step,
         group=landed.group,
         number=landed.number,
-        prompt=_buffer("i", landed.prompt),
-        token_ids=_buffer("i", landed.token_ids),
+        prompt=_to_buffer("i", landed.prompt),
+        token_ids=_to_buffer("i", landed.token_ids),
     )
 
 
@@ -55,19 +60,19 @@ def open_landed(packed: PackedLanded) -> Landed:
         step=packed.step,
         group=packed.group,
         number=packed.number,
-        prompt=_numbers("i", packed.prompt),
-        token_ids=_numbers("i", packed.token_ids),
+        prompt=_from_buffer("i", packed.prompt),
+        token_ids=_from_buffer("i", packed.token_ids),
     )
 
 
 def _pack_response(response: Response) -> PackedResponse:
     return PackedResponse(
-        token_ids=_buffer("i", response.token_ids),
-        logprobs=_buffer("f", response.logprobs),
+        token_ids=_to_buffer("i", response.token_ids),
+        logprobs=_to_buffer("f", response.logprobs),
         versions=response.versions,
         loss_mask=bytes(response.loss_mask),
         finish_reason=response.finish_reason,
-        text=_whole(response.text),
+        text=_without_surrogates(response.text),
         seed=response.seed,
         instance=response.instance,
     )
@@ -75,8 +80,8 @@ def _pack_response(response: Response) -> PackedResponse:
 
 def _open_response(packed: PackedResponse) -> Response:
     return Response(
-        token_ids=_numbers("i", packed.token_ids),
-        logprobs=_numbers("f", packed.logprobs),
+        token_ids=_from_buffer("i", packed.token_ids),
+        logprobs=_from_buffer("f", packed.logprobs),
         versions=packed.versions,
         loss_mask=tuple(map(bool, packed.loss_mask)),
         finish_reason=packed.finish_reason,
@@ -86,14 +91,14 @@ def _open_response(packed: PackedResponse) -> Response:
     )
 
 
-def _whole(text: str) -> str:
-    """The text with "?" for half a character, which UTF-8 has no bytes for."""
+def _without_surrogates(text: str) -> str:
+    """Return the text with "?" for each lone surrogate (half a character), which UTF-8 can't encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _buffer(kind: str, values: Sequence[float]) -> bytes:
+def _to_buffer(kind: str, values: Sequence[float]) -> bytes:
     return array(kind, values).tobytes()
 
 
-def _numbers(kind: str, buffer: bytes) -> tuple[Any, ...]:
+def _from_buffer(kind: str, buffer: bytes) -> tuple[Any, ...]:
     return tuple(array(kind, buffer))

@@ -1,5 +1,4 @@
-"""A trainer rank's side of the control channel: everything a rank waits for,
-it waits for here (never in a collective)."""
+"""The trainer rank's side of the control channel. A rank waits for the launcher here, never in a collective."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from engine.wire.messages import PROTOCOL, Answer, ControlRequest, Failure, pack
 
 
 class ControlClient:
-    """Requests to the launcher, one at a time, each with a deadline."""
+    """Sends requests to the launcher, one at a time, each with a deadline."""
 
     def __init__(self, address: str, name: str, timeout_s: float) -> None:
-        """`name`: of this rank, for messages; `timeout_s`: how long to wait for a reply."""
+        """`address`: of the launcher; `name`: of this rank, for messages; `timeout_s`: seconds to wait for a reply."""
         self._name = name
         self._timeout_s = timeout_s
         self._context = zmq.Context()
@@ -26,9 +25,10 @@ class ControlClient:
         self._number = 0
 
     def ask(self, request: ControlRequest[Answer]) -> Answer:
-        """Send a request and wait for its reply.
+        """Send a request and return its reply.
 
-        Raises DeadlineError, BadInput where the launcher speaks another protocol, or the launcher's own error.
+        Raises DeadlineError without a reply in time, BadInput if the launcher has another version of the protocol, and
+        the error with which the launcher answers.
         """
         self._number += 1
         number = str(self._number).encode()
@@ -40,13 +40,13 @@ class ControlClient:
                 )
             answered, protocol, data = self._socket.recv_multipart()
             if answered == number:
-                self._check(protocol)
+                self._check_protocol(protocol)
                 reply = read_message(data)
                 if isinstance(reply, Failure):
                     raise reply.error()
                 return cast(Answer, reply)
 
-    def _check(self, protocol: bytes) -> None:
+    def _check_protocol(self, protocol: bytes) -> None:
         if protocol != str(PROTOCOL).encode():
             raise BadInput(
                 f"{self._name} speaks version {PROTOCOL} of the control protocol, the launcher version "

@@ -1,7 +1,7 @@
 """The launcher's side of the control channel: a pyzmq ROUTER that answers the trainer ranks' requests.
 
-Every request gets exactly one reply. An answer that waits (for a group, for a weight sync) is a coroutine of the
-launcher's event loop, so a slow one never blocks another rank.
+Every request gets exactly one reply. Each answer is a coroutine of the launcher's event loop, so an answer that waits
+(for a group, for a weight sync) does not block another rank.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from engine.wire.control_keys import Keys, guard_server
 from engine.wire.messages import PROTOCOL, ControlRequest, Failure, Message, pack, read_request
 
 Answers = Mapping[type[ControlRequest[Any]], Callable[[Any], Awaitable[Message]]]
-"""By the type of a request: the method that answers it."""
+"""By type of request: the method that answers it."""
 
 
 class ControlServer:
-    """Answers requests; a MetronomeError becomes a Failure. An address off this node needs keys.
+    """Answers requests; a MetronomeError is answered as a Failure. A TCP address needs `keys`.
 
-    A peer of another protocol gets a reply with our version alone, which its client refuses by name.
+    A peer that has another version of the protocol gets only our version as the reply, so that its client can name both
+    versions.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ControlServer:
             if self._keys is not None:
                 guard_server(socket, self._keys)
             socket.bind(self.address)
-            async with asyncio.TaskGroup() as replies:  # an unexpected error in an answer ends the server, loudly
+            async with asyncio.TaskGroup() as replies:  # an unexpected error in an answer ends the server
                 while True:
                     replies.create_task(self._reply(socket, await socket.recv_multipart()))
         finally:
@@ -53,9 +54,11 @@ class ControlServer:
         peer, number, *message = frames
         ours = str(PROTOCOL).encode()
         same = len(message) == 2 and message[0] == ours
-        await socket.send_multipart([peer, number, ours, pack(await self._answered(message[1])) if same else b""])
+        await socket.send_multipart(
+            [peer, number, ours, pack(await self._answer_or_failure(message[1])) if same else b""]
+        )
 
-    async def _answered(self, data: bytes) -> Message:
+    async def _answer_or_failure(self, data: bytes) -> Message:
         try:
             return await self._answer(read_request(data))
         except MetronomeError as error:

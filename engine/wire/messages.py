@@ -1,7 +1,7 @@
-"""What the trainer and the launcher say to each other, and trainer ranks among each other: one struct a message.
+"""The messages between the trainer and the launcher, and between the trainer's ranks: one struct for each.
 
 A request names its reply: `Lease` is a `ControlRequest[Work]`. `Coordinator.answers` says which method answers it.
-Messages are msgpack; a field that is unknown, missing or of another type is refused when the message is read.
+Messages are msgpack. Reading one raises an error if a field is unknown, missing or of another type.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.errors import MetronomeError
 from engine.types import BatchScores, Score, StepFigures
 
 PROTOCOL = 1
-"""Version of these messages and of those of verifiers. It changes with every message; both ends must have the same."""
+"""Version of these messages and of verifier_messages. It rises when a message changes; both ends must have the same."""
 
 ERRORS = {
     kind.__name__: kind
@@ -33,7 +33,7 @@ ERRORS = {
         errors.MetronomeError,
     )
 }
-"""The errors that cross between processes, by the name that they cross under."""
+"""By name: the errors that a `Failure` can carry to another process."""
 
 Answer = TypeVar("Answer")
 
@@ -41,18 +41,18 @@ Answer = TypeVar("Answer")
 class ControlRequest(
     msgspec.Struct, Generic[Answer], kw_only=True, tag=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """A request of the trainer, answered by an `Answer` or a `Failure`."""
+    """A request of the trainer. Its reply is an `Answer` or a `Failure`."""
 
     unit: int | None = None
-    """The unit that asks; None where rank 0 asks for all."""
+    """The unit that asks; None if rank 0 asks for all units."""
 
 
 class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A reply, or what one rank tells the others."""
+    """A reply of the launcher, or a message from one trainer rank to the others."""
 
 
 class Failure(Message):
-    """An error of ours, on its way to another process."""
+    """A MetronomeError on its way to another process."""
 
     kind: str
     """A key of ERRORS."""
@@ -60,23 +60,23 @@ class Failure(Message):
 
     @staticmethod
     def of(error: MetronomeError) -> Failure:
-        """An error that only one process knows crosses as the nearest one that all know."""
+        """Return the error as a message. A class that is not in ERRORS becomes its nearest base class that is."""
         return Failure(next(one.__name__ for one in type(error).__mro__ if one in ERRORS.values()), str(error))
 
     def error(self) -> MetronomeError:
-        """The error, to be raised here."""
+        """Return the error, to be raised in this process."""
         return ERRORS[self.kind](self.message)
 
 
 class Done(Message):
-    """It was done."""
+    """What was asked for is done."""
 
 
 # a step, as a unit goes through it ----------------------------------------------------------------
 
 
 class PackedResponse(msgspec.Struct, frozen=True):
-    """engine.types.Response with its numbers as buffers (engine.wire.codec)."""
+    """An engine.types.Response, its numbers packed as buffers (engine.wire.codec)."""
 
     token_ids: bytes
     """int32."""
@@ -84,7 +84,7 @@ class PackedResponse(msgspec.Struct, frozen=True):
     """fp32."""
     versions: tuple[tuple[int, int], ...]
     loss_mask: bytes
-    """A byte a token."""
+    """One byte for each token."""
     finish_reason: str
     text: str
     seed: int
@@ -92,7 +92,7 @@ class PackedResponse(msgspec.Struct, frozen=True):
 
 
 class PackedGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """engine.types.Group. Of the prompt's columns nothing crosses: only the reward reads them, and it has run."""
+    """An engine.types.Group without the prompt's columns: only the reward reads them, and it has run already."""
 
     step: int
     index: int
@@ -105,7 +105,7 @@ class PackedGroup(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PackedLanded(msgspec.Struct, frozen=True, array_like=True):
-    """engine.types.Landed."""
+    """An engine.types.Landed, its numbers packed as buffers."""
 
     step: int
     group: int
@@ -129,7 +129,7 @@ class EarlyWork(Message):
 
 
 class StillWaiting(Message):
-    """A sign of life: ask again."""
+    """A sign of life of the launcher, which has nothing to give yet: ask again."""
 
 
 class EndOfStep(Message):
@@ -146,17 +146,17 @@ class StartBatch(ControlRequest[Done]):
 
 
 class Lease(ControlRequest[Work]):
-    """What a unit has to do next in a step."""
+    """Acknowledge trained groups, and ask what the unit does next in the step."""
 
     step: int
     budget: int
-    """Tokens of a window."""
+    """The largest number of tokens of a window."""
     trained: tuple[int, ...]
-    """Indices of the groups whose gradients are in since the last request."""
+    """Indices of the groups that the unit has trained since its last request."""
 
 
 class Heartbeat(ControlRequest[Done]):
-    """The unit is at work that asks for nothing. The reply may be the failure that ends the run."""
+    """A sign of life during work that needs no other request. The reply may be the failure that ends the run."""
 
 
 class ReplayProgress(ControlRequest[EndOfStep | StillWaiting]):
@@ -170,7 +170,7 @@ class ReplayProgress(ControlRequest[EndOfStep | StillWaiting]):
 
 
 class Prompts(Message):
-    """The run's prompts in their order, by fingerprint; None for a replay, which draws none."""
+    """The fingerprint of the run's prompts, in their order; None for a replay, which has no prompts."""
 
     fingerprint: str | None
 
@@ -180,27 +180,27 @@ class Ready(ControlRequest[Prompts]):
 
     start: int
     prompt_position: int | None
-    """Prompts used before it, of the checkpoint; None where the checkpoint does not say."""
+    """Number of prompts used before `start`, as the checkpoint says; None if it does not say."""
     prompts: str | None
-    """Their fingerprint, of the checkpoint."""
+    """The fingerprint of the run's prompts in the checkpoint; None if it has none."""
 
 
 class Reported(Message):
     """The report was written."""
 
     prompt_position: int | None
-    """Where the next step's prompts begin, with dynamic sampling."""
+    """With dynamic sampling: position at which the next step's prompts begin; else None."""
 
 
 class Report(ControlRequest[Reported]):
-    """The figures of a step that is trained, by the keys of steps.jsonl."""
+    """The figures of a step that has been trained, by the keys of steps.jsonl."""
 
     step: int
     figures: StepFigures
 
 
 class TrainerFailed(ControlRequest[Done]):
-    """A unit ends with this error."""
+    """A unit ends with `error`."""
 
     error: Failure
 
@@ -209,30 +209,32 @@ class TrainerFailed(ControlRequest[Done]):
 
 
 class PublishAllowed(Message):
-    """Whether weights may move now; if not, the trainer asks again."""
+    """Whether weights may be published now; if not, the trainer asks again."""
 
     now: bool
 
 
 class MayPublish(ControlRequest[PublishAllowed]):
-    """May weights move?"""
+    """Ask whether weights may be published now."""
 
     version: int
 
 
 class SyncOpened(Message):
-    """The instances that take part in a sync, which are paused now (or receive beside their work, staged)."""
+    """The instances that take part in a sync. They are paused now; with weights.staged they go on generating."""
 
     generation: int
+    """Number of the groups' current set of members; it rises when groups must be made anew."""
     members: tuple[str, ...]
+    """Names of the instances."""
     world_size: int
-    """Ranks of a stage's group, its sender included."""
+    """Number of ranks in the group of a pipeline stage, its sender included."""
     connect: bool
-    """Whether groups must be made anew."""
+    """Whether the groups must be made anew."""
     local: bool
     """Whether all members are on the launcher's machine."""
     probe: tuple[int, ...]
-    """Token ids whose log-probabilities are compared afterwards; empty for none."""
+    """Token ids whose log-probabilities are compared afterwards; empty if nothing is compared."""
 
 
 class OpenSync(ControlRequest[SyncOpened]):
@@ -242,13 +244,13 @@ class OpenSync(ControlRequest[SyncOpened]):
 
 
 class Proceed(Message):
-    """A part of the sync was done; with `retry` an instance failed, and the sync begins again with `OpenSync`."""
+    """A part of the sync is done. With `retry` it failed, and the sync begins again with `OpenSync`."""
 
     retry: bool = False
 
 
 class MeetingPlace(msgspec.Struct, frozen=True):
-    """Where the group of a pipeline stage meets."""
+    """The address at which the group of a pipeline stage meets."""
 
     host: str
     port: int
@@ -274,12 +276,13 @@ class BucketInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     shapes: list[list[int]]
     checksums: list[str]
     path: str | None = None
-    """Of its file, with transport file."""
+    """Path of the bucket's file, with transport "file"."""
     staged: bool = False
-    """Receive it into host memory while generation goes on."""
+    """Whether to receive it into host memory while generation goes on."""
     packed: bool = False
-    """With hccl: that tensors are packed, into pieces of this many bytes."""
+    """With transport "hccl": whether tensors are packed."""
     packed_buffer_size_bytes: int = 0
+    """With transport "hccl": bytes of the pieces into which they are packed."""
 
     @property
     def title(self) -> str:
@@ -294,22 +297,22 @@ class SendBucket(ControlRequest[Proceed]):
 
 
 class AbortSync(ControlRequest[Proceed]):
-    """The sender could not send: the sync begins again."""
+    """The sender failed to send, so the sync must begin again."""
 
     version: int
     reason: str
 
 
 class FinishSync(ControlRequest[Done]):
-    """Have every member serve the version, or begin to in the background."""
+    """Have every member serve the version, at once or in the background."""
 
     version: int
     snapshot: str
-    """Folder from which late instances load it."""
+    """Folder from which late instances load the version; empty if there is none."""
 
 
 class VerifySync(ControlRequest[Done]):
-    """The trainer's log-probabilities of the probe, to compare the members' with; empty: it has none."""
+    """Compare the members' log-probabilities of the probe with `expected`, the trainer's; empty: compare nothing."""
 
     expected: tuple[float, ...]
 
@@ -325,7 +328,7 @@ class CheckpointDue(Message):
 
 
 class CheckpointFound(Message):
-    """The newest complete checkpoint's name; None: there is none."""
+    """Name of the newest complete checkpoint; None if there is none."""
 
     name: str | None
 
@@ -366,14 +369,14 @@ _REQUESTS: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequ
 _MESSAGES: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 pack = msgspec.msgpack.encode
-"""A message as bytes."""
+"""Encode a message as bytes."""
 
 
 def read_request(data: bytes) -> AnyRequest:
-    """The request in these bytes. Raises msgspec.ValidationError for anything else."""
+    """Return the request that `data` encodes. Raises msgspec.ValidationError for anything else."""
     return _REQUESTS.decode(data)
 
 
 def read_message(data: bytes) -> AnyMessage:
-    """The reply in these bytes, or what a rank told. Raises msgspec.ValidationError for anything else."""
+    """Return the reply or rank message that `data` encodes. Raises msgspec.ValidationError for anything else."""
     return _MESSAGES.decode(data)

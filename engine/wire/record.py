@@ -1,4 +1,4 @@
-"""The record of a run: what the trainer's units were given, in their order of training."""
+"""The record of a run: the windows and early work of each trainer unit, in the order in which they were leased."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PLAN = (
     "train.betas", "train.max_grad_norm", "train.dtype", "train.recompute", "train.distributed_optimizer", "algorithm",
     "attention", "parallel",
 )  # fmt: skip
-"""What a replay must have in common with the recorded run to give the same weights;
-besides these the base model's content."""
+"""Keys whose values, with the content of the base model, must be those of the recorded run, so that a replay gives the
+same weights. A name without a dot stands for a whole table."""
 
 
 class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one unit was given: a window to train, or responses to score early."""
+    """One reply to a unit: a window to train, or responses to score early."""
 
     unit: int
     step: int
@@ -35,20 +35,20 @@ class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RecordWriter:
-    """Appends to `record.msgpack`: first the settings, then what each unit was given.
+    """Writes `record.msgpack`: first the settings, then each window and early work that a unit leases.
 
-    Micro-batches are a function of these windows and need no record.
+    Micro-batches are not recorded, because they are a function of the windows.
     """
 
     def __init__(self, path: Path, config: Config, start: int) -> None:
-        """On resume, steps from `start` on are cut off: they are redone.
+        """Open the record. On resume the entries of steps from `start` on are removed, because these steps are redone.
 
-        Raises BadInput for a resumed run with other settings than the record's: half of its steps could not be
-        replayed.
+        Raises BadInput if the settings differ from those of the record that is continued: a replay has one plan for
+        all steps.
         """
         kept = [entry for entry in read(path) if entry.step < start] if path.exists() else []
         if kept:
-            _must_agree(path, config, "--resume", "keep it, or go on with train.record = false")
+            _check_same_plan(path, config, "--resume", "keep it, or go on with train.record = false")
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
             file.write(msgspec.msgpack.encode({"plan": plan(config)}))
@@ -57,18 +57,20 @@ class RecordWriter:
         self._file = path.open("ab")
 
     def add(self, step: int, unit: int, given: Window | EarlyWork) -> None:
-        """Append what a unit is given."""
+        """Append a window or early work of a unit."""
         groups, landed = (given.groups, ()) if isinstance(given, Window) else ((), given.landed)
         self._file.write(msgspec.msgpack.encode(RecordEntry(unit=unit, step=step, groups=groups, landed=landed)))
 
     def flush(self) -> None:
-        """Hand what was added to the system (once a step)."""
+        """Pass the added entries on to the operating system; called once a step."""
         self._file.flush()
 
 
 def plan(config: Config) -> dict[str, Any]:
-    """The settings of `PLAN` by key, as JSON has them; a schedule that falls also depends on where it ends.
-    Reads the model."""
+    """Return the settings of `PLAN` by key, as JSON values, and the hash of the base model, whose files are read.
+
+    They include train.steps if the learning rate falls towards the last step.
+    """
     flat = flatten(config.model_dump(mode="json"))
     found: dict[str, Any] = {"content of model.path": content_hash(Path(config.model.path))}
     falls = config.train.schedule != "constant"
@@ -77,7 +79,7 @@ def plan(config: Config) -> dict[str, Any]:
     return found
 
 
-def _items(path: Path) -> Iterator[Any]:
+def _unpack_items(path: Path) -> Iterator[Any]:
     try:
         with path.open("rb") as file:
             yield from msgpack.Unpacker(file)
@@ -88,8 +90,8 @@ def _items(path: Path) -> Iterator[Any]:
 
 
 def read(path: Path) -> Iterator[RecordEntry]:
-    """What all units were given, in order. Raises BadInput for a file that is no record."""
-    items = _items(path)
+    """Iterate over the entries of a record. Raises BadInput for a file that is no record, or is damaged."""
+    items = _unpack_items(path)
     header = next(items, None)
     if not isinstance(header, dict) or not isinstance(header.get("plan"), dict):
         raise BadInput(f"--replay {path}: not a record of train.record (it does not begin with a run's settings)")
@@ -105,12 +107,12 @@ def read(path: Path) -> Iterator[RecordEntry]:
 def check(path: Path, config: Config) -> None:
     """Raise BadInput unless the file is a record of a run with the settings that a replay needs."""
     for _ in read(path):
-        pass  # to its end: what is damaged is refused now
-    _must_agree(path, config, f"--replay {path}", "replay with the recorded run's own config.toml")
+        pass  # read it to the end, so that a damaged entry is refused now
+    _check_same_plan(path, config, f"--replay {path}", "replay with the recorded run's own config.toml")
 
 
-def _must_agree(path: Path, config: Config, what: str, remedy: str) -> None:
-    recorded = current_names(next(_items(path))["plan"])
+def _check_same_plan(path: Path, config: Config, what: str, remedy: str) -> None:
+    recorded = current_names(next(_unpack_items(path))["plan"])
     for key, value in plan(config).items():
         if recorded.get(key) != value:
             raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")

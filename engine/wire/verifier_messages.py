@@ -1,6 +1,6 @@
-"""What launcher and verifier process say to each other: msgpack frames over a socket pair, no pickle.
+"""The messages between the launcher and a verifier process: msgpack frames over a socket pair; no pickle.
 
-A frame is 4 bytes of length (big endian) and that many of msgpack. The process first sends `RewardLoaded` or
+A frame is a length in 4 bytes (big endian) and that many bytes of msgpack. The process first sends `RewardLoaded` or
 `RewardRefused`; then it answers each `ScoreTexts` or `ScoreGroup` with `Scores` or `RewardFailed`.
 """
 
@@ -20,7 +20,7 @@ LENGTH = struct.Struct(">I")
 
 
 class VerifierMessage(msgspec.Struct, tag=True, array_like=True):
-    """A message of either side. Texts travel as bytes: a response may end in half a character."""
+    """A message of either side. Texts are sent as bytes, because a response may end in half a character."""
 
 
 class RewardLoaded(VerifierMessage):
@@ -38,7 +38,7 @@ class RewardRefused(VerifierMessage):
 
 
 class ScoreTexts(VerifierMessage):
-    """A call of a built-in reward, with what these read."""
+    """A call of a built-in reward, with the fields that the built-in rewards read."""
 
     id: str
     answer: bytes
@@ -46,7 +46,7 @@ class ScoreTexts(VerifierMessage):
 
 
 class ScoredResponse(msgspec.Struct, frozen=True, array_like=True):
-    """engine.types.Response, with its text as bytes."""
+    """An engine.types.Response, its text as bytes."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -66,7 +66,7 @@ class ScoreGroup(VerifierMessage):
     answer: bytes
     token_ids: tuple[int, ...]
     columns: bytes
-    """JSON, which has integers of any size; msgpack stops at 64 bits."""
+    """As JSON, because integers may have more than the 64 bits of msgpack."""
     responses: tuple[ScoredResponse, ...]
 
 
@@ -77,16 +77,16 @@ class Scores(VerifierMessage):
 
     @staticmethod
     def of(scores: Sequence[Score]) -> Scores:
-        """As a message."""
-        return Scores(tuple((score.value, score.status, _bytes(score.detail)) for score in scores))
+        """Return the scores as a message."""
+        return Scores(tuple((score.value, score.status, _encode_text(score.detail)) for score in scores))
 
     def opened(self) -> list[Score]:
         """The inverse of `of`."""
-        return [Score(value, status, _text(detail)) for value, status, detail in self.scores]
+        return [Score(value, status, _decode_text(detail)) for value, status, detail in self.scores]
 
 
 class RewardFailed(VerifierMessage):
-    """The reward raised, or returned something that is no score for each response."""
+    """The reward raised, or did not return one score for each response."""
 
     message: str
 
@@ -98,79 +98,90 @@ _DECODER: msgspec.msgpack.Decoder[Call | Reply] = msgspec.msgpack.Decoder(Call |
 
 
 def frame(message: VerifierMessage) -> bytes:
-    """A message as one frame."""
+    """Return a message as one frame."""
     body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def read(body: bytes) -> Call | Reply:
-    """The message of a frame, without its head."""
+    """Return the message in `body`, a frame without its head."""
     return _DECODER.decode(body)
 
 
 def call(prompt: Prompt, responses: Sequence[Response], text_only: bool) -> Call:
-    """A call as a message; `text_only` sends what the built-in verifiers read: id, answer and the responses' texts."""
+    """Return a call as a message. `text_only`: with only what built-in rewards read: id, answer, responses' texts."""
     if text_only:
-        return ScoreTexts(prompt.id, _bytes(prompt.answer), tuple(_bytes(response.text) for response in responses))
+        return ScoreTexts(
+            prompt.id, _encode_text(prompt.answer), tuple(_encode_text(response.text) for response in responses)
+        )
     return ScoreGroup(
         id=prompt.id,
-        problem=_bytes(prompt.problem),
-        answer=_bytes(prompt.answer),
+        problem=_encode_text(prompt.problem),
+        answer=_encode_text(prompt.answer),
         token_ids=prompt.token_ids,
         columns=json.dumps(dict(prompt.columns)).encode(),
-        responses=tuple(_packed(response) for response in responses),
+        responses=tuple(_pack_response(response) for response in responses),
     )
 
 
 def arguments(message: Call) -> tuple[Prompt, list[Response]]:
-    """What the reward is called with; fields that were not sent are empty."""
+    """Return the arguments of the reward: prompt and responses. Fields that were not sent are empty."""
     if isinstance(message, ScoreTexts):
-        return Prompt(message.id, "", _text(message.answer), ()), [_of_text(text) for text in message.texts]
+        return Prompt(message.id, "", _decode_text(message.answer), ()), [
+            _text_only_response(text) for text in message.texts
+        ]
     prompt = Prompt(
         id=message.id,
-        problem=_text(message.problem),
-        answer=_text(message.answer),
+        problem=_decode_text(message.problem),
+        answer=_decode_text(message.answer),
         token_ids=message.token_ids,
         columns=json.loads(message.columns),
     )
-    return prompt, [_opened(response) for response in message.responses]
+    return prompt, [_open_response(response) for response in message.responses]
 
 
-def _packed(response: Response) -> ScoredResponse:
+def _pack_response(response: Response) -> ScoredResponse:
     return ScoredResponse(
         token_ids=response.token_ids,
         logprobs=response.logprobs,
         versions=response.versions,
         loss_mask=response.loss_mask,
         finish_reason=response.finish_reason,
-        text=_bytes(response.text),
+        text=_encode_text(response.text),
         seed=response.seed,
         instance=response.instance,
     )
 
 
-def _opened(response: ScoredResponse) -> Response:
+def _open_response(response: ScoredResponse) -> Response:
     return Response(
         token_ids=response.token_ids,
         logprobs=response.logprobs,
         versions=response.versions,
         loss_mask=response.loss_mask,
         finish_reason=response.finish_reason,
-        text=_text(response.text),
+        text=_decode_text(response.text),
         seed=response.seed,
         instance=response.instance,
     )
 
 
-def _of_text(text: bytes) -> Response:
+def _text_only_response(text: bytes) -> Response:
     return Response(
-        token_ids=(), logprobs=(), versions=(), loss_mask=(), finish_reason="", text=_text(text), seed=0, instance=""
+        token_ids=(),
+        logprobs=(),
+        versions=(),
+        loss_mask=(),
+        finish_reason="",
+        text=_decode_text(text),
+        seed=0,
+        instance="",
     )
 
 
-def _bytes(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _text(data: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     return data.decode("utf-8", "surrogatepass")

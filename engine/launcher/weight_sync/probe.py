@@ -1,4 +1,4 @@
-"""A few fixed tokens whose log-probabilities tell which weights a model computes with."""
+"""The probe: a few fixed tokens, whose log-probabilities show which weights a model computes with."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from engine.launcher.pool.instance_client import InstanceFault
 from engine.wire.rollout_messages import Complete, CompletionReply
 
 PERTURBED_TOKENS = 8
-"""How many tokens' output rows the self-test changes."""
+"""Number of tokens whose output rows the self-test changes."""
 TOLERANCE = {"float32": (1e-4, "largest"), "bfloat16": (0.02, "mean")}
-"""By the instances' dtype: how far log-probabilities of trainer and instance may be apart,
-and which difference counts."""
+"""By dtype of the instances' weights: the largest allowed difference between the log-probabilities of trainer and
+instance, and over the tokens which difference is compared with it: the largest or the mean."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,14 @@ class Probe:
     token_ids: tuple[int, ...]
     vocabulary: int
     dtype: str
-    """Of the instances' weights."""
+    """Dtype of the instances' weights."""
 
     @property
     def perturb(self) -> list[int]:
-        """Tokens that are predicted at the row's end or nowhere, and never an input of the model."""
+        """Tokens whose output rows the self-test changes: the last one of the row, and some that are not in the row.
+
+        None of them is an input of the model for any of the log-probabilities that are compared.
+        """
         row = set(self.token_ids)
         others = [token for token in range(min(self.vocabulary, len(row) + PERTURBED_TOKENS)) if token not in row]
         return [self.token_ids[-1], *others[: PERTURBED_TOKENS - 1]]
@@ -56,7 +59,7 @@ class Probe:
         return values
 
     def difference(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
-        """What `TOLERANCE` bounds; NaN where one of them is."""
+        """Return the difference that `TOLERANCE` limits, the largest or the mean one; NaN if any of them is NaN."""
         apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
         if any(value != value for value in apart):
             return float("nan")
@@ -64,6 +67,6 @@ class Probe:
 
 
 def probe(vocabulary: int, count: int, max_context: int, dtype: str) -> Probe | None:
-    """A probe of `count` tokens, or as many as context and vocabulary allow; None for less than two."""
+    """Return a probe of `count` tokens, or as many as context and vocabulary allow; None if that is fewer than two."""
     count = min(count, max_context - 1, vocabulary // 2)
     return Probe(tuple(random.Random(0).sample(range(vocabulary), count)), vocabulary, dtype) if count > 1 else None

@@ -1,4 +1,4 @@
-"""The launcher's side of a weight sync: the trainer's requests, and swaps that wait for the batches in flight."""
+"""Answers the trainer's requests about a publish, and runs the swaps that wait for the batches in flight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.wire.messages import Done, FinishSync, MayPublish, OpenSync, Publish
 
 
 class PublishRequests:
-    """Every instance gets exactly the version that the trainer publishes, or the run fails by name."""
+    """Gives every instance exactly the version that the trainer publishes; else the run fails and names the cause."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class PublishRequests:
         batches: Callable[[], Sequence[Batch]],
         allows_publish: Callable[[], bool],
     ) -> None:
-        """`batches`: those in flight; `allows_publish`:
-        whether nothing else (an evaluation) needs the weights where they are."""
+        """`batches`: returns the batches in flight; `allows_publish`: returns False while an evaluation needs the
+        current weights."""
         self._config = config
         self._trace = trace
         self._run_state = run_state
@@ -41,11 +41,11 @@ class PublishRequests:
         self._schedule = Schedule.of(config.train, config.rollout.partial)
         self._swap: asyncio.Task[None] | None = None
         self._began = 0.0
-        self.sync = self._weight_sync(service)
+        self.sync = self._make_weight_sync(service)
         """Leads the instances through weight syncs."""
         service.pool.sync = self.sync  # the pool asks it to bring late instances to the weights
 
-    def _weight_sync(self, service: RolloutService) -> WeightSync:
+    def _make_weight_sync(self, service: RolloutService) -> WeightSync:
         config = self._config
         rollout = config.rollout
         vocabulary = read_shape(Path(config.model.path)).vocabulary
@@ -59,8 +59,11 @@ class PublishRequests:
         )
 
     async def may_publish(self, request: MayPublish) -> PublishAllowed:
-        """Whether weights may move: the last swap is through and,
-        where each batch has one version, all are generated."""
+        """Reply whether weights may be published now; the trainer asks again if not.
+
+        The last swap must be finished, and no evaluation may need the current weights. If each batch has one version
+        and weights are not swapped in the background, all batches in flight must be generated.
+        """
         self._run_state.check()
         now = await self._run_state.wait_briefly(lambda: self._may_publish_now() or None)
         return PublishAllowed(now is not None)
@@ -71,21 +74,21 @@ class PublishRequests:
 
     @property
     def _in_background(self) -> bool:
-        """Whether instances take staged weights over when they have finished what they hold, while the trainer goes on.
+        """Whether instances swap to staged weights once they have finished their responses, while the trainer goes on.
 
-        AsyncFlow §4.2.3: the delayed parameter update.
+        This is the delayed parameter update of AsyncFlow §4.2.3.
         """
         return self._schedule.ahead > 0 and self._config.weights.staged
 
     async def open(self, request: OpenSync) -> SyncOpened:
-        """WeightSync.open, unless the run stops."""
+        """Open the weight sync (WeightSync.open). Raises the error that stops the run, if any."""
         self._run_state.check()
         self._began = time.time()
         return await self.sync.open(request)
 
     async def finish(self, request: FinishSync) -> Done:
-        """WeightSync.finish; where instances take the weights over in the background, its beginning."""
-        swap = self._finish(request)
+        """Finish the weight sync (WeightSync.finish), or start a task that does so in the background."""
+        swap = self._finish_sync(request)
         if self._in_background:
             self._swap = asyncio.create_task(self._swap_in_background(swap, self._batches()))
         else:
@@ -93,21 +96,23 @@ class PublishRequests:
         return Done()
 
     async def verify(self, request: VerifySync) -> Done:
-        """The trainer's log-probabilities, which are compared with every instance's:
-        before this returns, or by the swap."""
+        """Take in the trainer's log-probabilities of the probe, for the comparison with every instance's.
+
+        The comparison ends before this returns, or is part of the swap in the background.
+        """
         self._run_state.check()
         self.sync.expect(request.expected)
         if not self._in_background:
             await self.sync.checked()
         return Done()
 
-    async def _finish(self, request: FinishSync) -> None:
+    async def _finish_sync(self, request: FinishSync) -> None:
         await self.sync.finish(request)
         self._trace.add("sync", self._began, time.time(), lane="instances", step=request.version)
 
     async def _swap_in_background(self, swap: Awaitable[None], batches: Sequence[Batch]) -> None:
-        """Swap once the batches in flight are generated, where each has one version;
-        else each instance as it becomes free."""
+        """Run `swap`, then wait for the comparison. If each batch has one version, wait first until `batches` are
+        generated; else each instance swaps when it becomes free."""
         try:
             if self._schedule.exact:
                 await self._run_state.wait_until(lambda: all(batch.generated for batch in batches))
@@ -118,17 +123,17 @@ class PublishRequests:
         await self._run_state.notify()
 
     async def wait_for_swap(self) -> None:
-        """Until a swap in the background is through, where a batch needs its version from the first response on."""
+        """Wait for the swap in the background if the next batch needs the new version from its first response on."""
         if self._swap is not None and (self._schedule.exact or self._config.rollout.partial):
             await asyncio.wait([self._swap])
 
     def check(self) -> None:
-        """Raise what is a mistake of ours in the swap."""
+        """Raise the unexpected exception of a finished swap, if any: a bug of the launcher."""
         if self._swap is not None and self._swap.done():
             self._swap.result()
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel the swap in the background, and close the weight sync."""
         if self._swap is not None:
             self._swap.cancel()
             await asyncio.gather(self._swap, return_exceptions=True)
