@@ -32,7 +32,7 @@ SETTLED = 30
 PACE = (0.0, 0.002, 0.02, 0.1, 0.5)
 """Seconds that may pass after an event."""
 NAMES = ("guest", "other")
-WHICH = st.integers(0, 9)
+WHICH = st.sampled_from(range(10))
 SAMPLING = SamplingSettings(4, 1.0, 1.0, 0)
 
 
@@ -81,8 +81,8 @@ class PoolMachine(RuleBasedStateMachine):
     # the world ------------------------------------------------------------------------------------
 
     @initialize(
-        seed=st.integers(0, 9),
-        declared=st.integers(0, 3),
+        seed=st.sampled_from(range(10)),
+        declared=st.sampled_from(range(4)),
         synced=st.sampled_from([True, True, True, True, False]),
         published=st.sampled_from([True, True, False]),
         staged=st.booleans(),
@@ -192,13 +192,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.do(begin())
 
     @precondition(lambda self: self.groups)
-    @rule(which=st.integers(1, 20))
+    @rule(which=st.sampled_from(range(1, 21)))
     def cancel(self, which):
         self.groups[-which % len(self.groups)].cancel()
         self.do(asyncio.sleep(0))
 
     @precondition(lambda self: self.waiting and self.held)
-    @rule(holder=WHICH, waiter=st.integers(0, 1), turns=st.integers(3, 5))
+    @rule(holder=WHICH, waiter=st.sampled_from(range(2)), turns=st.sampled_from(range(3, 6)))
     def cancel_both(self, holder, waiter, turns):
         """One that waits is cancelled at about the moment at which it is given the place of another one."""
 
