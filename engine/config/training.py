@@ -91,7 +91,8 @@ class M2po(Table):
     """Settings of the loss "m2po"; other losses do not read them."""
 
     threshold: PositiveFloat = 0.04
-    """Largest mean of (log ratio)² over the tokens that are not masked (the paper's τ). 0.04 is the paper's value."""
+    """Largest mean of (log ratio)² over the kept ones of the tokens whose ratio the gradient moves further from 1 (the
+    paper's τ); the others of these are masked. 0.04 is the paper's value."""
 
 
 class Bapo(Table):
