@@ -59,7 +59,7 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
     On a CPU its fused rotation is ours.
     """
     if computation.device.type == "cpu":
-        rotary.put_in()
+        rotary.install()
     return TransformerConfig(
         **settings(shape),
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -119,7 +119,7 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
         model.output_layer.allreduce_dgrad = tensor > 1
     _mark_cuts(model)
     if computation.device.type == "cpu":
-        linear.put_in(model)
+        linear.install(model)
     return model.to(computation.device)
 
 

@@ -31,7 +31,7 @@ BLOCK = 128
 and there are as many lengths as micro-batches."""
 
 
-def put_in(model: torch.nn.Module) -> None:
+def install(model: torch.nn.Module) -> None:
     """Let the model's linear layers multiply by `linear`:
     they leave the product to a method that is meant to be replaced."""
     if not torch.backends.mkldnn.is_available():
