@@ -89,7 +89,7 @@ class Layout:
     segments: tuple[Segment, ...]
     """Segments of the whole row. Filler is a segment too, a prompt without responses."""
     scored: Tensor
-    """[T] number of the row whose logits score the token. A response's first token is scored by its prompt's last row."""
+    """[T] number of the row whose logits score the token. The last row of a prompt scores a response's first token."""
     targets: Tensor
     """[T] id of each response token that is scored, response after response."""
     lengths: tuple[int, ...]
