@@ -88,7 +88,7 @@ def whole_row(key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tenso
     ranks = parallel_state.get_context_parallel_world_size() or 1  # 0 without a process group
     if layout.shards != ranks:
         raise ValueError(
-            f"the layout is cut into shards for {layout.shards} ranks, but the context-parallel group has {ranks}"
+            f"the layout is spread over {layout.shards} ranks, but the context-parallel group has {ranks} ranks"
         )
     if ranks == 1:
         return key, value
