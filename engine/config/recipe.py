@@ -38,7 +38,7 @@ def load(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -
     wrong and what would be right.
     """
     where = str(recipe) if recipe is not None else "--set"
-    given = accepted(flatten(_read(recipe)), where) if recipe is not None else {}
+    given = accepted(flatten(_read_toml(recipe)), where) if recipe is not None else {}
     given |= accepted(flatten(dict(map(_parse_override, overrides))), "--set")
     try:
         config = Config.model_validate(nest(given, where))
@@ -51,7 +51,7 @@ def load(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def _read(recipe: str | os.PathLike[str]) -> dict[str, Any]:
+def _read_toml(recipe: str | os.PathLike[str]) -> dict[str, Any]:
     path = find(os.fspath(recipe))
     if not path.is_file():
         raise BadInput(

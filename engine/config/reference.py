@@ -44,7 +44,7 @@ def _tables(table: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
 def _section(name: str, schema: dict[str, Any], table: type[Table]) -> Iterator[str]:
     """The lines of one table: heading, the table's own docstring and a row for each key."""
     yield f"## {name}\n"
-    yield f"{_line(schema.get('description', ''))}\n"
+    yield f"{_cell(schema.get('description', ''))}\n"
     yield "| key | default | value | meaning |"
     yield "|---|---|---|---|"
     for key, kind in schema["properties"].items():
@@ -52,7 +52,7 @@ def _section(name: str, schema: dict[str, Any], table: type[Table]) -> Iterator[
             continue
         default = table.model_fields[key].get_default(call_default_factory=True)
         shown = "–" if default is PydanticUndefined else f"`{_toml(default)}`"
-        yield f"| `{name}.{key}` | {shown} | {_kind(kind)} | {_line(kind.get('description', ''))} |"
+        yield f"| `{name}.{key}` | {shown} | {_values(kind)} | {_cell(kind.get('description', ''))} |"
     yield ""
 
 
@@ -63,14 +63,15 @@ def _toml(value: Any) -> str:  # noqa: ANN401
     return json.dumps(value, ensure_ascii=False, default=list).replace("|", "\\|")
 
 
-def _line(text: str) -> str:
+def _cell(text: str) -> str:
+    """The text on one line, as a cell of a table takes it."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _kind(schema: dict[str, Any]) -> str:
+def _values(schema: dict[str, Any]) -> str:
     """The values that a key takes, in words."""
     if "anyOf" in schema:
-        return ", or ".join(_kind(option) for option in schema["anyOf"])
+        return ", or ".join(_values(option) for option in schema["anyOf"])
     if "enum" in schema:
         return ", ".join(f"`{_toml(value)}`" for value in schema["enum"])
     if "const" in schema:
@@ -78,7 +79,7 @@ def _kind(schema: dict[str, Any]) -> str:
     kind = NAMES.get(schema.get("type", "any"), schema.get("type", "any"))
     if schema.get("type") == "array":
         items = schema.get("items") or (schema.get("prefixItems") or [{}])[0]
-        return f"list of {_kind(items)}" if items else kind
+        return f"list of {_values(items)}" if items else kind
     return " ".join([kind, *(f"{word} {schema[bound]:g}" for bound, word in BOUNDS.items() if bound in schema)])
 
 

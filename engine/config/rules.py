@@ -38,7 +38,7 @@ def _check_groups(config: Tree) -> None:
 
 
 def _check_cores(config: Tree) -> None:
-    # with "auto" it is only known when instances are started whether vLLM's are cores
+    # with "auto" only the start of the instances tells whether vLLM's devices are cores
     on_cores = config.rollout.engine == "embedded" or config.platform.device == "cpu"
     if missing := foreign_cores("train.devices", config.train.devices) or (
         on_cores and foreign_cores("rollout.devices", config.rollout.devices)

@@ -76,8 +76,8 @@ class Train(Table):
     distributed_optimizer: bool = False
     """Split the optimizer's state among the data-parallel replicas (ZeRO stage 1)."""
     score_early: bool = False
-    """While the trainer waits for groups, compute the log-probabilities of single responses that have arrived under old
-    policy and reference. Needs consume = "arrival"."""
+    """While the trainer waits for groups, score single responses that have arrived: compute their log-probabilities
+    under old policy and reference. Needs consume = "arrival"."""
     ratio_gap_limit: float = Field(default=1e-3, ge=0)
     """Largest max_ratio_gap of a step (max |π_trainer / π_rollout − 1| over its tokens) in modes "sync" and "periodic".
     A step above it fails the run, because the weights or the numerics of trainer and instances differ. 0 only reports
@@ -91,8 +91,8 @@ class M2po(Table):
     """Settings of the loss "m2po"; other losses do not read them."""
 
     threshold: PositiveFloat = 0.04
-    """Largest mean of (log ratio)² over the kept ones of the tokens whose ratio the gradient moves further from 1 (the
-    paper's τ); the others of these are masked. 0.04 is the paper's value."""
+    """Of the tokens whose ratio the gradient moves further from 1, those with the largest (log ratio)² are masked,
+    until the mean of (log ratio)² over the others is at most this number (the paper's τ). 0.04 is the paper's value."""
 
 
 class Bapo(Table):
@@ -120,7 +120,7 @@ class Bapo(Table):
 
 
 class Algorithm(Table):
-    """Advantage, loss, KL term, and what changes rewards, gradients or weights of tokens."""
+    """Advantage, loss and KL term, and the corrections of rewards, tokens and gradients."""
 
     advantage: (
         Literal[
@@ -293,5 +293,5 @@ class Checkpoint(Table):
     """Number of checkpoints with the highest reward_mean at their last step that are kept too, chosen among all,
     the newest included. 0: only the newest are kept."""
     path: str = ""
-    """Place to which complete checkpoints are copied, below a folder of the run's name: a folder or s3://…. Empty: they
+    """Folder or s3://… to which complete checkpoints are copied, into a folder of the run's name there. Empty: they
     stay in the run folder only."""

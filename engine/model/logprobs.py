@@ -219,10 +219,12 @@ def _statistics(logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> Sta
     if job.part.group is not None:
         top = own.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, job.part.group)
-    chosen = _chosen(columns, targets, top, job)
+    chosen = _scaled_targets(columns, targets, top, job)
     share = None
     if job.part.group is not None:
-        rest, share, surprise, chosen = _combine((own - top) / job.temperature + rest, surprise, chosen, job.part.group)
+        rest, share, surprise, chosen = _combine_slices(
+            (own - top) / job.temperature + rest, surprise, chosen, job.part.group
+        )
     chosen = (chosen - rest).masked_fill_(targets.clamp(0, job.vocabulary - 1) != targets, -torch.inf)
     return Statistics(chosen=chosen, top=top, rest=rest, share=share, entropy=surprise if entropy else None)
 
@@ -244,7 +246,7 @@ def _own_slice(logits: Tensor, top: Tensor, job: Job, entropy: bool) -> tuple[Te
     return rest, rest - expected if entropy else expected
 
 
-def _chosen(logits: Tensor, targets: Tensor, top: Tensor, job: Job) -> Tensor:
+def _scaled_targets(logits: Tensor, targets: Tensor, top: Tensor, job: Job) -> Tensor:
     """[T] (logit of the target − top) / temperature where the target lies in this slice, else 0."""
     if not job.part.size:
         return torch.zeros_like(top)
@@ -253,7 +255,7 @@ def _chosen(logits: Tensor, targets: Tensor, top: Tensor, job: Job) -> Tensor:
     return torch.where(inside, below, torch.zeros_like(top))
 
 
-def _combine(logs: Tensor, surprise: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+def _combine_slices(logs: Tensor, surprise: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """(`rest`, `share`, entropy, `chosen`) of the whole vocabulary, from the slice's `logs` [T] = log Z_r, its entropy
     `surprise` [T] = H_r, and `chosen` [T]. Z = Σ Z_r, H = Σ (Z_r/Z) (H_r − log(Z_r/Z))."""
     logs = logs.clamp(min=-1000.0)  # not −inf: its product with a probability of 0 must be 0

@@ -114,7 +114,7 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
             f"model.path {folder}: no *.safetensors there; other weight formats are not read (pickle is unsafe)"
         )
     try:
-        return _checked(path, _shape(architecture, config))
+        return _check_sizes(path, _shape(architecture, config))
     except KeyError as error:
         raise BadInput(f"{path}: key {error} is missing") from None
     except (TypeError, ValueError) as error:
@@ -193,7 +193,7 @@ def _refuse_variants(path: Path, architecture: str, config: Mapping[str, Any]) -
         raise BadInput(f"{path}: rope_type = {_rope_type(rope)!r} is not supported, only 'default' and 'llama3'")
 
 
-def _checked(path: Path, shape: ModelShape) -> ModelShape:
+def _check_sizes(path: Path, shape: ModelShape) -> ModelShape:
     """Return the shape. Raises BadInput for sizes that no model can have."""
     sizes = (
         shape.layers,

@@ -74,7 +74,9 @@ def plan(layout: Layout, call_cost: int) -> Plan:
     """
     blocks: list[tuple[Part, ...]] = []
     apart: list[tuple[Part, ...]] = []
-    for block in _merged([tuple(parts) for _, parts in groupby(layout.parts, lambda part: part.start)], call_cost):
+    for block in _join_segments(
+        [tuple(parts) for _, parts in groupby(layout.parts, lambda part: part.start)], call_cost
+    ):
         (blocks if len(block) > 1 and _block_cost(block, call_cost) < _parts_cost(block, call_cost) else apart).append(
             block
         )
@@ -97,7 +99,7 @@ def _unless_in_place(positions: Tensor, size: int) -> Tensor | None:
     return None if in_place else positions
 
 
-def _merged(segments: list[tuple[Part, ...]], call_cost: int) -> list[tuple[Part, ...]]:
+def _join_segments(segments: list[tuple[Part, ...]], call_cost: int) -> list[tuple[Part, ...]]:
     """Parts of the segments; those of neighbouring segments are joined where one block costs less than both apart."""
     merged = segments[:1]
     for parts in segments[1:]:
