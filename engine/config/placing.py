@@ -42,7 +42,7 @@ def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
             others = ", which trainer ranks have" if trained else ""
             yield (
                 f"rollout.devices is empty, so each of the {own} instances that the run starts takes devices from 0 "
-                f"on{others}: {_free_devices(config, trained, visible, needed)}"
+                f"on{others}: {_remedy(config, trained, visible, needed)}"
             )
         return
     if len(named) != needed:
@@ -54,7 +54,7 @@ def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
         yield f"rollout.devices names {twice} more than once"
 
 
-def _free_devices(config: Config, trained: Sequence[int], visible: Sequence[int], needed: int) -> str:
+def _remedy(config: Config, trained: Sequence[int], visible: Sequence[int], needed: int) -> str:
     """What to set instead: the node's free devices, or instances on other nodes if there are too few."""
     free = [device for device in visible or range(config.platform.devices_per_node) if device not in trained][:needed]
     if len(free) == needed:
