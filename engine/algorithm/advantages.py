@@ -1,4 +1,5 @@
-"""Advantages: how much better a response was than its peers. A new one is a function with a decorator."""
+"""Advantages: how much better a response is than the others of its group. A new one is a function with the decorator
+`advantage`."""
 
 from __future__ import annotations
 
@@ -10,28 +11,29 @@ import torch
 from torch import Tensor
 
 EPSILON = 1e-6
+"""Added to a standard deviation before dividing by it."""
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rewards, tokens of the responses) of one prompt [G] or, with scope "batch",
-of the step's prompts [N, G] → advantages."""
+"""(rewards, lengths of the responses in tokens) → advantages. All are [G] for one prompt or, with scope "batch", [N, G]
+for the step's prompts."""
 
 
 @dataclass(frozen=True)
 class Advantage:
-    """An advantage over one group, which can be trained as soon as it is complete, or over the whole batch,
-    which can't."""
+    """An advantage with its scope. With scope "group" a group can be trained as soon as it is complete, with "batch"
+    only once all groups are."""
 
     compute: Compute
     least: int = 2
-    """Smallest group that it is defined for."""
+    """Smallest number of responses in a group for which it is defined."""
     scope: Literal["group", "batch"] = "group"
-    """What its statistics are over; "batch" is refused where groups are trained as they arrive."""
+    """What its statistics are taken over. "batch" is refused where groups are trained as they arrive."""
     only_unequal: bool = False
-    """The step's gradient is divided by the share of groups with unequal rewards (a factor, applied at its end)."""
+    """Whether the step's gradient is divided, at the step's end, by the share of groups with unequal rewards."""
 
     def __call__(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Advantages, shaped as the rewards. Raises ValueError for groups that are too small,
-        or a result that is not finite."""
+        """Return the advantages, in the shape of the rewards. Raises ValueError for groups that are too small, and for
+        a result of another shape or with a value that is not finite."""
         if rewards.shape[-1] < self.least:
             raise ValueError(f"this advantage needs groups of at least {self.least} responses, got {rewards.shape[-1]}")
         found = self.compute(rewards, lengths)
@@ -41,13 +43,13 @@ class Advantage:
 
 
 ADVANTAGES: dict[str, Advantage] = {}
-"""By the name in `algorithm.advantage`."""
+"""The advantages by their names in `algorithm.advantage`."""
 
 
 def advantage(
     name: str, least: int = 2, scope: Literal["group", "batch"] = "group", only_unequal: bool = False
 ) -> Callable[[Compute], Compute]:
-    """Register a function as the advantage of that name; the arguments are Advantage's."""
+    """Register a function as the advantage `name`. The other arguments are the fields of `Advantage`."""
 
     def register(compute: Compute) -> Compute:
         ADVANTAGES[name] = Advantage(compute, least, scope, only_unequal)
@@ -57,7 +59,7 @@ def advantage(
 
 
 def _centred(rewards: Tensor, baseline: Tensor) -> Tensor:
-    """R − b; exactly 0 for equal rewards, whose mean may be off by a rounding."""
+    """R − b; exactly 0 if all rewards are equal, where rounding may put their mean beside them."""
     return torch.zeros_like(rewards) if bool((rewards == rewards[0]).all()) else rewards - baseline
 
 
@@ -85,10 +87,10 @@ def rloo(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 @advantage("opo")
 def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A = R − Σ l R / Σ l: the baseline of least variance if gradients' sizes grow with lengths l (OPO,
-    arXiv:2505.23585).
+    """A = R − Σ l R / Σ l with lengths l: the baseline of least variance if the squared norm of a response's gradient
+    is proportional to its length (OPO, arXiv:2505.23585).
 
-    A group of empty responses has no such mean: 0.
+    0 for a group whose responses are all empty.
     """
     total = lengths.sum()
     if not total:
@@ -98,10 +100,11 @@ def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 @advantage("grpo_passk")
 def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """Only the best response has one: (largest − second largest R) / (std + 1e-6), an unbiased step on max R = pass@G.
+    """(largest − second largest R) / (std + 1e-6) for the best response, 0 for the others.
 
-    Tang et al. 2025, arXiv:2503.19595, §4 with k = G, divided by the group's standard deviation as in verl's estimator
-    of this name. A tie for the best gives 0 to all.
+    Tang et al. 2025, arXiv:2503.19595, §4 with k = G: the difference gives an unbiased gradient of max R, which is
+    pass@G. It is divided by the group's standard deviation as in verl's estimator of this name. All get 0 if two
+    responses share the largest reward.
     """
     best, second = rewards.topk(2).values
     found = torch.zeros_like(rewards)
@@ -111,32 +114,34 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 @advantage("gpg", only_unequal=True)
 def gpg(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """A = R − mean, and the gradient times B / (B − M) for M of B groups with equal rewards (GPG, arXiv:2504.02546, eq.
-    6).
+    """A = R − mean. The gradient is multiplied by B / (B − M), if M of the B groups have equal rewards (GPG,
+    arXiv:2504.02546, eq. 6).
 
-    The factor is linear in the gradient, so it is applied at the step's end and groups can be streamed.
+    The factor is applied once at the step's end, so groups can be trained as they arrive.
     """
     return _centred(rewards, rewards.mean())
 
 
 @advantage("reinforce_plus_plus", least=1, scope="batch")
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """(R − mean) / std over all tokens of the batch, each with its response's reward (REINFORCE++, arXiv:2501.03262,
-    eq. 9).
+    """(R − mean) / std, with statistics over all tokens of the batch, each with its response's reward (REINFORCE++,
+    arXiv:2501.03262, eq. 9). [N, G] → [N, G].
 
-    γ = 1 and the KL in the loss, not in the reward. [N, G] → [N, G].
+    The discount γ is 1, and the KL is a term of the loss, not of the reward.
     """
     return _whitened(rewards, lengths)
 
 
 @advantage("reinforce_plus_plus_baseline", scope="batch")
 def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """R − mean of its group, whitened over all tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262, §3.3)."""
+    """R − mean of its group, then whitened over all tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262, §3.3).
+    [N, G] → [N, G]."""
     return _whitened(torch.stack([_centred(group, group.mean()) for group in rewards]), lengths)
 
 
 def _whitened(values: Tensor, counts: Tensor) -> Tensor:
-    """(x − mean) / √(variance + 1e-8), with unbiased statistics over values that each stand `counts` times."""
+    """(x − mean) / √(variance + 1e-8), with unbiased statistics in which each value counts `counts` times; 0 for fewer
+    than two values."""
     total = counts.sum()
     if total < 2:
         return torch.zeros_like(values)

@@ -1,5 +1,7 @@
-"""What to do with a gradient that points where the last one did:
-Gradient Alignment Control (GAC) or another, pure arithmetic."""
+"""Gradient controls: what is done with a step's gradient, given its cosine with the gradient of the step before.
+
+Gradient Alignment Control (GAC) is one of them. Only arithmetic on numbers, no tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from typing import Literal
 
 LOW = 0.05
 HIGH = 0.3
-"""Default thresholds. The values were lost from our copy of the paper, whose Table 3 gives on-policy means of |c| of
-0.03 to 0.07 and standard deviations of 0.06 to 0.13: unconfirmed."""
+"""Default thresholds (c_low, c_high). Unconfirmed: our copy of the paper lacks the values; its Table 3 gives on-policy
+means of |c| of 0.03 to 0.07 and standard deviations of 0.06 to 0.13."""
 
 WARM_UP = 10
-"""Cosines that "auto" thresholds are taken from; until then every update is made."""
+"""Number of cosines that "auto" thresholds are computed from. Until then every update is made."""
 
 Regime = Literal["safe", "project", "skip"]
 
@@ -23,27 +25,27 @@ Regime = Literal["safe", "project", "skip"]
 def scale_of_parallel(cosine: float, low: float) -> float:
     """α = (c_low/|c|)·√((1−c²)/(1−c_low²)) (GAC eq. 4).
 
-    With its part along the last gradient times α, a gradient has the cosine c_low with it, of c's sign.
+    A gradient whose part along the last gradient is multiplied by α has the cosine ±c_low with it, with the sign of c.
     """
     return low / abs(cosine) * math.sqrt((1 - cosine**2) / (1 - low**2))
 
 
 @dataclass
 class Thresholds:
-    """c_low and c_high of Algorithm 1, given or (None) taken from the first cosines of the run.
+    """c_low and c_high of Algorithm 1, as given or, where None, computed from the first cosines of the run.
 
-    Automatic: the mean of |c| over the first WARM_UP steps plus one and plus four of its standard deviations, at most
-    0.9 and 0.95, and never below LOW and HIGH. Tiny models show on-policy cosines up to 0.6, which the paper's would
-    skip.
+    Computed: the mean of |c| over the first WARM_UP steps plus one standard deviation for c_low, plus four for c_high;
+    at most 0.9 and 0.95, at least LOW and HIGH. Tiny models have on-policy cosines up to 0.6, at which the paper's
+    thresholds would skip the update.
     """
 
     low: float | None = LOW
     high: float | None = HIGH
     seen: list[float] = field(default_factory=list)
-    """|c| of the first steps, for automatic thresholds."""
+    """|c| of the first steps, from which thresholds are computed."""
 
     def now(self) -> tuple[float, float] | None:
-        """(c_low, c_high); None while they are still being measured."""
+        """(c_low, c_high); None until WARM_UP cosines have been seen, unless both are given."""
         if self.low is not None and self.high is not None:
             return self.low, self.high
         if len(self.seen) < WARM_UP:
@@ -55,8 +57,8 @@ class Thresholds:
         return low, max(low, high)
 
     def regime(self, cosine: float) -> Regime:
-        """Safe if |c| ≤ c_low, skip above c_high, projection between (Algorithm 1).
-        While measuring every cosine is safe."""
+        """Return "safe" if |c| ≤ c_low, "project" up to c_high, "skip" above it (Algorithm 1). While there are no
+        thresholds, keep the cosine in `seen` and return "safe"."""
         found = self.now()
         if found is None:
             self.seen.append(abs(cosine))
@@ -69,12 +71,12 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Step:
-    """What a gradient control is told of a step, before clipping and Adam."""
+    """What a gradient control is given about a step, before clipping and Adam."""
 
     cosine: float
-    """Of the step's gradient with the last one, both raw and whole; in [−1, 1]."""
+    """Cosine in [−1, 1] between the gradients of this step and of the one before, both whole and unchanged."""
     seen: Sequence[float]
-    """The cosines of the steps before, of the whole run, oldest first (they are part of checkpoints)."""
+    """Cosines of all earlier steps of the run, oldest first (they are part of checkpoints)."""
     low: float | None
     """`algorithm.gac_low`; None for "auto"."""
     high: float | None
@@ -82,15 +84,15 @@ class Step:
 
 
 Control = Callable[[Step], float | None]
-"""→ what the gradient's part along the last one is multiplied by (1 leaves it, 0 takes it away),
-or None to skip the update."""
+"""Step → the factor by which the gradient's part along the last gradient is multiplied (1 leaves it, 0 removes it), or
+None to skip the update."""
 
 CONTROLS: dict[str, Control] = {}
-"""By the name in `algorithm.gradient_control`."""
+"""The gradient controls by their names in `algorithm.gradient_control`."""
 
 
 def control(name: str) -> Callable[[Control], Control]:
-    """Register a function as the gradient control of that name."""
+    """Register a function as the gradient control `name`."""
 
     def register(decide: Control) -> Control:
         CONTROLS[name] = decide
@@ -101,13 +103,13 @@ def control(name: str) -> Callable[[Control], Control]:
 
 @control("measure")
 def measure(step: Step) -> float | None:
-    """Only the cosine is reported."""
+    """Return 1: the cosine is only reported."""
     return 1.0
 
 
 @control("gac")
 def gac(step: Step) -> float | None:
-    """Algorithm 1: c_low is what is left of the cosine between c_low and c_high; above, the update is skipped."""
+    """GAC, Algorithm 1. A |cosine| between c_low and c_high is reduced to c_low; above c_high the update is skipped."""
     thresholds = Thresholds(step.low, step.high, [abs(cosine) for cosine in step.seen[:WARM_UP]])
     regime = thresholds.regime(step.cosine)
     if regime == "skip":

@@ -1,4 +1,4 @@
-"""What the losses of batch scope need to know of a step's whole batch before any of it is trained."""
+"""Statistics of a step's whole batch that the losses of batch scope need before the first backward pass."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 1e-6
-"""By which BAPO's share may miss its target: at ratio 1 and equal lengths it is exactly a half, but for rounding."""
+"""How far BAPO's share may be below its target. At ratio 1 and equal lengths the share is exactly a half, but for
+rounding."""
 
 
 @dataclass(frozen=True)
 class BatchTokens:
-    """The trained tokens of a step's batch, of all ranks, in any order."""
+    """The trained tokens of a step's batch, from all ranks, in any order."""
 
     log_ratios: Tensor
-    """[T] log π − log π_old, the policy being the step's own."""
+    """[T] log π − log π_old, with π the policy at the start of the step."""
     advantages: Tensor
-    """[T] the response's advantage at each of its tokens."""
+    """[T] each token's advantage, which is that of its response."""
 
 
 @dataclass(frozen=True)
@@ -28,28 +29,33 @@ class BatchLossSettings:
     """Constants of the batch-scope losses (config: algorithm.m2po and algorithm.bapo)."""
 
     second_moment: float = 0.04
+    """M2PO: largest mean of (log ratio)² over the outward tokens that are not masked (τ)."""
     share: float = 0.5
+    """BAPO: least share of the surrogate that tokens with A > 0 are to contribute (ρ0)."""
     low: tuple[float, float] = (0.6, 0.9)
+    """BAPO: lower bound of the ratio, from its start to its limit."""
     high: tuple[float, float] = (1.2, 3.0)
+    """BAPO: upper bound of the ratio, from its start to its limit."""
     step: float = 0.05
+    """BAPO: amount by which a bound rises at a time."""
 
 
 Statistics = Callable[[BatchTokens, BatchLossSettings], tuple[float, ...]]
-"""Must not depend on the order of the tokens."""
+"""Numbers that a loss needs of the whole batch. They must not depend on the order of the tokens."""
 
 
 def outward(log_ratios: Tensor, advantages: Tensor) -> Tensor:
-    """[T] bool: tokens that the gradient moves on in the direction in which their ratio has moved (A > 0 and r > 1, or
-    A < 0 and r < 1): those that PPO's clip can act on."""
+    """[T] bool: whether the gradient moves a token's ratio further in the direction in which it has moved already
+    (A > 0 and r > 1, or A < 0 and r < 1). PPO's clip can act on these tokens only."""
     return log_ratios.sign() * advantages.sign() > 0  # the product of the values may be too small for a float
 
 
 def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float]:
-    """The largest (log r)² that an outward token may have so that the mean over those kept is at most τ (M2PO,
+    """(limit,): outward tokens with a larger (log r)² are masked, so that the mean over those kept is at most τ (M2PO,
     Algorithm 1).
 
-    Lies half-way between the last token kept and the first one masked, so that rounding can't move one over it; inf
-    where all are kept. Of equal values all are kept or none, so the order of tokens decides nothing.
+    The limit lies half-way between the last token kept and the first one masked, so that rounding can't move a token
+    across it; inf if all are kept. Tokens of equal value are all kept or all masked, so their order does not matter.
     """
     moments = tokens.log_ratios[outward(tokens.log_ratios, tokens.advantages)].double().square().sort().values
     means = moments.cumsum(0) / torch.arange(1, moments.numel() + 1, dtype=torch.float64)
@@ -62,8 +68,12 @@ def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple
 
 
 def balanced_bounds(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float, float]:
-    """Bounds (c_low, c_high) of the ratio, from (a⁻, a⁺) up to (b⁻, b⁺), until tokens with A > 0 bring the target share
-    of the clipped surrogate, P / (P + N) ≥ ρ0 (BAPO, eq. 8, Algorithm 1): first c_high rises, then c_low."""
+    """Bounds (c_low, c_high) of the ratio with which tokens with A > 0 contribute the target share of the clipped
+    surrogate, P / (P + N) ≥ ρ0 (BAPO, eq. 8, Algorithm 1).
+
+    They start at (a⁻, a⁺) and rise to at most (b⁻, b⁺), first c_high, then c_low. If both limits are reached, the share
+    stays below the target.
+    """
     low = limits.low[0]
     high = limits.high[0]
     while positive_share(tokens, low, high) < limits.share - TOLERANCE:

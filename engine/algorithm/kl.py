@@ -7,28 +7,29 @@ from torch import Tensor
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Per-token KL(π‖π_ref) estimate −x, x = log π_ref − log π: unbiased and noisy.
+    """Per-token KL(π‖π_ref) estimate −x with x = log π_ref − log π: unbiased and noisy.
 
-    As a term of a loss its gradient is that of log π alone, zero in expectation: it reports the KL and does not
-    restrain it.
+    As a term of a loss its gradient is that of log π, which is zero in expectation. So it reports the KL, but does not
+    reduce it.
     """
     return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Per-token estimate x²/2: biased; its gradient on samples of π is, in expectation, the KL's own."""
+    """Per-token KL(π‖π_ref) estimate x²/2 with x = log π_ref − log π: biased, but on samples of π its gradient is, in
+    expectation, that of the KL."""
     return (reference - logprobs).square() / 2
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Per-token KL(π‖π_ref) estimate e^x − x − 1 with x = log π_ref − log π (Periodic Asynchrony eq. 6).
 
-    Both [T]; never negative, 0 where they agree; carries the gradient of `logprobs`. `expm1` keeps the small values
-    that e^x − 1 would lose to rounding.
+    Both arguments are [T]. The estimate is never negative, 0 where the two are equal, and carries the gradient of
+    `logprobs`. `expm1` keeps the small values that e^x − 1 would lose to rounding.
     """
     x = reference - logprobs
     return torch.expm1(x) - x
 
 
 KL = {"k1": k1, "k2": k2, "k3": k3}
-"""By the name in `algorithm.kl_estimator`."""
+"""The estimators by their names in `algorithm.kl_estimator`."""

@@ -1,7 +1,7 @@
-"""The policy loss of a micro-batch, as a sum that the step's own denominator divides at its end.
+"""The policy loss of a micro-batch: a sum, which is divided by the step's denominator at the step's end.
 
-All terms (surrogate, KL, entropy) share one aggregation. A new loss is a function with a decorator that gives each
-token's gain.
+All terms (surrogate, KL, entropy) share one aggregation. A new loss is a function with the decorator `loss` that
+returns each token's gain.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from engine.algorithm.correction import correction
 from engine.algorithm.kl import KL
 
 Aggregation = Literal["response", "token", "constant"]
-"""The mean over each response's tokens, then over responses; the mean over all tokens of the step; the sum over tokens
-divided by responses times the length limit."""
+"""How tokens are summed up. "response": mean over each response's tokens, then over responses. "token": mean over all
+tokens of the step. "constant": sum over tokens, divided by responses times the length limit."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What the loss needs of a micro-batch of T response tokens; all tensors are [T]."""
+    """Input of the loss for a micro-batch of T response tokens. All tensors are [T]."""
 
     logprobs: Tensor
-    """Policy, with gradient."""
+    """Log-probabilities under the policy, with gradient."""
     old: Tensor
-    """Old policy, detached."""
+    """Log-probabilities under the old policy, detached."""
     reference: Tensor | None
-    """Reference, detached; None when kl_coef is 0."""
+    """Log-probabilities under the reference, detached; None when kl_coef is 0."""
     entropy: Tensor
-    """Of the policy's distributions, nats."""
+    """Entropy of the policy's distribution at each token, in nats."""
     advantages: Tensor
-    """The response's advantage at each of its tokens."""
+    """Each token's advantage, which is that of its response."""
     weights: Tensor
-    """What each token counts: 0 where it is masked, else 1/|o_i| (aggregation "response") or 1."""
+    """Each token's weight in the sums: 0 where it is masked, else 1/|o_i| (aggregation "response") or 1."""
     rollout: Tensor
-    """The instance's log-probabilities."""
+    """Log-probabilities that the instance returned."""
     response: Tensor
-    """int64: number of the token's response in the micro-batch."""
+    """int64: number of the token's response in the micro-batch, from 0."""
     responses: int
-    """R, those of the micro-batch: the same on all context-parallel ranks,
-    also on one that holds no token of some of them."""
+    """R, number of responses in the micro-batch. It is the same on all context-parallel ranks, even on a rank that has
+    no token of some response."""
     whole: Callable[[Tensor], Tensor] = lambda sums: sums
-    """Sums over responses' tokens [R] on this rank → over all context-parallel ranks, without gradient.
-    A collective of these."""
+    """Sums [R] over the responses' tokens on this rank → sums over all context-parallel ranks, without gradient. A
+    collective of these ranks."""
     statistics: tuple[float, ...] = ()
-    """What the loss's `statistics` found over the whole batch; () for a loss of group scope."""
+    """Result of the loss's `statistics` over the whole batch; () for a loss of group scope."""
     sampled: Tensor | None = None
-    """The trainer's log-probabilities under the weights that sampled, detached; None: on-policy, the policy's own."""
+    """The trainer's log-probabilities under the weights that sampled, detached; None: they are the policy's own."""
 
     @property
     def ratio(self) -> Tensor:
@@ -67,19 +67,20 @@ class Terms:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Of the loss."""
+    """Coefficients of the loss, by the keys of the table `algorithm`."""
 
     clip_low: float
     clip_high: float
     kl: float
+    """Weight of the KL term (`kl_coef`)."""
     entropy: float
+    """Weight of the entropy bonus (`entropy_coef`)."""
     kl_estimator: str = "k3"
     mismatch: str = "none"
-    """How the gains are corrected for tokens that the instance sampled with another
-    probability ("truncate", "mask")."""
+    """Kind of `correction` that the gains are multiplied by ("truncate", "mask"); "none": no correction."""
     mismatch_limit: float = 2.0
     limits: BatchLossSettings = field(default_factory=BatchLossSettings)
-    """Of the losses of batch scope."""
+    """Constants of the losses of batch scope."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,17 @@ class Loss:
     """Weighted sums over the micro-batch's tokens; the step divides them. Only `total` carries a gradient."""
 
     total: Tensor
+    """Sum of the loss, with its KL and entropy terms."""
     kl: Tensor
+    """Sum of the KL estimates, without their coefficient."""
     entropy: Tensor
+    """Sum of the entropies in nats, without their coefficient."""
     clipped: Tensor
-    """Of the tokens whose gain no longer depends on the policy because of the clip."""
+    """Sum of the weights of the tokens at which the clip or the mask is active."""
 
 
 Gain = Callable[[Terms, Coefficients], tuple[Tensor, Tensor]]
-"""→ ([T] gain of each token, with gradient; [T] bool, where the clip is active)."""
+"""Returns ([T] gain of each token, with gradient; [T] bool, whether the clip is active)."""
 
 
 @dataclass(frozen=True)
@@ -104,17 +108,17 @@ class PolicyLoss:
     gain: Gain
     aggregation: Aggregation = "response"
     statistics: Statistics | None = None
-    """Computed over the trained tokens of the step's whole batch before the first backward pass,
-    and given to `gain`."""
+    """Numbers computed over the trained tokens of the step's whole batch, before the first backward pass, and given to
+    `gain` as `Terms.statistics`; None for a loss of group scope."""
 
     @property
     def scope(self) -> Literal["group", "batch"]:
-        """ "batch" where statistics are over the step's batch:
-        refused in `periodic`, where groups are trained as they come."""
+        """Return "batch" if the loss has statistics, else "group". A loss of batch scope is refused in `periodic`,
+        where groups are trained as they arrive."""
         return "batch" if self.statistics is not None else "group"
 
     def __call__(self, terms: Terms, coefficients: Coefficients) -> Loss:
-        """The micro-batch's sums."""
+        """Return the micro-batch's sums."""
         gain, clipped = self.gain(terms, coefficients)
         if coefficients.mismatch != "none":
             sampled = terms.logprobs.detach() if terms.sampled is None else terms.sampled
@@ -131,20 +135,21 @@ class PolicyLoss:
         return Loss(-objective, kl.detach(), entropy.detach(), (clipped.to(weights.dtype) * weights).sum().detach())
 
     def denominator(self, responses: int, tokens: int, longest: int) -> float:
-        """What a step's sums are divided by: its responses (N·G), its trained tokens, or N·G times the length limit."""
+        """Return what a step's sums are divided by: its responses (N·G), its trained tokens (at least 1), or N·G times
+        the length limit `longest`."""
         return float(
             {"response": responses, "token": max(1, tokens), "constant": responses * longest}[self.aggregation]
         )
 
 
 LOSSES: dict[str, PolicyLoss] = {}
-"""By the name in `algorithm.loss`."""
+"""The losses by their names in `algorithm.loss`."""
 
 
 def loss(
     name: str, aggregation: Aggregation = "response", statistics: Statistics | None = None
 ) -> Callable[[Gain], Gain]:
-    """Register a function as the loss of that name; with `statistics` its scope is the batch (`PolicyLoss`)."""
+    """Register a function as the loss `name`; with `statistics` its scope is the batch (`PolicyLoss`)."""
 
     def register(gain: Gain) -> Gain:
         LOSSES[name] = PolicyLoss(gain, aggregation, statistics)
@@ -154,11 +159,12 @@ def loss(
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), and where it picks the clipped branch."""
-    return _between(ratio, advantages, 1.0 - coefficients.clip_low, 1.0 + coefficients.clip_high)
+    """min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), and whether it is the clipped branch."""
+    return _clipped_to(ratio, advantages, 1.0 - coefficients.clip_low, 1.0 + coefficients.clip_high)
 
 
-def _between(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def _clipped_to(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """min(r A, clip(r, low, high) A), and whether it is the clipped branch."""
     plain = ratio * advantages
     bounded = ratio.clamp(low, high) * advantages
     return torch.minimum(plain, bounded), bounded < plain
@@ -166,22 +172,22 @@ def _between(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tupl
 
 @loss("grpo")
 def grpo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """Clipped surrogate of token ratios, mean over |o_i|
-    (Periodic Asynchrony eq. 4–9, as implementations read them)."""
+    """Clipped surrogate of token ratios, mean over the |o_i| tokens of a response, then over responses (Periodic
+    Asynchrony eq. 4–9, as implementations read them)."""
     return _clipped(terms.ratio, terms.advantages, coefficients)
 
 
 @loss("dapo", aggregation="token")
 def dapo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """The same surrogate, mean over all tokens of the step
-    (DAPO, arXiv:2503.14476, eq. 8; clip-higher is ε_high > ε_low)."""
+    """The surrogate of `grpo`, mean over all tokens of the step (DAPO, arXiv:2503.14476, eq. 8; its clip-higher is
+    ε_high > ε_low)."""
     return _clipped(terms.ratio, terms.advantages, coefficients)
 
 
 @loss("dr_grpo", aggregation="constant")
 def dr_grpo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """The same surrogate without the length bias: the sum over tokens by a constant
-    (Dr. GRPO, arXiv:2503.20783, §3.2)."""
+    """The surrogate of `grpo` without its length bias: the sum over tokens, divided by a constant (Dr. GRPO,
+    arXiv:2503.20783, §3.2)."""
     return _clipped(terms.ratio, terms.advantages, coefficients)
 
 
@@ -189,7 +195,8 @@ def dr_grpo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
 def gspo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """Clipped surrogate of the sequence ratio s_i = exp(1/|o_i| Σ_t log π/π_old) (GSPO, arXiv:2507.18071, eq. 5–7).
 
-    Written as its token form (eq. 14): value s_i, gradient s_i ∇ log π_t, whose mean over t is the gradient of s_i.
+    Computed in the token form (eq. 14): each token has the value s_i and the gradient s_i ∇ log π_t, whose mean over t
+    is the gradient of s_i.
     """
     logs = (terms.logprobs - terms.old).detach()
     sums = torch.zeros(terms.responses, dtype=logs.dtype, device=logs.device).index_add_(
@@ -202,8 +209,8 @@ def gspo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
 
 @loss("cispo", aggregation="token")
 def cispo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """sg[clip(r, 1 − ε_low, 1 + ε_high)] · A · log π:
-    every token keeps a gradient (MiniMax-M1, arXiv:2506.13585, eq. 4–5)."""
+    """sg[clip(r, 1 − ε_low, 1 + ε_high)] · A · log π, where sg stops the gradient: every token keeps a gradient
+    (MiniMax-M1, arXiv:2506.13585, eq. 4–5)."""
     ratio = terms.ratio.detach()
     bounded = ratio.clamp(1.0 - coefficients.clip_low, 1.0 + coefficients.clip_high)
     return bounded * terms.advantages * terms.logprobs, bounded != ratio
@@ -211,13 +218,13 @@ def cispo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
 
 @loss("m2po", aggregation="token", statistics=second_moment_limit)
 def m2po(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """r A without a clip, but of the outward tokens (A > 0 and r > 1, or A < 0 and r < 1) those of the largest (log r)²
-    are masked, as many as it takes for the mean (log r)² over the others to be at most τ = 0.04.
+    """r A without a clip. Of the outward tokens (A > 0 and r > 1, or A < 0 and r < 1) those with the largest (log r)²
+    are masked, as many as needed for the mean (log r)² over the other outward tokens to be at most τ = 0.04.
 
-    Second-Moment Trust Policy Optimization, arXiv:2510.01161, its estimate of M_2 and Algorithm 1; summed over all
-    valid tokens, masked ones too. Read from AReaL's documentation, which gives both formulas, and from two
-    implementations that agree on Algorithm 1's quadrants and on τ (Trinity-RFT PR 616, verl PR 4131); the paper's own
-    text and equation numbers: unconfirmed.
+    Second-Moment Trust Policy Optimization, arXiv:2510.01161, its estimate of M_2 and Algorithm 1; the denominator
+    counts all valid tokens, masked ones too. Source: AReaL's documentation, which gives both formulas, and two
+    implementations that agree on Algorithm 1's quadrants and on τ (Trinity-RFT PR 616, verl PR 4131). Unconfirmed: the
+    paper's own text and equation numbers.
     """
     (limit,) = terms.statistics
     logs = (terms.logprobs - terms.old).detach()
@@ -227,15 +234,15 @@ def m2po(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
 
 @loss("bapo", aggregation="token", statistics=balanced_bounds)
 def bapo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, c_low, c_high) A) with bounds chosen for the batch so that tokens with A > 0 bring the share ρ0
-    of it.
+    """min(r A, clip(r, c_low, c_high) A), with bounds chosen for each batch so that tokens with A > 0 contribute the
+    share ρ0 of it.
 
     Balanced Policy Optimization with Adaptive Clipping, arXiv:2510.18927, eq. 8 and Algorithm 1. ρ0 = 0.5, c_low from
-    0.6 to 0.9 and c_high from 1.2 to 3.0 are the paper's by its authors' own release (WooooDyy/BAPO). Unconfirmed: the
-    step 0.05 (that release's default config), and whether eq. 8 weighs tokens by π_old (the release does not, nor do
-    we). The release raises c_low first, the paper (as Trinity-RFT issue 621 gives it) c_high; we follow the paper.
-    Measured by the surrogate's value, raising c_low can't raise the share: where c_high = 3.0 is not enough, c_low ends
-    at 0.9.
+    0.6 to 0.9 and c_high from 1.2 to 3.0 are the values of the authors' release (WooooDyy/BAPO). Unconfirmed: the step
+    0.05 (that release's default config), and whether eq. 8 weights tokens by π_old (neither the release nor this code
+    does). The release raises c_low first, the paper (according to Trinity-RFT issue 621) c_high; this code follows the
+    paper. Raising c_low can't raise the share as it is measured here, by the surrogate's value: if c_high = 3.0 is not
+    enough, c_low ends at 0.9.
     """
     low, high = terms.statistics
-    return _between(terms.ratio, terms.advantages, low, high)
+    return _clipped_to(terms.ratio, terms.advantages, low, high)

@@ -1,4 +1,5 @@
-"""How far trainer and rollout instance are apart on the same tokens (docs/architecture.md, On-policy is checked)."""
+"""How far the log-probabilities of trainer and rollout instance differ for the same tokens (docs/architecture.md,
+On-policy is checked)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ def mismatch(trainer: Tensor, rollout: Tensor) -> tuple[float, float]:
     """(max |ratio − 1|, sum of KL estimates) for log-probabilities [T] of trainer and rollout instance.
 
     The ratio is π_trainer / π_rollout; the KL is k3 of KL(rollout‖trainer), since the tokens are the instance's
-    samples. In fp64, so that 1e-9 differences are no rounding. Empty input gives zeros; NaN anywhere gives NaN.
+    samples. Computed in fp64, so that rounding does not hide differences of 1e-9. Empty input gives zeros; NaN anywhere
+    gives NaN.
     """
     if trainer.numel() == 0:
         return 0.0, 0.0

@@ -6,8 +6,9 @@ from torch import Tensor
 
 
 def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """Soft punishment in [−1, 0] of responses that end within `buffer` tokens of the limit `longest`.
+    """Soft penalty in [−1, 0] for responses that end within `buffer` tokens of the limit `longest`.
 
-    lengths [G]: 0 up to longest − buffer, then falling linearly to −1 at the limit (DAPO, arXiv:2503.14476, eq. 13).
+    lengths [G] → [G]: 0 up to longest − buffer, then falling linearly to −1 at the limit (DAPO, arXiv:2503.14476,
+    eq. 13). `buffer` must be above 0.
     """
     return ((longest - buffer - lengths) / buffer).clamp(-1.0, 0.0)

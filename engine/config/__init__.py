@@ -1,7 +1,7 @@
-"""One typed tree for a run, read from TOML. Every field says its unit and why its default is what it is.
+"""The configuration of a run: one typed tree, read from TOML. Each field says what its value is and its unit.
 
-`engine.config.recipe.load(recipe, overrides)` is the only way in; it turns every mistake into one `BadInput` that names
-file, key and remedy.
+`engine.config.recipe.load(recipe, overrides)` reads it and turns every mistake into one `BadInput` that names file, key
+and remedy.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = [
 
 
 class Config(Tree):
-    """A whole run."""
+    """The configuration of a whole run, in which all rules between keys hold."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Config:
+    def _check_rules(self) -> Config:
         for rule in RULES:
             rule(self)
         return self

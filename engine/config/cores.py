@@ -1,4 +1,4 @@
-"""The CPU cores that keys of a recipe name, against those that this process may use."""
+"""Whether this process may use the CPU cores that a recipe names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def foreign_cores(key: str, cores: Sequence[int]) -> str:
-    """What is wrong with the cores that a key names on this machine, "" if nothing."""
+    """Return what is wrong with the cores that a key names on this machine, or "" if nothing is."""
     missing = sorted(set(cores) - usable_cores())
     return (
         f"{key} names cores {missing}, which this process can't use; it has {sorted(usable_cores())}" if missing else ""
@@ -15,5 +15,5 @@ def foreign_cores(key: str, cores: Sequence[int]) -> str:
 
 
 def usable_cores() -> set[int]:
-    """CPU cores that this process may use."""
+    """Numbers of the CPU cores that this process may use; all of the machine where the system can't tell."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -1,4 +1,4 @@
-"""What a run starts from: name, model, problems, reward."""
+"""The tables of what a run starts from: name, model, problems, reward."""
 
 from __future__ import annotations
 
@@ -13,64 +13,69 @@ class Run(Table):
     """The run as a whole."""
 
     name: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]*)?$")
-    """Folder name under `output`. Empty: recipe name and start time, so that a second run never meets the first."""
+    """Name of the run folder in `output`. Empty: the recipe's name and the start time, so that two runs never share a
+    folder."""
     seed: int = Field(default=0, ge=0)
-    """Seed of prompt order and sampling."""
+    """Seed of the prompts' order, of sampling, and of the trainer's random streams."""
     output: str = "runs"
     """Folder that holds run folders, base models, caches and the MLflow store."""
     resumes: int = Field(default=3, ge=0)
-    """At most so many resumes in a row without a new checkpoint or a finished stage between them: a run that crashes at
-    the same point again and again ends as failed. Three outlast a node that is being replaced."""
+    """Largest number of resumes in a row without a new checkpoint or a finished stage between them. A run that crashes
+    at the same point more often ends as failed. Three outlast a node that is being replaced."""
     dry: bool = False
-    """Check layout, memory per device and batch arithmetic, print them and stop.
-    Needs no device, no weights and no data."""
+    """Check layout, memory per device and batch arithmetic, print them and stop. This needs no device, no weights and
+    no data."""
 
 
 class DryRun(Table):
-    """What only the dry run (`run.dry`) reads."""
+    """Settings of the dry run (`run.dry`)."""
 
     joining: int = Field(default=0, ge=0)
-    """Instances that others start for the run on other nodes (docs/operations.md), counted beside its own."""
+    """Number of instances that will be started for the run on other nodes and join it (docs/operations.md). The dry
+    run counts them beside the run's own."""
 
 
 class Model(Table):
     """The base model."""
 
     path: str = "quickstart"
-    """A Hugging Face folder, or "quickstart": the tiny Qwen3 that Metronome warms up
-    itself (cached under `run.output`)."""
+    """Hugging Face folder with config.json, tokenizer files and safetensors; or "quickstart", the tiny Qwen3 that
+    Metronome trains from scratch itself and keeps in `run.output`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the rollout instances; bfloat16 needs rollout.engine = "vllm". On CPU fp32:
-    bf16 moves log-probabilities by 0.15."""
+    """Type of the weights in the rollout instances; the trainer's is train.dtype. "bfloat16" needs rollout.engine =
+    "vllm". On a CPU take "float32", since bfloat16 moves log-probabilities by up to 0.15."""
 
 
 class Data(Table):
-    """Problem sets in DeepScaleR's schema (problem, answer, solution): .json, .jsonl, .parquet or a folder of them,
-    here or on s3://, or a dataset of the Hugging Face hub (owner/name or owner/name:split)."""
+    """The problem sets. A set has DeepScaleR's columns (problem, answer, solution). It is a .json, .jsonl or .parquet
+    file or a folder of them, on disk or s3://, or a dataset of the Hugging Face hub (owner/name or
+    owner/name:split)."""
 
     train: str = "data/addition_train.jsonl"
-    """Problems to train on. Relative paths are tried from the current folder, then from Metronome's own."""
+    """Problem set to train on. A relative path is tried from the current folder, then from Metronome's own."""
     heldout: str = "data/addition_heldout.jsonl"
-    """Problems never trained on; what `evaluate.benchmark = ""` evaluates. Empty: `heldout_fraction` of `train`."""
+    """Problem set that is never trained on, and that is evaluated where `evaluate.benchmark` is empty. Empty:
+    `heldout_fraction` of `train` is held out instead."""
     heldout_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of `train` to hold out, chosen by each problem's own text, so that it stays when rows come or go.
-    For use without a held-out file."""
+    """Share of `train` to hold out. A problem's own text decides whether it is held out, so the choice stays when rows
+    come or go. Set it only with `heldout` empty or not given; 0: the problems of `heldout`."""
     decontaminate: list[str] = Field(default_factory=lambda: ["benchmark"])
-    """Training problems that also stand in one of these sets are left out; "benchmark": those held out and evaluated;
-    []: off."""
+    """Problem sets whose problems are left out of the training. "benchmark" stands for the held-out problems and those
+    of `evaluate.benchmark`. Empty: nothing is left out."""
     prompt_template: str = "{problem}"
-    """Text with `{problem}` in it, or "chat": the tokenizer's chat template around one user message."""
+    """Prompt of a problem: a text with `{problem}` in it, or "chat" for the tokenizer's chat template around one user
+    message."""
 
     @model_validator(mode="before")
     @classmethod
     def _no_default_heldout(cls, given: Any) -> Any:  # noqa: ANN401
-        """Whoever gives a fraction and no file means no file."""
+        """A fraction without a file means no file, not the default one."""
         if isinstance(given, dict) and given.get("heldout_fraction") and "heldout" not in given:
             return {**given, "heldout": ""}
         return given
 
     @model_validator(mode="after")
-    def _heldout(self) -> Data:
+    def _check_heldout(self) -> Data:
         if bool(self.heldout) == bool(self.heldout_fraction):
             raise ValueError(
                 "give either data.heldout (a problem set) or, with data.heldout empty, data.heldout_fraction (a "
@@ -79,7 +84,7 @@ class Data(Table):
         return self
 
     @model_validator(mode="after")
-    def _template(self) -> Data:
+    def _check_template(self) -> Data:
         if self.prompt_template != "chat" and "{problem}" not in self.prompt_template:
             raise ValueError('data.prompt_template must contain "{problem}" or be "chat"')
         return self
@@ -89,11 +94,14 @@ class Reward(Table):
     """How a response is scored."""
 
     function: str = "exact"
-    """"math", "exact", "file.py:function" or "package.module:function"."""
+    """The reward: "math" or "exact" (built in), or a function of your own, "file.py:function" or
+    "package.module:function"."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds one call may take before its worker is killed and the response scores 0.
+    """Seconds that one call may take. After that its process is killed, and the responses of the call score 0.
     math-verify needs milliseconds."""
     on_error: Literal["stop", "zero"] = "stop"
-    """A reward that raises or returns the wrong number: stop the run after a checkpoint, or score 0 and count it."""
+    """What follows when a reward of your own raises, or returns anything but one finite number per response. "stop":
+    the run stops after a checkpoint. "zero": the responses score 0 and are counted. A built-in reward always scores
+    0."""
     workers: PositiveInt = 1
-    """Verifier processes. One keeps up with a small model; raise it when verifying is slow."""
+    """Number of verifier processes. One keeps up with a small model; raise it when verifying is slow."""

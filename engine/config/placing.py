@@ -1,4 +1,4 @@
-"""Which devices of which node the parts of a run take: trainer ranks take the first ones of every training node."""
+"""Which devices of which node the parts of a run take. Trainer ranks take the first devices of every training node."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from engine.config import Config
 
 
 def joining_nodes(config: Config) -> int:
-    """Nodes that the instances of dry_run.joining fill."""
+    """Number of nodes that the instances of dry_run.joining need."""
     return math.ceil(config.dry_run.joining / max(1, config.platform.devices_per_node // config.rollout.tensor))
 
 
 def places(config: Config) -> Iterator[str]:
-    """Who is where, for people; nothing where there are no devices to place on, as on a CPU."""
+    """Lines for people that say where each part of the run stands; none where nothing is placed on devices."""
     if not config.places_on_devices:
         return
     yield f"trainer ranks on devices 0 to {config.parallel.ranks_per_node - 1} of their nodes"
     if config.rollout.instances:
-        yield f"the run's own instances on {config.rollout.devices} of the first one (rollout.devices)"
+        yield f"the run's own instances on devices {config.rollout.devices} of the first node (rollout.devices)"
     if config.dry_run.joining:
         yield f"{config.dry_run.joining} instances that join on other nodes"
 
 
 def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
-    """Why instances that the run itself starts, on the first training node, would get devices of others if vLLM is on
-    devices.
+    """Reasons why the run's own instances, on the first training node, would get devices that others have, if vLLM runs
+    on devices.
 
-    `visible`: the devices that ranks see, in their order, where the environment names them; else they see those from 0
-    on.
+    `visible`: the devices that ranks see, in their order, if the environment names them; empty: devices from 0 on.
     """
     own = config.rollout.instances
     named = config.rollout.devices
@@ -56,11 +55,12 @@ def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
 
 
 def _remedy(config: Config, trained: Sequence[int], visible: Sequence[int], needed: int) -> str:
+    """What to set instead: the node's free devices, or instances on other nodes if there are too few."""
     free = [device for device in visible or range(config.platform.devices_per_node) if device not in trained][:needed]
     if len(free) == needed:
         return f"set rollout.devices = {free}"
     joining = config.dry_run.joining + config.rollout.instances
     return (
         f"they need a node of their own; set rollout.instances = 0 and dry_run.joining = {joining}, and start them "
-        "there (on_rollout_pool, or metronome serve --join)"
+        "there (with on_rollout_pool, or metronome serve --join)"
     )

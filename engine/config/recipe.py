@@ -1,4 +1,4 @@
-"""Reading a recipe: TOML and `--set key=value` into a `Config`, every mistake one clear `BadInput`."""
+"""Read a recipe: TOML and `--set key=value` become a `Config`, and each mistake becomes one clear `BadInput`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ HOME = Path(__file__).resolve().parents[2]
 
 
 def find(path: str) -> Path:
-    """The path as given from the current folder if it exists there, else from Metronome's own folder, else as given."""
+    """Return the path as given if it is absolute or exists from the current folder, else the one in Metronome's own
+    folder if that exists, else the path as given."""
     here = Path(path).expanduser()
     if here.is_absolute() or here.exists():
         return here
@@ -31,17 +32,18 @@ def find(path: str) -> Path:
 
 
 def load(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Config:
-    """Read a recipe file (None: all defaults), apply `key=value` overrides, check everything.
+    """Read a recipe file (None: all defaults), apply `key=value` overrides and check everything.
 
-    Raises BadInput with file or key, what is wrong and what would be right.
+    Without run.name the run is named after the recipe and the present time. Raises BadInput with file or key, what is
+    wrong and what would be right.
     """
     where = str(recipe) if recipe is not None else "--set"
-    given = accepted(flatten(_read(recipe)), where) if recipe is not None else {}
-    given |= accepted(flatten(dict(map(_pair, overrides))), "--set")
+    given = accepted(flatten(_read_toml(recipe)), where) if recipe is not None else {}
+    given |= accepted(flatten(dict(map(_parse_override, overrides))), "--set")
     try:
         config = Config.model_validate(nest(given, where))
     except ValidationError as error:
-        raise BadInput(f"{where}: {_first(error)}") from None
+        raise BadInput(f"{where}: {_first_mistake(error)}") from None
     if config.run.name:
         return config
     stem = Path(recipe).stem if recipe is not None else "run"
@@ -49,7 +51,7 @@ def load(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def _read(recipe: str | os.PathLike[str]) -> dict[str, Any]:
+def _read_toml(recipe: str | os.PathLike[str]) -> dict[str, Any]:
     path = find(os.fspath(recipe))
     if not path.is_file():
         raise BadInput(
@@ -61,7 +63,8 @@ def _read(recipe: str | os.PathLike[str]) -> dict[str, Any]:
         raise BadInput(f"recipe {path}: not valid TOML: {error}") from None
 
 
-def _pair(override: str) -> tuple[str, Any]:
+def _parse_override(override: str) -> tuple[str, Any]:
+    """(key, value) of `key=value`. A value that is not TOML is a string."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
@@ -72,24 +75,24 @@ def _pair(override: str) -> tuple[str, Any]:
         return key.strip(), text.strip()
 
 
-def _first(error: ValidationError) -> str:
-    """The first mistake in one line: dotted key, what is wrong, for an unknown key the nearest valid one."""
+def _first_mistake(error: ValidationError) -> str:
+    """The first mistake in one line: the dotted key and what is wrong; for an unknown key the nearest valid one."""
     mistake = error.errors()[0]
     key = ".".join(str(part) for part in mistake["loc"])
     if mistake["type"] == "extra_forbidden":
-        return f"unknown key {key}; {_nearest(mistake['loc'])}"
+        return f"unknown key {key}; {_nearest_key(mistake['loc'])}"
     if mistake["type"] == "value_error":
         return str(mistake["ctx"]["error"])
-    place = _place(mistake["loc"])
+    place = _key_part(mistake["loc"])
     if len(mistake["loc"]) == len(place) or isinstance(mistake["loc"][len(place)], int):
         return f"{key} = {mistake['input']!r}: {mistake['msg']}"
-    # a key of several types: what each of them says
+    # the key takes several types: say what each of them reports
     said = [other["msg"] for other in error.errors() if other["loc"][: len(place)] == place]
     return f"{'.'.join(map(str, place))} = {mistake['input']!r}: {', or: '.join(said)}"
 
 
-def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """The part of a mistake's place that names tables and a key; what follows is inside of the value."""
+def _key_part(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The leading part of a mistake's location that names tables and the key; the rest is inside the value."""
     table: Any = Config
     for depth, part in enumerate(loc, 1):
         field = table.model_fields.get(part)
@@ -99,7 +102,7 @@ def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return loc
 
 
-def _nearest(loc: tuple[int | str, ...]) -> str:
+def _nearest_key(loc: tuple[int | str, ...]) -> str:
     names = flatten(Config().model_dump()) if len(loc) > 1 else Config.model_fields
     close = difflib.get_close_matches(".".join(map(str, loc)), sorted(names), n=1, cutoff=0.0)
     return f"did you mean {close[0]}?"

@@ -1,4 +1,4 @@
-"""What a run ends in: evaluation and tracking."""
+"""The tables of what comes out of a run: evaluation and tracking."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from engine.config.table import Table
 
 
 class Evaluate(Table):
-    """Evaluation of a model on benchmarks."""
+    """How a model is evaluated on benchmarks."""
 
     benchmark: str = ""
-    """Names (aime24, aime25, amc, math500, minerva, olympiadbench) or problem files, several separated by commas (or a
-    list); the first decides on the champion. Empty: data.heldout."""
+    """Benchmarks: names (aime24, aime25, amc, math500, minerva, olympiadbench) or problem files, several as a list or
+    separated by commas. The first decides on the champion. Empty: the problems of data.heldout."""
     folder: str = ""
-    """Where benchmarks given by name lie. Empty: beside data.train and data.heldout;
-    what is not there comes from the hub."""
+    """Folder with the benchmarks that are given by name. Empty: the folders of data.train and data.heldout. A benchmark
+    that is not there is read from the Hugging Face hub."""
     problems: int = Field(default=256, ge=0)
-    """At most so many problems of each benchmark, the first of the file; 0 takes all."""
+    """Largest number of problems of each benchmark, the first ones of its file. 0: all."""
     samples: PositiveInt = 1
-    """Responses per problem (k of avg@k, pass@k and maj@k); Periodic Asynchrony takes 8 for AIME24."""
+    """Responses sampled for each problem (k of avg@k, pass@k and maj@k). Periodic Asynchrony takes 8 for AIME24."""
     temperature: float = Field(default=1.0, ge=0, le=100)
-    """Of sampling; 0 takes the most likely token."""
+    """Temperature of sampling. 0: always the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Of sampling."""
+    """Probability mass of the most likely tokens that are sampled from. 1: all of them."""
     top_k: int = Field(default=0, ge=0)
-    """Of sampling; 0 switches it off."""
+    """Number of most likely tokens that are sampled from. 0: all of them."""
     max_new_tokens: PositiveInt = 512
-    """Length limit of a response."""
+    """Largest number of tokens of a response."""
     max_context: int = Field(default=0, ge=0)
-    """Prompt and response tokens together, of instances started for an evaluation; 0 takes rollout.max_context.
-    Instances of a running training keep theirs."""
+    """Largest number of tokens of prompt and response together, for instances that are started for an evaluation.
+    0: rollout.max_context. The instances of a running training keep rollout.max_context."""
     every: int = Field(default=0, ge=0)
-    """In modes "sync" and "periodic": evaluate in every so many steps, on instances that wait for the trainer;
-    0: never."""
+    """Steps between two evaluations in a running training, beginning with step 0; the last step has none. They run on
+    instances that wait for the trainer, in modes "sync" and "periodic" only. 0: never."""
     max_wait_s: float = Field(default=300.0, ge=0)
-    """Seconds that training may wait for an evaluation in a step; one that takes longer is dropped and reported;
-    0: none."""
+    """Longest time in seconds that training waits for an evaluation of `every`. One that takes longer is dropped and
+    reported. 0: training does not wait."""
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
-    """Of paired comparisons: `champion` moves when p is at most 1 - confidence."""
+    """Confidence of paired comparisons: the alias `champion` moves to a better model if p ≤ 1 − confidence."""
 
     @field_validator("benchmark", mode="before")
     @classmethod
-    def _joined(cls, value: Any) -> Any:  # noqa: ANN401
+    def _join_list(cls, value: Any) -> Any:  # noqa: ANN401
         return ",".join(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
 
     @property
@@ -54,10 +54,10 @@ class Evaluate(Table):
 
 
 class Tracking(Table):
-    """MLflow."""
+    """Where MLflow keeps the run's parameters and metrics."""
 
     uri: str = ""
-    """MLflow tracking URI; empty: the environment's MLFLOW_TRACKING_URI,
-    else sqlite in `run.output`, no server needed."""
+    """Tracking URI of MLflow. Empty: the environment's MLFLOW_TRACKING_URI, or without one an sqlite file in
+    `run.output`, which needs no server."""
     experiment: str = "metronome"
-    """MLflow experiment."""
+    """Name of the MLflow experiment."""

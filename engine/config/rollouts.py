@@ -1,4 +1,4 @@
-"""The inference side: sampling, instances, weight sync."""
+"""The tables of the inference side: sampling, instances, weight sync."""
 
 from __future__ import annotations
 
@@ -10,66 +10,74 @@ from engine.config.table import Table
 
 
 class Rollout(Table):
-    """Sampling responses."""
+    """The rollout instances, and how they sample responses."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
-    """The embedded engine is a process in this environment, for CPU and small devices;
-    vLLM runs in its own (`make vllm`)."""
+    """Program that runs in an instance. "embedded": Metronome's own engine, in this environment, for CPU and small
+    devices. "vllm": vLLM, in an environment of its own (`make vllm`)."""
     instances: int = Field(default=1, ge=0)
-    """Rollout instances that the run starts itself; others may join (`metronome serve --join`). 0: all join."""
+    """Number of rollout instances that the run starts itself; others may join (`metronome serve --join`). 0: the run
+    starts none, and all of them join."""
     tensor: PositiveInt = 1
-    """Devices that share one vLLM instance's model (its tensor parallelism)."""
+    """Devices that share the model of one vLLM instance (tensor parallelism). The embedded engine takes only 1."""
     devices: list[int] = []
-    """Cores (CPU) or devices (vLLM on CUDA, NPU) of the instances that the run starts, `len / instances` each, in turn.
-    Empty: the system places them; a training refuses that on devices, where all would take those from 0 on, as its
-    ranks do."""
+    """Numbers of the CPU cores, or of the devices with vLLM on CUDA or NPU, that the run's own instances share evenly:
+    the first instance takes the first of them, and so on. Empty: the system places the instances. With vLLM on devices
+    a training refuses an empty list, because each instance would take devices from 0 on, as the trainer's ranks do."""
     concurrency: PositiveInt = 4
-    """Groups in flight per instance: fewer start training earlier, more decode faster."""
+    """Largest number of groups in flight on one instance. With fewer, training starts earlier; with more, decoding is
+    faster."""
     group_size: PositiveInt = 8
-    """Responses per prompt (G)."""
+    """Responses sampled for each prompt (G). Every advantage but "reinforce_plus_plus" needs at least 2."""
     max_context: PositiveInt = 2048
-    """Prompt and response tokens together; prompts that leave no room for a response are counted skips."""
+    """Largest number of tokens of prompt and response together. A prompt that leaves no room for a response is skipped
+    and counted."""
     max_new_tokens: PositiveInt = 512
-    """Length limit of a response; it then counts as truncated."""
+    """Largest number of tokens of a response; must be below max_context. A response that this limit ends counts as
+    truncated."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
-    """Of sampling and of the log-probabilities on both sides."""
+    """Temperature of sampling, and of the log-probabilities that trainer and instances compute."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """1 in training, or trainer and instance no longer speak of the same distribution."""
+    """Probability mass of the most likely tokens that are sampled from; 1 is all of them. Keep it at 1 in training:
+    with less, trainer and instances give a token different probabilities (a warning says so)."""
     top_k: int = Field(default=0, ge=0)
-    """0 switches it off; see top_p."""
+    """Number of most likely tokens that are sampled from; 0 is all of them. Keep it at 0 in training, as top_p at 1."""
     stop: list[str] = []
-    """Strings of one token each that end a response, beside the tokenizer's end of sequence."""
+    """Strings that end a response, beside the tokenizer's end of sequence. A string that is not exactly one token is
+    refused."""
     deterministic: bool = False
-    """Fixed decode shapes: a response depends on prompt, seed and weights only.
-    benchmarks/determinism.py prints the cost."""
+    """Decode in batches of a fixed shape, so that a response depends on prompt, seed and weights only. Embedded engine
+    only; benchmarks/determinism.py prints what it costs."""
     partial: bool = False
-    """A response under way when new weights come is cut and continued under them, so long ones hold up no update; each
-    token keeps its version. Only in modes that allow staleness (docs/modes.md)."""
+    """Cut responses under way when new weights come, and continue them under the new weights, so that a long response
+    delays no update. Each token keeps its version. Only in modes "one_step_off" and "bounded" (docs/modes.md)."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds a request, a weight update or the start of an instance may take."""
+    """Longest time in seconds of one request, of one weight update, and of the start of an instance."""
     restarts: int = Field(default=2, ge=0)
-    """How often an instance of the run that died is started again."""
+    """Number of times that each of the run's own instances is started again after it died. 0: never."""
     heartbeat_s: PositiveFloat = 5.0
-    """An instance that does not answer for so long is silent:
-    what it holds is sent to others until it answers again."""
+    """Seconds without an answer after which an instance gets no prompts, and what it holds is sent to other instances,
+    until it answers again."""
     wait_s: PositiveFloat = 60.0
-    """How long a run waits for an instance when none is left, before it stops with a checkpoint."""
+    """Seconds that a run without any living instance waits for one before it stops with a checkpoint."""
     listen: str = "127.0.0.1:0"
-    """Address where instances join and /metrics is served; port 0 takes a free one.
-    Off loopback METRONOME_TOKEN must be set."""
+    """Address host:port at which instances join and /metrics is served; port 0 takes a free port. An address other than
+    loopback needs METRONOME_TOKEN to be set."""
 
 
 class Weights(Table):
-    """Weight sync from trainer to instances."""
+    """How new weights get from the trainer to the instances."""
 
     transport: Literal["file", "gloo", "nccl", "hccl"] = "file"
-    """"file": safetensors in shared memory or a shared folder; "gloo" (CPU), "nccl" (CUDA), "hccl" (NPU):
-    over the network."""
+    """How the weights travel. "file": as safetensors in shared memory or a shared folder. "gloo" (CPU), "nccl" (CUDA)
+    and "hccl" (NPU): over the network, with this backend of torch.distributed."""
     staged: bool = False
-    """Send to the instances' host memory in the background and swap at the boundary (AsyncFlow §4.2.3)."""
+    """Send the weights to the instances' host memory in the background, and swap them in at the step's boundary
+    (AsyncFlow §4.2.3)."""
     bucket_mb: PositiveInt = 256
-    """MiB that are gathered and sent at a time: what the export holds in memory beside the model."""
+    """Size in MiB of one bucket, the piece of the weights that is gathered and sent at a time. Up to three buckets are
+    in the trainer's memory at once, beside the model."""
     check_tokens: int = Field(default=16, ge=0)
-    """Fixed tokens whose log-probabilities trainer and instances compare after each sync; 0 leaves the comparison out.
-    On a CPU each costs as much as a generated one, on both sides; bf16, whose mean difference is compared, wants 32 or
-    more."""
+    """Number of fixed tokens whose log-probabilities trainer and instances compare after each sync; 0 and 1 switch the
+    comparison off. On a CPU each costs both sides as much as a generated token. With bfloat16, where the mean
+    difference is compared, 32 or more are advisable."""

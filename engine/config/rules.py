@@ -1,4 +1,4 @@
-"""What the tables of a run demand of each other. Each rule raises ValueError with the keys and what would be right."""
+"""The rules between keys of a run. Each rule raises ValueError with the keys and what would be right."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from engine.config.cores import foreign_cores
 from engine.config.tree import Tree
 
 BF16_GAP = 0.2
-"""Below this a limit on max|ratio - 1| refuses sound bf16 runs: a token's log-probability moves by up to 0.15."""
+"""Smallest limit on max |ratio − 1| that does not fail sound bf16 runs: bf16 moves a token's log-probability by up to
+0.15."""
 
 
-def _groups(config: Tree) -> None:
+def _check_groups(config: Tree) -> None:
     rollout = config.rollout
     advantage = config.algorithm.advantage
     if rollout.group_size < 2 and advantage != "reinforce_plus_plus":
@@ -36,8 +37,8 @@ def _groups(config: Tree) -> None:
         )
 
 
-def _cores(config: Tree) -> None:
-    # "auto": known when instances are started
+def _check_cores(config: Tree) -> None:
+    # with "auto" only the start of the instances tells whether vLLM's devices are cores
     on_cores = config.rollout.engine == "embedded" or config.platform.device == "cpu"
     if missing := foreign_cores("train.devices", config.train.devices) or (
         on_cores and foreign_cores("rollout.devices", config.rollout.devices)
@@ -51,7 +52,7 @@ def _cores(config: Tree) -> None:
             raise ValueError(f"{key} names {len(cores)} cores or devices, which {count} {sharers} can't share evenly")
 
 
-def _precision(config: Tree) -> None:
+def _check_precision(config: Tree) -> None:
     limit = config.train.ratio_gap_limit
     for key, dtype in (("train.dtype", config.train.dtype), ("model.dtype", config.model.dtype)):
         if dtype == "bfloat16" and 0 < limit < BF16_GAP:
@@ -61,7 +62,7 @@ def _precision(config: Tree) -> None:
             )
 
 
-def _early_scores(config: Tree) -> None:
+def _check_early_scores(config: Tree) -> None:
     if config.train.score_early and config.train.consume == "prompt_order":
         raise ValueError(
             'train.score_early needs train.consume = "arrival": which responses are scored together depends '
@@ -70,11 +71,11 @@ def _early_scores(config: Tree) -> None:
     if config.train.score_early and config.parallel.lockstep > 1:
         raise ValueError(
             "train.score_early needs replicas that share no experts (parallel.expert at most tensor x context): "
-            "those that do must compute together"
+            "replicas that share experts must compute together"
         )
 
 
-def _dynamic_sampling(config: Tree) -> None:
+def _check_dynamic_sampling(config: Tree) -> None:
     if config.algorithm.dynamic_sampling and config.train.score_early:
         raise ValueError(
             "algorithm.dynamic_sampling does not go with train.score_early: whether a response is trained at all, "
@@ -82,12 +83,12 @@ def _dynamic_sampling(config: Tree) -> None:
         )
     if config.algorithm.dynamic_sampling and config.rollout.group_size < 2:
         raise ValueError(
-            "algorithm.dynamic_sampling needs rollout.group_size of at least 2: the scores of a group of one are "
+            "algorithm.dynamic_sampling needs a rollout.group_size of at least 2: the scores of a group of one are "
             "all equal"
         )
 
 
-def _partial(config: Tree) -> None:
+def _check_partial(config: Tree) -> None:
     mode = config.train.mode
     if config.rollout.partial and mode in ("sync", "periodic"):
         raise ValueError(
@@ -97,12 +98,12 @@ def _partial(config: Tree) -> None:
         )
     if config.rollout.partial and config.train.exact_lag:
         raise ValueError(
-            "rollout.partial does not go with train.exact_lag: there weights wait until all responses are "
+            "rollout.partial does not go with train.exact_lag: with exact_lag weights wait until all responses are "
             "generated, so none is ever cut"
         )
 
 
-def _drain(config: Tree) -> None:
+def _check_evaluation(config: Tree) -> None:
     if config.evaluate.every and config.train.mode not in ("sync", "periodic"):
         raise ValueError(
             f"evaluate.every evaluates on instances that wait for the trainer, and train.mode = "
@@ -111,13 +112,13 @@ def _drain(config: Tree) -> None:
 
 
 BATCH_SCOPE = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Advantages whose statistics are over the whole batch."""
+"""Names of the advantages whose statistics are over the whole batch."""
 BATCH_SCOPE_LOSSES = ("m2po", "bapo")
-"""Losses whose statistics are over the whole batch.
-The trainer holds its windows for them, so they are exact off-policy too."""
+"""Names of the losses whose statistics are over the whole batch. The trainer holds all windows of a step until the
+statistics are known, so off-policy modes can use these losses, too."""
 
 
-def _scope(config: Tree) -> None:
+def _check_scope(config: Tree) -> None:
     advantage = config.algorithm.advantage
     mode = config.train.mode
     if advantage in BATCH_SCOPE and mode != "sync":
@@ -133,7 +134,7 @@ def _scope(config: Tree) -> None:
         )
 
 
-def _staleness(config: Tree) -> None:
+def _check_staleness(config: Tree) -> None:
     train = config.train
     if train.mode != "bounded" and (train.exact_lag or train.max_staleness > 1):
         raise ValueError(
@@ -141,7 +142,7 @@ def _staleness(config: Tree) -> None:
         )
 
 
-def _mismatch(config: Tree) -> None:
+def _check_mismatch(config: Tree) -> None:
     algorithm = config.algorithm
     train = config.train
     if algorithm.mismatch == "none":
@@ -149,19 +150,19 @@ def _mismatch(config: Tree) -> None:
     key = f'algorithm.mismatch = "{algorithm.mismatch}"'
     if algorithm.old_policy == "rollout":
         raise ValueError(
-            f'{key} does not go with algorithm.old_policy = "rollout": that ratio is over the engine\'s '
-            "probabilities already, and the same correction would count twice"
+            f'{key} does not go with algorithm.old_policy = "rollout": its ratio already divides by the engine\'s '
+            "probabilities, and the same correction would count twice"
         )
     lag = {"sync": 0, "periodic": 0, "one_step_off": 1}.get(train.mode, train.max_staleness)
     if lag > 1 or (lag and algorithm.old_policy != "previous"):
         raise ValueError(
-            f"{key} weighs by the trainer's probabilities under the weights that sampled. In train.mode = "
+            f"{key} needs the trainer's probabilities under the weights that sampled. In train.mode = "
             f'"{train.mode}" these are known with algorithm.old_policy = "previous" and a staleness of at most '
-            'one update; without algorithm.mismatch, old_policy = "rollout" corrects for staleness and engine'
+            'one update; without algorithm.mismatch, old_policy = "rollout" corrects for both staleness and engine'
         )
 
 
-def _thresholds(config: Tree) -> None:
+def _check_thresholds(config: Tree) -> None:
     low = config.algorithm.gac_low
     high = config.algorithm.gac_high
     mode = config.train.mode
@@ -169,14 +170,14 @@ def _thresholds(config: Tree) -> None:
     if "auto" in (low, high) and controlled and mode not in ("sync", "periodic"):
         raise ValueError(
             f'algorithm.gac_low and gac_high = "auto" are taken from a run\'s first on-policy steps, and '
-            f'train.mode = "{mode}" has none: give numbers, such as those of a short run with train.mode = '
+            f'train.mode = "{mode}" has none: give numbers, for example those of a short run with train.mode = '
             '"sync" and algorithm.gradient_control = "measure"'
         )
     if isinstance(low, float) and isinstance(high, float) and low >= high:
         raise ValueError(f"algorithm.gac_low ({low:g}) must be below algorithm.gac_high ({high:g})")
 
 
-def _embedded_engine(config: Tree) -> None:
+def _check_embedded_engine(config: Tree) -> None:
     if config.rollout.engine != "embedded":
         return
     for key, value, allowed in (
@@ -191,7 +192,7 @@ def _embedded_engine(config: Tree) -> None:
             )
 
 
-def _vllm(config: Tree) -> None:
+def _check_vllm(config: Tree) -> None:
     if config.rollout.engine != "vllm":
         return
     if config.rollout.deterministic:
@@ -206,7 +207,8 @@ def _vllm(config: Tree) -> None:
 
 
 RULES: tuple[Callable[[Tree], None], ...] = (
-    _groups, _cores, _precision, _early_scores, _scope, _staleness, _dynamic_sampling, _partial, _mismatch, _thresholds,
-    _embedded_engine, _vllm,
-    _drain,
+    _check_groups, _check_cores, _check_precision, _check_early_scores, _check_scope, _check_staleness,
+    _check_dynamic_sampling, _check_partial, _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm,
+    _check_evaluation,
 )  # fmt: skip
+"""All rules, in the order in which they are checked; the first that does not hold is reported."""

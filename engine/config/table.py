@@ -1,4 +1,4 @@
-"""What all tables of the configuration have in common."""
+"""The base class of all tables of the configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Table(BaseModel):
-    """Base of all tables: unknown keys are errors, values do not change after loading."""
+    """Base of all tables. Unknown keys, infinity and NaN are errors; values do not change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 

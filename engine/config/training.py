@@ -1,4 +1,4 @@
-"""The training side: step loop, algorithm, parallel layout, checkpoints."""
+"""The tables of the training side: step loop, algorithm, parallel layout, platform, checkpoints."""
 
 from __future__ import annotations
 
@@ -13,90 +13,103 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["auto"]
 
 
-def _own(value: str) -> str:
+def _names_a_function(value: str) -> str:
     if not re.fullmatch(r".+:[A-Za-z_]\w*", value):
-        raise ValueError('a function of your own is named "file.py:function" or "package.module:function"')
+        raise ValueError('expected a function of your own, as "file.py:function" or "package.module:function"')
     return value
 
 
-Own = Annotated[str, AfterValidator(_own)]
+Own = Annotated[str, AfterValidator(_names_a_function)]
+"""A user's own function, as "file.py:function" or "package.module:function"."""
 
 
 class Train(Table):
-    """The step loop and its optimizer."""
+    """The step loop, its optimizer, and the memory and precision of the trainer's models."""
 
     mode: Literal["sync", "periodic", "one_step_off", "bounded"] = "periodic"
-    """"periodic" trains each group as it arrives; "sync" starts when the step's last group is in. The others are
-    off-policy on purpose: "one_step_off" generates the next batch meanwhile, "bounded" up to max_staleness batches
-    (docs/modes.md)."""
+    """When a step trains its groups. "periodic": each group as it arrives. "sync": all groups, once the last has
+    arrived. Both train on responses of the step's own weights only. "one_step_off" also generates the next batch while
+    a step trains, "bounded" up to max_staleness batches; these two are off-policy on purpose (docs/modes.md)."""
     max_staleness: PositiveInt = 1
-    """Updates that responses may be behind, in mode "bounded"."""
+    """Largest number of updates between the weights that sampled a response and those that train it. Only in mode
+    "bounded"; the other modes refuse a value above 1."""
     exact_lag: bool = False
-    """In mode "bounded": weights wait until all batches in flight are generated,
-    so batch t has version t − max_staleness."""
+    """Publish new weights only when all batches in flight are generated, so that batch t is sampled from version
+    t − max_staleness exactly. Only in mode "bounded"; the other modes refuse it."""
     steps: PositiveInt = 60
-    """Updates, hence also the final weight version."""
+    """Number of steps of the run. Each step makes one update, so this is also the final weight version."""
     prompts_per_step: PositiveInt = 32
-    """Prompts per step (B, the papers' N)."""
+    """Prompts, and so groups, that one step trains on (B; N in the papers)."""
     consume: Literal["arrival", "prompt_order"] = "arrival"
-    """Order of training: arrival is fastest, prompt_order makes a run a function of its
-    seed (with rollout.deterministic)."""
+    """Order in which a step trains its groups. "arrival" is the fastest. "prompt_order" makes a run a function of its
+    seed, if rollout.deterministic is on."""
     record: bool = False
-    """Store every group and the order of training in `record.msgpack`, for `--replay`."""
+    """Write every group and the order of training to `record.msgpack` in the run folder, for `--replay`."""
     devices: list[int] = []
-    """CPU: cores of the trainer; empty leaves placing to the system."""
+    """Numbers of the CPU cores that the trainer's ranks share evenly. Empty: the operating system places the ranks.
+    A core that this process may not use is refused."""
     micro_batch_tokens: PositiveInt = 4096
-    """Token budget of a forward: groups that are there are packed up to it,
-    one above it is split (its prompt computed again)."""
+    """Largest number of tokens in one forward and backward pass. Groups that have arrived are packed up to it. A group
+    above it is split, and its prompt is computed once per part; a single response above it stands alone."""
     learning_rate: PositiveFloat = 1e-6
-    """Peak of the schedule. 1e-6 is what the papers use for full models; tiny ones want 3e-4."""
+    """Learning rate of AdamW at the peak of the schedule. The papers use 1e-6 for full models; tiny models need about
+    3e-4."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After warm-up; linear and cosine end at 0."""
+    """Course of the learning rate after the warm-up. "linear" and "cosine" fall to 0 at train.steps."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up."""
+    """Steps in which the learning rate rises linearly to its peak. 0: no warm-up."""
     weight_decay: float = Field(default=0.01, ge=0)
-    """AdamW's; never applied to norms and biases."""
+    """Weight decay of AdamW. It is never applied to norms and biases."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradient norm above which the gradient is scaled down."""
+    """Largest norm of a step's whole gradient. A gradient above it is scaled down to it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the trainer's weights and activations. With bfloat16 the optimizer keeps fp32 master weights and gradients."""
+    """Type of the trainer's weights and activations. With "bfloat16" the optimizer keeps master weights and gradients
+    in fp32, and ratio_gap_limit must be 0 or at least 0.2."""
     recompute: bool = False
-    """Forget each layer's activations and compute them again in the backward pass: less memory, a third more time."""
+    """Drop each layer's activations and compute them again in the backward pass. This needs less memory and about a
+    third more time."""
     offload: bool = False
-    """Keep old policy and reference in host memory; they take turns in one model on the device,
-    copied there for each window."""
+    """Keep the weights of old policy and reference in host memory. The two take turns in one model on the device, and
+    are copied there for each window."""
     distributed_optimizer: bool = False
-    """Share the optimizer's state among the data-parallel replicas (ZeRO stage 1)."""
+    """Split the optimizer's state among the data-parallel replicas (ZeRO stage 1)."""
     score_early: bool = False
-    """Compute old and reference log-probabilities as soon as a response lands while
-    the trainer would otherwise wait."""
+    """While the trainer waits for groups, score single responses that have arrived: compute their log-probabilities
+    under old policy and reference. Needs consume = "arrival"."""
     ratio_gap_limit: float = Field(default=1e-3, ge=0)
-    """A step whose max_ratio_gap exceeds it fails the run (weights of trainer and instance differ). 0 only reports."""
+    """Largest max_ratio_gap of a step (max |π_trainer / π_rollout − 1| over its tokens) in modes "sync" and "periodic".
+    A step above it fails the run, because the weights or the numerics of trainer and instances differ. 0 only reports
+    the gap; so do the other modes, in which the policy has moved since."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds without any sign of life between trainer and launcher before either gives up."""
+    """Seconds without a sign of life between trainer and launcher after which the run fails. While the trainer loads
+    its models, it has rollout.timeout_s more."""
 
 
 class M2po(Table):
-    """Of `algorithm.loss = "m2po"`."""
+    """Settings of the loss "m2po"; other losses do not read them."""
 
     threshold: PositiveFloat = 0.04
-    """Largest mean of (log ratio)² over the tokens that are not masked. 0.04 is the paper's."""
+    """Of the tokens whose ratio the gradient moves further from 1, those with the largest (log ratio)² are masked,
+    until the mean of (log ratio)² over the others is at most this number (the paper's τ). 0.04 is the paper's value."""
 
 
 class Bapo(Table):
-    """Of `algorithm.loss = "bapo"`."""
+    """Settings of the loss "bapo"; other losses do not read them."""
 
     share: float = Field(default=0.5, gt=0, lt=1)
-    """The share of the surrogate that tokens with A > 0 are to bring. 0.5 is the paper's (its authors' release)."""
+    """Least share of the clipped surrogate that tokens with a positive advantage are to contribute (the paper's ρ0).
+    The bounds rise until it is reached or both are at their limits. 0.5 is the value of the authors' release."""
     low: tuple[Beta, Beta] = (0.6, 0.9)
-    """Where the lower bound of the ratio starts, and how far it may rise; as the paper's authors have it."""
+    """Lower bound of the ratio: the value it starts from and the value it may rise to, both below 1. The defaults are
+    those of the authors' release."""
     high: tuple[PositiveFloat, PositiveFloat] = (1.2, 3.0)
-    """The same for the upper bound."""
+    """Upper bound of the ratio: the value it starts from and the value it may rise to, both above 1. The defaults are
+    those of the authors' release."""
 
     @model_validator(mode="after")
-    def _bounds(self) -> Bapo:
+    def _check_bounds(self) -> Bapo:
         for key, (start, end), side in (("low", self.low, "below"), ("high", self.high, "above")):
             if start > end or (start > 1) != (side == "above") or (end > 1) != (side == "above"):
                 raise ValueError(
@@ -107,7 +120,7 @@ class Bapo(Table):
 
 
 class Algorithm(Table):
-    """Advantage, loss and KL."""
+    """Advantage, loss and KL term, and the corrections of rewards, tokens and gradients."""
 
     advantage: (
         Literal[
@@ -115,111 +128,115 @@ class Algorithm(Table):
         ]
         | Own
     ) = "grpo"
-    """docs/algorithms.md has the formulas; the last two are over the whole batch (mode "sync").
-    Or "file.py:function"."""
+    """Advantage of a response, computed from the rewards of its group (formulas in docs/algorithms.md). The last two
+    need the whole batch, and so mode "sync". A function of your own is "file.py:function"."""
     loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "m2po", "bapo"] | Own = "grpo"
-    """Surrogate and aggregation (docs/algorithms.md); grpo: mean over a response, then over all. The last two take
-    statistics over the whole batch (every mode but "periodic"). Or "file.py:function"."""
+    """Surrogate and its mean over tokens (formulas in docs/algorithms.md); "grpo" takes the mean over each response,
+    then over all responses. The last two need statistics of the whole batch, and so any mode but "periodic". A
+    function of your own is "file.py:function"."""
     old_policy: Literal["behavior", "previous", "rollout"] = "behavior"
-    """Denominator of the ratio: the policy's own detached values, the weights before the last update,
-    or the engine's."""
+    """Denominator of the loss's ratio π / π_old. "behavior": the policy's own log-probabilities, detached. "previous":
+    those of the weights before the last update, which are kept as a third model. "rollout": those that the instance
+    returned."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """Ratio is clipped below at 1 - clip_low."""
+    """The ratio is clipped below at 1 − clip_low. Not read by "m2po" and "bapo"."""
     clip_high: float = Field(default=0.2, ge=0)
-    """Ratio is clipped above at 1 + clip_high."""
+    """The ratio is clipped above at 1 + clip_high. Not read by "m2po" and "bapo"."""
     m2po: M2po = M2po()
-    """Of the loss m2po."""
+    """Settings of the loss "m2po"."""
     bapo: Bapo = Bapo()
-    """Of the loss bapo."""
+    """Settings of the loss "bapo"."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight β of the KL to the reference; 0 drops the reference model."""
+    """Weight β of the KL term between policy and reference. 0: no KL term, and no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With x = log π_ref - log π: -x, x²/2, or e^x - x - 1 (Periodic Asynchrony eq. 6)."""
+    """Estimate of the KL of one token. With x = log π_ref − log π: "k1" is −x, "k2" is x²/2, "k3" is e^x − x − 1
+    (Periodic Asynchrony eq. 6)."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus in the loss (entropy in nats per token). 0: no bonus."""
     dynamic_sampling: bool = False
-    """Train only groups with different scores: the first train.prompts_per_step of
-    them in prompt order (DAPO, §3.2)."""
+    """Train only groups whose responses have different scores: the first train.prompts_per_step of them in prompt order
+    (DAPO, §3.2). More prompts are generated until there are enough."""
     dynamic_sampling_batches: PositiveInt = 10
-    """So many times train.prompts_per_step prompts may a step use with dynamic_sampling,
-    then the run stops (10 as in verl)."""
+    """With dynamic_sampling: largest number of prompts that a step may use, as a multiple of train.prompts_per_step. A
+    step that needs more fails the run. 10 is verl's value."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """Responses ending so many tokens before rollout.max_new_tokens lose reward,
-    up to overlong_penalty at the limit (DAPO)."""
+    """A response that ends within this many tokens of rollout.max_new_tokens loses reward: linearly, from 0 up to
+    overlong_penalty at the limit (DAPO). 0: none does. At most rollout.max_new_tokens."""
     overlong_penalty: float = Field(default=1.0, ge=0)
-    """What a response at the limit loses."""
+    """Reward that a response loses when it ends at rollout.max_new_tokens, with overlong_buffer above 0."""
     gradient_control: Literal["none", "measure", "gac"] | Own = "none"
-    """The cosine of consecutive gradients: "measure" reports it (one gradient copy), "gac" bounds it (GAC, Algorithm
-    1). Or "file.py:function"."""
+    """What is done about the cosine between the gradients of consecutive steps. "measure" reports it, "gac" bounds it
+    (GAC, Algorithm 1); both keep one copy of the gradient. A function of your own is "file.py:function"."""
     gac_low: Threshold = 0.05
-    """Cosine up to which an update is made as it is, and to which GAC turns those above; "auto":
-    from the run's first steps (on-policy modes)."""
+    """Absolute cosine up to which GAC makes an update as it is. Above it, up to gac_high, the gradient is turned until
+    its absolute cosine is gac_low. "auto": taken from the run's first steps (modes "sync" and "periodic")."""
     gac_high: Threshold = 0.3
-    """Cosine above which GAC skips the update. Both defaults are unconfirmed:
-    the paper's values are not in our copy of it."""
+    """Absolute cosine above which GAC skips the update; must be above gac_low. "auto" as for gac_low. The defaults of
+    both are unconfirmed: our copy of the paper lacks its values."""
     mask_truncated: bool = False
-    """Do not train responses that the length limit cut
-    (they count in the denominator and in the group's statistics)."""
+    """Train no token of a response that the length limit cut. The response still counts in the group's statistics, and
+    in the denominator of a loss that divides by responses."""
     mismatch: Literal["none", "truncate", "mask"] = "none"
-    """Weigh tokens by π_trainer / π_rollout, both under the weights that sampled: "truncate" bounds it by
-    mismatch_limit, "mask" drops tokens outside of it. Refused with old_policy = "rollout" and where those weights are
-    not known (docs/algorithms.md)."""
+    """Multiply each token's gain by π_trainer / π_rollout, both under the weights that sampled it. "truncate" bounds
+    this factor by mismatch_limit; "mask" drops tokens whose factor is outside of 1/mismatch_limit to mismatch_limit.
+    Refused with old_policy = "rollout", and where the trainer no longer has those weights (docs/algorithms.md)."""
     mismatch_limit: float = Field(default=2.0, gt=1)
-    """Largest weight; "mask" drops below 1/limit too."""
+    """Largest factor that `mismatch` leaves as it is; for "mask" the smallest is 1/mismatch_limit."""
 
 
 class Attention(Table):
     """How attention is computed in the trainer."""
 
     shared_prompt: bool = True
-    """Compute a group's prompt once (Periodic Asynchrony §4.2)."""
+    """Compute a group's prompt once for all of its responses (Periodic Asynchrony §4.2). Off: once per response."""
 
 
 class Parallel(Table):
-    """How the trainer's ranks share the model and the work; their product (without expert) is the number of ranks."""
+    """How the trainer's ranks share the model and the work. Their number is tensor × pipeline × context × data."""
 
     tensor: PositiveInt = 1
-    """Ranks that share each layer's matrices."""
+    """Ranks that share each layer's matrices (tensor parallelism)."""
     pipeline: PositiveInt = 1
-    """Stages that share the layers (1F1B)."""
+    """Stages that share the model's layers (pipeline parallelism, 1F1B). It must divide the number of layers."""
     context: PositiveInt = 1
-    """Ranks that share the tokens of a micro-batch."""
+    """Ranks that share the tokens of a micro-batch (context parallelism)."""
     data: PositiveInt = 1
-    """Replicas; each takes groups from the one queue as it becomes free."""
+    """Replicas of the model (data parallelism). Each takes groups from one queue as it becomes free."""
     expert: PositiveInt = 1
-    """Ranks, among tensor x context x data, that share the experts of a
-    mixture-of-experts model (each holds whole ones)."""
+    """Ranks, out of tensor × context × data, that share the experts of a mixture-of-experts model; each holds whole
+    experts. It must divide the number of experts; 1 for a dense model."""
     nodes: PositiveInt = 1
-    """Machines that the ranks are shared among, the same number on each;
-    they share the run folder (docs/operations.md)."""
+    """Machines that run trainer ranks, the same number of ranks on each. All must see the run folder
+    (docs/several_nodes.md)."""
     rendezvous: str = ""
-    """With several nodes: host:port on the launcher's node, where they meet.
-    The next port carries the control channel."""
+    """Address host:port on the launcher's node at which the nodes meet; the port after it carries the control channel.
+    Needed with nodes above 1, else empty."""
     sequence: bool = False
-    """Also share the norms' work and activations among the tensor ranks; off by default, it is slower on CPU."""
+    """Share the norms' work and activations among the tensor ranks, too (sequence parallelism). Needs tensor above 1.
+    Off by default, because it is slower on a CPU."""
 
     @property
     def ranks(self) -> int:
-        """Trainer ranks in all."""
+        """Number of trainer ranks."""
         return self.tensor * self.pipeline * self.context * self.data
 
     @property
     def ranks_per_node(self) -> int:
-        """Trainer ranks on each node."""
+        """Number of trainer ranks on each node."""
         return self.ranks // self.nodes
 
     @property
     def lockstep(self) -> int:
-        """Replicas whose experts are shared: they take their windows together."""
+        """Number of replicas that share experts, and so take their windows together; 1 if no replica does."""
         return max(1, self.expert // (self.tensor * self.context))
 
     @property
     def units(self) -> int:
-        """Replicas, or sets of replicas in lockstep, that take windows on their own."""
+        """Number of units: replicas, or sets of replicas in lockstep, that take windows on their own."""
         return self.data // self.lockstep
 
     @model_validator(mode="after")
-    def _allowed(self) -> Parallel:
+    def _check_sizes(self) -> Parallel:
         if self.ranks % self.nodes:
             raise ValueError(f"parallel.nodes ({self.nodes}) must divide the number of ranks ({self.ranks})")
         if (self.nodes > 1) != bool(self.rendezvous):
@@ -251,27 +268,30 @@ class Parallel(Table):
 
 
 class Platform(Table):
-    """Where the trainer computes."""
+    """The devices of the trainer, and the sizes that only the dry run and the rollout pool's nodes need."""
 
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """"auto": an NPU if there is one, else a CUDA device, else the CPU."""
+    """Kind of device that the trainer computes on. "auto": an NPU if there is one, else a CUDA device, else the CPU."""
     devices: int = Field(default=0, ge=0)
-    """Accelerators that the whole run may use, training and rollouts together; `run.dry` refuses more.
-    0 leaves it open."""
+    """Number of accelerators that the whole run may use, training and rollouts together. `run.dry` refuses a layout
+    that needs more. 0: no limit."""
     devices_per_node: PositiveInt = 8
-    """Accelerators of a node, for `run.dry` and to share instances among the rollout pool's nodes: 8 is usual."""
+    """Number of accelerators of one node. `run.dry` reads it, and it decides how many instances a node of the rollout
+    pool takes. 8 is usual."""
     memory_gib: PositiveFloat = 64.0
-    """GiB of memory of one accelerator, for `run.dry`: 64 is an Ascend 910B's (Periodic Asynchrony §6)."""
+    """Memory of one accelerator in GiB, read by `run.dry`. 64 is that of an Ascend 910B (Periodic Asynchrony §6)."""
 
 
 class Checkpoint(Table):
-    """Everything needed to go on, bit for bit."""
+    """Checkpoints. Each has everything that is needed to go on, bit for bit in modes "sync" and "periodic" on a CPU."""
 
     every: int = Field(default=20, ge=0)
-    """Steps between checkpoints; 0 keeps only the one at the end."""
+    """Steps between two checkpoints. The last step always has one; 0: only the last step."""
     keep_last: PositiveInt = 2
-    """Older ones are deleted once a newer one is complete."""
+    """Number of newest checkpoints that are kept. Older ones are deleted once a newer one is complete."""
     keep_best: int = Field(default=0, ge=0)
-    """Beside the newest, so many are kept of those with the highest reward_mean at their last step."""
+    """Number of checkpoints with the highest reward_mean at their last step that are kept too, chosen among all,
+    the newest included. 0: only the newest are kept."""
     path: str = ""
-    """Where complete checkpoints are published: a folder or s3://…; empty keeps them in the run folder only."""
+    """Folder or s3://… to which complete checkpoints are copied, into a folder of the run's name there. Empty: they
+    stay in the run folder only."""

@@ -1,4 +1,4 @@
-"""The tables of a run as one tree, and what follows from several of them together."""
+"""The tables of a run as one tree, and the values that follow from several tables together."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.config.table import Table
 from engine.config.training import Algorithm, Attention, Checkpoint, Parallel, Platform, Train
 
 WINDOW_PER_STAGE = 4
-"""Micro-batches of a window per pipeline stage: a full window idles at most (p - 1) / (5p - 1) < 20 % of its time."""
+"""Micro-batches of a window per pipeline stage. A full window idles at most (p − 1) / (5p − 1) < 20 % of its time, with
+p stages."""
 
 
 class Tree(Table):
-    """All tables. Their values are checked each by itself;
-    `engine.config.Config` also checks what they demand of each other."""
+    """All tables. Each value is checked by itself; the rules between keys are checked by `engine.config.Config`."""
 
     run: Run = Run()
     dry_run: DryRun = DryRun()
@@ -42,32 +42,33 @@ class Tree(Table):
 
     @property
     def window_tokens(self) -> int:
-        """Token budget of a window. A pipeline idles for its depth in each window,
-        so it may take several micro-batches."""
+        """Token budget of a window. A pipeline idles while it fills and drains, once in each window, so its window may
+        have several micro-batches."""
         pipeline = self.parallel.pipeline
         deep = self.parallel.pipeline > 1
         return self.train.micro_batch_tokens * self.parallel.lockstep * (WINDOW_PER_STAGE * pipeline if deep else 1)
 
     @property
     def trainer_threads(self) -> int:
-        """Computing threads of a trainer rank: its own cores if it has some, else an even share."""
-        return len(self.train.devices) // self.parallel.ranks or self._share
+        """Number of computing threads of a trainer rank: that of its own cores, or an even share without any."""
+        return len(self.train.devices) // self.parallel.ranks or self._even_share
 
     @property
     def instance_threads(self) -> int:
-        """Computing threads of a rollout instance: its own cores if it has some, else an even share."""
-        return len(self.rollout.devices) // max(1, self.rollout.instances) or self._share
+        """Number of computing threads of a rollout instance: that of its own cores, or an even share without any."""
+        return len(self.rollout.devices) // max(1, self.rollout.instances) or self._even_share
 
     def instance_cores(self, number: int) -> list[int]:
-        """Those of `rollout.devices` that are instance `number`'s; [] leaves placing to the system."""
+        """The part of `rollout.devices` that belongs to instance `number`, from 0; [] leaves placing to the system."""
         share = len(self.rollout.devices) // max(1, self.rollout.instances)
         return self.rollout.devices[number * share : (number + 1) * share]
 
     @property
     def places_on_devices(self) -> bool:
-        """Whether `rollout.devices` are accelerators, not cores, as far as the config says."""
+        """Whether `rollout.devices` names accelerators rather than cores; False where platform.device is "auto"."""
         return self.rollout.engine == "vllm" and self.platform.device in ("cuda", "npu")
 
     @property
-    def _share(self) -> int:
+    def _even_share(self) -> int:
+        """Cores that this process may use, per trainer rank and own instance; at least 1."""
         return max(1, len(usable_cores()) // (self.parallel.ranks + self.rollout.instances))

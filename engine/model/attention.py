@@ -1,7 +1,7 @@
-"""Core attention over a `Layout`, by the kernel of a platform.
+"""Core attention over a `Layout`, computed by the kernel of a platform.
 
-Slots into Megatron's layer specification in place of its DotProductAttention. The layout travels in Megatron's own
-`packed_seq_params` argument, so that activation recomputation and pipelines see the right one.
+It replaces DotProductAttention in Megatron's layer specification. The layout travels in Megatron's own
+`packed_seq_params` argument, so that activation recomputation and pipelines get the right one.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from engine.model.layout import Layout
 
 @dataclass
 class LayoutParams(PackedSeqParams):
-    """Carries a layout through Megatron's layers; keeps the [s, b, h] format, so nothing else changes its ways."""
+    """Carries a layout through Megatron's layers. The format stays [s, b, h], so nothing else in Megatron changes."""
 
     layout: Layout | None = None
 
 
 def params(layout: Layout) -> LayoutParams:
-    """The `packed_seq_params` of a forward over this layout."""
+    """Return the `packed_seq_params` for a forward pass over this layout."""
     return LayoutParams(qkv_format="sbhd", layout=layout)
 
 
 class SegmentAttention(torch.nn.Module):
     """Megatron core attention: query [S, 1, heads, d], key and value [S, 1, key-value heads, d] → [S, 1, heads·d].
 
-    Heads are this tensor rank's, rows this context rank's: under context parallelism keys and values of the whole row
-    are gathered from the group, and their gradients summed back over it.
+    The heads are those of this tensor rank, the S rows those of this context rank. Under context parallelism keys and
+    values of the whole row are gathered from the group, and their gradients are summed over it.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class SegmentAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """`kernel` is a key of KERNELS; the other arguments are Megatron's, most of them for dropout and masks."""
+        """`kernel` is a key of KERNELS. The other arguments are Megatron's; only `softmax_scale` is used."""
         super().__init__()
         self.kernel = KERNELS[kernel]
         self.scale = softmax_scale
 
     @classmethod
     def backend(cls, name: str) -> Callable[..., SegmentAttention]:
-        """The module with the kernel of that name, as Megatron's layer specification takes it.
-        Raises BadInput if unknown."""
+        """Return a constructor of this module with the kernel `name`, for Megatron's layer specification. Raises
+        BadInput if the kernel is unknown."""
         if name not in KERNELS:
             raise BadInput(f'attention backend "{name}" is unknown, expected one of {", ".join(sorted(KERNELS))}')
         return partial(cls, kernel=name)
@@ -72,7 +72,8 @@ class SegmentAttention(torch.nn.Module):
         packed_seq_params: LayoutParams,
         **unused: Any,  # noqa: ANN401
     ) -> Tensor:
-        """Attend over the layout in `packed_seq_params`; the mask argument of Megatron stays unused."""
+        """Attend over the layout in `packed_seq_params`. Megatron's mask argument is not used. Raises ValueError
+        without a layout, and for one that is sharded for another number of context-parallel ranks."""
         layout = packed_seq_params.layout
         if layout is None:
             raise ValueError("SegmentAttention needs a layout: pass packed_seq_params=params(layout)")
@@ -82,11 +83,13 @@ class SegmentAttention(torch.nn.Module):
 
 
 def whole_row(key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Keys and values [S, ...] of all context-parallel ranks in the order of the row [row_size, ...];
-    one collective."""
+    """Return keys and values of the whole row [row_size, ...], in its order, from those of this context-parallel rank
+    [S, ...]. A collective of the context-parallel group."""
     ranks = parallel_state.get_context_parallel_world_size() or 1  # 0 without a process group
     if layout.shards != ranks:
-        raise ValueError(f"the layout is spread over {layout.shards} ranks, the context-parallel group has {ranks}")
+        raise ValueError(
+            f"the layout is spread over {layout.shards} ranks, but the context-parallel group has {ranks} ranks"
+        )
     if ranks == 1:
         return key, value
     both = torch.cat([key, value], dim=-1)

@@ -1,7 +1,6 @@
-"""Building the Megatron GPT model of a shape: Megatron's own layers with our core attention, norms and rotary
-positions.
+"""Build the Megatron GPT model of a shape: Megatron's own layers with our core attention, norms and rotary embedding.
 
-Sizes of the parallel layout come from Megatron's parallel state; `Computation` holds what is not in there.
+The sizes of the parallel layout come from Megatron's parallel state; `Computation` holds all other settings.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ from engine.model.swiglu import SwiGLU
 
 @dataclass(frozen=True)
 class Computation:
-    """How a model is computed, whatever its weights."""
+    """How a model is computed."""
 
     sequence: bool = False
-    """Sequence parallelism beside tensor parallelism."""
+    """Whether there is sequence parallelism beside tensor parallelism."""
     dtype: torch.dtype = torch.float32
     recompute: bool = False
-    """Forget the activations inside each layer and compute them again in the backward pass."""
+    """Whether the activations inside each layer are dropped and computed again in the backward pass."""
     attention: str = "cpu"
-    """Attention backend (engine.model.attention)."""
+    """Attention kernel, a key of `engine.model.kernels.KERNELS`."""
     device: torch.device = torch.device("cpu")
 
 
 def transformer_config(shape: ModelShape, computation: Computation) -> TransformerConfig:
-    """Megatron's configuration of the shape in the present parallel layout; its Transformer-Engine fusions stay off.
+    """Return Megatron's configuration of the shape in the present layout; Transformer Engine's fusions are off.
 
-    On a CPU its fused rotation is ours.
+    For a CPU this also installs our rotation as Megatron's fused one (`rotary.install`).
     """
     if computation.device.type == "cpu":
-        rotary.put_in()
+        rotary.install()
     return TransformerConfig(
         **settings(shape),
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -76,7 +75,7 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
-        use_te_activation_func=True,  # Megatron's name for taking the layer specification's activation
+        use_te_activation_func=True,  # makes Megatron take the activation of the layer specification
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -90,13 +89,13 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         variable_seq_lengths=True,
         deallocate_pipeline_outputs=False,
         batch_p2p_comm=True,
-        cuda_graph_scope=[],  # the default warns about itself
+        cuda_graph_scope=[],  # Megatron warns about its own default
         calculate_per_token_loss=True,  # leaves gradients undivided: the step's denominator is ours
     )
 
 
 def build_model(shape: ModelShape, computation: Computation | None = None) -> GPTModel:
-    """This rank's part of the model, with uninitialised weights (load them with `engine.model.hf_weights`)."""
+    """Return this rank's part of the model, with uninitialised weights (`engine.model.hf_weights` loads them)."""
     computation = computation or Computation()
     config = transformer_config(shape, computation)
     tensor = config.tensor_model_parallel_size
@@ -119,12 +118,12 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
         model.output_layer.allreduce_dgrad = tensor > 1
     _mark_cuts(model)
     if computation.device.type == "cpu":
-        linear.put_in(model)
+        linear.install(model)
     return model.to(computation.device)
 
 
 def _mark_cuts(model: GPTModel) -> None:
-    """Megatron marks which weights are cut over tensor ranks while it initialises them, which we skip.
+    """Mark the weights that are cut over tensor ranks. Megatron does so while it initialises weights, which we skip.
 
     Without the marks the gradient norm would count only the first rank's part.
     """
@@ -135,7 +134,8 @@ def _mark_cuts(model: GPTModel) -> None:
 
 
 def logits(model: torch.nn.Module, layout: Layout) -> Tensor:
-    """[T, vocabulary/tensor] logits that score the layout's response tokens; on other stages the hidden states."""
+    """Run a forward pass. On the last pipeline stage return the [T, vocabulary/tensor] logits that score the layout's
+    response tokens, on the others the hidden states."""
     out = model(
         input_ids=layout.token_ids[None],
         position_ids=layout.positions[None],
@@ -146,8 +146,8 @@ def logits(model: torch.nn.Module, layout: Layout) -> Tensor:
 
 
 def row_multiple(computation: Computation) -> int:
-    """What a row's length must be a multiple of in the present layout:
-    sequence and context parallelism cut it evenly."""
+    """Return the number that must divide a row's length in the present parallel layout, because sequence and context
+    parallelism cut rows evenly."""
     context = parallel_state.get_context_parallel_world_size()
     tensor = parallel_state.get_tensor_model_parallel_world_size() if computation.sequence else 1
     return tensor * (2 * context if context > 1 else 1)
@@ -169,11 +169,11 @@ def _block_spec(config: TransformerConfig, attention: str) -> TransformerBlockSu
 
 
 def _keep_scored(decoder: TransformerBlock, args: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:  # noqa: ANN401
-    """Only scored positions go through the output layer: [S, 1, h] → [T, 1, h]; a prompt's last is used G times."""
+    """Hook that keeps the positions whose logits are needed: [S, 1, h] → [T, 1, h]. The output layer computes no
+    others. A prompt's last position occurs once for each of its responses."""
     carried: LayoutParams = kwargs["packed_seq_params"]
     assert carried.layout is not None
-    if (
-        decoder.config.sequence_parallel
-    ):  # the rows behind it are the same on all tensor ranks, and so is their gradient
+    if decoder.config.sequence_parallel:
+        # from here on the rows, and so their gradients, are the same on all tensor ranks
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     return hidden.index_select(0, carried.layout.scored)

@@ -1,7 +1,7 @@
-"""The supported families, declared: which Megatron parameter is made of which Hugging Face tensors, and how it is cut.
+"""The supported model families: which Megatron parameter is made of which Hugging Face tensors, and how it is cut.
 
 A name is a pattern: `{layer}` is the layer's number in the whole model and `{expert}` the expert's number among all,
-both from 0. `engine.model.hf_weights` carries the rules out in both directions.
+both from 0. `engine.model.hf_weights` applies the rules in both directions.
 """
 
 from __future__ import annotations
@@ -14,32 +14,35 @@ from engine.errors import BadInput
 from engine.model.shape import Experts, ModelShape
 
 Cut = Literal["replicated", "column", "row", "vocabulary"]
-"""Over tensor parallelism: not at all, by output features (first dimension), by input features (second), by tokens
-(first dimension, with zero rows behind the last token up to a multiple of the tensor-parallel size)."""
+"""How tensor ranks share a parameter. "replicated": each has all of it. "column": cut by output features (first
+dimension). "row": cut by input features (second dimension). "vocabulary": cut by tokens (first dimension), with zero
+rows behind the last token up to a multiple of the tensor-parallel size."""
 
 Fuse = Literal["plain", "qkv", "gate_up"]
-"""plain: one tensor. qkv: per key-value head its query heads, its key, its value. gate_up: each rank's part of the
-gate, then the same part of the other."""
+"""How Hugging Face tensors form a parameter. "plain": one tensor. "qkv": for each key-value head its query heads, its
+key and its value. "gate_up": each rank's part of the gate, then its part of the up projection."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one kind of Megatron parameter is made."""
+    """How one kind of Megatron parameter is made of Hugging Face tensors."""
 
     ours: str
-    """Megatron name."""
+    """Name in Megatron."""
     theirs: tuple[str, ...]
-    """Hugging Face names, in the order in which they are fused."""
+    """Names in Hugging Face, in the order in which the tensors are fused."""
     cut: Cut = "replicated"
     fuse: Fuse = "plain"
 
 
 @dataclass(frozen=True)
 class Family:
-    """All parameters of an architecture, and the Megatron settings that it takes apart from sizes."""
+    """The parameters of an architecture's layers, and the Megatron settings that it needs beside its sizes."""
 
     layer: tuple[Rule, ...]
+    """Rules of all parameters of a layer."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of Megatron's TransformerConfig."""
 
 
 def _in_layer(ours: str, *theirs: str, cut: Cut = "replicated", fuse: Fuse = "plain") -> Rule:
@@ -52,7 +55,7 @@ EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), "vocabulary")
 TIED_OUTPUT = Rule("output_layer.weight", ("model.embed_tokens.weight",), "vocabulary")
-"""Megatron keeps a copy of a tied embedding on the last pipeline stage."""
+"""Output layer of a model with a tied embedding: Megatron keeps a copy of the embedding on the last pipeline stage."""
 
 DENSE = (
     _in_layer("input_layernorm.weight", "input_layernorm.weight"),
@@ -94,13 +97,13 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def rules(shape: ModelShape) -> dict[str, Rule]:
-    """The shape's rules by Megatron name."""
+    """Return the rules for all parameters of the shape, by their Megatron names (patterns)."""
     output = TIED_OUTPUT if shape.tied else OUTPUT
     return {rule.ours: rule for rule in (EMBEDDING, *_family(shape).layer, FINAL_NORM, output)}
 
 
 def settings(shape: ModelShape) -> dict[str, object]:
-    """The fields of Megatron's TransformerConfig that depend on the model."""
+    """Return the fields of Megatron's TransformerConfig that depend on the model."""
     sizes = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -117,13 +120,14 @@ def settings(shape: ModelShape) -> dict[str, object]:
 
 
 def _mixture(experts: Experts, layers: int) -> dict[str, object]:
-    """Routing as transformers does it for Qwen3-MoE; its auxiliary loss belongs to pre-training and is left out."""
+    """The fields for a mixture of experts, routed as transformers does for Qwen3-MoE. The auxiliary loss belongs to
+    pre-training and is left out."""
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.per_token,
         "moe_ffn_hidden_size": experts.intermediate,
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(layers)],
-        # the softmax over the chosen is that over all, divided by the chosen's sum
+        # a softmax over the chosen experts is the softmax over all, divided by the sum of the chosen ones
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

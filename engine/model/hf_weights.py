@@ -1,7 +1,8 @@
-"""Hugging Face ↔ Megatron weights, tensor by tensor, in any tensor-, pipeline- and expert-parallel layout.
+"""Convert weights between Hugging Face and Megatron, tensor by tensor, in any tensor-, pipeline- and expert-parallel
+layout.
 
-Carries out the rules of `engine.model.families`. Which part of the model is this rank's comes from Megatron's parallel
-state and from the numbers of the layers it built.
+The rules are those of `engine.model.families`. Which part of the model belongs to this rank follows from Megatron's
+parallel state and from the numbers of the layers that it built.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from engine.model.families import TIED_OUTPUT, Rule, rules
 from engine.model.shape import ModelShape
 
 Read = Callable[[str], Tensor]
-"""Looks a whole Hugging Face tensor up by name; the dtype may be any."""
+"""Returns the whole Hugging Face tensor of a name, in any dtype."""
 
 LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def padded_vocabulary(shape: ModelShape, tensor_size: int) -> int:
-    """Rows of the embedding and the output layer: the vocabulary, up to a multiple of the tensor-parallel size.
+    """Return the number of rows of the embedding and the output layer: the vocabulary, rounded up to a multiple of the
+    tensor-parallel size.
 
-    The rows behind the vocabulary are zero when loaded; their logits belong to no token and must stay out of a softmax.
+    Rows beyond the vocabulary are zero when loaded. Their logits belong to no token and must stay out of a softmax.
     """
     return -(-shape.vocabulary // tensor_size) * tensor_size
 
 
 @torch.no_grad()
 def load(model: GPTModel, read: Read, shape: ModelShape) -> None:
-    """Copy Hugging Face tensors into every parameter of this rank's GPTModel, cut to its part, in the parameter's
+    """Copy Hugging Face tensors into every parameter of this rank's GPTModel: the rank's part, cast to the parameter's
     dtype.
 
-    Holds the tensors of one parameter at a time. Raises BadInput for a tensor that does not have the shape's sizes.
+    Holds the tensors of one parameter at a time. Raises BadInput for a tensor whose sizes are not those of the shape.
     """
     parts = _Parts(model, shape)
     for name, parameter in model.named_parameters():
@@ -62,12 +64,12 @@ def _load_one(name: str, parameter: Tensor, parts: _Parts, read: Read, shape: Mo
 
 @torch.no_grad()
 def export(named: Mapping[str, Tensor], model: GPTModel, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) pairs of this rank's pipeline stage.
+    """Yield (Hugging Face name, whole tensor) pairs of this rank's pipeline stage.
 
-    `named` has tensors of the model's parameters' sizes by Megatron name: the parameters themselves, or their
-    gradients. A collective of the stage's tensor- and expert-parallel group: every rank must give the same names in the
-    same order and iterate to the end; all get the same pairs. What is yielded may share memory with `named`: copy it to
-    keep it. A tied model's output layer is its embedding and comes from the first stage only.
+    `named`: Megatron name → a tensor of the parameter's sizes, for example the parameter itself or its gradient. A
+    collective of the stage's tensor- and expert-parallel groups: every rank must give the same names in the same order
+    and iterate to the end; all get the same pairs. A yielded tensor may share memory with `named`: copy it to keep it.
+    The output layer of a tied model is not yielded; it is the embedding, which comes from the first stage.
     """
     parts = _Parts(model, shape)
     for name, tensor in named.items():
@@ -89,15 +91,16 @@ def _export_one(part: _Part, tensor: Tensor, parts: _Parts, shape: ModelShape) -
 
 @dataclass(frozen=True)
 class _Part:
-    """One of this rank's parameters, placed in the whole model."""
+    """One of this rank's parameters, with its place in the whole model."""
 
     rule: Rule
     layer: int | None
+    """Number of its layer in the whole model, from 0; None outside of the layers."""
     expert: int | None
-    """Number among this rank's experts."""
+    """Number of its expert among this rank's, from 0; None if it belongs to no expert."""
 
     def theirs(self, first_expert: int = 0) -> list[str]:
-        """Its Hugging Face names, on the rank whose experts begin with that number."""
+        """Its Hugging Face names on a rank whose first expert has the number `first_expert`."""
         expert = None if self.expert is None else first_expert + self.expert
         return [name.format(layer=self.layer, expert=expert) for name in self.rule.theirs]
 
@@ -115,7 +118,7 @@ class _Parts:
         self.first_expert = self.local_experts * parallel_state.get_expert_model_parallel_rank()
 
     def find(self, name: str) -> _Part:
-        """Raises MetronomeError for a parameter that the family does not have."""
+        """Return the part of a parameter. Raises MetronomeError if the family has no rule for it."""
         layer = LAYER.search(name)
         expert = EXPERT.search(name)
         pattern = EXPERT.sub("{expert}", LAYER.sub("{layer}", name))
@@ -126,13 +129,14 @@ class _Parts:
 
 
 def _tensor_rank(part: _Part) -> tuple[int, int]:
-    """(rank, size) of the tensor parallelism that cuts the parameter."""
+    """(rank, size) in the tensor-parallel group that shares the parameter."""
     if part.expert is None:
         return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     return parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
 
 
 def _tensor_group(part: _Part) -> dist.ProcessGroup:
+    """The tensor-parallel group that shares the parameter."""
     if part.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
     return parallel_state.get_expert_tensor_parallel_group()
@@ -141,7 +145,7 @@ def _tensor_group(part: _Part) -> dist.ProcessGroup:
 def _fuse_and_cut(
     rule: Rule, names: list[str], tensors: list[Tensor], shape: ModelShape, rank: int, size: int
 ) -> Tensor:
-    """This rank's part of the fused tensor."""
+    """Fuse the Hugging Face tensors of a parameter, and return the part of tensor rank `rank` of `size`."""
     if rule.fuse == "gate_up":
         return torch.cat([_cut(tensor, 0, rank, size) for tensor in tensors])
     whole = _fuse_qkv(names, tensors, shape) if rule.fuse == "qkv" else tensors[0]
@@ -156,7 +160,7 @@ def _fuse_and_cut(
 
 def _cut(whole: Tensor, dim: int, rank: int, size: int) -> Tensor:
     if whole.shape[dim] % size:
-        raise BadInput(f"a weight of sizes {list(whole.shape)} cannot be cut evenly over parallel.tensor = {size}")
+        raise BadInput(f"a weight of sizes {list(whole.shape)} can't be cut evenly over parallel.tensor = {size}")
     return whole.chunk(size, dim)[rank]
 
 
@@ -167,12 +171,12 @@ def _check_rows(name: str, tensor: Tensor, rows: int) -> Tensor:
 
 
 def _qkv_heads(shape: ModelShape) -> list[int]:
-    """Heads of the query, the key and the value that stand together."""
+    """Numbers of query, key and value heads for one key-value head; in Megatron they stand together."""
     return [shape.heads // shape.kv_heads, 1, 1]
 
 
 def _fuse_qkv(names: list[str], tensors: list[Tensor], shape: ModelShape) -> Tensor:
-    """Megatron keeps, per key-value head, its query heads, then its key, then its value: [(heads + 2·kv)·d, ...]."""
+    """Fuse query, key and value to [(heads + 2·kv)·d, ...]: per key-value head its query heads, its key, its value."""
     parts = [
         _check_rows(name, tensor, heads * shape.kv_heads * shape.head_dim).unflatten(0, (shape.kv_heads, -1))
         for name, tensor, heads in zip(names, tensors, _qkv_heads(shape), strict=True)
@@ -186,7 +190,7 @@ def _split_qkv(fused: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def _gather_and_split(part: _Part, tensor: Tensor, shape: ModelShape) -> list[Tensor]:
-    """Inverse of `_fuse_and_cut`, with the other ranks' parts: the whole tensors in the order of the rule's names."""
+    """The inverse of `_fuse_and_cut`, with the other ranks' parts: whole tensors in the order of the rule's names."""
     rule = part.rule
     if rule.cut == "replicated":
         return [tensor]
@@ -204,7 +208,7 @@ def _join(pieces: list[Tensor], dim: int) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """The tensors of all ranks of a group, in their order."""
+    """The tensors of all ranks of a group, in the order of the ranks."""
     size = dist.get_world_size(group)
     if size == 1:
         return [tensor]

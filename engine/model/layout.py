@@ -1,12 +1,14 @@
-"""Micro-batches of native length: which tokens stand where, what each may see, and which positions are scored.
+"""Micro-batches of native length: where each token stands, what it may see, and which positions are scored.
 
 A micro-batch is one row of tokens made of *segments*: a prompt once, then any number of its responses (Periodic
-Asynchrony §4.2, eq. 10–11). With the shared prompt switched off every response is a segment of its own. No padding, but
-for `aligned`: sequence and context parallelism cut the row evenly, so its length may need a few tokens of filler.
+Asynchrony §4.2, eq. 10–11). With the shared prompt switched off, every response is a segment of its own. There is no
+padding but that of `aligned`: sequence and context parallelism cut the row evenly, so it may need some filler tokens.
 
 Under context parallelism each rank computes a *shard* of the row: its queries are local, keys and values are those of
-the whole row. The row is cut into 2·size chunks and rank r computes chunks r and 2·size−1−r (zigzag), because under a
-causal mask the early rows see little and the late ones much: the two together cost every rank about the same.
+the whole row. The row is cut into 2·size chunks, and rank r computes chunks r and 2·size−1−r (zigzag). Under a causal
+mask early tokens see little and late ones much, so the two chunks together cost every rank about the same.
+
+The *rows* of a `Layout` are the S tokens that are computed here; the *whole row* is the whole micro-batch.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ import torch
 from torch import Tensor
 
 FILLER = 0
-"""Token id of the filler: any id that every vocabulary has, its output is never used."""
+"""Token id of the filler. Any id that every vocabulary has would do, because its output is never used."""
 
 Derived = TypeVar("Derived")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A prompt of `prompt` tokens from `start` on, followed by responses of the given lengths (tokens, may be 0)."""
+    """A prompt of `prompt` tokens that begins at position `start`, then its responses, by length (tokens, may be 0)."""
 
     start: int
     prompt: int
@@ -35,40 +37,40 @@ class Segment:
 
     @property
     def length(self) -> int:
-        """Tokens of the segment."""
+        """Number of tokens of the segment."""
         return self.prompt + sum(self.responses)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive queries of one run of tokens, each of which sees the prompt before the run and the run up to itself.
+    """Consecutive queries of one run of tokens. Each query sees the prompt before the run, and the run up to itself.
 
-    A prompt and its first response are one run (plain causal attention); every other response is a run behind the
-    prompt.
+    A prompt and its first response are one run (plain causal attention). Every other response is a run of its own,
+    with the prompt before it.
     """
 
     query: int
-    """Place of the first query among the layout's rows."""
+    """Number of the first query among the layout's rows."""
     length: int
-    """L, how many queries."""
+    """L, the number of queries."""
     prompt: tuple[int, int]
-    """(first position in the whole row, tokens) of the prompt before the run; (0, 0) where the run begins with it."""
+    """(first position in the whole row, tokens) of the prompt before the run; (0, 0) if the run begins with it."""
     own: tuple[int, int]
-    """(first position, tokens up to the last query) of the run; the last L of them are the queries."""
+    """(first position in the whole row, tokens up to the last query) of the run; the last L tokens are the queries."""
 
     @property
     def start(self) -> int:
-        """First position of its segment."""
+        """First position of the part's segment."""
         return self.prompt[0] if self.prompt[1] else self.own[0]
 
     @property
     def prefix(self) -> int:
-        """P, how many keys all of the queries see."""
+        """P, the number of keys that all queries see."""
         return self.prompt[1] + self.own[1] - self.length
 
     @property
     def keys(self) -> Tensor:
-        """[P + L] positions in the whole row; the last L are the queries' own, and seen causally."""
+        """[P + L] positions of the keys in the whole row. The last L are the queries' own, which they see causally."""
         return torch.cat([torch.arange(start, start + count) for start, count in (self.prompt, self.own)])
 
 
@@ -76,41 +78,42 @@ class Part:
 class Layout:
     """One micro-batch, or the shard of it that one context-parallel rank computes.
 
-    S rows are computed here and T of the response tokens scored here; the whole row has `row_size` tokens. Only
-    `segments` and `lengths` always speak of the whole micro-batch.
+    S rows are computed here, and T response tokens are scored here; the whole row has `row_size` tokens. `segments` and
+    `lengths` describe the whole micro-batch on every rank; all other fields describe the shard.
     """
 
     token_ids: Tensor
-    """[S] int64."""
+    """[S] int64 id of each row's token."""
     positions: Tensor
-    """[S] int64; each response continues after its prompt (eq. 11)."""
+    """[S] int64 position of each row for the rotary embedding; each response continues after its prompt (eq. 11)."""
     segments: tuple[Segment, ...]
-    """Of the whole row, filler included (a prompt without responses)."""
+    """Segments of the whole row. Filler is a segment too, a prompt without responses."""
     scored: Tensor
-    """[T] rows whose logits score the response tokens; a response's first token is scored by its prompt's last."""
+    """[T] number of the row whose logits score the token. The last row of a prompt scores a response's first token."""
     targets: Tensor
-    """[T] the response tokens themselves, response after response."""
+    """[T] id of each response token that is scored, response after response."""
     lengths: tuple[int, ...]
     """[R] tokens of each response of the whole micro-batch; without sharding their sum is T."""
     rows: Tensor
-    """[S] where each row stands in the whole row, ascending."""
+    """[S] position of each row in the whole row, ascending."""
     kept: Tensor
-    """[T] which of the whole micro-batch's response tokens are scored here, ascending."""
+    """[T] number of each scored token among all response tokens of the micro-batch, ascending."""
     shards: int = 1
-    """How many context-parallel ranks the row is spread over."""
+    """Number of context-parallel ranks that the row is spread over."""
 
     @property
     def size(self) -> int:
-        """S."""
+        """S, the number of rows computed here."""
         return int(self.token_ids.numel())
 
     @property
     def row_size(self) -> int:
-        """Tokens of the whole row."""
+        """Number of tokens of the whole row."""
         return self.segments[-1].start + self.segments[-1].length
 
     def aligned(self, multiple: int) -> Layout:
-        """The same micro-batch with fewer than `multiple` tokens of filler behind it, so that it divides S."""
+        """The same micro-batch, with the filler at its end that makes S a multiple of `multiple`. Raises ValueError for
+        a shard that would need filler."""
         missing = -self.size % multiple
         if not missing:
             return self
@@ -126,8 +129,8 @@ class Layout:
         )
 
     def shard(self, rank: int, size: int) -> Layout:
-        """What context-parallel rank `rank` of `size` computes (see above).
-        S must be a multiple of 2·size (`aligned`)."""
+        """The shard that context-parallel rank `rank` of `size` computes. Raises ValueError unless S is a multiple of
+        2·size (`aligned`), and for a layout that is a shard already."""
         if size == 1:
             return self
         if self.shards > 1 or self.size % (2 * size):
@@ -154,11 +157,12 @@ class Layout:
             return self
         tensors = ("token_ids", "positions", "scored", "targets", "rows", "kept")
         moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in tensors})
-        vars(moved)["parts"] = self.parts  # read off the rows here, so that it need not wait for the device there
+        vars(moved)["parts"] = self.parts  # computed from the rows on the host, to save a wait for the device
         return moved
 
     def once(self, make: Callable[..., Derived], *arguments: int) -> Derived:
-        """`make(self, *arguments)`, computed at the first call and kept: what a kernel derives serves all layers."""
+        """`make(self, *arguments)`, computed at the first call and kept. So a kernel computes what it derives from the
+        layout once for all layers."""
         kept: dict[tuple[Any, ...], Derived] = vars(self).setdefault("derived", {})
         key = (make, *arguments)
         if key not in kept:
@@ -167,14 +171,14 @@ class Layout:
 
     @cached_property
     def row_order(self) -> Tensor:
-        """[row_size] where each token of the whole row stands in the concatenation of all shards' rows."""
+        """[row_size] index of each token of the whole row in the concatenation of all shards' rows."""
         ranks = [zigzag(self.row_size, rank, self.shards) for rank in range(self.shards)]
         return torch.cat(ranks).argsort().to(self.token_ids.device)
 
     @cached_property
     def membership(self) -> tuple[Tensor, Tensor]:
-        """Of each token of the whole row: its segment's number, and 0 in a prompt or k in the k-th response;
-        [row_size] each."""
+        """([row_size] number of each token's segment, [row_size] 0 for a token of the prompt or k for one of the k-th
+        response)."""
         segment = []
         part = []
         for number, span in enumerate(self.segments):
@@ -185,12 +189,12 @@ class Layout:
 
     @cached_property
     def mask(self) -> Tensor:
-        """[S, row_size] bool, True = may see: causal, inside the segment,
-        own response and the prompt only (Figure 2)."""
+        """[S, row_size] bool, True = may see. A row sees, up to itself, the prompt of its segment and its own response
+        (Figure 2)."""
         return self.visible(self.rows, torch.arange(self.row_size, device=self.rows.device))
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """[q, k] bool, which of the keys each query may see, both given by their positions in the whole row."""
+        """[q, k] bool, whether a query may see a key. `queries` [q] and `keys` [k] are positions in the whole row."""
         segment, part = self.membership
         query = queries[:, None]
         own = (part[keys] == 0) | (part[query] == part[keys])
@@ -198,10 +202,10 @@ class Layout:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """The rows computed here as parts, in the order of the rows."""
+        """The parts of the rows computed here, in the order of the rows."""
         found: list[Part] = []
         place = 0
-        for first, last in self._ranges():
+        for first, last in self._contiguous_ranges():
             for prompt, start, end in self._runs():
                 a = max(first, start)
                 b = min(last, end)
@@ -210,14 +214,14 @@ class Layout:
                     place += b - a
         return tuple(found)
 
-    def _ranges(self) -> list[tuple[int, int]]:
-        """The stretches [first, end) of the whole row computed here."""
+    def _contiguous_ranges(self) -> list[tuple[int, int]]:
+        """The contiguous ranges [first, end) of the whole row that are computed here."""
         cuts = [0, *((self.rows.diff() != 1).nonzero().flatten() + 1).tolist(), self.size]
         rows = self.rows.tolist()
         return [(rows[a], rows[b - 1] + 1) for a, b in zip(cuts, cuts[1:], strict=False)]
 
     def _runs(self) -> Iterator[tuple[tuple[int, int], int, int]]:
-        """(prompt before it, first position, end) of every run of the whole row."""
+        """(prompt before it as (first position, tokens), first position, end) of every run of the whole row."""
         for span in self.segments:
             first, *others = [length for length in span.responses if length] or [0]
             at = span.start + span.prompt + first
@@ -228,7 +232,7 @@ class Layout:
 
 
 def zigzag(size: int, rank: int, ranks: int) -> Tensor:
-    """[size / ranks] the rows of one rank: chunks `rank` and 2·ranks−1−rank of 2·ranks."""
+    """[size / ranks] positions that one rank computes: chunks `rank` and 2·ranks−1−rank of 2·ranks."""
     if ranks == 1:
         return torch.arange(size)
     chunks = torch.arange(size).view(2 * ranks, -1)
@@ -236,8 +240,8 @@ def zigzag(size: int, rank: int, ranks: int) -> Tensor:
 
 
 def layout(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], shared_prompt: bool = True) -> Layout:
-    """Lay out (prompt ids, responses' ids) pairs as one micro-batch; every prompt needs at least one token."""
-    spans = [(prompt, part) for prompt, responses in groups for part in _parts(responses, shared_prompt)]
+    """Lay out (prompt ids, responses' ids) pairs as one micro-batch. Every prompt needs at least one token."""
+    spans = [(prompt, part) for prompt, responses in groups for part in _by_segment(responses, shared_prompt)]
     ids: list[int] = []
     positions: list[int] = []
     scored: list[int] = []
@@ -267,15 +271,16 @@ def layout(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], shar
     )
 
 
-def _parts(responses: Sequence[Sequence[int]], shared: bool) -> list[Sequence[Sequence[int]]]:
+def _by_segment(responses: Sequence[Sequence[int]], shared: bool) -> list[Sequence[Sequence[int]]]:
+    """The responses of each segment: all in one, or each in one of its own."""
     return [responses] if shared or not responses else [[response] for response in responses]
 
 
 def split(prompt: int, responses: Sequence[int], budget: int, shared_prompt: bool = True) -> list[list[int]]:
     """Split a group's responses (given by length) into micro-batches of at most `budget` tokens, prompt included.
 
-    Returns lists of response indices, in order. A single response above the budget stands alone. Depends on lengths
-    only, so the same group is always split in the same way.
+    Returns lists of response indices, in order. A single response above the budget stands alone. The split depends on
+    lengths only, so the same group is always split in the same way.
     """
     batches: list[list[int]] = [[]]
     used = prompt if shared_prompt else 0

@@ -1,4 +1,4 @@
-"""What a parallel layout asks of a model's sizes: checked before any process starts, and without torch."""
+"""Rules between a parallel layout and a model's sizes, checked before any process starts and without torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from engine.model.shape import ModelShape
 
 
 class Sizes(Protocol):
-    """The table `parallel` of the configuration, as far as the rules read it."""
+    """The keys of the configuration's table `parallel` that the rules read."""
 
     @property
     def tensor(self) -> int:
-        """Ranks that share each layer's matrices."""
+        """Number of ranks that share each layer's matrices."""
 
     @property
     def pipeline(self) -> int:
-        """Stages that share the layers."""
+        """Number of stages that share the layers."""
 
     @property
     def expert(self) -> int:
-        """Ranks that share the experts."""
+        """Number of ranks that share the experts."""
 
     @property
     def sequence(self) -> bool:
@@ -30,10 +30,11 @@ class Sizes(Protocol):
 
 
 def check_layout(shape: ModelShape, parallel: Sizes) -> None:
-    """Raise BadInput with every rule that the layout breaks for this model, by key and number.
+    """Raise BadInput that names every rule which the layout breaks for this model, by key and number.
 
-    Rules among the sizes themselves are `engine.config.Parallel`'s. The vocabulary is filled up to what tensor ranks
-    need, and tokens to what context and sequence parallelism need, so these have no rule.
+    Rules between the sizes themselves are checked by `engine.config.Parallel`. There is no rule for the vocabulary and
+    for tokens: the vocabulary is padded to a multiple of the tensor ranks, rows to what context and sequence
+    parallelism need.
     """
     broken = [
         *_tensor_rules(shape, parallel.tensor),
@@ -45,7 +46,7 @@ def check_layout(shape: ModelShape, parallel: Sizes) -> None:
 
 
 def _tensor_rules(shape: ModelShape, tensor: int) -> Iterator[str]:
-    """Attention is cut by whole heads, MLPs by features. Experts are never cut."""
+    """Rules of tensor parallelism. Attention is cut by whole heads, MLPs by features. Experts are never cut."""
     if shape.heads % tensor:
         yield f"parallel.tensor = {tensor} does not divide its {shape.heads} attention heads"
     elif shape.kv_heads % tensor and tensor % shape.kv_heads:
@@ -68,7 +69,7 @@ def _pipeline_rules(shape: ModelShape, pipeline: int) -> Iterator[str]:
 def _expert_rules(shape: ModelShape, parallel: Sizes) -> Iterator[str]:
     if shape.experts is None:
         if parallel.expert > 1:
-            yield f"parallel.expert = {parallel.expert} shares experts, of which it has none: set it to 1"
+            yield f"parallel.expert = {parallel.expert} shares experts, but the model has none: set it to 1"
         return
     if shape.experts.count % parallel.expert:
         yield f"parallel.expert = {parallel.expert} does not divide its {shape.experts.count} experts"

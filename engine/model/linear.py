@@ -1,8 +1,8 @@
-"""Matrix products of Megatron's linear layers on a CPU in fp32: by oneDNN where they are large, else by torch.
+"""Matrix products of Megatron's linear layers on a CPU in fp32: by oneDNN if they are large, else by torch.
 
-torch hands fp32 products to MKL, which takes AVX2 on processors of another maker: half the speed that a core with
-AVX-512 has. oneDNN, which torch ships too, asks the processor. Which of the two computes a product depends on its sizes
-alone, so equal inputs give equal bits.
+torch computes fp32 products with MKL. On processors of other makers than Intel MKL uses AVX2, which is half as fast as
+AVX-512 where the core has it. oneDNN, which is part of torch too, uses what the processor has. Which of the two
+computes a product depends on its sizes only, so equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LARGE = 1 << 22
-"""Multiplications from which oneDNN is worth its setting up,
-about 0.6 ms at the first product of some sizes (measured)."""
+"""Least number of multiplications of a product that oneDNN computes. Its set-up takes about 0.6 ms at the first product
+of each size (measured)."""
 BLOCK = 128
-"""oneDNN gets a multiple of so many tokens, torch the rest: each of its sizes keeps about 0.7 MiB for ever (measured),
-and there are as many lengths as micro-batches."""
+"""oneDNN computes a multiple of this many tokens, torch the rest. oneDNN keeps about 0.7 MiB for each size for ever
+(measured), and without the multiple there would be as many sizes as micro-batches."""
 
 
-def put_in(model: torch.nn.Module) -> None:
-    """Let the model's linear layers multiply by `linear`:
-    they leave the product to a method that is meant to be replaced."""
+def install(model: torch.nn.Module) -> None:
+    """Make the model's linear layers compute their products with `linear`, through the method that Megatron provides
+    for such a replacement. Does nothing if torch has no oneDNN."""
     if not torch.backends.mkldnn.is_available():
         return
     for module in model.modules():
@@ -50,9 +50,9 @@ def linear(
     tp_group: Any,  # noqa: ANN401
     **unused: Any,  # noqa: ANN401
 ) -> Tensor:
-    """x [S, b, k] · weightᵀ + bias, weight [n, k] → [S, b, n]. Arguments of Megatron's products.
+    """x [S, b, k] · weightᵀ + bias with weight [n, k] → [S, b, n]. The arguments are those of Megatron's products.
 
-    The gradient of a weight with a `main_grad` is added to it; autograd gets None.
+    If the weight has a `main_grad`, its gradient is added to that, and autograd gets None.
     """
     if input.dtype is not torch.float32 or input.device.type != "cpu":
         product = (
@@ -92,22 +92,22 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         to_x = times(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        to_weight = _to_weight(rows, x.flatten(0, -2), ctx.main_grad) if ctx.needs_input_grad[1] else None
+        to_weight = _weight_gradient(rows, x.flatten(0, -2), ctx.main_grad) if ctx.needs_input_grad[1] else None
         return to_x, to_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
-    """Tokens a [T, k] · b [k, n] → [T, n], fp32 and dense, without gradients."""
-    whole = _whole(len(a), b.numel())
+    """Tokens a [T, k] · b [k, n] → [T, n], fp32 and contiguous, without gradients."""
+    whole = _onednn_tokens(len(a), b.numel())
     if not whole:
         return a.mm(b)
     first = _by_onednn(a[:whole], b)
     return first if whole == len(a) else torch.cat([first, a[whole:].mm(b)])
 
 
-def _to_weight(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
-    """gradᵀ · x of grad [T, n] and x [T, k]; added to `total` [n, k] if there is one, and then None."""
-    whole = _whole(len(x), grad.shape[1] * x.shape[1])
+def _weight_gradient(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
+    """gradᵀ · x [n, k] of grad [T, n] and x [T, k]. If there is a `total` [n, k], add it there and return None."""
+    whole = _onednn_tokens(len(x), grad.shape[1] * x.shape[1])
     if whole:
         product = _transposed_times(grad[:whole], x[:whole])
         total, found = (product, product) if total is None else (total.add_(product), None)
@@ -120,7 +120,7 @@ def _to_weight(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | None:
 
 
 def _transposed_times(grad: Tensor, x: Tensor) -> Tensor:
-    """gradᵀ · x. oneDNN copies its first factor: the smaller one, unless transposing the result costs more."""
+    """gradᵀ · x. oneDNN copies its first factor: the smaller one, unless transposing the result would cost more."""
     tokens = len(x)
     outputs = grad.shape[1]
     inputs = x.shape[1]
@@ -134,7 +134,7 @@ def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def _whole(tokens: int, each: int) -> int:
-    """How many of the tokens go to oneDNN, with so many multiplications for each."""
+def _onednn_tokens(tokens: int, each: int) -> int:
+    """Number of tokens that oneDNN computes, the first ones; `each`: multiplications per token."""
     whole = tokens - tokens % BLOCK
     return whole if whole * each >= LARGE else 0

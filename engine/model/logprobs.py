@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, and the entropy of their distributions, over a vocabulary cut across tensor ranks.
 
-A training step's largest tensor is its logits. Nothing of their size is made beside their own gradient: rows are taken
-chunk by chunk, in the forward pass and again in the backward pass, and only a few numbers per row are kept in between.
+The logits are the largest tensor of a training step. No other tensor of their size is made but their gradient. Rows are
+processed chunk by chunk, in the forward and again in the backward pass, and only a few numbers per row are kept.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = {"cpu": 1 << 19}
-"""Size of a chunk by device type. On a CPU it should stay in the cache."""
+"""Bytes of a chunk in fp32, by device type. On a CPU a chunk should stay in the cache."""
 CHUNK_BYTES_ELSEWHERE = 1 << 28
-"""On an accelerator a chunk must be large beside the cost of starting a kernel."""
+"""Bytes of a chunk in fp32 on other devices. There its work must be large compared with the start of a kernel."""
 
 
 @dataclass(frozen=True)
@@ -28,32 +28,34 @@ class Slice:
     start: int
     size: int
     group: dist.ProcessGroup | None
-    """The ranks that hold the other parts; None when there are none."""
+    """All ranks that hold a part; None if this rank holds the whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What both passes need besides the logits."""
+    """What both passes need besides logits and targets."""
 
     temperature: float
     rows: int
-    """Rows per chunk."""
+    """Number of rows per chunk."""
     vocabulary: int
+    """Number of real entries of the whole vocabulary."""
     part: Slice
 
 
 class Statistics(NamedTuple):
-    """[T] each: what is known of a row's distribution over the whole vocabulary."""
+    """Numbers about each row's distribution over the whole vocabulary, [T] each."""
 
     chosen: Tensor
     """Log-probability of the target."""
     top: Tensor
-    """Largest logit m. The others count from it, so that nothing is lost where logits are large."""
+    """Largest logit m. It is subtracted from all logits before exp, so that large logits lose no precision."""
     rest: Tensor
     """log Σ exp((logits − m) / temperature), 0 … log V."""
     share: Tensor | None
-    """Probability that lies in this rank's slice; None where that is everything."""
+    """Probability of all tokens in this rank's slice; None if the slice is the whole vocabulary."""
     entropy: Tensor | None
+    """Entropy in nats; None if it was not asked for."""
 
 
 @overload
@@ -87,15 +89,15 @@ def token_logprobs(
     chunk: int | None = None,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature) at the targets, and the entropy in nats: both [T] fp32 and with gradients.
+    """Return log softmax(logits / temperature) at the targets, and the entropy in nats: both [T] fp32, with gradients.
 
-    logits [T, V/tensor] (any float type): this tensor rank's slice, on one rank all; targets [T] ids of the whole
-    vocabulary. Columns from `vocabulary` on (padding of the last ranks) are no tokens: probability 0, as a target −inf.
-    `chunk`: rows taken at a time. Without `entropy` (a quarter to a third cheaper when only scoring) None stands in its
-    place. A collective of the tensor-parallel group, also for T = 0; the gradients that come back must be the same on
-    its ranks.
+    logits [T, V/tensor] (any float type): this tensor rank's slice of the vocabulary. targets [T]: ids in the whole
+    vocabulary. Columns from `vocabulary` on are padding: they have probability 0, and −inf as a target. `chunk`: rows
+    per chunk, by default chosen for the device. Without `entropy` the second result is None, and scoring costs a
+    quarter to a third less. A collective of the tensor-parallel group, also for T = 0; the gradients of the results
+    must be the same on all its ranks.
     """
-    job = _job(logits, temperature, vocabulary, chunk)
+    job = _prepare_job(logits, temperature, vocabulary, chunk)
     if torch.is_grad_enabled() and logits.requires_grad:
         return _TokenLogprobs.apply(logits, targets, job, entropy)
     found = _statistics(logits, targets, job, entropy)
@@ -103,7 +105,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Saves the logits as they are and a few numbers per row."""
+    """`token_logprobs` with its gradient. For the backward pass it keeps the logits and a few numbers per row."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
@@ -142,8 +144,8 @@ class _TokenLogprobs(torch.autograd.Function):
 def _gradient(
     logits: Tensor, targets: Tensor, job: Job, found: Statistics, of_chosen: Tensor, of_entropy: Tensor | None
 ) -> Tensor:
-    """[T, V/tensor] of the logits, from the [T] gradients of the two results,
-    both already divided by the temperature."""
+    """[T, V/tensor] gradient of the logits, from the gradients [T] of the two results, which are already divided by the
+    temperature."""
     grad = torch.empty_like(logits)
     columns = grad[:, : job.part.size]
     grad[:, job.part.size :] = 0.0
@@ -163,34 +165,35 @@ def _gradient(
         if part is not out:
             out.copy_(part)
     if job.part.size:
-        _at_targets(
+        _set_at_targets(
             grad=columns, targets=targets, part=job.part, found=found, of_chosen=of_chosen, of_entropy=of_entropy
         )
     return grad
 
 
-def _at_targets(
+def _set_at_targets(
     grad: Tensor, targets: Tensor, part: Slice, found: Statistics, of_chosen: Tensor, of_entropy: Tensor | None
 ) -> None:
-    """Put in the gradient at the target, where 1 − p is a small difference:
-    from log p, before rounding to grad's type."""
+    """Set the gradient at each target in place. There 1 − p may be a small difference, so it is computed from log p,
+    before it is rounded to the type of `grad`."""
     value = of_chosen * -found.chosen.expm1()
     if of_entropy is not None:
         assert found.entropy is not None, "a gradient of the entropy has come without an entropy"
         value -= of_entropy * found.chosen.exp() * (found.chosen + found.entropy)
-    here, inside = _local(targets, part)
+    here, inside = _local_columns(targets, part)
     at = torch.arange(len(targets), device=targets.device), here  # scatter_ would copy all of a bf16 tensor
     grad[at] = torch.where(inside, value.to(grad.dtype), grad[at])
 
 
-def _local(targets: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
-    """[T] columns of the targets in this slice (of at least one), any column for the others; [T] which lie in it."""
+def _local_columns(targets: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
+    """([T] column of each target in this slice, some column for a target outside; [T] bool, whether it is inside). The
+    slice must not be empty."""
     here = targets - part.start if part.start else targets
     column = here.clamp(0, part.size - 1)
     return column, column == here
 
 
-def _job(logits: Tensor, temperature: float, vocabulary: int | None, chunk: int | None) -> Job:
+def _prepare_job(logits: Tensor, temperature: float, vocabulary: int | None, chunk: int | None) -> Job:
     width = logits.shape[1]
     group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
     if group is None or group.size() == 1:
@@ -207,7 +210,7 @@ def _job(logits: Tensor, temperature: float, vocabulary: int | None, chunk: int 
 
 
 def _statistics(logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> Statistics:
-    """Each rank's own softmax, then one maximum and one sum over the ranks to make them parts of a whole."""
+    """Compute the softmax of each rank's slice, then combine the slices by one maximum and one sum over the ranks."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     columns = logits[:, : job.part.size]
     own = columns.amax(1).to(dtype) if job.part.size else logits.new_full((len(logits),), -torch.inf, dtype=dtype)
@@ -216,17 +219,19 @@ def _statistics(logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> Sta
     if job.part.group is not None:
         top = own.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, job.part.group)
-    chosen = _chosen(columns, targets, top, job)
+    chosen = _scaled_targets(columns, targets, top, job)
     share = None
     if job.part.group is not None:
-        rest, share, surprise, chosen = _combine((own - top) / job.temperature + rest, surprise, chosen, job.part.group)
+        rest, share, surprise, chosen = _combine_slices(
+            (own - top) / job.temperature + rest, surprise, chosen, job.part.group
+        )
     chosen = (chosen - rest).masked_fill_(targets.clamp(0, job.vocabulary - 1) != targets, -torch.inf)
     return Statistics(chosen=chosen, top=top, rest=rest, share=share, entropy=surprise if entropy else None)
 
 
 def _own_slice(logits: Tensor, top: Tensor, job: Job, entropy: bool) -> tuple[Tensor, Tensor]:
-    """[T] `rest` and [T] entropy of this slice alone, [T, size], with its maximum;
-    the entropy is left 0 when not wanted."""
+    """([T] `rest`, [T] entropy) of this slice alone, from its logits [T, size] and their maximum `top` [T]. The entropy
+    is 0 if it is not asked for."""
     most = torch.empty_like(top)
     expected = torch.zeros_like(top)
     scaled = _Scaled(logits, job, top.dtype)
@@ -241,18 +246,18 @@ def _own_slice(logits: Tensor, top: Tensor, job: Job, entropy: bool) -> tuple[Te
     return rest, rest - expected if entropy else expected
 
 
-def _chosen(logits: Tensor, targets: Tensor, top: Tensor, job: Job) -> Tensor:
+def _scaled_targets(logits: Tensor, targets: Tensor, top: Tensor, job: Job) -> Tensor:
     """[T] (logit of the target − top) / temperature where the target lies in this slice, else 0."""
     if not job.part.size:
         return torch.zeros_like(top)
-    here, inside = _local(targets, job.part)
+    here, inside = _local_columns(targets, job.part)
     below = (logits.gather(1, here[:, None])[:, 0] - top) / job.temperature
     return torch.where(inside, below, torch.zeros_like(top))
 
 
-def _combine(logs: Tensor, surprise: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """From slices to the whole. `logs` [T] = log Z_r, H_r a slice's entropy:
-    Z = Σ Z_r, H = Σ (Z_r/Z) (H_r − log(Z_r/Z))."""
+def _combine_slices(logs: Tensor, surprise: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """(`rest`, `share`, entropy, `chosen`) of the whole vocabulary, from the slice's `logs` [T] = log Z_r, its entropy
+    `surprise` [T] = H_r, and `chosen` [T]. Z = Σ Z_r, H = Σ (Z_r/Z) (H_r − log(Z_r/Z))."""
     logs = logs.clamp(min=-1000.0)  # not −inf: its product with a probability of 0 must be 0
     total = logs.exp()
     sums = torch.stack([total, total * (surprise - logs), chosen])
@@ -263,7 +268,7 @@ def _combine(logs: Tensor, surprise: Tensor, chosen: Tensor, group: dist.Process
 
 
 class _Scaled:
-    """logits / temperature of chunks, in a buffer that is used again for the next chunk."""
+    """Computes logits / temperature chunk by chunk, in a buffer that the next chunk overwrites."""
 
     def __init__(self, logits: Tensor, job: Job, dtype: torch.dtype) -> None:
         self._inverse = 1.0 / job.temperature
@@ -272,7 +277,8 @@ class _Scaled:
         self._size = (min(job.rows, len(logits)), job.part.size)
 
     def __call__(self, logits: Tensor, top: Tensor | None) -> Tensor:
-        """(chunk [t, size] − top [t]) / temperature, at least in fp32; without `top` perhaps the chunk itself."""
+        """Return (chunk [t, size] − top [t]) / temperature, at least in fp32. Without `top` nothing is subtracted, and
+        the result may be the chunk itself."""
         if top is None and self._inverse == 1.0 and logits.dtype is self._dtype:
             return logits
         if self._buffer is None:
@@ -285,7 +291,7 @@ class _Scaled:
 
 
 def _softmax(logs: Tensor, out: Tensor) -> Tensor:
-    """Over the last dimension: in `out` where it has the type and is dense, else in a tensor of its own."""
+    """Softmax over the last dimension, in `out` if its type fits and it is contiguous, else in a new tensor."""
     if out.dtype is logs.dtype and out.is_contiguous():
         return torch.softmax(logs, dim=-1, out=out)
     return torch.softmax(logs, dim=-1)

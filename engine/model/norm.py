@@ -1,4 +1,4 @@
-"""RMSNorm for Megatron's layers: also under sequence parallelism, which Megatron's own torch wrapper refuses."""
+"""RMSNorm for Megatron's layers, also under sequence parallelism, which Megatron's own torch wrapper refuses."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) · weight over the last dimension, [..., hidden] → the same; statistics in fp32 whatever the dtype."""
+    """x / rms(x) · weight over the last dimension, [..., hidden] → [..., hidden]. The rms is computed in fp32 for every
+    dtype."""
 
     marks_sequence_parallel = True
+    """Whether Megatron is told, under sequence parallelism, to sum the weight's gradient over the tensor ranks."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:  # noqa: ANN401
-        """Signature of Megatron's norms. Under sequence parallelism the weight's gradient is a partial sum per rank."""
+        """The arguments are those of Megatron's norms. Under sequence parallelism each rank's gradient of the weight is
+        only a partial sum."""
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Megatron's mark, which torch's Parameter does not know
+        # an attribute that Megatron reads, and that torch's Parameter does not declare
         self.weight.sequence_parallel = config.sequence_parallel and self.marks_sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
+        """Return `x`, normalised over the last dimension."""
         if x.device.type == "cpu" and x.dtype is torch.float32:
             out: Tensor = _Normalise.apply(x, self.weight, self.eps)
             return out
@@ -31,8 +34,8 @@ class RMSNorm(torch.nn.Module):
 
 
 class _Normalise(torch.autograd.Function):
-    """`F.rms_norm` where torch has no kernel of its own for it:
-    half the time of its single operations (forward and backward)."""
+    """`F.rms_norm` for the CPU in fp32, where torch has no kernel for it: forward and backward take half the time of
+    torch's single operations."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: ANN401
@@ -53,6 +56,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class HeadNorm(RMSNorm):
-    """Of queries and keys, per head: Megatron sums its gradient over tensor ranks by its name, so it is not marked."""
+    """RMSNorm of queries and keys, per head. It is not marked, because Megatron knows these norms by their names and
+    sums their gradients over the tensor ranks anyway."""
 
     marks_sequence_parallel = False

@@ -1,4 +1,4 @@
-"""Rotary positions of a layout: as transformers computes them, with Llama 3's scaling."""
+"""Rotary embedding of a layout's positions, computed as transformers does, with Llama 3's scaling."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from engine.model.shape import Llama3Scaling, ModelShape
 
 
 class RotaryAtPositions(torch.nn.Module):
-    """Rotary embedding of the layout's positions (Megatron's own counts 0 … S−1, wrong for shared prompts).
+    """Rotary embedding of the layout's positions. Megatron's own takes positions 0 … S−1, which is wrong for shared
+    prompts.
 
-    Takes the place of a GPTModel's `rotary_pos_emb`. Always in fp32: the frequencies are no buffer, which a cast of the
-    model to bf16 would round, and follow the positions' device by themselves.
+    Replaces a GPTModel's `rotary_pos_emb`. Always in fp32: the frequencies are not a buffer, because a cast of the
+    model to bf16 would round one; they are moved to the positions' device at each call.
     """
 
     def __init__(self, shape: ModelShape, tables: bool = False) -> None:
-        """With `tables` the layers get what `rotate` wants instead of the angles: computed once for all of them."""
+        """`tables`: give the layers the tables that `rotate` takes, computed once for all layers, instead of angles."""
         super().__init__()
         self.frequencies = frequencies(shape)
         self.tables = tables
 
     def get_rotary_seq_len(self, context: Any, transformer: Any, hidden: Any, config: Any, carried: Any) -> Tensor:  # noqa: ANN401
-        """Called by GPTModel for the "length"; we hand it the positions [S] of the layout in packed_seq_params."""
+        """Return the positions [S] of the layout in packed_seq_params. GPTModel asks for a length, and passes what it
+        gets to `forward`."""
         positions: Tensor = carried.layout.positions
         return positions
 
@@ -42,24 +44,25 @@ class RotaryAtPositions(torch.nn.Module):
         return torch.stack([torch.cat(pair, dim=-1) for pair in ((cos, cos), (-sin, sin), (sin, -sin))])
 
 
-def put_in() -> None:
-    """Give Megatron `rotate` as its fused rotation, which it expects of Transformer Engine (`apply_rope_fusion`)."""
+def install() -> None:
+    """Make `rotate` Megatron's fused rotation (`apply_rope_fusion`), which is otherwise Transformer Engine's."""
     vars(rope_utils)["fused_apply_rotary_pos_emb"] = rotate
 
 
 def rotate(t: Tensor, tables: Tensor, interleaved: bool = False) -> Tensor:
-    """Queries or keys [S, b, heads, d] turned by the angles of the tables [3, S, 1, 1, d], in the dtype of `t`.
+    """Queries or keys [S, b, heads, d], rotated by the angles of the tables [3, S, 1, 1, d], in the dtype of `t`.
 
-    With halves t = (t₁, t₂): (t₁·cos − t₂·sin, t₂·cos + t₁·sin). Half the time of Megatron's plain operations.
+    With halves t = (t₁, t₂): (t₁·cos − t₂·sin, t₂·cos + t₁·sin). Takes half the time of Megatron's plain operations.
+    Raises ValueError for interleaved pairs.
     """
     if interleaved:
-        raise ValueError("rotate takes halves, not interleaved pairs")
+        raise ValueError("rotate got interleaved = True; it rotates halves, not interleaved pairs")
     out: Tensor = _Rotate.apply(t, tables.to(t.dtype))
     return out
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient is the upstream one turned back."""
+    """`rotate` with its gradient: the upstream gradient, rotated by the negative angles."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, tables: Tensor) -> Tensor:  # noqa: ANN401
@@ -79,16 +82,17 @@ def _turned(t: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def frequencies(shape: ModelShape) -> Tensor:
-    """[d/2] fp32 radians per position: theta^(−2i/d), stretched where the shape says so."""
+    """[d/2] fp32 radians per position: theta^(−2i/d), stretched if the shape has a scaling."""
     plain = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
     return plain if shape.rope_scaling is None else stretched(plain, shape.rope_scaling)
 
 
 def stretched(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Llama 3.1's scaling of frequencies [n].
+    """Frequencies [n] scaled as in Llama 3.1.
 
-    A wavelength that fits often into the original context stays, one that does not fit is stretched by the factor, and
-    those between get a mean of both, weighted by how often they fit.
+    A wavelength that fits at least high_freq_factor times into the original context stays. One that fits at most
+    low_freq_factor times is stretched by the factor. Between the two the frequency is a mean of both, weighted by how
+    often the wavelength fits.
     """
     # in this order it is bit for bit what transformers computes
     fits = scaling.original_context / (2 * math.pi / plain)

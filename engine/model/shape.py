@@ -1,4 +1,5 @@
-"""What we need to know of a Hugging Face model folder, checked; an architecture we can't train is refused by name."""
+"""The sizes of a model, read from its Hugging Face folder and checked. An architecture that can't be trained is refused
+by its name."""
 
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from typing import Any
 from engine.errors import BadInput
 
 SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures that can be trained, as `architectures` in config.json names them."""
 
 UNDECLARED_HEAD_DIM = {"Qwen3ForCausalLM": 128}
-"""transformers' own default where `head_dim` is absent; for the others it is hidden // heads."""
+"""Architecture → transformers' default if config.json has no `head_dim`; for the others it is hidden // heads."""
 UNDECLARED_ROPE_THETA = 10000.0
-"""transformers' own default for all of SUPPORTED."""
+"""transformers' default if config.json has no `rope_theta`, for all of SUPPORTED."""
 
 PLAIN: Mapping[str, object] = {
     "hidden_act": "silu",
@@ -25,9 +27,9 @@ PLAIN: Mapping[str, object] = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-"""Settings of config.json with the only value that we compute; an absent one has it."""
+"""Settings of config.json → the only value that is supported; an absent setting has this value."""
 UNBIASED: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False}
-"""The same for families in which these keys mean something (Qwen2 always has its query, key and value bias)."""
+"""Further settings → the only supported value, for all but Qwen2, which always has a query, key and value bias."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,23 @@ class Llama3Scaling:
     """Stretching of the rotary wavelengths as in Llama 3.1 (`rope_type` "llama3")."""
 
     factor: float
-    """By how much long wavelengths are stretched."""
+    """Factor by which long wavelengths are stretched."""
     low_freq_factor: float
-    """Wavelengths above original_context / this are stretched by `factor`."""
+    """Wavelengths above original_context / low_freq_factor are stretched by `factor`."""
     high_freq_factor: float
-    """Wavelengths below original_context / this stay; those between are interpolated."""
+    """Wavelengths below original_context / high_freq_factor stay; those between are interpolated."""
     original_context: int
-    """Positions of the pre-training before stretching."""
+    """Number of positions in the pre-training before the stretching."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts that takes the MLP's place in some layers."""
+    """The mixture of experts that replaces the MLP in some layers."""
 
     count: int
+    """Number of experts in a layer."""
     per_token: int
+    """Number of experts that compute each token."""
     intermediate: int
     """Hidden size inside each expert."""
     normalised: bool
@@ -72,21 +76,22 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     context: int
-    """Positions the model was made for."""
+    """Number of positions that the model was made for."""
     rope_theta: float
     norm_eps: float
     tied: bool
-    """Whether the output layer is the embedding."""
+    """Whether the output layer's weight is that of the embedding."""
     rope_scaling: Llama3Scaling | None = None
-    """None is plain rotary positions."""
+    """Scaling of the rotary embedding; None: none."""
     experts: Experts | None = None
-    """None is a dense model."""
+    """Mixture of experts; None: a dense model."""
 
 
 def read_shape(folder: Path, weights: bool = True) -> ModelShape:
-    """Read `config.json` of a Hugging Face folder. Raises BadInput for a folder that is none or not supported.
+    """Read `config.json` of a Hugging Face folder. Raises BadInput if it is no such folder, or the model is not
+    supported.
 
-    Without `weights` the folder need not have any (a dry run).
+    With `weights=False` the folder need not have weights (for a dry run).
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -109,7 +114,7 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
             f"model.path {folder}: no *.safetensors there; other weight formats are not read (pickle is unsafe)"
         )
     try:
-        return _checked(path, _shape(architecture, config))
+        return _check_sizes(path, _shape(architecture, config))
     except KeyError as error:
         raise BadInput(f"{path}: key {error} is missing") from None
     except (TypeError, ValueError) as error:
@@ -134,18 +139,19 @@ def _shape(architecture: str, config: Mapping[str, Any]) -> ModelShape:
         rope_theta=float(theta),
         norm_eps=float(config["rms_norm_eps"]),
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope_scaling=_scaling(rope, config) if _kind(rope) == "llama3" else None,
+        rope_scaling=_scaling(rope, config) if _rope_type(rope) == "llama3" else None,
         experts=_experts(config) if architecture == "Qwen3MoeForCausalLM" else None,
     )
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """transformers 5 writes `rope_parameters`, with rope_theta inside; 4 wrote `rope_scaling` (or null) beside it."""
+    """The settings of the rotary embedding; {} if there are none. transformers 5 writes `rope_parameters`, with
+    rope_theta inside; 4 wrote `rope_scaling` (or null) beside rope_theta."""
     found: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return found
 
 
-def _kind(rope: Mapping[str, Any]) -> str:
+def _rope_type(rope: Mapping[str, Any]) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
@@ -159,10 +165,11 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3Scalin
 
 
 def _experts(config: Mapping[str, Any]) -> Experts:
+    """The mixture of experts; transformers 5 writes `num_local_experts`, 4 wrote `num_experts`."""
     step = int(config.get("decoder_sparse_step", 1))
     dense = config.get("mlp_only_layers") or ()
     return Experts(
-        count=int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]),  # 5 or 4
+        count=int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]),
         per_token=int(config["num_experts_per_tok"]),
         intermediate=int(config["moe_intermediate_size"]),
         normalised=bool(config.get("norm_topk_prob", False)),
@@ -171,7 +178,7 @@ def _experts(config: Mapping[str, Any]) -> Experts:
 
 
 def _refuse_variants(path: Path, architecture: str, config: Mapping[str, Any]) -> None:
-    """Refuse settings that would be computed differently from what the model was trained with."""
+    """Raise BadInput for settings with which the model would be computed differently from how it was trained."""
     wanted = dict(PLAIN) if architecture == "Qwen2ForCausalLM" else {**PLAIN, **UNBIASED}
     rope = _rope(config)
     found = {**config, "partial_rotary_factor": rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))}
@@ -182,12 +189,12 @@ def _refuse_variants(path: Path, architecture: str, config: Mapping[str, Any]) -
             raise BadInput(f"{path}: {name} = {shown!r} is not supported for {architecture}, only {only!r}")
     if "sliding_attention" in (config.get("layer_types") or ()):
         raise BadInput(f"{path}: layer_types has 'sliding_attention', which is not supported, only 'full_attention'")
-    if _kind(rope) not in ("default", "llama3"):
-        raise BadInput(f"{path}: rope_type = {_kind(rope)!r} is not supported, only 'default' and 'llama3'")
+    if _rope_type(rope) not in ("default", "llama3"):
+        raise BadInput(f"{path}: rope_type = {_rope_type(rope)!r} is not supported, only 'default' and 'llama3'")
 
 
-def _checked(path: Path, shape: ModelShape) -> ModelShape:
-    """The shape, with sizes that can be meant."""
+def _check_sizes(path: Path, shape: ModelShape) -> ModelShape:
+    """Return the shape. Raises BadInput for sizes that no model can have."""
     sizes = (
         shape.layers,
         shape.hidden,
@@ -201,11 +208,14 @@ def _checked(path: Path, shape: ModelShape) -> ModelShape:
         raise BadInput(f"{path}: sizes must be positive, found {shape}")
     if shape.heads % shape.kv_heads:
         raise BadInput(
-            f"{path}: num_attention_heads {shape.heads} is no multiple of num_key_value_heads {shape.kv_heads}"
+            f"{path}: num_attention_heads {shape.heads} is not a multiple of num_key_value_heads {shape.kv_heads}"
         )
     experts = shape.experts
     if experts and not 1 <= experts.per_token <= experts.count:
-        raise BadInput(f"{path}: num_experts_per_tok {experts.per_token} must be 1 to the {experts.count} experts")
+        raise BadInput(
+            f"{path}: num_experts_per_tok {experts.per_token} must be at least 1 and at most the number of experts, "
+            f"{experts.count}"
+        )
     if experts and experts.normalised and experts.per_token == 1:
         raise BadInput(
             f"{path}: norm_topk_prob with num_experts_per_tok = 1 leaves the router without a gradient; "
@@ -215,7 +225,8 @@ def _checked(path: Path, shape: ModelShape) -> ModelShape:
 
 
 def content_hash(folder: Path) -> str:
-    """Hash (hex) of the configuration and weights of a model folder: the identity of a base model or reference."""
+    """Return a hash (hex) over config.json and the weights of a model folder: the identity of a base model or
+    reference."""
     digest = hashlib.sha256()
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         digest.update(path.name.encode())

@@ -1,4 +1,4 @@
-"""SwiGLU of the MLPs as one operation with its own backward: half of Megatron's unfused one is copies."""
+"""SwiGLU of the MLPs as one operation with its own backward pass. Half of Megatron's unfused one is copies."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 
 class SwiGLU:
-    """silu(gate) · up of [..., 2·f] = (gate, up) side by side → [..., f]. Keeps its input alone for the backward pass.
+    """silu(gate) · up: [..., 2·f], gate and up side by side → [..., f]. Only the input is kept for the backward pass.
 
-    Not a torch module: it has no state, and Megatron asks the modules of an MLP for theirs.
+    Not a torch module, because Megatron asks the modules of an MLP for their state and this has none.
     """
 
     def __init__(self, config: Any) -> None:  # noqa: ANN401
-        """Signature of Megatron's activations."""
+        """The argument is that of Megatron's activations; it is not used."""
 
     def __call__(self, joint: Tensor) -> Tensor:
-        """Activate."""
+        """Return silu(gate) · up."""
         out: Tensor = _SwiGLU.apply(joint)
         return out
 

@@ -19,11 +19,11 @@ from engine.model.logprobs import token_logprobs
 from engine.model.shape import ModelShape
 
 Load = Callable[[GPTModel], None]
-"""Puts weights into a model of this rank."""
+"""Loads weights into this rank's part of a model."""
 
 
 class TriModel:
-    """The policy and its frozen copies, as far as the algorithm needs them."""
+    """The policy, and the old policy and the reference where the algorithm needs them."""
 
     def __init__(
         self,
@@ -35,9 +35,10 @@ class TriModel:
         reference: Load | None = None,
         offload: bool = False,
     ) -> None:
-        """`base` loads the policy and, with `old`, the old policy; `reference` its own weights (None for kl_coef = 0).
+        """`base` loads the policy and, with `old`, the old policy. `reference` loads the reference; None: no reference.
 
-        With `offload` the frozen copies wait in host memory and take turns in one model on the device.
+        With `offload` the weights of the frozen models stay in host memory and take turns in one model on the device.
+        `temperature` is that of the log-probabilities of `score`.
         """
         self.shape = shape
         self.temperature = temperature
@@ -46,27 +47,27 @@ class TriModel:
         self.policy = build_model(shape, computation)
         base(self.policy)
         copies = {"old": base if old else None, "reference": reference}
-        self._frozen = _frozen(shape, computation, {name: load for name, load in copies.items() if load}, offload)
+        self._frozen = _build_frozen(shape, computation, {name: load for name, load in copies.items() if load}, offload)
 
     @property
     def old(self) -> Frozen | None:
-        """The old policy, where the algorithm has one."""
+        """The old policy; None if the algorithm has none."""
         return self._frozen.get("old")
 
     @property
     def reference(self) -> Frozen | None:
-        """The reference, where the algorithm has one."""
+        """The reference; None if the algorithm has none."""
         return self._frozen.get("reference")
 
     def copy_policy_to_old(self) -> None:
-        """Move the policy's weights into the old policy's (Algorithm 1, line 20); nothing without an old policy."""
+        """Copy the policy's weights to the old policy (Algorithm 1, line 20). Does nothing without an old policy."""
         if self.old is not None:
             self.old.set(list(self.policy.parameters()))
 
     def score(self, name: str, layouts: Sequence[Layout]) -> list[Tensor | None]:
         """[T] log-probabilities of each layout under the "old" policy or the "reference".
 
-        None where there is no such model and on all but the last pipeline stage. A collective of the replica.
+        All are None if there is no such model, and on all but the last pipeline stage. A collective of the replica.
         """
         frozen = self._frozen.get(name)
         if frozen is None or not layouts:
@@ -74,23 +75,23 @@ class TriModel:
         return score(frozen.model(), layouts, self.temperature, self.shape.vocabulary)
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """This stage's (Hugging Face name, tensor) pairs, whole, each a copy on the host. A collective of its ranks.
+        """Yield (Hugging Face name, whole tensor) pairs of this pipeline stage, each a copy on the host.
 
-        `dtype`: what they are cast to, by default nothing.
+        `dtype`: the type that they are cast to; None keeps their own. A collective of the stage's ranks.
         """
         for name, tensor in self.tensors():
             yield name, tensor.to("cpu", dtype, copy=True).contiguous()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This stage's (Hugging Face name, tensor) pairs, whole, on the device, valid until the parameters change.
-        A collective of its ranks."""
+        """Yield (Hugging Face name, whole tensor) pairs of this pipeline stage, on the device. They are valid until the
+        parameters change. A collective of the stage's ranks."""
         parameters = {name: parameter.detach() for name, parameter in self.policy.named_parameters()}
         yield from export(parameters, self.policy, self.shape)
 
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        """The policy's log-probabilities (temperature 1) of token_ids[1:], each after those before it.
+        """Return the policy's log-probabilities, at temperature 1, of token_ids[1:], each given the tokens before it.
 
-        [] on all but the last pipeline stage. A collective of the replica (of those that share experts, too).
+        [] on all but the last pipeline stage. A collective of the replica, and of all replicas that share experts.
         """
         rank = parallel_state.get_context_parallel_rank()
         size = parallel_state.get_context_parallel_world_size()
@@ -106,7 +107,7 @@ class TriModel:
 
 
 class Frozen:
-    """A frozen model, or its weights in host memory and a model on the device that it shares with others."""
+    """A frozen model. If it is `shared`, its weights stay in host memory, and others use its model on the device."""
 
     def __init__(self, model: GPTModel, shared: bool) -> None:
         self._model = model.requires_grad_(False).eval()
@@ -114,25 +115,27 @@ class Frozen:
 
     @property
     def weights(self) -> list[Tensor]:
-        """Its weights, in the order of the model's parameters."""
+        """The weights, in the order of the model's parameters."""
         return self._host or [parameter.detach() for parameter in self._model.parameters()]
 
     @torch.no_grad()
     def set(self, weights: Sequence[Tensor]) -> None:
-        """Take over weights, in the order of the model's parameters."""
+        """Copy weights, given in the order of the model's parameters, into this model."""
         for ours, theirs in zip(self.weights, weights, strict=True):
             ours.copy_(theirs)
 
     @torch.no_grad()
     def model(self) -> GPTModel:
-        """The model with these weights in it, until another copy takes its turn."""
+        """Return the model with these weights in it. They stay until another model that shares it calls `model`."""
         if self._host is not None:
             for ours, theirs in zip(self._model.parameters(), self._host, strict=True):
                 ours.copy_(theirs, non_blocking=True)
         return self._model
 
 
-def _frozen(shape: ModelShape, computation: Computation, loads: dict[str, Load], offload: bool) -> dict[str, Frozen]:
+def _build_frozen(
+    shape: ModelShape, computation: Computation, loads: dict[str, Load], offload: bool
+) -> dict[str, Frozen]:
     frozen: dict[str, Frozen] = {}
     model: GPTModel | None = None
     for name, load in loads.items():
@@ -145,11 +148,12 @@ def _frozen(shape: ModelShape, computation: Computation, loads: dict[str, Load],
 
 @torch.no_grad()
 def score(model: GPTModel, layouts: Sequence[Layout], temperature: float, vocabulary: int) -> list[Tensor | None]:
-    """[T] log-probabilities of each layout's response tokens by a forward-only pass; None on all but the last stage."""
+    """Return the [T] log-probabilities of each layout's response tokens, by a forward-only pass. None on all but the
+    last pipeline stage. A collective of the replica."""
 
     def forward(batches: Iterator[Layout], stage: GPTModel) -> tuple[Tensor, Callable[..., Tensor]]:
         batch = next(batches)
-        return logits(stage, batch), partial(_chosen, batch, temperature, vocabulary)
+        return logits(stage, batch), partial(_target_logprobs, batch, temperature, vocabulary)
 
     scores = get_forward_backward_func()(
         forward_step_func=forward,
@@ -164,5 +168,5 @@ def score(model: GPTModel, layouts: Sequence[Layout], temperature: float, vocabu
     return list(scores) if parallel_state.is_pipeline_last_stage() else [None] * len(layouts)
 
 
-def _chosen(layout: Layout, temperature: float, vocabulary: int, out: Tensor, non_loss_data: bool) -> Tensor:
+def _target_logprobs(layout: Layout, temperature: float, vocabulary: int, out: Tensor, non_loss_data: bool) -> Tensor:
     return token_logprobs(out, layout.targets, temperature, vocabulary, entropy=False)[0]

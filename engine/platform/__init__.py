@@ -1,4 +1,4 @@
-"""The platforms: `get(name)` gives one, `session` makes this process a rank on it."""
+"""The platforms: `get(name)` returns one, `session` makes this process a rank on it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from engine.platform.parallel import session, single
 __all__ = ["PLATFORMS", "Platform", "get", "session", "single"]
 
 PLATFORMS: dict[str, Platform] = {platform.name: platform for platform in (Npu(), Cuda(), Cpu())}
-"""By name, in the order in which "auto" tries them."""
+"""The platforms by name, in the order in which "auto" tries them."""
 
 
 def get(name: str = "auto") -> Platform:
-    """The platform of that name ("auto": npu if it is there, else cuda, else cpu).
-    Raises BadInput if it is not there."""
+    """Return the platform `name`; for "auto" npu if it is present, else cuda, else cpu.
+
+    Raises BadInput if the name is unknown or something that the platform needs is missing.
+    """
     if name == "auto":
         name = next(platform.name for platform in PLATFORMS.values() if platform.present())
     if name not in PLATFORMS:

@@ -1,4 +1,4 @@
-"""What the engine needs to know of the machine it trains on: one small interface, implemented by cpu, cuda and npu."""
+"""The interface through which the engine uses the machine that it trains on; cpu, cuda and npu implement it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from engine.errors import BadInput
 
 TRACKED = "megatron."
-"""Prefix of the streams that Megatron's tracker keeps (dropout in tensor- and expert-parallel regions)."""
+"""Prefix of the names of Megatron's random streams in `rng_state` (dropout in tensor- and expert-parallel regions)."""
 
 
 class Platform(ABC):
-    """One kind of machine. Stateless; the same object serves the whole process."""
+    """One kind of machine. It has no state; one object serves the whole process."""
 
     name: ClassVar[str]
     """The value of `platform.device` in the configuration."""
@@ -30,38 +30,40 @@ class Platform(ABC):
 
     @abstractmethod
     def missing(self) -> str | None:
-        """What this process lacks for the platform, or None if it is there."""
+        """Return what this process lacks for the platform, or None if it lacks nothing."""
 
     def present(self) -> bool:
-        """Whether the hardware and torch's binding to it are there, so that "auto" chooses the platform."""
+        """Whether "auto" chooses the platform: its hardware and torch's binding to it are present."""
         return self.missing() is None
 
     @abstractmethod
     def device(self, local_rank: int) -> torch.device:
-        """The device of the rank with that number on this machine."""
+        """Return the device of the rank with that number on this machine."""
 
     @abstractmethod
     def set_device(self, local_rank: int) -> torch.device:
-        """Make it the process's current device, and return it."""
+        """Make the device of that rank the process's current device, and return it."""
 
     @abstractmethod
     def adapt_megatron(self) -> None:
-        """Make megatron-core run here. Again and again is harmless; needed before a model is built."""
+        """Make megatron-core run on this platform. Needed before a model is built; further calls are harmless."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Return when the device has done all that was asked of it (for time measurements)."""
+        """Return when the device has finished all queued work (for time measurements)."""
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """Most memory held since the start or the last `reset_peak`: device memory, on a CPU the process's."""
+        """Return the most bytes held since the start or the last `reset_peak`: of device memory, or on a CPU of the
+        process's memory."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Start `peak_bytes` again from what is held now."""
+        """Make `peak_bytes` count from now on."""
 
     def rng_state(self) -> dict[str, Tensor]:
-        """Every random stream of the process by name, each a uint8 tensor on the host: "python", "cpu", Megatron's."""
+        """Return every random stream of the process by name, each as a uint8 tensor on the host: "python", "cpu" and
+        those of Megatron's tracker."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         tracked = get_cuda_rng_tracker().get_states()
@@ -72,7 +74,8 @@ class Platform(ABC):
         }
 
     def set_rng_state(self, state: dict[str, Tensor]) -> None:
-        """Take up the streams of `rng_state`. Raises BadInput if they are not those of this platform."""
+        """Set the random streams to a result of `rng_state`. Raises BadInput if its names are not those of this
+        process."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         expected = set(self.rng_state())
@@ -88,32 +91,33 @@ class Platform(ABC):
 
 
 def without_transformer_engine() -> None:
-    """Megatron's router asks for one of Transformer Engine's kernels by a name that it leaves undefined without it."""
+    """Define a name of a Transformer Engine kernel that Megatron's router reads, but leaves undefined where Transformer
+    Engine is not installed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns of what it does not find
+        warnings.simplefilter("ignore")  # Megatron warns about optional packages that are not installed
         from megatron.core.transformer.moe import moe_utils
     vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 class Accelerator(Platform):
-    """What cuda and npu have in common: torch gives both the same functions in a namespace of their own."""
+    """What cuda and npu have in common: torch has the same functions for both, in `torch.cuda` and `torch.npu`."""
 
     @abstractmethod
     def api(self) -> ModuleType:
-        """`torch.cuda` or `torch.npu`."""
+        """Return `torch.cuda` or `torch.npu`."""
 
     def device(self, local_rank: int) -> torch.device:
-        """Devices are numbered as the ranks on this machine. Raises BadInput if there are fewer."""
+        """Return the device with the rank's number. Raises BadInput if there are too few devices."""
         count = self.api().device_count()
         if local_rank >= count:
             raise BadInput(
                 f"rank {local_rank} of this machine has no {self.name} device: there are {count}; "
-                "lower the ranks per machine or make more devices visible"
+                "use fewer ranks per machine or make more devices visible"
             )
         return torch.device(self.name, local_rank)
 
     def set_device(self, local_rank: int) -> torch.device:
-        """Also what Megatron takes for the current device from then on."""
+        """Make the rank's device the current one, which Megatron uses from then on, and return it."""
         device = self.device(local_rank)
         self.api().set_device(device)
         return device
@@ -123,18 +127,18 @@ class Accelerator(Platform):
         self.api().synchronize()
 
     def peak_bytes(self) -> int:
-        """Bytes of tensors at most, as torch's allocator counts them."""
+        """Return the most bytes of tensors at one time, as counted by torch's allocator."""
         return int(self.api().max_memory_allocated())
 
     def reset_peak(self) -> None:
-        """Count from now on."""
+        """Make `peak_bytes` count from now on."""
         self.api().reset_peak_memory_stats()
 
     def rng_state(self) -> dict[str, Tensor]:
-        """Also the device's own stream, "device"."""
+        """Return the streams of every platform, and the device's own as "device"."""
         return {**super().rng_state(), "device": self.api().get_rng_state().cpu()}
 
     def set_rng_state(self, state: dict[str, Tensor]) -> None:
-        """Also the device's."""
+        """Set the streams of every platform, and the device's own."""
         super().set_rng_state(state)
         self.api().set_rng_state(state["device"])

@@ -1,4 +1,5 @@
-"""The CPU: gloo between processes, Megatron over the host's view of torch, exact-FLOP attention by segment."""
+"""The CPU: gloo between processes, Megatron over a view of torch in which CUDA means the host, and attention that
+computes next to nothing that is masked."""
 
 from __future__ import annotations
 
@@ -13,36 +14,36 @@ from engine.platform.base import Platform
 
 STATUS = Path("/proc/self/status")
 RESET_PEAK = "5"
-"""Written to /proc/self/clear_refs it makes Linux count the peak again (proc(5))."""
+"""Written to /proc/self/clear_refs, this makes Linux count the peak from now on (proc(5))."""
 
 
 class Cpu(Platform):
-    """Any machine; every rank computes on the host."""
+    """Any machine; each rank computes on the host."""
 
     name = "cpu"
     backend = "gloo"
     attention = "cpu"
 
     def missing(self) -> None:
-        """Nothing: torch always has a CPU."""
+        """Return None: torch can always compute on the CPU."""
 
     def device(self, local_rank: int) -> torch.device:
-        """One device for all."""
+        """Return the CPU, the one device of all ranks."""
         return torch.device("cpu")
 
     def set_device(self, local_rank: int) -> torch.device:
-        """There is only the one."""
+        """Return the CPU; there is nothing to set."""
         return torch.device("cpu")
 
     def adapt_megatron(self) -> None:
-        """See `engine.platform.host_view`."""
-        host_view.put_in()
+        """Give megatron-core the view of torch of `engine.platform.host_view`."""
+        host_view.install()
 
     def synchronize(self) -> None:
-        """A CPU returns when it is done."""
+        """Do nothing: an operation on the CPU returns when it is done."""
 
     def peak_bytes(self) -> int:
-        """Peak resident memory of the process; where there is no /proc, since the process started."""
+        """Return the peak resident memory of the process in bytes. Without /proc it counts from the process's start."""
         if STATUS.exists():
             line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
             return int(line.split()[1]) * 1024
@@ -50,6 +51,6 @@ class Cpu(Platform):
         return peak if sys.platform == "darwin" else peak * 1024
 
     def reset_peak(self) -> None:
-        """Only Linux can; elsewhere the peak stays that of the process."""
+        """Make `peak_bytes` count from now on. Only Linux can; elsewhere it keeps counting from the process's start."""
         if STATUS.exists():
             STATUS.with_name("clear_refs").write_text(RESET_PEAK)

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: NCCL, Megatron as it is, FlexAttention."""
+"""NVIDIA GPUs: NCCL between processes, Megatron nearly as it is, FlexAttention."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Cuda(Accelerator):
     attention = "cuda"
 
     def missing(self) -> str | None:
-        """A torch built for CUDA and a GPU that its driver shows."""
+        """Return what is missing of a torch built for CUDA and a GPU that its driver shows; None if nothing is."""
         if not torch.backends.cuda.is_built():
             return f"this torch ({torch.__version__}) is built without CUDA"
         return None if torch.cuda.is_available() else "torch.cuda finds no GPU (driver, CUDA_VISIBLE_DEVICES)"
 
     def api(self) -> ModuleType:
-        """`torch.cuda`."""
+        """Return `torch.cuda`."""
         return torch.cuda
 
     def adapt_megatron(self) -> None:
-        """Megatron is at home here."""
+        """Define the one name that Megatron misses without Transformer Engine."""
         without_transformer_engine()

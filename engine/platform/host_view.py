@@ -1,9 +1,10 @@
-"""Megatron-core on a CPU: what its modules expect of `torch.cuda`, answered by the host.
+"""Run megatron-core on a CPU: in its modules `torch.cuda` means the host.
 
-megatron-core calls `torch.cuda`, `device="cuda"` and `tensor.cuda()` in many places. Instead of patching the real torch
-(which every other library in the process would see), each `megatron.core.*` module gets a private *view* of torch in
-which these names mean the CPU. What no view reaches (methods of tensors, names of types) is renamed in the code of the
-few functions that use it. MindSpeed does the same for Ascend with its `megatron_adaptor` and `transfer_to_npu`.
+megatron-core uses `torch.cuda`, `device="cuda"` and `tensor.cuda()` in many places. Patching the real torch would
+change it for every other library in the process. So each `megatron.core.*` module gets a private *view* of torch in
+which these names mean the CPU. A view does not reach methods of tensors and names of types: these are renamed in the
+code of the few functions that use them. MindSpeed does the same for Ascend with its `megatron_adaptor` and
+`transfer_to_npu`.
 """
 
 from __future__ import annotations
@@ -48,22 +49,23 @@ LAZY = (
     "transformer.moe.shared_experts",
     "transformer.moe.token_dispatcher",
 )
-"""Modules of megatron.core that are imported late; they must be there before the view is put in."""
+"""Modules of megatron.core that are imported late. `install` imports them, because it changes only loaded modules."""
 
 RENAMED = (
     "megatron.core.dist_checkpointing.exchange_utils",
     "megatron.core.models.common.language_module.language_module",
     "megatron.core.optimizer",
 )
-"""Modules whose functions call `tensor.cuda()` or compare `tensor.type()` with CUDA type names."""
+"""Modules with functions that call `tensor.cuda()` or compare `tensor.type()` with names of CUDA types."""
 
 CREATORS = (
     "tensor", "as_tensor", "zeros", "ones", "empty", "arange", "full", "rand", "randn", "randint",
     "zeros_like", "ones_like", "empty_like", "full_like",
 )  # fmt: skip
+"""Functions of torch that create a tensor, and whose view takes `device="cuda"` as the CPU."""
 
 
-def put_in() -> None:
+def install() -> None:
     """Give every loaded megatron.core module the host's view of torch; modules that have it already keep it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # absent Transformer Engine and Apex, which a CPU has no use for
@@ -74,12 +76,12 @@ def put_in() -> None:
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             vars(module)["torch"] = _view()
             if name.startswith(RENAMED):
-                _rename(module)
+                _rename_cuda(module)
     _replace_functions()
 
 
 def _replace_functions() -> None:
-    """Functions that ask for CUDA by other ways than the name torch."""
+    """Replace the functions of Megatron that reach CUDA in other ways than by the name torch."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -97,18 +99,19 @@ def _set_rng_state(state: Tensor, device: object = None, graph_safe: bool = Fals
 
 
 def _on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ANN401
-    """Megatron's own leaves host tensors alone, but then wants split sizes as numpy all the same."""
+    """The tensor, or its numpy array. Megatron's own function returns host tensors unchanged even where its caller
+    needs split sizes as numpy."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _rename(module: types.ModuleType) -> None:
-    """In the module's functions, `tensor.cuda()` becomes `tensor.cpu()`, CUDA type names become the host's."""
+def _rename_cuda(module: types.ModuleType) -> None:
+    """In the module's functions, turn `tensor.cuda()` into `tensor.cpu()` and names of CUDA types into the host's."""
     for function in _functions(module):
         function.__code__ = _renamed(function.__code__)
 
 
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
-    """All functions and methods that the module defines, under their decorators."""
+    """All functions and methods that the module defines, without their decorators."""
     found = list(vars(module).values())
     classes = [item for item in found if inspect.isclass(item) and item.__module__ == module.__name__]
     found += [getattr(item, "__func__", item) for cls in classes for item in vars(cls).values()]
@@ -118,6 +121,8 @@ def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
 
 
 def _renamed(code: types.CodeType) -> types.CodeType:
+    """The code with its names and constants renamed, those of inner functions too."""
+
     def host(constant: object) -> object:
         if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
             return constant.replace("torch.cuda.", "torch.")
@@ -129,13 +134,13 @@ def _renamed(code: types.CodeType) -> types.CodeType:
         co_consts=tuple(host(constant) for constant in code.co_consts),
         co_names=tuple(
             "cpu" if name == "cuda" else name for name in code.co_names
-        ),  # `torch.cpu` of the view is its cuda
+        ),  # in the view `torch.cpu` and `torch.cuda` are the same module
     )
 
 
 @cache
 def _view() -> types.ModuleType:
-    """A module that looks like torch, with `torch.cuda` and `device="cuda"` meaning the CPU."""
+    """A module with the names of torch, in which `torch.cuda` and `device="cuda"` mean the CPU."""
     view = types.ModuleType("torch")
     view.__dict__.update({key: value for key, value in vars(torch).items() if key not in ("__name__", "__spec__")})
     view.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
@@ -146,6 +151,7 @@ def _view() -> types.ModuleType:
 
 
 def _host_cuda() -> types.ModuleType:
+    """A module with the names of `torch.cuda`; those that `torch.cpu` has too, and a few others, mean the CPU."""
     cuda = types.ModuleType("torch.cuda")
     cuda.__dict__.update({key: value for key, value in vars(torch.cuda).items() if not key.startswith("__")})
     cuda.__dict__.update({name: getattr(torch.cpu, name) for name in torch.cpu.__all__})
@@ -160,7 +166,7 @@ def _host_cuda() -> types.ModuleType:
 
 
 class Stream(torch.cpu.Stream):
-    """torch's host stream, which does everything at once, with events one can wait for and the options of CUDA's."""
+    """torch's host stream, on which all work is done at once, with the constructor and the events of a CUDA stream."""
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         super().__init__(priority)
@@ -168,14 +174,16 @@ class Stream(torch.cpu.Stream):
     def record_event(  # type: ignore[override]  # torch's own returns nothing, CUDA's an event
         self, event: torch.cpu.Event | None = None
     ) -> torch.cpu.Event:
-        """An event that has happened."""
+        """Return an event. All work is done already, so nobody has to wait for it."""
         return event or torch.cpu.Event()
 
     def synchronize(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing: all work is done already."""
 
 
 def _on_host(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function, with `device="cuda"` taken as the CPU and without pinned memory there."""
+
     def created(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"

@@ -24,7 +24,7 @@ class Npu(Accelerator):
     attention = "npu"
 
     def missing(self) -> str | None:
-        """torch_npu (whose import needs CANN), a device, and MindSpeed."""
+        """Return what is missing of torch_npu (its import needs CANN), a device and MindSpeed; None if nothing is."""
         if binding := self._missing_binding():
             return binding
         return (
@@ -34,7 +34,8 @@ class Npu(Accelerator):
         )
 
     def present(self) -> bool:
-        """A machine with NPUs is meant to be used as one: there "auto" does not fall back when MindSpeed is missing."""
+        """Whether "auto" chooses the platform: torch_npu and a device are present. MindSpeed is not asked for, because
+        a machine with NPUs is meant to be used as one: without MindSpeed `get` fails, and does not fall back."""
         return self._missing_binding() is None
 
     def _missing_binding(self) -> str | None:
@@ -47,13 +48,15 @@ class Npu(Accelerator):
         return None if api.is_available() else "torch_npu finds no NPU (driver, ASCEND_RT_VISIBLE_DEVICES)"
 
     def api(self) -> ModuleType:
-        """`torch.npu`, which importing torch_npu adds to torch."""
+        """Return `torch.npu`, which the import of torch_npu adds to torch."""
         importlib.import_module("torch_npu")
         return vars(torch)["npu"]
 
     def adapt_megatron(self) -> None:
         """Import MindSpeed's adaptor, which patches megatron-core.
-        It reads its features from the command line, so hide ours."""
+
+        It reads its features from the command line, so this process's arguments are hidden from it.
+        """
         importlib.import_module("torch_npu")
         arguments = sys.argv
         sys.argv = sys.argv[:1]

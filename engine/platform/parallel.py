@@ -1,4 +1,4 @@
-"""The time in which a process is a rank: process group, Megatron's parallel state and seeds, put up and taken down."""
+"""Make a process a rank for a while: set up process group, Megatron's parallel state and seeds, and take them down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from engine.errors import BadInput
 from engine.platform.base import Platform
 
 TIMEOUT_S = 600.0
-"""Deadline of a collective. Device collectives start when every rank has its data, so none waits for a rollout."""
+"""Seconds after which a collective gives up. Device collectives start when every rank has its data, so none waits for a
+rollout."""
 
 
 @contextmanager
@@ -30,37 +31,39 @@ def session(
     expert: int = 1,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[torch.device]:
-    """Be one rank of the layout, from torch elastic's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_*).
+    """Make this process one rank of the layout within the block, by torch elastic's environment (RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_*).
 
-    Sizes are of Megatron's groups in its default order (tp-cp-ep-dp-pp); data parallelism is what is left of the ranks.
-    Yields this rank's device. Raises BadInput if the ranks can't be divided so. Collectives give up after `timeout_s`.
+    The sizes are those of Megatron's groups in its default order (tp-cp-ep-dp-pp). The number of data-parallel replicas
+    follows from the number of ranks. Yields this rank's device. Raises BadInput if the sizes do not divide the number
+    of ranks. Collectives give up after `timeout_s` seconds.
     """
     platform.adapt_megatron()
     device = platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(platform.backend, timeout=timedelta(seconds=timeout_s))
-    with _ending():
-        _lay_out(tensor=tensor, pipeline=pipeline, context=context, expert=expert, timeout_s=timeout_s)
+    with _taking_down():
+        _initialize_groups(tensor=tensor, pipeline=pipeline, context=context, expert=expert, timeout_s=timeout_s)
         _seed(seed)
         yield device
 
 
 @contextmanager
 def single(platform: Platform, seed: int = 0) -> Iterator[torch.device]:
-    """`session` of a process on its own, without a launcher and its environment."""
+    """`session` for a single process without a launcher and its environment."""
     platform.adapt_megatron()
     device = platform.set_device(0)
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group(platform.backend, store=store, rank=0, world_size=1)
-        with _ending():
-            _lay_out(tensor=1, pipeline=1, context=1, expert=1, timeout_s=TIMEOUT_S)
+        with _taking_down():
+            _initialize_groups(tensor=1, pipeline=1, context=1, expert=1, timeout_s=TIMEOUT_S)
             _seed(seed)
             yield device
 
 
 @contextmanager
-def _ending() -> Iterator[None]:
-    """Take everything down again, also after a start that failed half-way."""
+def _taking_down() -> Iterator[None]:
+    """Take down the process groups at the end of the block, also after a start that failed half-way."""
     from megatron.core import parallel_state
 
     try:
@@ -70,7 +73,7 @@ def _ending() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _lay_out(tensor: int, pipeline: int, context: int, expert: int, timeout_s: float) -> None:
+def _initialize_groups(tensor: int, pipeline: int, context: int, expert: int, timeout_s: float) -> None:
     from megatron.core import parallel_state
 
     ranks = dist.get_world_size()
@@ -87,14 +90,14 @@ def _lay_out(tensor: int, pipeline: int, context: int, expert: int, timeout_s: f
         pipeline_model_parallel_size=pipeline,
         context_parallel_size=context,
         expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1,  # experts are shared whole: they are small, and gloo can't gather uneven parts
+        expert_tensor_parallel_size=1,  # ranks hold whole experts: they are small, and gloo can't gather uneven parts
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
         create_gloo_process_groups=False,
     )
 
 
 def _seed(seed: int) -> None:
-    """Same weights and choices on every replica; Megatron keeps streams of its own per tensor and expert rank."""
+    """Seed the random streams alike on every replica. Megatron adds streams of its own for tensor and expert ranks."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.manual_seed(seed)

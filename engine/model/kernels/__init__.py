@@ -1,4 +1,4 @@
-"""Attention kernels over a `Layout`, one per platform, with one signature (see `reference.masked`)."""
+"""Attention kernels over a `Layout`: one per platform and the reference, with the signature of `reference.masked`."""
 
 from __future__ import annotations
 
@@ -17,4 +17,4 @@ KERNELS: dict[str, Kernel] = {
     "cuda": cuda.attend,
     "npu": npu.attend,
 }
-"""By the name that a platform gives in `Platform.attention`."""
+"""The kernels by the names in `Platform.attention`, and the reference."""

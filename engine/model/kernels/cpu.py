@@ -1,4 +1,4 @@
-"""CPU: torch's attention on the parts of the row by themselves, so that next to nothing hidden is computed."""
+"""Attention on a CPU: torch's attention, called for parts of the row, so that next to nothing hidden is computed."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from engine.model.kernels.reference import sdpa
 from engine.model.layout import Layout, Part
 
 CALL_COST = 250_000
-"""Entries of the mask times width of all heads whose computation costs as much as one
-more call of the kernel (measured)."""
+"""Cost of one call of the kernel, in mask entries times the width of all heads: computing this many takes as long
+(measured)."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call: n times L queries, each of which sees some of their K keys."""
+    """One call of the kernel: n sets of L queries, each with K keys of which a query sees some."""
 
     queries: Tensor
-    """[n, L] places among the layout's rows."""
+    """[n, L] numbers of the queries among the layout's rows."""
     keys: Tensor
-    """[n, K] positions in the whole row."""
+    """[n, K] positions of the keys in the whole row."""
     mask: Tensor | None
     """[L, K] bool, True = may see; None is plain causal (L = K)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The calls for a layout. Queries and keys of all of them are gathered at once;
-    None where they are in place already."""
+    """The calls for a layout. Queries and keys of all calls are gathered at once."""
 
     batches: tuple[AttentionCall, ...]
+    """The calls; their queries, one after another, are a permutation of the rows."""
     queries: Tensor | None
-    """[S] the rows in the order of the batches."""
+    """[S] numbers of the rows in the order of the calls; None if that is the rows' own order."""
     keys: Tensor | None
-    """The keys in the order of the batches."""
+    """Positions of the keys in the order of the calls; None if that is the whole row in its own order."""
     order: Tensor | None
-    """[S] where each row stands in that order."""
+    """[S] index of each row in the order of the calls; None as for `queries`."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked`, by the calls that should take least time."""
-    return _run(q=q, k=k, v=v, plan=layout.once(plan, CALL_COST // (q.shape[1] * q.shape[2])), scale=scale)
+    """Same result and shapes as `reference.masked`, by the calls that should take the least time."""
+    return _run_plan(q=q, k=k, v=v, plan=layout.once(plan, CALL_COST // (q.shape[1] * q.shape[2])), scale=scale)
 
 
 def by_segment(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """`attend` as if calls were free: only what is visible is computed."""
-    return _run(q=q, k=k, v=v, plan=layout.once(plan, 0), scale=scale)
+    """`attend` as if calls cost nothing: no parts are joined into a block, so only what is visible is computed."""
+    return _run_plan(q=q, k=k, v=v, plan=layout.once(plan, 0), scale=scale)
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None) -> Tensor:
+def _run_plan(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float | None) -> Tensor:
     queries = _gather(q, plan.queries).split([batch.queries.numel() for batch in plan.batches])
     keys, values = (_gather(x, plan.keys).split([batch.keys.numel() for batch in plan.batches]) for x in (k, v))
     done = []
@@ -67,22 +67,25 @@ def _gather(x: Tensor, positions: Tensor | None) -> Tensor:
 
 
 def plan(layout: Layout, call_cost: int) -> Plan:
-    """Parts of one shape as one batch; but where the calls would cost more than they save, a block under a mask.
+    """Choose the calls for a layout. Parts of equal shape go into one call. Consecutive parts go into one block under a
+    mask instead, where the calls would cost more than they save.
 
     `call_cost` is in entries of the mask.
     """
     blocks: list[tuple[Part, ...]] = []
     apart: list[tuple[Part, ...]] = []
-    for block in _merged([tuple(parts) for _, parts in groupby(layout.parts, lambda part: part.start)], call_cost):
-        (blocks if len(block) > 1 and _as_block(block, call_cost) < _as_parts(block, call_cost) else apart).append(
+    for block in _join_segments(
+        [tuple(parts) for _, parts in groupby(layout.parts, lambda part: part.start)], call_cost
+    ):
+        (blocks if len(block) > 1 and _block_cost(block, call_cost) < _parts_cost(block, call_cost) else apart).append(
             block
         )
     shapes: dict[tuple[int, int], list[Part]] = {}
     for part in (part for parts in apart for part in parts):
         shapes.setdefault((part.prefix, part.length), []).append(part)
     batches = (
-        *(_block(layout, parts) for parts in blocks),
-        *(_batch(parts, layout.rows.device) for parts in shapes.values()),
+        *(_block_call(layout, parts) for parts in blocks),
+        *(_batch_call(parts, layout.rows.device) for parts in shapes.values()),
     )
     queries = torch.cat([batch.queries.flatten() for batch in batches])
     keys = torch.cat([batch.keys.flatten() for batch in batches])
@@ -91,34 +94,37 @@ def plan(layout: Layout, call_cost: int) -> Plan:
 
 
 def _unless_in_place(positions: Tensor, size: int) -> Tensor | None:
+    """The positions, or None if they are 0 … size − 1 in this order."""
     in_place = positions.numel() == size and bool((positions == torch.arange(size, device=positions.device)).all())
     return None if in_place else positions
 
 
-def _merged(segments: list[tuple[Part, ...]], call_cost: int) -> list[tuple[Part, ...]]:
-    """Neighbouring segments' parts together where one block of them costs less than each by itself."""
+def _join_segments(segments: list[tuple[Part, ...]], call_cost: int) -> list[tuple[Part, ...]]:
+    """Parts of the segments; those of neighbouring segments are joined where one block costs less than both apart."""
     merged = segments[:1]
     for parts in segments[1:]:
-        apart = sum(min(_as_block(block, call_cost), _as_parts(block, call_cost)) for block in (merged[-1], parts))
-        if _as_block(merged[-1] + parts, call_cost) < apart:
+        apart = sum(min(_block_cost(block, call_cost), _parts_cost(block, call_cost)) for block in (merged[-1], parts))
+        if _block_cost(merged[-1] + parts, call_cost) < apart:
             merged[-1] += parts
         else:
             merged.append(parts)
     return merged
 
 
-def _as_parts(parts: tuple[Part, ...], call_cost: int) -> int:
+def _parts_cost(parts: tuple[Part, ...], call_cost: int) -> int:
+    """Cost in mask entries of one call for each shape among the parts."""
     shapes = {(part.prefix, part.length) for part in parts}
     return sum(part.length * (part.prefix + part.length) for part in parts) + call_cost * len(shapes)
 
 
-def _as_block(parts: tuple[Part, ...], call_cost: int) -> int:
+def _block_cost(parts: tuple[Part, ...], call_cost: int) -> int:
+    """Cost in mask entries of one call for all parts together."""
     (query, last), (key, end) = _extent(parts)
     return (last - query) * (end - key) + call_cost
 
 
 def _extent(parts: tuple[Part, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """First and end of the parts' consecutive rows, and of the keys that any of them sees."""
+    """((first, end) of the parts' consecutive rows, (first, end) of the keys that any of them sees)."""
     last = parts[-1]
     return (parts[0].query, last.query + last.length), (
         min(part.start for part in parts),
@@ -126,12 +132,14 @@ def _extent(parts: tuple[Part, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
     )
 
 
-def _block(layout: Layout, parts: tuple[Part, ...]) -> AttentionCall:
+def _block_call(layout: Layout, parts: tuple[Part, ...]) -> AttentionCall:
+    """One call for consecutive parts, under the layout's mask."""
     queries, keys = (torch.arange(*extent, device=layout.rows.device) for extent in _extent(parts))
     return AttentionCall(queries[None], keys[None], layout.visible(layout.rows[queries], keys))
 
 
-def _batch(parts: list[Part], device: torch.device) -> AttentionCall:
+def _batch_call(parts: list[Part], device: torch.device) -> AttentionCall:
+    """One call for parts of equal shape."""
     length = parts[0].length
     prefix = parts[0].prefix
     queries = torch.tensor([part.query for part in parts])[:, None] + torch.arange(length)

@@ -1,7 +1,7 @@
-"""CUDA: FlexAttention under a block mask, which skips the blocks of the mask in which nothing is visible.
+"""Attention on CUDA: FlexAttention under a block mask, which skips blocks of the mask in which nothing is visible.
 
-The mask is described by what each row sees: the keys from its own run's first to itself, and those of its prompt. So
-the kernel loads four numbers per query and none per key. Runs uncompiled on a CPU too, where the tests compare it.
+Each row sees the keys from the first of its own run up to itself, and the keys of its prompt. So the kernel loads four
+numbers per query and none per key. It also runs uncompiled on a CPU, where the tests compare it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from engine.model.layout import Layout
 
 BLOCK = 128
-"""Queries and keys of a block: FlexAttention's default."""
+"""Number of queries, and of keys, of a block: FlexAttention's default."""
 CHUNK = 16
-"""Rows of blocks classified at a time, so that the mask is never there as a whole."""
+"""Number of rows of blocks that are classified at a time, so that the whole mask is never in memory."""
 VARIANTS = 32
-"""Compiled kernels at most."""
+"""Largest number of compiled variants of the kernel."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked`.
-    The block mask is made once per layout, the kernel once per process."""
+    """Same result and shapes as `reference.masked`. The block mask is made once per layout, the kernel is compiled once
+    per process."""
     out = _flex(q.is_cuda)(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -41,9 +41,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None 
 
 @cache
 def _flex(compiled: bool) -> Callable[..., Tensor]:
-    """Compiled for any length. fullgraph: rather an error than the uncompiled kernel, which computes the whole S×S.
+    """FlexAttention, `compiled` for any length. `fullgraph` makes torch raise rather than use the uncompiled kernel,
+    which computes the whole S×S mask.
 
-    A few variants are compiled all the same (rows of one block, with and without gradient); torch gives up after 8.
+    torch still compiles a few variants (rows of one block, with and without gradient), and gives up after 8 by default.
     """
     if not compiled:
         return flex_attention
@@ -52,7 +53,7 @@ def _flex(compiled: bool) -> Callable[..., Tensor]:
 
 
 def block_mask(layout: Layout) -> BlockMask:
-    """The layout's mask in blocks: which are partly visible, and which wholly, so that no mask is applied in them."""
+    """The layout's mask in blocks: those visible in part, and those visible as a whole, where no mask is applied."""
     row, own, first, end = visible_keys(layout)
 
     def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -77,21 +78,21 @@ def block_mask(layout: Layout) -> BlockMask:
 
 
 def _blocks(mask: Tensor) -> Tensor:
-    """[q, kv] → [blocks of q, blocks of kv, BLOCK²]; what lies beyond the edge is not visible."""
+    """[q, kv] bool → [blocks of q, blocks of kv, BLOCK²] bool. Entries beyond the mask's edge are not visible."""
     q, kv = mask.shape
     padded = F.pad(mask, (0, -kv % BLOCK, 0, -q % BLOCK))
     return padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).transpose(1, 2).flatten(2)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """[q, kv] bool → per block of queries how many blocks of keys [1, 1, q],
-    and which, then the other ones [1, 1, q, kv]."""
+    """[q, kv] bool over blocks → ([1, 1, q] number of key blocks that are set for each query block, [1, 1, q, kv] the
+    numbers of these key blocks, then those of the others)."""
     numbers = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], numbers.int()[None, None]
 
 
 def visible_keys(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What each row sees of the whole row, [S] int32 each: the keys own..row and first..end−1."""
+    """(row, own, first, end), [S] int32 each: a row sees the keys own … row and first … end − 1 of the whole row."""
     own = []
     first = []
     end = []

@@ -1,12 +1,12 @@
-"""Ascend NPU: the fused kernel `npu_fusion_attention` of torch_npu, with the parts of the row as variable-length
-sequences.
+"""Attention on an Ascend NPU: the fused kernel `npu_fusion_attention` of torch_npu, with the parts of the row as
+variable-length sequences.
 
-Layout "TND" (tokens, heads, width) with cumulative lengths; `sparse_mode` 3 is causal from the lower right corner, so
-that a part's queries see all keys before them and themselves causally, and wants a 2048×2048 upper triangle as its
-mask. Keys and values are gathered per part: its prompt, then its own run. Rules as documented in torch_npu 2.13.0
-(`_op_plugin_docs.py`).
+Tensors have the layout "TND" (tokens, heads, width), with cumulative lengths. `sparse_mode` 3 is causal from the lower
+right corner, so a part's queries see all keys before them, and themselves causally; it needs a 2048×2048 upper triangle
+as mask. Keys and values are gathered for each part: its prompt, then its own run. The rules are those documented in
+torch_npu 2.13.0 (`_op_plugin_docs.py`).
 
-Tested against the operator's published schema with a CPU kernel behind it; it has not run on an NPU.
+This is tested against the operator's published schema, with a CPU kernel behind it; it has not run on an NPU.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from torch import Tensor
 from engine.model.layout import Layout, Part
 
 RIGHT_DOWN_CAUSAL = 3
+"""`sparse_mode` for a mask that is causal from the lower right corner."""
 MASK_SIZE = 2048
-"""Side of the compressed mask that every mode but 0 and 1 takes."""
+"""Side of the compressed mask that every `sparse_mode` but 0 and 1 takes."""
 MOST_PARTS = 1024
-"""Variable-length sequences that one call takes."""
+"""Largest number of variable-length sequences in one call."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Parts that go into one call of the kernel: consecutive queries, and the keys of each part after one another."""
+    """One call of the kernel: consecutive parts, and the keys of each part one after another."""
 
     first: int
+    """Number of the first query among the layout's rows."""
     queries: list[int]
-    """Queries up to and including each part."""
+    """Number of queries up to and including each part."""
     keys: list[int]
-    """Keys up to and including each part."""
+    """Number of keys up to and including each part."""
     positions: Tensor
-    """[keys] where they stand in the whole row."""
+    """[keys] position of each key in the whole row."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
@@ -63,7 +65,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None 
 
 
 def calls(layout: Layout) -> list[Call]:
-    """The layout's parts, in the order of their rows, as few calls as the kernel allows."""
+    """The layout's parts in the order of their rows, in as few calls as the kernel allows."""
     parts = layout.parts
     chunks = [parts[at : at + MOST_PARTS] for at in range(0, len(parts), MOST_PARTS)]
     return [_call(chunk, layout.rows.device) for chunk in chunks]
@@ -80,5 +82,5 @@ def _call(parts: tuple[Part, ...], device: torch.device) -> Call:
 
 @cache
 def _upper_triangle(device: torch.device) -> Tensor:
-    """[2048, 2048] bool, True = hidden."""
+    """[2048, 2048] bool mask, True = hidden."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)

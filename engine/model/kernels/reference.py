@@ -1,5 +1,4 @@
-"""The plain-mask reference that every other kernel is tested against:
-all rows against all keys, the hidden ones masked."""
+"""The reference that every other kernel is tested against: attention of all rows to all keys under a plain mask."""
 
 from __future__ import annotations
 
@@ -10,17 +9,17 @@ from engine.model.layout import Layout
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Attention of the layout's rows to the whole row, one call with the layout's mask.
+    """Attention of the layout's rows to the whole row, in one call with the layout's mask.
 
-    q [S, heads, d]; k, v [row_size, key-value heads, d], each shared by consecutive query heads → [S, heads, d].
-    `scale` defaults to 1/√d. So do all kernels of this folder.
+    q [S, heads, d]; k, v [row_size, key-value heads, d], where consecutive query heads share a key-value head →
+    [S, heads, d]. `scale` defaults to 1/√d. All kernels of this folder have these arguments and results.
     """
     return sdpa(q=q[None], k=k[None], v=v[None], mask=layout.mask, scale=scale)[0]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """torch's attention of [n, s, heads, d], causal or under a [queries, keys] mask
-    (True = may see) → [n, s, heads, d]."""
+    """torch's attention with tensors [n, s, heads, d], under a [queries, keys] mask (True = may see), or causal without
+    one → [n, s, heads, d]."""
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),

@@ -117,7 +117,7 @@ def test_keys_and_trees_are_each_others_reverse():
     flat = {"run.seed": 0, "algorithm.loss": "bapo", "algorithm.bapo.low": [0.5, 0.6], "empty": {}}
     assert flatten(tree) == flat
     assert nest(flat, "") == tree
-    with pytest.raises(BadInput, match=r"my\.toml: algorithm\.bapo\.share = 0\.4: algorithm\.bapo = 3 is no table"):
+    with pytest.raises(BadInput, match=r"my\.toml: algorithm\.bapo\.share = 0\.4: algorithm\.bapo = 3 is not a table"):
         nest({"algorithm.bapo": 3, "algorithm.bapo.share": 0.4}, "my.toml")
 
 

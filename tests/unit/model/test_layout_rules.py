@@ -56,7 +56,7 @@ def test_what_fits(shape, layout):
             ["parallel.tensor = 3 does not divide the 224 rows of its query, key and value weights"],
         ),
         (DENSE, {"pipeline": 4}, ["parallel.pipeline = 4 does not divide its 6 layers"]),
-        (DENSE, {"expert": 2, "data": 2}, ["parallel.expert = 2 shares experts, of which it has none"]),
+        (DENSE, {"expert": 2, "data": 2}, ["parallel.expert = 2 shares experts, but the model has none"]),
         (MIXTURE, {"expert": 3, "data": 3}, ["parallel.expert = 3 does not divide its 4 experts"]),
         (MIXTURE, {"tensor": 2}, ["parallel.tensor = 2 on a model with experts needs parallel.sequence = true"]),
         (DENSE_FIRST, {"tensor": 2, "sequence": True}, ["= 2 does not divide its MLPs' intermediate size 7"]),

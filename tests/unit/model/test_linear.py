@@ -58,7 +58,7 @@ def test_large_products_have_equal_bits_wherever_they_lie_in_memory():
     torch.manual_seed(0)
     a = torch.randn(300, 128)
     b = torch.randn(128, 256)
-    assert products._whole(len(a), b.numel()) == 2 * products.BLOCK
+    assert products._onednn_tokens(len(a), b.numel()) == 2 * products.BLOCK
     first = products.times(a, b)
     for offset in range(1, 5):
         moved = torch.empty(a.numel() + offset)[offset:].view_as(a).copy_(a)

@@ -226,7 +226,9 @@ def test_places_are_said():
     assert sections(plan(recipe(BASE)))["Devices"]["places"] == (
         "trainer ranks on devices 0 to 7 of their nodes; 4 instances that join on other nodes"
     )
-    assert "own instances on [4, 5, 6, 7] of the first one" in sections(plan(recipe(NODE)))["Devices"]["places"]
+    assert (
+        "own instances on devices [4, 5, 6, 7] of the first node" in sections(plan(recipe(NODE)))["Devices"]["places"]
+    )
     assert "places" not in sections(plan(load("infra/recipes/quickstart.toml")))["Devices"]
 
 
