@@ -31,7 +31,7 @@ class DryRun(Table):
     """Settings of the dry run (`run.dry`)."""
 
     joining: int = Field(default=0, ge=0)
-    """Number of instances that will be started for the run on other nodes and join it (docs/operations.md). The dry
+    """Number of instances that will be started for the run on other nodes and join it (docs/several_nodes.md). The dry
     run counts them beside the run's own."""
 
 
