@@ -11,9 +11,10 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 import aiohttp
+import msgspec
 
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, ProcessDied
@@ -23,13 +24,22 @@ from engine.run.process import Child
 from engine.wire.access_token import access_token, authorization, check_address
 from engine.wire.address import ADDRESS_FILE, bracketed, http_url, launcher_address, reachable, split_address
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import GetStatus, InstanceRequest, Join, Leave
 
 CALL_S = 10.0
 """What one call to the launcher may take."""
 POLL_S = 0.2
 """How often a leaving instance asks whether it is free to go."""
 
+Reply = TypeVar("Reply")
 Say = Callable[[str], None]
+
+
+class _Refused(NamedTuple):
+    """An answer of the launcher other than 200."""
+
+    status: int
+    message: str
 
 
 class _Left(Exception):
@@ -179,22 +189,14 @@ class _LauncherClient:
         await self._drained(child)
 
     async def _join(self) -> None:
-        body = {
-            "protocol": ROLLOUT_PROTOCOL,
-            "name": self._name,
-            "url": self._advertised(),
-            "again": bool(self._state),
-        }
-        reply = await self._call("POST", "/join", body)
-        if reply is None:
-            return
-        status, answer = reply
-        if status == 410:
+        join = Join(protocol=ROLLOUT_PROTOCOL, name=self._name, url=self._advertised(), again=bool(self._state))
+        answer = await self._call(join)
+        if isinstance(answer, _Refused) and answer.status == 410:
             raise _Left
-        if status != 200:
-            raise BadInput(f"the launcher at {self._address} refuses {self._name}: {status} {_message(answer)}")
-        if answer["state"] != self._state:
-            self._state = answer["state"]
+        if isinstance(answer, _Refused):
+            raise BadInput(f"the launcher at {self._address} refuses {self._name}: {answer.status} {answer.message}")
+        if answer is not None and answer.state != self._state:
+            self._state = answer.state
             self._say(f"{self._name} at {self._advertised()} is {self._state} in the run at {self._address}")
 
     def _advertised(self) -> str:
@@ -205,14 +207,13 @@ class _LauncherClient:
     async def _leave(self, child: Child) -> None:
         if self._state:
             self._say(f"{self._name} leaves the run at {self._address}")
-            await self._call("POST", "/leave", {"name": self._name})
+            await self._call(Leave(self._name))
 
     async def _drained(self, child: Child) -> None:
         """Until the launcher no longer lists it, or is not there."""
         deadline = time.monotonic() + self._rollout.timeout_s
-        while child.alive and (reply := await self._call("GET", "/status", None)) is not None:
-            names = [one["name"] for one in reply[1].get("instances", ())]
-            if self._name not in names:
+        while child.alive and (reply := await self._call(GetStatus())) is not None:
+            if isinstance(reply, _Refused) or self._name not in [one.name for one in reply.instances]:
                 return
             if time.monotonic() > deadline:
                 raise DeadlineError(
@@ -220,16 +221,29 @@ class _LauncherClient:
                 )
             await asyncio.sleep(POLL_S)
 
-    async def _call(self, method: str, route: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]] | None:
-        """(status, reply); None when the launcher does not answer, DeadlineError when it has not for rollout.wait_s."""
+    async def _call(self, request: InstanceRequest[Reply]) -> Reply | _Refused | None:
+        """The launcher's reply, or its refusal; None when it does not answer.
+
+        Raises DeadlineError when it has not answered for rollout.wait_s.
+        """
+        data = msgspec.json.encode(request) if request.method == "POST" else None
         try:
             assert self._session is not None, "calls are made within `async with`"
-            url = f"http://{launcher_address(self._address)}{route}"
-            async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
-                reply = await answer.json()
-                self._heard = time.monotonic()
-                return answer.status, reply
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
+            url = f"http://{launcher_address(self._address)}{request.path}"
+            async with self._session.request(request.method, url, data=data, allow_redirects=False) as answer:
+                raw = await answer.read()
+                reply = (
+                    msgspec.json.decode(raw, type=request.reply)
+                    if answer.status == 200
+                    else _Refused(answer.status, _message(raw))
+                )
+            self._heard = time.monotonic()
+            return cast(Reply, reply)
+        except (
+            aiohttp.ClientError,
+            OSError,
+            ValueError,
+        ) as error:  # also time-outs and bad JSON
             silence = time.monotonic() - self._heard
             if silence > self._rollout.wait_s:
                 raise DeadlineError(
@@ -239,6 +253,16 @@ class _LauncherClient:
             return None
 
 
-def _message(answer: dict[str, Any]) -> str:
-    error = answer.get("error")
-    return str(error.get("message", error)) if isinstance(error, dict) else str(answer)
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _ErrorReply(msgspec.Struct):
+    error: _Error
+
+
+def _message(raw: bytes) -> str:
+    try:
+        return msgspec.json.decode(raw, type=_ErrorReply).error.message
+    except msgspec.DecodeError:
+        return raw[:300].decode(errors="replace")

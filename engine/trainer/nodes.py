@@ -10,13 +10,12 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from engine.errors import MetronomeError
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
 from engine.wire.address import address_towards, split_address
 from engine.wire.control_keys import CONTROL_KEY
-from engine.wire.invitation import wait_for_invitation
+from engine.wire.invitation import Invitation, wait_for_invitation
 
 
 def follow_invitations(folder: Path, wait_s: float) -> None:
@@ -27,23 +26,23 @@ def follow_invitations(folder: Path, wait_s: float) -> None:
     seen = ""
     while True:
         invitation = wait_for_invitation(folder, seen, wait_s)
-        seen = invitation["run_id"]
+        seen = invitation.run_id
         if _run_invited_ranks(invitation) == 0:
             return
 
 
-def _run_invited_ranks(invitation: dict[str, Any]) -> int:
+def _run_invited_ranks(invitation: Invitation) -> int:
     from engine.trainer.agent import run_ranks  # imports torch: seconds
 
-    os.environ |= {CONTROL_KEY: invitation["key"], "OMP_NUM_THREADS": str(invitation["threads"])}
-    rendezvous = invitation["rendezvous"]
+    os.environ |= {CONTROL_KEY: invitation.key, "OMP_NUM_THREADS": str(invitation.threads)}
+    rendezvous = invitation.rendezvous
     address = address_towards(*split_address(rendezvous, "rendezvous"))
     return run_ranks(
-        ranks=invitation["ranks"],
-        arguments=invitation["arguments"],
-        nodes=invitation["nodes"],
+        ranks=invitation.ranks,
+        arguments=invitation.arguments,
+        nodes=invitation.nodes,
         rendezvous=rendezvous,
-        run_id=invitation["run_id"],
+        run_id=invitation.run_id,
         address=address,
         host=False,
     )

@@ -6,12 +6,13 @@ The invitation holds the key, so only the file's owner can read it.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError
@@ -31,39 +32,59 @@ def control_address(config: Config) -> str:
     return f"tcp://{host}:{port + 1}"
 
 
+class _Version(msgspec.Struct):
+    """What an invitation of any release says."""
+
+    run_id: str
+    protocol: int | None = None
+
+
+class Invitation(msgspec.Struct):
+    """What another node needs to start its ranks."""
+
+    protocol: int
+    run_id: str
+    rendezvous: str
+    nodes: int
+    ranks: int
+    """Of each node."""
+    arguments: list[str]
+    """Command line of a rank."""
+    key: str
+    """Public key of the control channel."""
+    threads: int
+    """Compute threads of a rank."""
+
+
 def invite(config: Config, folder: Path, run_id: str, arguments: Sequence[str], key: str) -> None:
     """Write the invitation. `arguments`: command-line arguments of a rank; `key`: the control channel's public key."""
-    row = {
-        "protocol": PROTOCOL,
-        "run_id": run_id,
-        "rendezvous": config.parallel.rendezvous,
-        "nodes": config.parallel.nodes,
-        "ranks": config.parallel.ranks_per_node,
-        "arguments": list(arguments),
-        "key": key,
-        "threads": config.trainer_threads,
-    }
+    invitation = Invitation(
+        protocol=PROTOCOL,
+        run_id=run_id,
+        rendezvous=config.parallel.rendezvous,
+        nodes=config.parallel.nodes,
+        ranks=config.parallel.ranks_per_node,
+        arguments=list(arguments),
+        key=key,
+        threads=config.trainer_threads,
+    )
     before = os.umask(0o077)
     try:
-        write_atomically(folder / INVITATION, json.dumps(row))
+        write_atomically(folder / INVITATION, msgspec.json.encode(invitation).decode())
     finally:
         os.umask(before)
 
 
-def wait_for_invitation(folder: Path, seen: str, wait_s: float) -> dict[str, Any]:
+def wait_for_invitation(folder: Path, seen: str, wait_s: float) -> Invitation:
     """Wait for the invitation in a run folder and return it; one with the run_id `seen` does not count.
 
     Raises DeadlineError after `wait_s` seconds, BadInput if the launcher has another version of the protocol.
     """
     deadline = time.monotonic() + wait_s
     while True:
-        try:
-            found: dict[str, Any] = json.loads((folder / INVITATION).read_text())
-            if found["run_id"] != seen:
-                _check_protocol(found)
+        with contextlib.suppress(FileNotFoundError):
+            if (found := _read_invitation(folder / INVITATION, seen)) is not None:
                 return found
-        except FileNotFoundError:
-            pass
         if time.monotonic() > deadline:
             since = " after its last trainer ended" if seen else ""
             raise DeadlineError(
@@ -72,9 +93,17 @@ def wait_for_invitation(folder: Path, seen: str, wait_s: float) -> dict[str, Any
         time.sleep(POLL_S)
 
 
-def _check_protocol(invitation: dict[str, Any]) -> None:
-    if (theirs := invitation.get("protocol")) != PROTOCOL:
-        raise BadInput(
-            f"this node speaks version {PROTOCOL} of the control protocol, the run's launcher version {theirs}: "
-            "install the same release of Metronome on all nodes"
-        )
+def _read_invitation(file: Path, seen: str) -> Invitation | None:
+    data = file.read_bytes()
+    try:
+        version = msgspec.json.decode(data, type=_Version)
+        if version.run_id == seen:
+            return None
+        if version.protocol == PROTOCOL:
+            return msgspec.json.decode(data, type=Invitation)
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{file}: not an invitation to other nodes ({error})") from None
+    raise BadInput(
+        f"this node speaks version {PROTOCOL} of the control protocol, the run's launcher version {version.protocol}: "
+        "install the same release of Metronome on all nodes"
+    )

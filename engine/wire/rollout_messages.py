@@ -216,6 +216,55 @@ class Update(InstanceRequest[Acknowledged]):
     update_info: BucketInfo | StagedWeights | BaseWeights
 
 
+class PoolState(msgspec.Struct):
+    """What the launcher's pool makes of an instance: its state, as GET /status names it."""
+
+    state: str
+
+
+class Join(InstanceRequest[PoolState], kw_only=True):
+    """From an instance to the launcher: take it in, or keep it."""
+
+    route = "/join"
+    reply = PoolState
+
+    protocol: int
+    name: str
+    url: str
+    """Where the launcher reaches the instance."""
+    again: bool
+    """Whether it was in the pool before."""
+
+
+class Leave(InstanceRequest[PoolState]):
+    """From an instance to the launcher: send it nothing new."""
+
+    route = "/leave"
+    reply = PoolState
+
+    name: str
+
+
+class PoolMember(msgspec.Struct):
+    """An instance of the pool."""
+
+    name: str
+
+
+class PoolStatus(msgspec.Struct):
+    """The instances of a run."""
+
+    instances: list[PoolMember]
+
+
+class GetStatus(InstanceRequest[PoolStatus]):
+    """Asks the launcher which instances it has."""
+
+    method = "GET"
+    route = "/status"
+    reply = PoolStatus
+
+
 class FinishUpdate(InstanceRequest[Acknowledged]):
     """The update is whole: it is this version."""
 

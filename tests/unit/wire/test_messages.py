@@ -130,3 +130,6 @@ def test_a_node_of_another_protocol_is_refused_by_name(tmp_path):
         wait_for_invitation(tmp_path, "", 1.0)
     with pytest.raises(DeadlineError):
         wait_for_invitation(tmp_path, "a", 0.1)
+    (tmp_path / INVITATION).write_text("{")
+    with pytest.raises(BadInput, match="not an invitation to other nodes"):
+        wait_for_invitation(tmp_path, "", 1.0)
