@@ -201,8 +201,7 @@ def test_both_questions_are_answered_in_one_sentence(seconds, right, answer):
 def test_without_enough_steps_and_benchmarks_the_answer_claims_nothing():
     found = verdicts([run("sync", steps=4), run("periodic", 8.0, steps=4)])[0]
     assert (
-        "was of unknown speed (too few common steps), and of unknown quality by its reward in training"
-        in found.answer
+        "was of unknown speed (too few common steps), and of unknown quality by its reward in training" in found.answer
     )
 
 
