@@ -324,7 +324,7 @@ def core_seconds(sync: list[Step], old: str, cores: int) -> dict[str, float]:
 
 
 def show(found: dict[str, list[list[Step]]], result: dict[str, Any]) -> None:
-    """For people."""
+    """Print the result as text."""
     print("\nseconds of a step, mean:")
     for side, runs in found.items():
         steps = sum(runs, [])

@@ -115,7 +115,7 @@ class InProcess:
         return found
 
     def heartbeat(self) -> None:
-        """Nobody listens."""
+        """Does nothing, because no process waits for signs of life."""
 
     def work(self, step: int) -> Iterator[Work]:
         """The whole batch as one window."""

@@ -183,7 +183,7 @@ def median(steps: list[Step], key: str) -> float:
 
 
 def show(name: str, found: dict[str, float]) -> None:
-    """For people."""
+    """Print the result as text."""
     print(
         f"\n{name}: periodic {found['periodic_tokens_per_s_per_device']:.0f}, sync "
         f"{found['sync_tokens_per_s_per_device']:.0f} trained tokens/s/device: ratio {found['ratio']:.2f}"

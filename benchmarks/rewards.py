@@ -11,10 +11,10 @@ def share_of_letters(text: str) -> float:
 
 
 def letters(prompt: Any, responses: list[Any]) -> list[float]:  # noqa: ANN401
-    """For Metronome."""
+    """The reward in Metronome's form."""
     return [share_of_letters(response.text) for response in responses]
 
 
 def letters_for_trl(completions: list[str], **unused: Any) -> list[float]:  # noqa: ANN401
-    """For TRL."""
+    """The reward in TRL's form."""
     return [share_of_letters(completion) for completion in completions]

@@ -183,7 +183,7 @@ def drop(cell: dict[str, Any]) -> float:
 
 
 def summaries(cells: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, Any]]:
-    """By (staleness, algorithm): means over the seeds, and the range of the final rewards."""
+    """Means over the seeds and the range of the final rewards, by (staleness, algorithm)."""
     found = {}
     for staleness, algorithm in product(STALENESS, ALGORITHMS):
         same = [cell for cell in cells if (cell["staleness"], cell["algorithm"]) == (staleness, algorithm)]
@@ -205,7 +205,7 @@ def summaries(cells: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, An
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The summaries as a Markdown table."""
     rows = [
         "| staleness | algorithm | seeds | final reward (range) | drop: mean, worst | cosine: mean, spread | tokens "
         "clipped or masked | largest ratio | updates skipped |",

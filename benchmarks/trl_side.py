@@ -54,7 +54,7 @@ class Clock(TrainerCallback):
         self._mark()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """An update is done."""
+        """Record the end of an update."""
         self._mark()
 
     def _mark(self) -> None:

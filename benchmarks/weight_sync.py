@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def random_model(tiny: bool) -> Path:
-    """Cached under runs/."""
+    """A random model's folder, cached in runs/."""
     sizes = (
         {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "vocab_size": 40000}
         if tiny
@@ -271,7 +271,7 @@ class Launcher:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Serve until `stop` is set."""
         try:
             asyncio.run(self._serve())
         except BaseException as error:  # noqa: BLE001 - told to the main thread
@@ -314,7 +314,7 @@ class Launcher:
 
     @property
     def pids(self) -> list[int]:
-        """Of the instances."""
+        """Process ids of the instances."""
         assert self.pool is not None
         return [one.child.process.pid for one in self.pool.instances if one.child is not None]
 

@@ -259,7 +259,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def main() -> None:
-    """Console script."""
+    """Entry point of the console script."""
     watch_lifeline()
     try:
         app(prog_name="metronome")

@@ -49,7 +49,7 @@ class Settings(BaseModel):
 
 
 AS_RECIPE = Settings()
-"""Nothing filled in."""
+"""Settings with no key filled in."""
 
 
 def configured(recipe: str, settings: Settings, overrides: Sequence[str]) -> Config:

@@ -59,7 +59,7 @@ def _told(verdict: Verdict) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns."""
+    """Rows as text in aligned columns."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from engine.data.problems import Row
 
 RUN = 13
-"""Words in a row."""
+"""Number of consecutive common words of an overlap."""
 PHRASE = 20
 """A run of words in more than this many distinct evaluation problems is a phrase of their template and is ignored."""
 SHARE = 0.6

@@ -15,7 +15,7 @@ from engine.config.recipe import find
 from engine.errors import BadInput
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
-"""What can be read."""
+"""Suffixes of the files that can be read."""
 
 SCHEME = "s3://"
 """Scheme of addresses on S3."""

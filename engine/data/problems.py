@@ -42,15 +42,15 @@ class Rejected:
     """A row that was left out."""
 
     where: str
-    """As of `Row`."""
+    """Like `Row.where`."""
     column: str
-    """The column at fault."""
+    """The wrong column."""
     reason: str
     """The reason by which rejections are counted: "no answer", "duplicate" …"""
     found: str
     """The value that was found, shortened."""
     expected: str
-    """What would be right."""
+    """The value that is expected."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.column}: {self.reason} (found {self.found}; expected {self.expected})"
@@ -99,7 +99,7 @@ def counts(skipped: Mapping[str, int]) -> str:
 
 
 def reasons(rejected: Iterable[Rejected]) -> dict[str, int]:
-    """Reason → number of rows."""
+    """Reason → number of rejected rows."""
     return dict(Counter(row.reason for row in rejected))
 
 

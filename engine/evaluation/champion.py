@@ -25,7 +25,7 @@ class Results:
     """Prompt id → mean score."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The results as JSON."""
         return {"protocol": dict(self.protocol), "means": dict(self.means)}
 
     @staticmethod
@@ -42,7 +42,7 @@ class ChampionVerdict:
 
     wins: bool
     reason: str
-    """For people."""
+    """Why, as text."""
     comparison: Paired | None = None
 
 

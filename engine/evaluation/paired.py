@@ -42,7 +42,7 @@ class Paired:
         return self.difference > 0 and self.p_value <= 1 - self.confidence + 1e-12
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The figures as JSON."""
         return asdict(self)
 
 

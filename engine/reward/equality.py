@@ -154,7 +154,7 @@ def _unit(text: str) -> str:
 
 
 def _numbers(gold: str, found: str, depth: int) -> bool | None:
-    """Two numbers, perhaps with units."""
+    """Compare numbers, with or without units."""
     one = number(gold)
     other = number(found)
     if one is None or other is None:

@@ -41,8 +41,8 @@ TORCH_NPU = [
 ]
 
 VLLM_ASCEND = [
-    # "Release compatibility matrix" of vllm-ascend (community/versioning_policy), and the Requires-Dist of 0.23.0. With
-    # vllm-ascend it is the torch of torch-npu that counts, not the one that vllm's own wheel asks for.
+    # "Release compatibility matrix" of vllm-ascend (community/versioning_policy), and the Requires-Dist of 0.23.0.
+    # With vllm-ascend the torch version that torch-npu needs counts, not the one that vllm's own wheel needs.
     VersionRule(
         "vllm-ascend",
         ">=0.23.0,<0.24",

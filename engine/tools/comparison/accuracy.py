@@ -28,7 +28,7 @@ class Difference:
     notes: tuple[str, ...] = ()
     """Reasons why the comparison is limited: different weight versions or protocols."""
     level: float = 0.95
-    """Of the interval."""
+    """Confidence of the interval."""
 
     @property
     def agreed(self) -> bool:

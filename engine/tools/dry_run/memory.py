@@ -50,16 +50,16 @@ class Need:
     who: str
     terms: tuple[Term, ...]
     available: float
-    """Bytes."""
+    """Memory of the device in bytes."""
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """The sum of the terms in bytes."""
         return sum(term.bytes for term in self.terms)
 
     @property
     def fits(self) -> bool:
-        """Whether it does."""
+        """Whether the sum fits into the memory."""
         return self.total <= self.available
 
     def summed(self) -> str:

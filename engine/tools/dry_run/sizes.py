@@ -20,7 +20,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """Of the rank."""
+        """All parameters of the rank."""
         return self.shared + self.experts
 
 

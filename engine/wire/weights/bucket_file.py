@@ -16,7 +16,7 @@ from engine.errors import BadInput
 from engine.wire.weights.buckets import Bucket, TensorSpec, view
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
-"""safetensors' names."""
+"""The dtypes of weights by safetensors' names."""
 
 TORCHS = {theirs: ours for ours, theirs in DTYPES.items()}
 
@@ -108,7 +108,7 @@ class BucketFile:
 
     @property
     def names(self) -> frozenset[str]:
-        """Its tensors."""
+        """The names of its tensors."""
         return frozenset(self._places)
 
     def specs(self) -> list[TensorSpec]:

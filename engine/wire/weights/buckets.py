@@ -37,7 +37,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -77,7 +77,7 @@ def _spec(name: Any, dtype: Any, shape: Any) -> TensorSpec:  # noqa: ANN401
 
 
 def span(specs: Sequence[TensorSpec]) -> int:
-    """Bytes of a bucket."""
+    """The size of a bucket in bytes."""
     return sum(spec.nbytes for spec in specs)
 
 
@@ -120,7 +120,7 @@ class Bucket:
         return [tensor.view(-1).view(torch.uint8) for tensor in self.tensors]
 
     def checksums(self) -> list[str]:
-        """Of each tensor."""
+        """The checksum of each tensor."""
         return [checksum(tensor) for tensor in self.tensors]
 
     def wire(self) -> dict[str, Any]:
