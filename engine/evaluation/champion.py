@@ -42,7 +42,7 @@ class ChampionVerdict:
 
     wins: bool
     reason: str
-    """Why, as text."""
+    """Why the policy wins or not, as text."""
     comparison: Paired | None = None
 
 

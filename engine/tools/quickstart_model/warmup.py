@@ -52,7 +52,7 @@ class WarmUp:
     `max_steps`."""
     rise_steps: int = 30
     max_steps: int = 600
-    """Typical are 300."""
+    """Limit of the warm-up steps; a typical warm-up takes 300."""
     report_every: int = 10
     """Number of steps between progress lines, and, from `measure_from` on, between measurements."""
     measure_from: int = 200

@@ -16,7 +16,7 @@ from engine.errors import BadInput
 from engine.wire.weights.buckets import Bucket, TensorSpec, view
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
-"""The dtypes of weights by safetensors' names."""
+"""safetensors' name of each dtype, by its name on the wire."""
 
 TORCHS = {theirs: ours for ours, theirs in DTYPES.items()}
 
