@@ -27,7 +27,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -55,6 +55,8 @@ from engine.trainer.publish.publisher import Publisher
 from engine.trainer.publish.transports import open_transport
 from engine.wire.control_client import ControlClient
 from engine.wire.control_server import ControlServer
+from engine.wire.messages import ControlRequest, FinishSync, Message, OpenSync, SendBucket
+from engine.wire.rollout_messages import Complete, GetLoad, InstanceRequest, Reply
 from engine.wire.weights.buckets import small_first
 from engine.wire.weights.checksum import checksum
 
@@ -226,8 +228,8 @@ def one_round(
         if staged:
             found["tokens_meanwhile"] = side.generated() - tokens
         found |= {
-            f"{name.removeprefix('sync_')}_s": side.seconds[name]
-            for name in ("sync_open", "sync_bucket", "sync_finish")
+            f"{name}_s": side.seconds[request.__name__]
+            for name, request in (("open", OpenSync), ("bucket", SendBucket), ("finish", FinishSync))
         }
         if staged:
             found["hidden"] = 1 - found["finish_s"] / found["sync_s"]
@@ -281,7 +283,7 @@ class Launcher:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         (self.folder / "logs").mkdir(parents=True)
-        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, HealthMonitor, synced=True)
+        self.pool = Pool(self.config, Path(self.config.model.path), self.folder, synced=True)
         coordinator = Coordinator(
             config=self.config,
             folder=RunFolder(self.folder),
@@ -290,24 +292,29 @@ class Launcher:
             service=SimpleNamespace(pool=self.pool),
         )
         try:
-            self.pool.spawn(self.config.rollout.instances)
-            await self.pool.connect()
-            handlers = {name: self._timed(name, handler) for name, handler in coordinator.handlers().items()}
-            server = asyncio.create_task(ControlServer(self.address, handlers).serve())
-            self.ready.set()
-            while not self.stop.is_set() and not server.done():
-                await asyncio.sleep(0.05)
-            server.cancel()
-            await asyncio.gather(server, return_exceptions=True)
+            async with HealthMonitor(self.pool):
+                await self._answer(coordinator)
         finally:
             await self.pool.close()
 
-    def _timed(self, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
-        async def timed(request: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, coordinator: Coordinator) -> None:
+        assert self.pool is not None
+        self.pool.spawn(self.config.rollout.instances)
+        await self.pool.connect()
+        server = asyncio.create_task(ControlServer(self.address, self._timed(coordinator)).serve())
+        self.ready.set()
+        while not self.stop.is_set() and not server.done():
+            await asyncio.sleep(0.05)
+        server.cancel()
+        await asyncio.gather(server, return_exceptions=True)
+
+    def _timed(self, coordinator: Coordinator) -> Callable[[ControlRequest[Any]], Awaitable[Message]]:
+        async def timed(request: ControlRequest[Any]) -> Message:
             began = time.perf_counter()
             try:
-                return await handler(request)
+                return await coordinator.answer(request)
             finally:
+                name = type(request).__name__
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
         return timed
@@ -318,25 +325,25 @@ class Launcher:
         assert self.pool is not None
         return [one.child.process.pid for one in self.pool.instances if one.child is not None]
 
-    def _call(self, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call(self, request: InstanceRequest[Reply]) -> Reply:
         assert self.pool is not None
         assert self.loop is not None
-        client = self.pool.instances[0].client
-        call = client.call("POST" if body else "GET", route, body)
+        call = self.pool.instances[0].client.call(request)
         return asyncio.run_coroutine_threadsafe(call, self.loop).result(TIMEOUT_S)
 
     def generated(self) -> int:
         """Number of tokens that the first instance has generated so far."""
-        return int(self._call("/load")["generated_tokens"])
+        return self._call(GetLoad()).generated_tokens
 
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Keep an instance busy with responses of 2 tokens (a pause waits for them)."""
         off = threading.Event()
+        short = Complete(prompt=[1, 2, 3, 4], max_tokens=2, temperature=1.0, top_p=1.0, top_k=0, seed=0)
 
         def generate() -> None:
             while not off.is_set():
-                self._call("/v1/completions", {"prompt": [1, 2, 3, 4], "max_tokens": 2, "ignore_eos": True})
+                self._call(short)
 
         thread = threading.Thread(target=generate)
         thread.start()

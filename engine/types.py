@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
+
+JsonObject = dict[str, Any]
+"""An object of JSON as it was read, or as a file or page gets it: its keys are known where it is made."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,53 @@ class Landed:
     """The response's number in the group."""
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
+
+
+class GradientFigures(TypedDict, total=False):
+    """What gradient control measured; keys as of `StepReport`, absent where nothing was measured."""
+
+    grad_cosine: float
+    skipped_updates: int
+
+
+class TrainingFigures(GradientFigures):
+    """What the trainer's ranks added up over a step; keys as of `StepReport`."""
+
+    versions_seen: list[int]
+    staleness_mean: float
+    continued: int
+    reward_mean: float
+    reward_std: float
+    response_length_mean: float
+    truncated: int
+    reward_timeouts: int
+    reward_errors: int
+    trained_tokens: int
+    computed_tokens: int
+    equal_groups: int
+    loss: float
+    kl: float
+    entropy: float
+    clip_fraction: float
+    old_ratio_max: float
+    max_ratio_gap: float
+    mismatch_kl: float
+    train_s: float
+    score_s: float
+    wait_first_s: float
+    wait_s: float
+    memory_peak_gib: list[float]
+
+
+class StepFigures(TrainingFigures):
+    """What the trainer reports of a step; the launcher's own complete it to a `StepReport`."""
+
+    sync_s: float
+    check_s: float
+    update_s: float
+    step_s: float
+    grad_norm: float
+    learning_rate: float
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from engine.config import Config
 from engine.config.recipe import load
 from engine.errors import BadInput, MetronomeError
 from engine.run.process import drop_lifeline, watch_lifeline
+from engine.types import JsonObject
 from flows import QUICKSTART
 from tasks import console
 from tasks.dry_run import dry_run
@@ -77,7 +78,7 @@ def train(
         check_run_folder(config, resume)
         if replay is not None and not replay.is_file():
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
-        config = as_begun(config)
+        config, _ = as_begun(config)
         check_inputs(config, sampling=replay is None)
         config = with_model_folder(config)
         _train(config, resume, replay)
@@ -94,7 +95,7 @@ def _train(config: Config, resume: bool, replay: Path | None) -> None:
     line = console.StepLines(config.train.steps)
     evaluated = evaluations.InRun(folder)
 
-    def on_step(row: dict) -> None:
+    def on_step(row: JsonObject) -> None:
         line(row)
         tracked_run.log_step(row)
         evaluated()

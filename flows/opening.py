@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from engine.config import Config
 from engine.run.folder import RunFolder
-from flows.settings import ContinueFrom, Settings, configured
+from engine.run.start import ContinueFrom
+from flows.settings import Settings, configured
 from tasks.cluster.devices import hold_npus, npus
 from tasks.flow_entry import Entry, crashed_without_tracking, entered, settled
 from tasks.input_checks import check_inputs
@@ -41,9 +42,9 @@ def opened(
     Raises BadInput before anything slow starts.
     """
     with crashed_without_tracking():
-        config = started_from(settled(configured(recipe, settings, overrides)), recipe, continue_from)
+        config, begun = started_from(settled(configured(recipe, settings, overrides)), recipe, continue_from)
     check_inputs(config)
-    with entered(config, resume) as entry, hold_npus(npus(config, pool_instances)), tracked_flow(config):
+    with entered(config, begun, resume) as entry, hold_npus(npus(config, pool_instances)), tracked_flow(config):
         yield Opened(
             config, RunFolder(config.folder), entry, [*settings.overrides(), *overrides, f"run.seed={config.run.seed}"]
         )

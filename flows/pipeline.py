@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from prefect import flow
 
 from engine.config import Config
+from engine.data.problem_statistics import DataReport
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
+from engine.run.start import ContinueFrom
 from flows import QUICKSTART
 from flows.opening import opened
-from flows.settings import AS_RECIPE, ContinueFrom, Overrides, PoolInstances, Recipe, Settings
+from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.cluster.events import training_finished
@@ -114,7 +115,7 @@ def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Conf
     return config
 
 
-def _prepared(config: Config) -> dict[str, Any]:
+def _prepared(config: Config) -> DataReport:
     log_datasets(found := prepare_data(config))
     return found
 

@@ -12,7 +12,6 @@ from engine.config.recipe import load
 
 Recipe = str
 Overrides = Sequence[str]
-ContinueFrom = Literal["base", "nightly", "latest", "champion"]
 PoolInstances = NonNegativeInt
 # The flows' docstrings explain them, because Prefect takes the texts of the form from there.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from prefect import flow
 
+from engine.data.problem_statistics import DataReport
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
+from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
 from tasks.cluster.other_nodes import run_node
@@ -22,7 +23,7 @@ from tasks.prepare import describe, prepare_data
 
 
 @flow(name="prepare")
-def prepare(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Settings = AS_RECIPE) -> dict[str, Any]:
+def prepare(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Settings = AS_RECIPE) -> DataReport:
     """Read, clean, split and compare the recipe's problem sets; the report is an artifact.
 
     Args:
@@ -36,7 +37,7 @@ def prepare(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
 
 
 @flow(name="convert")
-def convert(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Settings = AS_RECIPE) -> dict[str, Any]:
+def convert(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Settings = AS_RECIPE) -> JsonObject:
     """Convert the recipe's model to Megatron's layout and back, and compare it with Hugging Face's logits.
 
     Args:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from prefect import flow
 
+from engine.run.start import ContinueFrom
 from flows import QUICKSTART
 from flows.opening import opened
-from flows.settings import AS_RECIPE, ContinueFrom, Overrides, PoolInstances, Recipe, Settings
+from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
 from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.cluster.events import training_finished

@@ -15,6 +15,7 @@ from typing import Any
 import mlflow
 from mlflow.artifacts import download_artifacts
 
+from engine.config.keys import current_names, flatten
 from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.run.files import read_lines
@@ -22,8 +23,8 @@ from engine.run.folder import RunFolder
 from engine.tools.comparison import page
 from engine.tools.comparison.run_figures import ComparedRun, once
 from engine.tools.comparison.verdict import Verdict
+from engine.types import JsonObject
 from tasks.finished_stages import last_end
-from tasks.tracking.metric_names import flatten
 from tasks.tracking.write_queue import STORE_ERRORS, first_line
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -151,15 +152,16 @@ def _store(uri: str) -> str:
     return found
 
 
-def _text(config: dict[str, Any]) -> dict[str, str]:
-    """Values as text, as in MLflow; keys that are not set are left out, as in config.toml."""
-    return {key: str(value) for key, value in config.items() if str(value) != "None"}
+def _text(config: JsonObject) -> dict[str, str]:
+    """Values as text, as in MLflow, under the present names of the keys. Keys that are not set are left out, as in
+    config.toml."""
+    return {key: str(value) for key, value in current_names(config).items() if str(value) != "None"}
 
 
-def _steps(client: mlflow.MlflowClient, run_id: str, names: Sequence[str]) -> list[dict[str, Any]]:
+def _steps(client: mlflow.MlflowClient, run_id: str, names: Sequence[str]) -> list[JsonObject]:
     """The lines of steps.jsonl, rebuilt from the histories of the metrics. If a value was logged twice, the later
     counts."""
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[int, JsonObject] = {}
     for name in names:
         for point in sorted(client.get_metric_history(run_id, name), key=lambda point: point.timestamp):
             rows.setdefault(point.step, {"step": point.step})[name] = point.value
@@ -170,7 +172,7 @@ def _evaluations(
     client: mlflow.MlflowClient,
     run: Any,  # noqa: ANN401
     store: str,
-) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+) -> tuple[list[JsonObject], dict[str, dict[str, float]]]:
     """Rows of evaluations.jsonl and their tables, from the artifacts. A run that has not ended has no artifacts: then
     the rows come from the metrics."""
     there = {item.path for item in client.list_artifacts(run.info.run_id)}
@@ -182,7 +184,7 @@ def _evaluations(
         return _with_tables(Path(scratch))
 
 
-def _with_tables(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+def _with_tables(folder: Path) -> tuple[list[JsonObject], dict[str, dict[str, float]]]:
     """Rows of a folder's evaluations.jsonl, and for each table, by the row's `table`, prompt id → mean score."""
     rows = list(read_lines(folder / ROWS))
     files = {
@@ -191,11 +193,11 @@ def _with_tables(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str
     return rows, {name: tables.means(file) for name, file in files.items()}
 
 
-def _from_metrics(client: mlflow.MlflowClient, run: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+def _from_metrics(client: mlflow.MlflowClient, run: Any) -> list[JsonObject]:  # noqa: ANN401
     """`benchmark/figure` metrics as rows of evaluations.jsonl."""
     names = [name for name in run.data.metrics if "/" in name]
     benchmarks = dict.fromkeys(name.rpartition("/")[0] for name in names if name.endswith("/avg_at_k"))
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for benchmark in benchmarks:
         own = [name for name in names if name.rpartition("/")[0] == benchmark]
         found = {row["step"]: row | {"benchmark": benchmark} for row in _steps(client, run.info.run_id, own)}

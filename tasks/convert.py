@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from prefect.cache_policies import INPUTS, TASK_SOURCE
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.commands import conversion_command
 from engine.run.process import Child
+from engine.types import JsonObject
 from tasks.launcher_process import last_error
 
 LIMIT_S = 1800.0
@@ -21,7 +23,7 @@ LIMIT_S = 1800.0
 
 
 @task(name="convert", cache_policy=INPUTS - "log" + TASK_SOURCE, persist_result=True, result_serializer="json")
-def convert(model: str, model_hash: str, code: str, log: Path) -> dict[str, Any]:
+def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
     """Run `engine.tools.conversion` in a process of its own; returns its report. The hashes are only cache keys.
 
     Raises BadInput for an unusable folder, MetronomeError if logits or tensors differ, DeadlineError.
@@ -35,11 +37,11 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> dict[str, Any]
         child.stop()
     if code_:
         raise (BadInput if code_ == 2 else MetronomeError)(last_error(child))
-    report: dict[str, Any] = json.loads(log.read_text().strip().rpartition("\n")[2])
+    report: JsonObject = json.loads(log.read_text().strip().rpartition("\n")[2])
     return report
 
 
-def describe(report: dict[str, Any]) -> str:
+def describe(report: Mapping[str, Any]) -> str:
     """The report in one line for the console. Also creates the artifact; the task cannot, because a cached task's body
     does not run."""
     create_markdown_artifact(

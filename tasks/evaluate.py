@@ -18,6 +18,7 @@ from engine.evaluation.known import done_before
 from engine.launcher import standalone_evaluation as evaluation
 from engine.run.files import write_atomically
 from engine.run.folder import RunFolder
+from engine.types import JsonObject
 from tasks.cluster.devices import hold_npus, npus
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.console import say
@@ -30,7 +31,7 @@ def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
 
 
 @task(name="evaluate", cache_policy=NO_CACHE, retries=1, retry_condition_fn=_worth_retrying)
-def evaluate(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> dict[str, Any]:
+def evaluate(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> Mapping[str, Any]:
     """Evaluate a model folder; returns the new row of evaluations.jsonl. With several benchmarks it returns the row of
     the first and prints the others.
 
@@ -52,7 +53,7 @@ def evaluate(config: Config, model: Path, weight_version: int, pool_instances: i
     return rows[0]
 
 
-def evaluate_once(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> dict[str, Any]:
+def evaluate_once(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> Mapping[str, Any]:
     """`evaluate` for a flow run that may be started again, for example because MLflow did not answer.
 
     An evaluation that an earlier attempt has completed is not repeated. Nor is one that the run itself has completed: a
@@ -61,7 +62,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
         say("evaluate", "done by an earlier attempt")
-        found: dict[str, Any] = json.loads(file.read_text())
+        found: JsonObject = json.loads(file.read_text())
         return found
     known = done_before(config, model, weight_version, RunFolder(config.folder))
     if known is not None:

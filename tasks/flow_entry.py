@@ -15,6 +15,7 @@ from engine.run.files import write_atomically
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
+from engine.run.start import RunStart
 from tasks.console import complain, say
 from tasks.finished_stages import Stages, count_attempt, last_end
 from tasks.input_checks import check_run_folder
@@ -53,8 +54,8 @@ class Entry(Stages):
 
 
 @contextmanager
-def entered(config: Config, resume: bool) -> Iterator[Entry]:
-    """Hold the lock of the run folder during the body.
+def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
+    """Hold the lock of the run folder during the body. The folder stores the config and `begun`.
 
     A flow run may enter its own folder again; any other flow run needs `resume`. Raises BadInput if the folder belongs
     to another run or is in use, and MetronomeError if the run makes no progress
@@ -72,6 +73,7 @@ def entered(config: Config, resume: bool) -> Iterator[Entry]:
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
         if not folder.config.exists():
             _sign(folder)  # before the config: a folder with a config and no flow run would count as another run's
+        begun.write(folder.path)
         folder.create(config, resume=again or resume)
         _sign(folder)  # after it: until here the config may be that of the previous flow run, with other settings
         if again:

@@ -8,7 +8,6 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from engine import errors
 from engine.config import Config
@@ -17,6 +16,7 @@ from engine.run.commands import launcher_command
 from engine.run.folder import RunFolder, dump
 from engine.run.process import Child
 from engine.tools.timeline import draw
+from engine.types import JsonObject
 
 POLL_S = 0.3
 """Seconds between two looks at steps.jsonl."""
@@ -36,7 +36,7 @@ class LineFollower:
         self._seen: set[bytes] = set()
         self.new()
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[JsonObject]:
         """Lines that are new since the last call. A half-written last line is left for later. A missing file is
         empty."""
         if not self._path.exists():
@@ -64,7 +64,7 @@ def run_training(
     config: Config,
     resume: bool = False,
     replay: Path | None = None,
-    on_step: Callable[[dict[str, Any]], None] = lambda row: None,
+    on_step: Callable[[JsonObject], None] = lambda row: None,
 ) -> RunFolder:
     """Train in a launcher process. `on_step` gets each new line of steps.jsonl. `model.path` must be a folder.
 
@@ -88,7 +88,7 @@ def run_training(
     return folder
 
 
-def _follow(child: Child, follower: LineFollower, on_step: Callable[[dict[str, Any]], None]) -> int:
+def _follow(child: Child, follower: LineFollower, on_step: Callable[[JsonObject], None]) -> int:
     """Pass every new line to `on_step` until the launcher ends; returns its exit status."""
     while True:
         try:

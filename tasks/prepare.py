@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
@@ -15,11 +15,12 @@ from prefect.cache_policies import INPUTS, TASK_SOURCE
 
 from engine.config import Config
 from engine.data import prepared
-from engine.data.problem_statistics import report
+from engine.data.problem_statistics import DataReport, report
 from engine.data.problems import counts
 from engine.data.prompts import encode
 from engine.data.tokenizer import Tokenizer
 from engine.run.files import write_atomically
+from engine.types import JsonObject
 from tasks.code_version import code_hash
 
 REPORT = "data.json"
@@ -42,7 +43,17 @@ SHOWN = 25
 """Rejected rows and overlaps that the artifact lists; data.json has up to a thousand of each."""
 
 
-def prepare_data(config: Config) -> dict[str, Any]:
+class PromptFigures(TypedDict):
+    """Figures of the training prompts; lengths are in tokens."""
+
+    prompts: int
+    skipped: dict[str, int]
+    tokens_min: int
+    tokens_median: float
+    tokens_max: int
+
+
+def prepare_data(config: Config) -> DataReport:
     """The report on the run's problem sets, from the cache if the data, the settings and the code are unchanged.
 
     Writes the report to data.json in the run folder and as an artifact. The task cannot, because a cached task's body
@@ -55,7 +66,7 @@ def prepare_data(config: Config) -> dict[str, Any]:
     return found
 
 
-def encode_data(config: Config, model: Path) -> dict[str, Any]:
+def encode_data(config: Config, model: Path) -> PromptFigures:
     """Number and lengths (tokens) of the usable prompts, and the number of skipped ones by reason.
 
     Cached and written as an artifact, like `prepare_data`.
@@ -71,7 +82,7 @@ def encode_data(config: Config, model: Path) -> dict[str, Any]:
 
 
 @task(name="prepare data", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
-def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -> dict[str, Any]:
+def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -> DataReport:
     """The report on the sets that some tables of a config describe. The hashes are only cache keys."""
     return report(prepared.prepare(Config.model_validate(settings)))
 
@@ -79,7 +90,7 @@ def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -
 @task(name="encode prompts", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
 def encode_prompts(
     settings: Mapping[str, Any], model: str, max_context: int, hashes: Mapping[str, str], code: str
-) -> dict[str, Any]:
+) -> PromptFigures:
     """Figures of the training prompts in tokens. The hashes are only cache keys."""
     problems = prepared.training_problems(Config.model_validate(settings))
     encoded = encode(problems, Tokenizer(Path(model)).hf, settings["data"]["prompt_template"], max_context)
@@ -93,7 +104,7 @@ def encode_prompts(
     }
 
 
-def describe(found: Mapping[str, Any]) -> str:
+def describe(found: DataReport) -> str:
     """A report in one line for the console."""
     train = found["train"]
     heldout = found["heldout"]
@@ -106,17 +117,17 @@ def describe(found: Mapping[str, Any]) -> str:
     )
 
 
-def describe_prompts(found: Mapping[str, Any]) -> str:
+def describe_prompts(found: PromptFigures) -> str:
     """The figures of `encode_data` in one line for the console."""
     skips = f"; skipped {counts(found['skipped'])}" if found["skipped"] else ""
     lengths = f"{found['tokens_median']:.0f} tokens ({found['tokens_min']}-{found['tokens_max']})"
     return f"{found['prompts']} prompts of {lengths}{skips}"
 
 
-def page(found: Mapping[str, Any]) -> str:
+def page(found: DataReport) -> str:
     """A report as Markdown: the two sets side by side, their overlaps, and the rows that were left out."""
-    sets = {name: found[name] for name in ("train", "heldout")}
-    rows = [[what, *(_cell(figures[what]) for figures in sets.values())] for what in COMPARED]
+    sets = (found["train"], found["heldout"])
+    rows = [[what, *(_cell(figures, what) for figures in sets)] for what in COMPARED]
     parts = ["# Data", _table(["", "training", "held out"], rows)]
     parts += [f"**Note:** {note}" for note in found["notes"]]
     overlaps = [[row["row"], row["overlaps_with"], f"{row['share']:.0%}"] for row in found["overlaps"][:SHOWN]]
@@ -126,13 +137,13 @@ def page(found: Mapping[str, Any]) -> str:
         if overlaps
         else ["No training problem is in another set."]
     )
-    rejected = [row for figures in sets.values() for row in figures["rejected"]]
+    rejected = [row for figures in sets for row in figures["rejected"]]
     if rejected:
         parts += ["## Rows left out", "\n".join(f"- `{row.replace('`', chr(39))}`" for row in rejected[:SHOWN])]
     return "\n\n".join(parts) + "\n"
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def _settings(config: Config) -> JsonObject:
     """The tables of a config that `prepared.prepare` reads. Nothing else may be in its cache key."""
     return {
         "data": config.data.model_dump(mode="json"),
@@ -141,7 +152,8 @@ def _settings(config: Config) -> dict[str, Any]:
     }
 
 
-def _cell(value: object) -> str:
+def _cell(figures: Mapping[str, object], what: str) -> str:
+    value = figures[what]
     return ", ".join(f"{name}: {number:g}" for name, number in value.items()) if isinstance(value, dict) else str(value)
 
 

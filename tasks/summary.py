@@ -10,6 +10,7 @@ from engine.config import Config
 from engine.run.checkpoint_files import latest, step_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from engine.types import JsonObject
 from tasks.tracking import evaluations
 from tasks.tracking.tracked_run import ui_command
 
@@ -38,7 +39,7 @@ def training(config: Config) -> dict[str, str]:
     }
 
 
-def _figures(steps: list[dict[str, Any]]) -> dict[str, str]:
+def _figures(steps: list[JsonObject]) -> dict[str, str]:
     """Rows with reward and speed. If the run folder was lost after the last checkpoint, there are no steps."""
     if not steps:
         return {"reward": "not known: the steps were lost with the run folder"}
@@ -62,7 +63,7 @@ def weight_version(model: Path) -> int:
     )
 
 
-def _speed(steps: list[dict[str, Any]]) -> str:
+def _speed(steps: list[JsonObject]) -> str:
     """Mean speed over all steps but the first, in which caches are cold."""
     counted = steps[1:] or steps
     seconds = sum(row["step_s"] for row in counted)

@@ -11,6 +11,7 @@ from prefect.runtime import task_run
 from engine.config import Config
 from engine.errors import CheckpointError, DeadlineError, MetronomeError, ProcessDied, Stopped, TransferError
 from engine.run.folder import RunFolder
+from engine.types import JsonObject
 from tasks.console import StepLines, say
 from tasks.finished_stages import count_attempt, last_end
 from tasks.launcher_process import run_training
@@ -53,7 +54,7 @@ def train(config: Config, resume: bool = False) -> int:
     evaluated = InRun(folder)
     with Progress(config) as progress:
 
-        def on_step(row: dict[str, Any]) -> None:
+        def on_step(row: JsonObject) -> None:
             line(row)
             tracked_run.log_step(row)
             progress(row)

@@ -25,7 +25,7 @@ class BatchTokens:
 
 @dataclass(frozen=True)
 class BatchLossSettings:
-    """Constants of the batch-scope losses (config: algorithm.m2_threshold and bapo_*)."""
+    """Constants of the batch-scope losses (config: algorithm.m2po and algorithm.bapo)."""
 
     second_moment: float = 0.04
     share: float = 0.5
@@ -41,7 +41,7 @@ Statistics = Callable[[BatchTokens, BatchLossSettings], tuple[float, ...]]
 def outward(log_ratios: Tensor, advantages: Tensor) -> Tensor:
     """[T] bool: tokens that the gradient moves on in the direction in which their ratio has moved (A > 0 and r > 1, or
     A < 0 and r < 1): those that PPO's clip can act on."""
-    return log_ratios * advantages > 0
+    return log_ratios.sign() * advantages.sign() > 0  # the product of the values may be too small for a float
 
 
 def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from engine.config.inputs import Data, Model, Reward, Run
+from engine.config.inputs import Data, DryRun, Model, Reward, Run
 from engine.config.results import Evaluate, Tracking
 from engine.config.rollouts import Rollout, Weights
 from engine.config.rules import BATCH_SCOPE, BATCH_SCOPE_LOSSES, RULES
-from engine.config.training import Algorithm, Attention, Checkpoint, Parallel, Platform, Train
+from engine.config.training import Algorithm, Attention, Bapo, Checkpoint, M2po, Parallel, Platform, Train
 from engine.config.tree import WINDOW_PER_STAGE, Tree
 
 __all__ = [
@@ -21,10 +21,13 @@ __all__ = [
     "WINDOW_PER_STAGE",
     "Algorithm",
     "Attention",
+    "Bapo",
     "Checkpoint",
     "Config",
     "Data",
+    "DryRun",
     "Evaluate",
+    "M2po",
     "Model",
     "Parallel",
     "Platform",

@@ -26,6 +26,13 @@ class Run(Table):
     Needs no device, no weights and no data."""
 
 
+class DryRun(Table):
+    """What only the dry run (`run.dry`) reads."""
+
+    joining: int = Field(default=0, ge=0)
+    """Instances that others start for the run on other nodes (docs/operations.md), counted beside its own."""
+
+
 class Model(Table):
     """The base model."""
 
@@ -35,10 +42,6 @@ class Model(Table):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the rollout instances; bfloat16 needs rollout.engine = "vllm". On CPU fp32:
     bf16 moves log-probabilities by 0.15."""
-    start: Literal["base", "nightly", "latest", "champion"] = "base"
-    """How the run began. Written into its config by the parameter `continue_from` of the deployments, not by people."""
-    continued_from: str = ""
-    """The registered policy that `path` is, as models:/NAME/VERSION. Written along with `start`."""
 
 
 class Data(Table):

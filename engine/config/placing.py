@@ -9,8 +9,8 @@ from engine.config import Config
 
 
 def joining_nodes(config: Config) -> int:
-    """Nodes that the instances of rollout.joining fill."""
-    return math.ceil(config.rollout.joining / max(1, config.platform.devices_per_node // config.rollout.tensor))
+    """Nodes that the instances of dry_run.joining fill."""
+    return math.ceil(config.dry_run.joining / max(1, config.platform.devices_per_node // config.rollout.tensor))
 
 
 def places(config: Config) -> Iterator[str]:
@@ -20,8 +20,8 @@ def places(config: Config) -> Iterator[str]:
     yield f"trainer ranks on devices 0 to {config.parallel.ranks_per_node - 1} of their nodes"
     if config.rollout.instances:
         yield f"the run's own instances on {config.rollout.devices} of the first one (rollout.devices)"
-    if config.rollout.joining:
-        yield f"{config.rollout.joining} instances that join on other nodes"
+    if config.dry_run.joining:
+        yield f"{config.dry_run.joining} instances that join on other nodes"
 
 
 def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
@@ -59,8 +59,8 @@ def _remedy(config: Config, trained: Sequence[int], visible: Sequence[int], need
     free = [device for device in visible or range(config.platform.devices_per_node) if device not in trained][:needed]
     if len(free) == needed:
         return f"set rollout.devices = {free}"
-    joining = config.rollout.joining + config.rollout.instances
+    joining = config.dry_run.joining + config.rollout.instances
     return (
-        f"they need a node of their own; set rollout.instances = 0 and rollout.joining = {joining}, and start them "
+        f"they need a node of their own; set rollout.instances = 0 and dry_run.joining = {joining}, and start them "
         "there (on_rollout_pool, or metronome serve --join)"
     )

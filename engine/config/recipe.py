@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from engine.config import Config
+from engine.config.keys import accepted, flatten, nest
+from engine.config.table import is_table
 from engine.errors import BadInput
 
 HOME = Path(__file__).resolve().parents[2]
@@ -33,12 +35,11 @@ def load(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -
 
     Raises BadInput with file or key, what is wrong and what would be right.
     """
-    tree = _read(recipe) if recipe is not None else {}
-    for override in overrides:
-        _set(tree, override)
     where = str(recipe) if recipe is not None else "--set"
+    given = accepted(flatten(_read(recipe)), where) if recipe is not None else {}
+    given |= accepted(flatten(dict(map(_pair, overrides))), "--set")
     try:
-        config = Config.model_validate(tree)
+        config = Config.model_validate(nest(given, where))
     except ValidationError as error:
         raise BadInput(f"{where}: {_first(error)}") from None
     if config.run.name:
@@ -60,19 +61,15 @@ def _read(recipe: str | os.PathLike[str]) -> dict[str, Any]:
         raise BadInput(f"recipe {path}: not valid TOML: {error}") from None
 
 
-def _set(tree: dict[str, Any], override: str) -> None:
+def _pair(override: str) -> tuple[str, Any]:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
-    if not equals or len(parts) != 2 or not all(parts):
+    if not equals or len(parts) < 2 or not all(parts):
         raise BadInput(f"--set {override}: expected table.key=value, for example --set rollout.group_size=8")
     try:
-        value = tomllib.loads(f"v = {text}")["v"]
+        return key.strip(), tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        value = text.strip()
-    table = tree.setdefault(parts[0], {})
-    if not isinstance(table, dict):
-        raise BadInput(f"--set {override}: {parts[0]} is no table in the recipe")
-    table[parts[1]] = value
+        return key.strip(), text.strip()
 
 
 def _first(error: ValidationError) -> str:
@@ -83,19 +80,26 @@ def _first(error: ValidationError) -> str:
         return f"unknown key {key}; {_nearest(mistake['loc'])}"
     if mistake["type"] == "value_error":
         return str(mistake["ctx"]["error"])
-    if len(mistake["loc"]) < 3 or isinstance(mistake["loc"][2], int):
+    place = _place(mistake["loc"])
+    if len(mistake["loc"]) == len(place) or isinstance(mistake["loc"][len(place)], int):
         return f"{key} = {mistake['input']!r}: {mistake['msg']}"
-    table, name, *_ = mistake["loc"]  # a key of several types: what each of them says
-    said = [other["msg"] for other in error.errors() if other["loc"][:2] == (table, name)]
-    return f"{table}.{name} = {mistake['input']!r}: {', or: '.join(said)}"
+    # a key of several types: what each of them says
+    said = [other["msg"] for other in error.errors() if other["loc"][: len(place)] == place]
+    return f"{'.'.join(map(str, place))} = {mistake['input']!r}: {', or: '.join(said)}"
+
+
+def _place(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The part of a mistake's place that names tables and a key; what follows is inside of the value."""
+    table: Any = Config
+    for depth, part in enumerate(loc, 1):
+        field = table.model_fields.get(part)
+        if field is None or not is_table(field.annotation):
+            return loc[:depth]
+        table = field.annotation
+    return loc
 
 
 def _nearest(loc: tuple[int | str, ...]) -> str:
-    known = {f"{table}.{key}" for table, field in Config.model_fields.items() for key in _keys(field.annotation)}
-    names = known if len(loc) > 1 else set(Config.model_fields)
+    names = flatten(Config().model_dump()) if len(loc) > 1 else Config.model_fields
     close = difflib.get_close_matches(".".join(map(str, loc)), sorted(names), n=1, cutoff=0.0)
     return f"did you mean {close[0]}?"
-
-
-def _keys(table: Any) -> list[str]:  # noqa: ANN401
-    return list(table.model_fields) if isinstance(table, type) and issubclass(table, BaseModel) else []

@@ -8,16 +8,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from engine.config import Config
+from engine.config.table import Table, is_table
 
 HEAD = """# Configuration
 
 Every key of a recipe. Generated from `engine/config` by `python -m engine.config.reference > docs/configuration.md`:
-edit the docstrings there. A recipe is a TOML file with these tables; `--set table.key=value` overrides a key. Unknown
-keys and values out of range are refused with the nearest key or the range. Which keys go together is checked too
-(`engine/config/rules.py`).
+edit the docstrings there. A recipe is a TOML file with these tables; `--set table.key=value` overrides a key,
+`--set table.table.key=value` one of a table inside a table. Unknown keys and values out of range are refused with the
+nearest key or the range. Which keys go together is checked too (`engine/config/rules.py`).
 """
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 """JSON schema's words for ranges, in ours."""
@@ -27,24 +29,27 @@ NAMES = {"boolean": "true or false", "array": "list", "object": "table"}
 
 def reference() -> str:
     """The page, in Markdown."""
-    schema = Config.model_json_schema()
-    parts = [HEAD]
-    for name, field in Config.model_fields.items():
-        parts.append("\n".join(_table(name, schema["$defs"][_name_of(field.annotation)], field.annotation)))
-    return "\n".join(parts)
+    kinds = Config.model_json_schema()["$defs"]
+    return "\n".join([HEAD, *("\n".join(_table(name, kinds[kind.__name__], kind)) for name, kind in _tables(Config))])
 
 
-def _name_of(table: Any) -> str:  # noqa: ANN401
-    return str(table.__name__)
+def _tables(table: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[Table]]]:
+    """All tables in a table, by their dotted names."""
+    for name, field in table.model_fields.items():
+        if is_table(field.annotation):
+            yield f"{prefix}{name}", field.annotation
+            yield from _tables(field.annotation, f"{prefix}{name}.")
 
 
-def _table(name: str, schema: dict[str, Any], table: Any) -> Iterator[str]:  # noqa: ANN401
+def _table(name: str, schema: dict[str, Any], table: type[Table]) -> Iterator[str]:
     """Heading, the table's own docstring and a row for each key."""
     yield f"## {name}\n"
     yield f"{_line(schema.get('description', ''))}\n"
     yield "| key | default | value | meaning |"
     yield "|---|---|---|---|"
     for key, kind in schema["properties"].items():
+        if is_table(table.model_fields[key].annotation):
+            continue
         default = table.model_fields[key].get_default(call_default_factory=True)
         shown = "–" if default is PydanticUndefined else f"`{_toml(default)}`"
         yield f"| `{name}.{key}` | {shown} | {_kind(kind)} | {_line(kind.get('description', ''))} |"

@@ -17,9 +17,6 @@ class Rollout(Table):
     vLLM runs in its own (`make vllm`)."""
     instances: int = Field(default=1, ge=0)
     """Rollout instances that the run starts itself; others may join (`metronome serve --join`). 0: all join."""
-    joining: int = Field(default=0, ge=0)
-    """Instances that others start for the run on other nodes (docs/operations.md):
-    `run.dry` counts them, nothing else does."""
     tensor: PositiveInt = 1
     """Devices that share one vLLM instance's model (its tensor parallelism)."""
     devices: list[int] = []

@@ -131,12 +131,6 @@ def _scope(config: Tree) -> None:
             'can be trained before the last one is there: it needs train.mode = "sync", "one_step_off" or '
             '"bounded", not "periodic"'
         )
-    for key, (start, end) in (("bapo_low", config.algorithm.bapo_low), ("bapo_high", config.algorithm.bapo_high)):
-        if start > end or (start > 1) != (key == "bapo_high") or (end > 1) != (key == "bapo_high"):
-            raise ValueError(
-                f"algorithm.{key} = [{start:g}, {end:g}]: expected where the bound starts and how far it may rise, "
-                f"both {'above' if key == 'bapo_high' else 'below'} 1"
-            )
 
 
 def _staleness(config: Tree) -> None:

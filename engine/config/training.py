@@ -78,6 +78,34 @@ class Train(Table):
     """Seconds without any sign of life between trainer and launcher before either gives up."""
 
 
+class M2po(Table):
+    """Of `algorithm.loss = "m2po"`."""
+
+    threshold: PositiveFloat = 0.04
+    """Largest mean of (log ratio)² over the tokens that are not masked. 0.04 is the paper's."""
+
+
+class Bapo(Table):
+    """Of `algorithm.loss = "bapo"`."""
+
+    share: float = Field(default=0.5, gt=0, lt=1)
+    """The share of the surrogate that tokens with A > 0 are to bring. 0.5 is the paper's (its authors' release)."""
+    low: tuple[Beta, Beta] = (0.6, 0.9)
+    """Where the lower bound of the ratio starts, and how far it may rise; as the paper's authors have it."""
+    high: tuple[PositiveFloat, PositiveFloat] = (1.2, 3.0)
+    """The same for the upper bound."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Bapo:
+        for key, (start, end), side in (("low", self.low, "below"), ("high", self.high, "above")):
+            if start > end or (start > 1) != (side == "above") or (end > 1) != (side == "above"):
+                raise ValueError(
+                    f"algorithm.bapo.{key} = [{start:g}, {end:g}]: expected where the bound starts and how far it may "
+                    f"rise, both {side} 1"
+                )
+        return self
+
+
 class Algorithm(Table):
     """Advantage, loss and KL."""
 
@@ -99,15 +127,10 @@ class Algorithm(Table):
     """Ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
     """Ratio is clipped above at 1 + clip_high."""
-    m2_threshold: PositiveFloat = 0.04
-    """Loss m2po: largest mean of (log ratio)² over the tokens that are not masked. 0.04 is the paper's."""
-    bapo_share: float = Field(default=0.5, gt=0, lt=1)
-    """Loss bapo: the share of the surrogate that tokens with A > 0 are to bring.
-    0.5 is the paper's (its authors' release)."""
-    bapo_low: tuple[Beta, Beta] = (0.6, 0.9)
-    """Loss bapo: where the lower bound of the ratio starts, and how far it may rise; as the paper's authors have it."""
-    bapo_high: tuple[PositiveFloat, PositiveFloat] = (1.2, 3.0)
-    """Loss bapo: the same for the upper bound."""
+    m2po: M2po = M2po()
+    """Of the loss m2po."""
+    bapo: Bapo = Bapo()
+    """Of the loss bapo."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight β of the KL to the reference; 0 drops the reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.config.cores import usable_cores
-from engine.config.inputs import Data, Model, Reward, Run
+from engine.config.inputs import Data, DryRun, Model, Reward, Run
 from engine.config.results import Evaluate, Tracking
 from engine.config.rollouts import Rollout, Weights
 from engine.config.table import Table
@@ -20,6 +20,7 @@ class Tree(Table):
     `engine.config.Config` also checks what they demand of each other."""
 
     run: Run = Run()
+    dry_run: DryRun = DryRun()
     model: Model = Model()
     data: Data = Data()
     reward: Reward = Reward()

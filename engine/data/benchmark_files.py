@@ -17,6 +17,7 @@ from engine.data.problem_files import SUFFIXES, parse, read_files
 from engine.errors import BadInput
 from engine.reward.verifiers import last_boxed
 from engine.run.files import write_atomically
+from engine.types import JsonObject
 
 PROBLEM = ("problem", "question")
 """Names of the column with the problem's text, in order of preference."""
@@ -111,7 +112,7 @@ def _normal(path: str, config: Config) -> str:
     return str(copy)
 
 
-def brought_to_form(row: Mapping[str, Any]) -> dict[str, Any]:
+def brought_to_form(row: Mapping[str, Any]) -> JsonObject:
     r"""The row with the columns problem and answer in addition to its own.
 
     The answer is the text of the answer column (a list is joined by commas), else the last \boxed{…} of the solution.

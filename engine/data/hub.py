@@ -8,6 +8,7 @@ from typing import Any
 from engine.config.recipe import find
 from engine.data.problem_files import SUFFIXES, plain
 from engine.errors import BadInput
+from engine.types import JsonObject
 
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>[\w.-]+))?")
 REACH_S = 10.0
@@ -20,7 +21,7 @@ def is_hub_id(path: str) -> bool:
     return _ID.fullmatch(path) is not None and not path.endswith(SUFFIXES) and not find(path).exists()
 
 
-def read_hub(path: str) -> list[tuple[str, dict[str, Any]]]:
+def read_hub(path: str) -> list[tuple[str, JsonObject]]:
     """("row 3", columns) for each row of the split. Without a name it is "train", or the only split.
 
     Raises BadInput if there is no such dataset or split, or if the hub cannot be reached and the dataset is not in the
@@ -40,7 +41,7 @@ def read_hub(path: str) -> list[tuple[str, dict[str, Any]]]:
     return rows_of(path, splits, match["split"])
 
 
-def rows_of(path: str, splits: Any, split: str | None) -> list[tuple[str, dict[str, Any]]]:  # noqa: ANN401
+def rows_of(path: str, splits: Any, split: str | None) -> list[tuple[str, JsonObject]]:  # noqa: ANN401
     """The rows of one split of a `datasets.DatasetDict`, numbered. Raises BadInput if there is no such split."""
     wanted = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
     if wanted not in splits:

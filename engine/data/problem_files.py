@@ -13,6 +13,7 @@ from typing import Any
 
 from engine.config.recipe import find
 from engine.errors import BadInput
+from engine.types import JsonObject
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
 """Suffixes of the files that can be read."""
@@ -46,7 +47,7 @@ def read_files(path: str) -> list[File]:
     return [File(str(file), file.read_bytes()) for file in _local(path)]
 
 
-def parse(file: File) -> list[tuple[str, dict[str, Any]]]:
+def parse(file: File) -> list[tuple[str, JsonObject]]:
     """(where, columns) for each row. `where` is "row 3" or "line 3", counted from 1. Raises BadInput naming file and
     line."""
     if file.name.endswith(".parquet"):
@@ -68,7 +69,7 @@ def kind(value: object) -> str:
     return names.get(type(value), "null")
 
 
-def plain(row: dict[str, Any]) -> dict[str, Any]:
+def plain(row: JsonObject) -> JsonObject:
     """The row with dates, decimals and bytes as text, so that it is the same in every file format."""
     return dict(json.loads(json.dumps(row, default=str)))
 
@@ -151,7 +152,7 @@ def _parse(file: File, text: str, line: int) -> Any:  # noqa: ANN401
         raise BadInput(f"{file.name}, line {line}: can't be read as JSON ({error})") from None
 
 
-def _parquet(file: File) -> list[dict[str, Any]]:
+def _parquet(file: File) -> list[JsonObject]:
     import pyarrow  # imported here, because it takes a third of a second, which JSON files do not need
     import pyarrow.parquet
 

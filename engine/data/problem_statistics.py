@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import quantiles
-from typing import Any
+from typing import Any, TypedDict
 
 from engine.data.prepared import Prepared, version
 from engine.data.problems import Problems, Row
@@ -25,7 +25,42 @@ _KINDS = (
 )
 
 
-def report(prepared: Prepared) -> dict[str, Any]:
+class SetFigures(TypedDict):
+    """Statistics of one problem set; lengths are in characters."""
+
+    source: str
+    content_hash: str
+    version: str
+    rows: int
+    skipped: dict[str, int]
+    problem_characters: dict[str, float]
+    answer_characters: dict[str, float]
+    answers: dict[str, int]
+    difficulty: dict[str, int]
+    rejected: list[str]
+
+
+class OverlapRow(TypedDict):
+    """A training problem that is in another set too."""
+
+    row: str
+    problem: str
+    overlaps_with: str
+    that_problem: str
+    share: float
+
+
+class DataReport(TypedDict):
+    """Statistics of all sets of a run: data.json in the run folder."""
+
+    train: SetFigures
+    heldout: SetFigures
+    compared_with: list[str]
+    overlaps: list[OverlapRow]
+    notes: list[str]
+
+
+def report(prepared: Prepared) -> DataReport:
     """The statistics of a run's problem sets, as JSON: data.json in the run folder."""
     return {
         "train": describe(prepared.train),
@@ -36,7 +71,7 @@ def report(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def describe(problems: Problems) -> dict[str, Any]:
+def describe(problems: Problems) -> SetFigures:
     """Statistics of one set; lengths are in characters."""
     return {
         "source": problems.source,
@@ -85,7 +120,7 @@ def _natural(item: tuple[str, int]) -> tuple[int, str]:
     return (int(name) if name.lstrip("-").isdigit() else 10**6, name)
 
 
-def _overlap(row: Row, other: Row, share: float) -> dict[str, Any]:
+def _overlap(row: Row, other: Row, share: float) -> OverlapRow:
     return {
         "row": row.where,
         "problem": row.problem[:200],

@@ -18,6 +18,7 @@ from engine.config.recipe import find
 from engine.data.hub import is_hub_id, read_hub
 from engine.data.problem_files import File, kind, parse, read_files
 from engine.errors import BadInput
+from engine.types import JsonObject
 
 _SHOWN = 80
 """Number of characters of a value that a rejection shows."""
@@ -109,7 +110,7 @@ def short(value: object) -> str:
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
-def _raw(path: str) -> tuple[str, list[tuple[str, dict[str, Any]]], str]:
+def _raw(path: str) -> tuple[str, list[tuple[str, JsonObject]], str]:
     """The source, (place, columns) of every row, and the content hash."""
     if is_hub_id(path):
         rows = [(f"{path}, {place}", columns) for place, columns in read_hub(path)]
@@ -127,7 +128,7 @@ def _hash(files: list[File]) -> str:
     return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
 
 
-def _usable(raw: Iterable[tuple[str, dict[str, Any]]]) -> tuple[list[Row], list[Rejected]]:
+def _usable(raw: Iterable[tuple[str, JsonObject]]) -> tuple[list[Row], list[Rejected]]:
     rows: list[Row] = []
     rejected: list[Rejected] = []
     for where, columns in raw:
@@ -172,7 +173,7 @@ def _lone_surrogate(text: str) -> bool:
     return False
 
 
-def _why(raw: list[tuple[str, dict[str, Any]]], rejected: list[Rejected]) -> str:
+def _why(raw: list[tuple[str, JsonObject]], rejected: list[Rejected]) -> str:
     if not raw:
         return "; expected rows with the columns problem and answer"
     columns = ", ".join(raw[0][1]) or "none"

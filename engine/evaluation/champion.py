@@ -13,6 +13,7 @@ from typing import Any
 from engine.errors import BadInput
 from engine.evaluation.paired import Paired, compare
 from engine.evaluation.tables import differing
+from engine.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Results:
     means: Mapping[str, float]
     """Prompt id → mean score."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The results as JSON."""
         return {"protocol": dict(self.protocol), "means": dict(self.means)}
 

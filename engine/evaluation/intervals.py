@@ -6,24 +6,49 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypedDict
 
 CONFIDENCE = 0.95
 """Confidence of the intervals in evaluations.jsonl."""
 
 
-def accuracy(values: Sequence[Sequence[float]], majorities: Sequence[float] | None = None) -> dict[str, float]:
+class _MajorityAccuracy(TypedDict, total=False):
+    maj_at_k: float
+    maj_ci_low: float
+    maj_ci_high: float
+
+
+class Accuracy(_MajorityAccuracy):
+    """Means over problems with the ends of their intervals; maj@k only where votes can be counted."""
+
+    avg_at_k: float
+    ci_low: float
+    ci_high: float
+    pass_at_k: float
+    pass_ci_low: float
+    pass_ci_high: float
+
+
+def accuracy(values: Sequence[Sequence[float]], majorities: Sequence[float] | None = None) -> Accuracy:
     """avg@k, pass@k and maj@k over problems, each with its 95 % interval.
 
     values: the scores of each problem (k scores for each); a score of 1 or more is a right answer. majorities: the
     value of each problem's majority vote (0 … 1, `engine.evaluation.votes`); None if votes cannot be counted, and then
-    maj@k is left out. Keys of the result: avg_at_k, ci_low, ci_high, pass_at_k, pass_ci_low, pass_ci_high, maj_at_k,
-    maj_ci_low, maj_ci_high.
+    maj@k is left out.
     """
     samples = max(len(row) for row in values)
-    found = _figure("avg_at_k", "", [statistics.fmean(row) for row in values], samples)
-    found |= _figure("pass_at_k", "pass_", [pass_at(len(row), right(row), len(row)) for row in values], samples)
+    mean, low, high = _figure([statistics.fmean(row) for row in values], samples)
+    passed, pass_low, pass_high = _figure([pass_at(len(row), right(row), len(row)) for row in values], samples)
+    found: Accuracy = {
+        "avg_at_k": mean,
+        "ci_low": low,
+        "ci_high": high,
+        "pass_at_k": passed,
+        "pass_ci_low": pass_low,
+        "pass_ci_high": pass_high,
+    }
     if majorities is not None:
-        found |= _figure("maj_at_k", "maj_", majorities, samples)
+        found["maj_at_k"], found["maj_ci_low"], found["maj_ci_high"] = _figure(majorities, samples)
     return found
 
 
@@ -98,6 +123,6 @@ def _t(freedom: int, confidence: float) -> float:
     return float(stats.t.ppf(0.5 + confidence / 2, freedom))
 
 
-def _figure(name: str, prefix: str, values: Sequence[float], samples: int) -> dict[str, float]:
-    low, high = interval(values, samples)
-    return {name: statistics.fmean(values), f"{prefix}ci_low": low, f"{prefix}ci_high": high}
+def _figure(values: Sequence[float], samples: int) -> tuple[float, float, float]:
+    """The mean, and the ends of its interval."""
+    return statistics.fmean(values), *interval(values, samples)

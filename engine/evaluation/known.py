@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
 from engine.evaluation import tables
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks, with_evaluation_context
-from engine.run.files import read_lines
+from engine.evaluation.tables import EvaluationRow
 from engine.run.folder import RunFolder
 
 
-def done_before(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[dict[str, Any]] | None:
+def done_before(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[EvaluationRow] | None:
     """For each benchmark the newest row with the same policy, version, problems, sampling and seed.
 
     None if a benchmark has no such row, and for any model but the run's own policy. Run and version determine the run's
@@ -23,7 +22,7 @@ def done_before(config: Config, model: Path, weight_version: int, folder: RunFol
         return None
     mine = [
         row
-        for row in read_lines(folder.evaluations)
+        for row in tables.rows_of(folder)
         if (row.get("model"), row["weight_version"]) == (str(model.resolve()), weight_version)
     ]
     if not mine:

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -41,7 +40,7 @@ class Paired:
         """Whether ours is better at this confidence: a positive difference with p ≤ 1 − confidence."""
         return self.difference > 0 and self.p_value <= 1 - self.confidence + 1e-12
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, float]:
         """The figures as JSON."""
         return asdict(self)
 

@@ -13,11 +13,12 @@ from engine.config import Config
 from engine.evaluation import paired, tables
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.intervals import accuracy, pass_curve
+from engine.evaluation.tables import EvaluationRow, LengthFigures
 from engine.evaluation.votes import majorities
 from engine.reward.scorer import Scorer
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
-from engine.types import Group
+from engine.types import Group, JsonObject
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ async def record(
     groups: Sequence[Group],
     verifier: Scorer,
     more: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Compute the results, write the table, compare with the first evaluation, and append the row to evaluations.jsonl.
 
     Returns the row. `more`: further keys of the row.
@@ -47,7 +48,7 @@ async def record(
     table = tables.path_of(folder, subject.model, subject.version, how)
     await asyncio.to_thread(tables.write, table, groups, votes)
     values = [[score.value for score in group.scores] for group in groups]
-    row = {
+    row: EvaluationRow = {
         "step": subject.version,
         "weight_version": subject.version,
         "benchmark": benchmark.name,
@@ -61,15 +62,15 @@ async def record(
         "reward_timeouts": sum(score.status == "timeout" for group in groups for score in group.scores),
         "protocol": how,
         "table": str(table.relative_to(folder.path)),
-        **more,
     }
+    found: JsonObject = {**row, **more}
     if (base := tables.baseline(folder, row)) is not None:
-        row["against"] = against(row, base, folder.path, config.evaluate.confidence)
-    append_line(folder.evaluations, row)
-    return row
+        found["against"] = against(row, base, folder.path, config.evaluate.confidence)
+    append_line(folder.evaluations, found)
+    return found
 
 
-def against(row: Mapping[str, Any], base: Mapping[str, Any], folder: Path, confidence: float) -> dict[str, Any]:
+def against(row: EvaluationRow, base: EvaluationRow, folder: Path, confidence: float) -> JsonObject:
     """The paired comparison of two rows of evaluations.jsonl whose tables are in the folder, with the model and version
     of `base`."""
     ours, theirs = (tables.means(folder / one["table"]) for one in (row, base))
@@ -77,7 +78,7 @@ def against(row: Mapping[str, Any], base: Mapping[str, Any], folder: Path, confi
     return {"weight_version": base["weight_version"], "model": base["model"], **found.as_dict()}
 
 
-def _lengths(groups: Sequence[Group], limit: int) -> dict[str, Any]:
+def _lengths(groups: Sequence[Group], limit: int) -> LengthFigures:
     """Mean length in tokens, the number of responses that a limit has cut, and the number that the context has cut
     before max_new_tokens."""
     responses = [response for group in groups for response in group.responses]

@@ -6,14 +6,15 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from engine.config import Config
 from engine.errors import BadInput
+from engine.evaluation.intervals import Accuracy
 from engine.evaluation.votes import Majority
 from engine.run.files import read_lines, write_atomically
 from engine.run.folder import RunFolder
-from engine.types import Group, Prompt
+from engine.types import Group, JsonObject, Prompt
 
 SAME = (
     "benchmark",
@@ -31,7 +32,62 @@ SAME = (
 """The keys of the protocol that must be equal in two evaluations that are compared: all but the seed."""
 
 
-def protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> dict[str, Any]:
+class EvaluationProtocol(TypedDict):
+    """How a benchmark is sampled and scored."""
+
+    benchmark: str
+    problems_hash: str
+    """Of the prompts' ids, 16 hexadecimal digits."""
+    prompt_template: str
+    reward: str
+    samples: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    max_context: int
+    stop: list[str]
+    seed: int
+
+
+class LengthFigures(TypedDict):
+    """Of an evaluation's responses."""
+
+    response_length_mean: float
+    """Tokens."""
+    truncated: int
+    """Responses that a limit cut."""
+    context_cut: int
+    """Those that the context cut before `max_new_tokens` was reached."""
+
+
+class _Further(TypedDict, total=False):
+    seconds: float
+    in_run: bool
+    exposed_s: float
+    """How long weights waited for it."""
+    against: JsonObject
+    """A `Paired`, and the weight_version and model that it is against."""
+
+
+class EvaluationRow(Accuracy, LengthFigures, _Further):
+    """A line of evaluations.jsonl. One of an older release may lack keys."""
+
+    step: int
+    weight_version: int
+    benchmark: str
+    model: str
+    problems: int
+    skipped: dict[str, int]
+    samples: int
+    pass_curve: dict[str, float]
+    reward_timeouts: int
+    protocol: EvaluationProtocol
+    table: str
+    """Path in the run folder."""
+
+
+def protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> EvaluationProtocol:
     """How the benchmark's prompts are sampled and scored."""
     settings = config.evaluate
     ids = "\n".join(sorted(prompt.id for prompt in prompts))
@@ -70,7 +126,7 @@ def write(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None)
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _row(group: Group, vote: Majority | None) -> dict[str, Any]:
+def _row(group: Group, vote: Majority | None) -> dict[str, object]:
     scores = [score.value for score in group.scores]
     responses = [
         {
@@ -114,10 +170,15 @@ def means(table: Path) -> dict[str, float]:
     return found
 
 
-def baseline(folder: RunFolder, row: Mapping[str, Any]) -> dict[str, Any] | None:
+def rows_of(folder: RunFolder) -> list[EvaluationRow]:
+    """The evaluations in the run folder, in the order in which they were written."""
+    return list(read_lines(folder.evaluations))
+
+
+def baseline(folder: RunFolder, row: EvaluationRow) -> EvaluationRow | None:
     """The first evaluation in the run folder that is comparable with the row and has another model or version; None if
     there is none."""
-    for earlier in read_lines(folder.evaluations):
+    for earlier in rows_of(folder):
         same = "protocol" in earlier and not differing(earlier["protocol"], row["protocol"])
         other = (earlier["weight_version"], earlier.get("model")) != (row["weight_version"], row["model"])
         if same and other and (folder.path / earlier["table"]).is_file():

@@ -22,6 +22,7 @@ from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child
 from engine.wire.access_token import access_token, authorization, check_address
 from engine.wire.address import ADDRESS_FILE, bracketed, http_url, launcher_address, reachable, split_address
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 CALL_S = 10.0
 """What one call to the launcher may take."""
@@ -151,6 +152,7 @@ class _LauncherClient:
         self._url = url
         self._say = say
         self._heard = time.monotonic()
+        self._session: aiohttp.ClientSession | None = None
         self._state = ""
 
     async def __aenter__(self) -> _LauncherClient:
@@ -159,6 +161,7 @@ class _LauncherClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        assert self._session is not None
         await self._session.close()
 
     async def stay(self, child: Child, asked: asyncio.Event) -> None:
@@ -176,7 +179,12 @@ class _LauncherClient:
         await self._drained(child)
 
     async def _join(self) -> None:
-        body = {"name": self._name, "url": self._advertised(), "again": bool(self._state)}
+        body = {
+            "protocol": ROLLOUT_PROTOCOL,
+            "name": self._name,
+            "url": self._advertised(),
+            "again": bool(self._state),
+        }
         reply = await self._call("POST", "/join", body)
         if reply is None:
             return
@@ -215,6 +223,7 @@ class _LauncherClient:
     async def _call(self, method: str, route: str, body: dict[str, Any] | None) -> tuple[int, dict[str, Any]] | None:
         """(status, reply); None when the launcher does not answer, DeadlineError when it has not for rollout.wait_s."""
         try:
+            assert self._session is not None, "calls are made within `async with`"
             url = f"http://{launcher_address(self._address)}{route}"
             async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
                 reply = await answer.json()

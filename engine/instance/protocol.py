@@ -66,10 +66,13 @@ class Completion:
     """So many of the prompt's last tokens are the response so far: its random numbers go on behind them."""
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes | bytearray) -> dict[str, Any]:
     """A JSON object; BadInput for anything else."""
     try:
-        value = json.loads(body)
+        text = body.decode()
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # half a character could not go on to other processes
     except (ValueError, RecursionError) as error:
         raise BadInput(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):

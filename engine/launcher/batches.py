@@ -1,4 +1,4 @@
-"""A step's batch, and its generation: its prompts go to the producer, its groups come into the sample queue."""
+"""The batch of a step, and its generation: prompts go to the producer, groups come back into the sample queue."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from engine.types import BatchScores, Group, Landed
 
 @dataclass
 class Batch:
-    """What the launcher keeps of a step that was started."""
+    """The launcher's state of one step, from its start to its report."""
 
     queue: SampleQueue
     samples: list[Group] = field(default_factory=list)
-    """Its first groups, for people to read."""
+    """The first groups, written to the run folder for people to read."""
     held: list[Group] = field(default_factory=list)
-    """Groups that wait for the others, where advantages depend on all of them."""
+    """Groups held back until all are there, because the advantage depends on the whole batch."""
     prompts_used: int | None = None
-    """With dynamic sampling, once it is known: prompts up to the last one that was kept."""
+    """Number of prompts up to and with the last kept one; None without dynamic sampling, or while it is unknown."""
     reward_tried: float | None = None
-    """Then also: the mean score of the responses to these prompts."""
+    """Mean score of the responses to the `prompts_used` prompts; None as above."""
     next_position: int | None = None
-    """Then also: where in the order of prompts the next batch begins."""
+    """Position in the order of prompts at which the next batch begins; None as above."""
     rollout_s: float = 0.0
-    """From its start to its last group."""
+    """Seconds from the start of the generation to the last group that has come in."""
     task: asyncio.Task[None] | None = None
-    """Generates it."""
+    """The task that generates the batch; None before it is started."""
 
     @staticmethod
     def of(config: Config, step: int) -> Batch:
-        """An empty one."""
+        """Return the empty batch of a step."""
         train = config.train
         return Batch(
             SampleQueue(
@@ -55,12 +55,15 @@ class Batch:
 
     @property
     def generated(self) -> bool:
-        """Whether every group is in."""
+        """Whether every group has come in."""
         return self.queue.arrived == self.queue.expected
 
     def put(self, group: Group, config: Config) -> None:
-        """Into the queue; where advantages depend on the whole batch only once all of it is there,
-        with the batch's scores."""
+        """Put a finished group into the queue.
+
+        If the advantage depends on the whole batch, the groups are held back until all are there; each then carries
+        the scores of the whole batch.
+        """
         if config.algorithm.advantage not in BATCH_SCOPE:
             self.queue.put(group)
             return
@@ -72,7 +75,7 @@ class Batch:
 
 
 class BatchGenerator:
-    """Fills batches. With dynamic sampling a batch begins behind the last prompt that the one before it used."""
+    """Generates batches. With dynamic sampling a batch begins after the last prompt that the previous batch used."""
 
     def __init__(
         self, config: Config, loader: PromptLoader, service: RolloutService, notify: Callable[[], Awaitable[None]]
@@ -83,10 +86,11 @@ class BatchGenerator:
         self._service = service
         self._notify = notify
         self._position = 0
-        self._before: Batch | None = None
+        self._previous: Batch | None = None
 
     @property
     def _scores_early(self) -> bool:
+        """Whether responses are offered to the trainer for scoring before their group is complete."""
         algorithm = self._config.algorithm
         train = self._config.train
         return (
@@ -95,15 +99,15 @@ class BatchGenerator:
 
     @property
     def fingerprint(self) -> str:
-        """Of the run's prompts in their order."""
+        """Fingerprint of the run's prompts, in their order."""
         return self._loader.fingerprint
 
     def resume_at(self, step: int, position: int | None, prompts: str | None = None) -> None:
-        """The trainer begins with `step`; `position`: prompts used before it, `prompts`: their fingerprint, of its
-        checkpoint.
+        """Begin with `step`. The trainer's checkpoint gives the other two: `position` is the number of prompts used
+        before `step`, `prompts` the fingerprint of the run's prompts.
 
-        Raises BadInput where dynamic sampling has to know the position, and does not; and for a checkpoint of other
-        prompts.
+        Raises BadInput if the checkpoint was trained on other prompts, or if dynamic sampling needs the position and
+        the checkpoint does not have it.
         """
         if prompts not in (None, self.fingerprint):
             raise BadInput(
@@ -114,27 +118,27 @@ class BatchGenerator:
             )
         if self._config.algorithm.dynamic_sampling and step and position is None:
             raise BadInput(
-                f"--resume: the checkpoint before step {step} says nothing of the prompts that were used, which "
-                "algorithm.dynamic_sampling has to know (it was taken by a replay); resume from another one"
+                f"--resume: the checkpoint before step {step} does not say how many prompts were used, which "
+                "algorithm.dynamic_sampling needs (a replay wrote it); resume from another checkpoint"
             )
         self._position = position or 0
-        self._before = None
+        self._previous = None
 
     def begin(self, step: int) -> tuple[Batch, Batch | None]:
-        """A step's batch, and the one that must be generated before it, if any. Steps are begun in order."""
+        """Return a new batch for `step`, and the batch that must be generated first, if any. Steps begin in order."""
         batch = Batch.of(self._config, step)
         before = None
         if self._config.algorithm.dynamic_sampling:
-            before = self._before
-            self._before = batch
+            before = self._previous
+            self._previous = batch
         return batch, before
 
     async def fill(self, step: int, batch: Batch, before: Batch | None) -> None:
-        """Generate it, once `before` is. Raises MetronomeError."""
+        """Generate `batch` once `before` is generated. Raises MetronomeError if the generation fails."""
         if before is not None and before.task is not None:
             await asyncio.wait([before.task])
             if before.next_position is None:
-                return  # it failed, and the run with it
+                return  # the batch before failed, and with it the run
             self._position = before.next_position
         started = time.perf_counter()
 
@@ -151,7 +155,7 @@ class BatchGenerator:
             await self._generate_all(step, batch, put)
 
     async def _generate_all(self, step: int, batch: Batch, put: Callable[[Group], Awaitable[None]]) -> None:
-        """The step's own prompts, all of them."""
+        """Generate a group for each prompt of the step."""
 
         async def land(landed: Landed) -> None:
             batch.queue.land(landed)
@@ -161,7 +165,7 @@ class BatchGenerator:
         await self._service.producer.run(step, prompts, put, land if self._scores_early else None)
 
     async def _generate_selected(self, step: int, batch: Batch, put: Callable[[Group], Awaitable[None]]) -> None:
-        """As many of the next prompts as it takes to find enough groups that teach something."""
+        """Generate groups for the next prompts until enough of them have unequal rewards (dynamic sampling)."""
         wanted = self._config.train.prompts_per_step
         position = self._position
         selection = DynamicSampling(wanted, wanted * self._config.algorithm.dynamic_sampling_batches, step)

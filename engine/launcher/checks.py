@@ -1,4 +1,4 @@
-"""A run's configuration against its base model: what can't work is refused before any process starts."""
+"""Checks of a run's configuration against its base model and this machine, before any process starts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from engine.model.shape import ModelShape, read_shape
 from engine.run.vllm_command import check_cores, device_of, interpreter, visible_devices
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""What the embedded engine can run: `engine.instance.embedded.rollout_model.SUPPORTED`,
-which takes seconds to import, by architecture."""
+"""Architectures that the embedded engine runs: those of `engine.instance.embedded.rollout_model.SUPPORTED`, which takes
+seconds to import."""
 
 
 def check_rollouts(config: Config) -> ModelShape:
-    """The shape of the model in `model.path`, a Hugging Face folder.
-    Raises BadInput unless instances can sample from it."""
+    """Return the shape of the model in `model.path`, a Hugging Face folder.
+
+    Raises BadInput unless instances can sample from it.
+    """
     folder = Path(config.model.path).expanduser()
     shape = read_shape(folder)
     if config.rollout.engine == "embedded" and shape.architecture not in EMBEDDED:
@@ -36,19 +38,19 @@ def check_rollouts(config: Config) -> ModelShape:
 
 
 def check_training(config: Config) -> None:
-    """Raise BadInput unless the model can be sampled from, trained in the layout of `parallel`,
-    and a user's functions work."""
+    """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, and
+    the user's own algorithm functions work."""
     check_layout(check_rollouts(config), config.parallel)
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):
-        from engine.run.user_algorithms import try_algorithms  # torch takes seconds
+        from engine.run.user_algorithms import try_algorithms  # here, because importing torch takes seconds
 
         try_algorithms(algorithm.advantage, algorithm.loss, algorithm.gradient_control)
 
 
 def check_instances(config: Config) -> None:
-    """Raise BadInput unless this machine has what the run's instances need:
-    vLLM's environment, devices without trainer ranks."""
+    """Raise BadInput unless this machine has what vLLM instances need: vLLM's environment, and devices that no trainer
+    rank uses (on a CPU the cores of `rollout.devices`)."""
     if config.rollout.engine != "vllm" or not config.rollout.instances:
         return
     device = device_of(interpreter(), config.platform.device)

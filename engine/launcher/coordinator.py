@@ -1,12 +1,12 @@
-"""The launcher's event loop: answers the trainer, runs the producer, keeps the instances on the step's weights."""
+"""The coordinator: answers the trainer's requests, starts the generation of batches, stops the run if a part fails."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine import errors
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError
@@ -17,18 +17,20 @@ from engine.launcher.run_state import RunState
 from engine.launcher.sample_queue import SampleQueue
 from engine.launcher.weight_sync.publish_requests import PublishRequests
 from engine.run.folder import RunFolder
-from engine.run.record import RecordWriter
 from engine.run.trace import Trace
 from engine.types import StepReport
-from engine.wire.codec import group_to_wire, landed_to_wire
-from engine.wire.control_server import Handler
+from engine.wire import messages
+from engine.wire.codec import pack_group, pack_landed
+from engine.wire.control_server import Answers
+from engine.wire.messages import ControlRequest, Message
+from engine.wire.record import RecordWriter
 
 if TYPE_CHECKING:
     from engine.launcher.drain_evaluation import DrainEvaluation
 
 
 class Coordinator:
-    """State of the step that is being generated, and the handlers of the control channel."""
+    """Holds the state of the steps that are being generated, and answers the trainer's requests."""
 
     def __init__(
         self,
@@ -38,58 +40,74 @@ class Coordinator:
         loader: PromptLoader | None = None,
         service: RolloutService | None = None,
     ) -> None:
-        """Without loader and service (a replay) only ready, heartbeat, replay_progress,
-        report and failed are answered."""
+        """A replay has no `loader` and no `service`; then only the requests that need no instances are answered."""
         self.config = config
         self.folder = folder
         self.trace = trace
         self.service = service
         self._run_state = RunState()
         self._generator: BatchGenerator | None = None
-        if loader is not None and service is not None:
-            self._generator = BatchGenerator(config, loader, service, self._run_state.notify)
+        self._publishing: PublishRequests | None = None
+        self._evaluation: DrainEvaluation | None = None
         self.trainer_error: MetronomeError | None = None
         self.last: dict[str, Any] = {}
-        """The last finished step, as in steps.jsonl."""
+        """The report of the last finished step, with the keys of steps.jsonl; empty before the first."""
         self._liveness = Liveness()
         self._is_ready = False
         self._batches: dict[int, Batch] = {}
-        self._publishing = PublishRequests(
-            config=config,
-            service=service,
-            trace=trace,
-            run_state=self._run_state,
-            batches=lambda: list(self._batches.values()),
-            allows_publish=self._allows_publish,
-        )
         self._recorder: RecordWriter | None = None
         self._replayed_by: dict[int, set[int]] = {}
-        self._evaluation = self._drain_evaluation() if service is not None and config.evaluate.every else None
+        if loader is not None and service is not None:
+            self._generator = BatchGenerator(config, loader, service, self._run_state.notify)
+        if service is not None:
+            self._evaluation = self._drain_evaluation(service) if config.evaluate.every else None
+            self._publishing = PublishRequests(
+                config=config,
+                service=service,
+                trace=trace,
+                run_state=self._run_state,
+                batches=lambda: list(self._batches.values()),
+                allows_publish=self._allows_publish,
+            )
+        self._answers = self.answers()
 
-    def handlers(self) -> dict[str, Handler]:
-        """By the operation's name; each request is a sign of life of the trainer, at its start and at its end."""
-        named = (
-            self._ready,
-            *self._publishing.handlers(),
-            self._start_batch,
-            self._lease,
-            self._heartbeat,
-            self._replay_progress,
-            self._report,
-            self._failed,
-        )
-        return {handler.__name__.removeprefix("_"): self._with_sign_of_life(handler) for handler in named}
+    def answers(self) -> Answers:
+        """The method that answers each type of request. A replay answers no request about instances."""
+        always: Answers = {
+            messages.Ready: self._ready,
+            messages.Heartbeat: self._heartbeat,
+            messages.ReplayProgress: self._replay_progress,
+            messages.Report: self._report,
+            messages.TrainerFailed: self._trainer_failed,
+        }
+        if (publishing := self._publishing) is None:
+            return always
+        return {
+            **always,
+            messages.StartBatch: self._start_batch,
+            messages.Lease: self._lease,
+            messages.MayPublish: publishing.may_publish,
+            messages.OpenSync: publishing.open,
+            messages.ConnectSync: publishing.sync.connect,
+            messages.SendBucket: publishing.sync.bucket,
+            messages.AbortSync: publishing.sync.abort,
+            messages.FinishSync: publishing.finish,
+            messages.VerifySync: publishing.verify,
+        }
 
-    def _with_sign_of_life(self, handler: Handler) -> Handler:
-        async def heard(request: dict[str, Any]) -> dict[str, Any]:
-            with self._liveness.answering(request.get("unit")):
-                return await handler(request)
+    async def answer(self, request: ControlRequest[Any]) -> Message:
+        """Return the reply to a request. Its arrival and its reply are both signs of life of the trainer.
 
-        return heard
+        Raises MetronomeError if the run stops, or if a replay gets a request about instances.
+        """
+        if (method := self._answers.get(type(request))) is None:
+            raise MetronomeError(f"{type(request).__name__}: a run that replays a record has no instances")
+        with self._liveness.answering(request.unit):
+            return await method(request)
 
     @property
     def failure(self) -> MetronomeError | None:
-        """Why the run stops."""
+        """The error that stops the run; None while the run goes on."""
         return self._run_state.failure
 
     def _allows_publish(self) -> bool:
@@ -97,16 +115,18 @@ class Coordinator:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the trainer has loaded its models: from then on it hears of a failure and saves what it has."""
+        """Whether the trainer has loaded its models. From then on it is told of a failure and saves a checkpoint."""
         return self._is_ready
 
     async def fail(self, error: MetronomeError) -> None:
-        """Stop the run: the trainer hears of it with its next request, saves a checkpoint and ends."""
+        """Stop the run: the trainer gets `error` as the reply to its next request, saves a checkpoint and ends."""
         await self._run_state.fail(error)
 
     async def check(self) -> None:
-        """Stop the run when the pool gave up or the trainer is silent;
-        raise what is a mistake of ours in the producer."""
+        """Stop the run if the pool gave up, the trainer is silent, or a generation ended without all of its groups.
+
+        Raises an exception of a background task that is not a MetronomeError: that is a bug of the launcher.
+        """
         for step, batch in list(self._batches.items()):
             if batch.task is not None and batch.task.done():
                 batch.task.result()
@@ -117,12 +137,13 @@ class Coordinator:
                             f"{batch.queue.expected} groups, so the trainer would wait for ever"
                         )
                     )
-        self._publishing.check()
+        if self._publishing is not None:
+            self._publishing.check()
         if self._evaluation is not None:
             self._evaluation.check()
         if self.failure is None and self.service is not None and self.service.pool.failure is not None:
             await self.fail(self.service.pool.failure)
-        limit, keys = self._longest_silence()
+        limit, keys = self._silence_limit()
         if self.failure is None and (who := self._liveness.longer_than(limit)):
             await self.fail(
                 DeadlineError(
@@ -130,59 +151,62 @@ class Coordinator:
                 )
             )
 
-    def _longest_silence(self) -> tuple[float, str]:
-        """In seconds, and the keys that set it. Until it is ready the trainer loads models,
-        which instances get time for too."""
+    def _silence_limit(self) -> tuple[float, str]:
+        """The longest time in seconds that the trainer may be silent, and the keys that set it.
+
+        Until the trainer is ready it loads models, so the time that instances get for that is added.
+        """
         limit = self.config.train.timeout_s
         if self._is_ready:
             return limit, "train.timeout_s"
         return limit + self.config.rollout.timeout_s, "train.timeout_s + rollout.timeout_s"
 
     async def close(self) -> None:
-        """Cancel the batches under way."""
+        """Cancel the batches under way, the publishing and the evaluation, and write the timeline."""
         tasks = [batch.task for batch in self._batches.values() if batch.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._publishing.close()
+        if self._publishing is not None:
+            await self._publishing.close()
         if self._evaluation is not None:
             await self._evaluation.close()
         self.trace.flush()
 
-    def _drain_evaluation(self) -> DrainEvaluation:
+    def _drain_evaluation(self, service: RolloutService) -> DrainEvaluation:
         from engine.launcher.drain_evaluation import DrainEvaluation  # only the runs that have it pay for its imports
 
-        assert self.service is not None
-        return DrainEvaluation(self.config, self.folder, self.service, self._run_state.notify)
+        return DrainEvaluation(self.config, self.folder, service, self._run_state.notify)
 
-    async def _ready(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The trainer has loaded its models and goes on from a step;
-        the reply names the prompts that it is trained on."""
+    async def _ready(self, request: messages.Ready) -> messages.Prompts:
+        """The trainer has loaded its models and begins with step `start`; the reply is the fingerprint of the run's
+        prompts."""
         self._is_ready = True
         if self._generator is not None:
-            self._generator.resume_at(request["start"], request.get("prompt_position"), request.get("prompts"))
-        self.folder.cut(request["start"])
+            self._generator.resume_at(request.start, request.prompt_position, request.prompts)
+        self.folder.cut(request.start)
         if self._evaluation is not None:
-            self._evaluation.begin(request["start"])
+            self._evaluation.begin(request.start)
         if self.config.train.record and self.service is not None:
             self._recorder = await asyncio.to_thread(
-                RecordWriter, self.folder.path / "record.msgpack", self.config, request["start"]
+                RecordWriter, self.folder.path / "record.msgpack", self.config, request.start
             )
-        return {} if self._generator is None else {"prompts": self._generator.fingerprint}
+        return messages.Prompts(None if self._generator is None else self._generator.fingerprint)
 
-    async def _start_batch(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _start_batch(self, request: messages.StartBatch) -> messages.Done:
         """Start generating a step's batch in the background."""
         self._run_state.check()
-        step = request["step"]
+        step = request.step
         assert self._generator is not None
         batch, before = self._generator.begin(step)
         self._batches[step] = batch
-        batch.task = asyncio.create_task(self._produce(step, batch, before))
+        batch.task = asyncio.create_task(self._generate_batch(step, batch, before))
         self._liveness.expect(self.config.parallel.units)
-        return {}
+        return messages.Done()
 
-    async def _produce(self, step: int, batch: Batch, before: Batch | None) -> None:
+    async def _generate_batch(self, step: int, batch: Batch, before: Batch | None) -> None:
         assert self._generator is not None
+        assert self._publishing is not None
         await self._publishing.wait_for_swap()
         try:
             await self._generator.fill(step, batch, before)
@@ -191,56 +215,63 @@ class Coordinator:
         except MetronomeError as error:
             await self.fail(error)
 
-    async def _lease(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The next window for a unit of the trainer; "end" when all are trained; "wait" as a sign of life."""
-        unit = request["unit"]
-        if (batch := self._batches.get(request["step"])) is None:
+    async def _lease(self, request: messages.Lease) -> messages.Work:
+        """Acknowledge what a unit has trained, and reply with what it does next."""
+        unit = request.unit
+        assert unit is not None
+        if (batch := self._batches.get(request.step)) is None:
             raise MetronomeError(
-                f"unit {unit} of the trainer asked for groups of step {request['step']}, which was not started"
+                f"unit {unit} of the trainer asked for groups of step {request.step}, which was not started"
             )
         queue = batch.queue
-        queue.acknowledge(request["trained"], unit)
+        queue.acknowledge(request.trained, unit)
         if queue.done:
-            await self._run_state.notify()  # the other units wait for this
-        found = await self._run_state.wait_briefly(lambda: self._due(queue, unit, request["budget"]))
-        if found.get("end"):
+            await self._run_state.notify()  # the other units wait for the end of the step
+        found: messages.Work | None = await self._run_state.wait_briefly(
+            partial(self._next_work, queue, unit, request.budget)
+        )
+        if isinstance(found, messages.EndOfStep):
             self._liveness.excuse(unit)
-        elif found and self._recorder is not None:
+        elif isinstance(found, (messages.Window, messages.EarlyWork)) and self._recorder is not None:
             self._recorder.add(queue.step, unit, found)
-        return found or {"wait": f"{queue.arrived} of {queue.expected} groups"}
+        if found is None:
+            return messages.StillWaiting()
+        return found
 
-    async def _heartbeat(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The trainer is at work that asks for nothing; it hears of a failure."""
-        self._run_state.check()
-        return {}
-
-    async def _replay_progress(self, request: dict[str, Any]) -> dict[str, Any]:
-        """A unit goes on with its replay; once it is `done` with the step it waits for the others, who may yet fail."""
-        self._run_state.check()
-        if not request["done"]:
-            return {}
-        done = self._replayed_by.setdefault(request["step"], set())
-        units = self.config.parallel.units
-        done.add(request["unit"])
-        await self._run_state.notify()
-        return await self._run_state.wait_briefly(lambda: {"end": True} if len(done) == units else {})
-
-    def _due(self, queue: SampleQueue, unit: int, budget: int) -> dict[str, Any]:
-        """The end of the step, else a window to train, else responses to score early; {} when there is neither."""
+    def _next_work(self, queue: SampleQueue, unit: int, budget: int) -> messages.Work | None:
+        """Return the end of the step, else a window to train, else responses to score early, else None."""
         if queue.done:
-            return {"end": True}
-        self._run_state.check()  # a run that fails gives out nothing more
+            return messages.EndOfStep()
+        self._run_state.check()  # a run that stops leases nothing more
         if window := queue.lease(unit, budget):
-            return {"groups": [group_to_wire(group) for group in window]}
+            return messages.Window(tuple(map(pack_group, window)))
         if landed := queue.early(unit, budget):
-            return {"landed": [landed_to_wire(one) for one in landed]}
-        return {}
+            return messages.EarlyWork(tuple(map(pack_landed, landed)))
+        return None
 
-    async def _report(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Complete the trainer's figures and append them to steps.jsonl;
-        the reply says where the next step's prompts begin."""
-        figures = request["figures"]
-        step = request["step"]
+    async def _heartbeat(self, request: messages.Heartbeat) -> messages.Done:
+        """The trainer is busy with work that needs no other request; the reply may be the error that stops the run."""
+        self._run_state.check()
+        return messages.Done()
+
+    async def _replay_progress(self, request: messages.ReplayProgress) -> messages.EndOfStep | messages.StillWaiting:
+        """A unit goes on with its replay. Once it is `done` with a step it waits for the others, which may fail."""
+        self._run_state.check()
+        if not request.done:
+            return messages.StillWaiting()
+        done = self._replayed_by.setdefault(request.step, set())
+        units = self.config.parallel.units
+        assert request.unit is not None
+        done.add(request.unit)
+        await self._run_state.notify()
+        end = await self._run_state.wait_briefly(lambda: messages.EndOfStep() if len(done) == units else None)
+        return end or messages.StillWaiting()
+
+    async def _report(self, request: messages.Report) -> messages.Reported:
+        """Complete the trainer's figures and append them to steps.jsonl; the reply is the position of the next step's
+        prompts."""
+        figures = request.figures
+        step = request.step
         batch = self._batches.pop(step, None)
         pool_size = self.service.pool.size if self.service is not None else 0
         devices = self.config.parallel.ranks + pool_size * self.config.rollout.tensor
@@ -262,10 +293,10 @@ class Coordinator:
         if self._recorder is not None:
             self._recorder.flush()
         self.trace.flush()
-        return {"prompt_position": batch.next_position if batch is not None else None}
+        return messages.Reported(batch.next_position if batch is not None else None)
 
-    async def _failed(self, request: dict[str, Any]) -> dict[str, Any]:
-        """A unit of the trainer ends with this error; the others hear of it with their next request."""
-        self.trainer_error = self.trainer_error or getattr(errors, request["error"], MetronomeError)(request["message"])
+    async def _trainer_failed(self, request: messages.TrainerFailed) -> messages.Done:
+        """Stop the run with the error of a unit that ends. The next request of each other unit is answered with it."""
+        self.trainer_error = self.trainer_error or request.error.error()
         await self.fail(self.trainer_error)
-        return {}
+        return messages.Done()

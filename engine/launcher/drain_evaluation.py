@@ -1,12 +1,15 @@
-"""Evaluation inside a run, at the drain of a step: all its responses are generated, and the trainer still trains.
+"""Evaluation inside a run, when all responses of a step are generated and the trainer still trains (the step's drain).
 
-Then the instances are idle and hold exactly the step's weights, so the benchmark is sampled on them. Weights wait with
-their next move until the last response of the evaluation is in, at most `evaluate.max_wait_s`; scoring and voting go on
-beside the next step, in verifier processes of their own. An evaluation that is not through by then is cut off and
-dropped: the next weights are others, and the problems that were answered first are not a fair sample. So is one that
-can't be written, and one that is not scored soon after the last step; each is reported. Nothing here changes what is
-trained: no request of a step is ever beside one of an evaluation, sampling seeds belong to the request, and an
-evaluation's deadlines are not held against an instance.
+At that time the instances are idle and hold exactly the step's weights, so the benchmarks are sampled on them. The next
+publish waits until the last response of the evaluation has come in, at most `evaluate.max_wait_s`. Scoring and voting
+go on beside the next step, in separate verifier processes.
+
+An evaluation whose responses are not all there by then is cut off and dropped, because the next weights are different
+ones and the problems that were answered first are not a fair sample. An evaluation is also dropped if its results can't
+be written, or if it is not scored soon after the last step. Each drop is reported.
+
+Nothing here changes what is trained: requests of a step and of an evaluation are never under way together, sampling
+seeds belong to the request, and a response that takes too long is not counted as a fault of the instance.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ from engine.run.trace import Trace
 from engine.types import Group, Landed
 
 Notify = Callable[[], Awaitable[None]]
-"""Tells whoever waits for weights to move that they may now."""
+"""Wakes the coroutines that wait until weights may be published."""
 
 
-class _Spans(Trace):
-    """Draws an evaluation's rollouts under another name than a step's, which count as overlap with training."""
+class _EvaluationTrace(Trace):
+    """Names an evaluation's rollouts "evaluate" on the timeline, since "rollout" counts as overlap with training."""
 
     def add(self, name: str, start: float, end: float, lane: str = "", **attributes: Any) -> None:  # noqa: ANN401
         super().add("evaluate" if name == "rollout" else name, start, end, lane, **attributes)
@@ -47,27 +50,34 @@ class _Spans(Trace):
 
 @dataclass(eq=False)
 class _Evaluation:
-    """One evaluation: its weights, how far it is, and since when weights wait for it (monotonic seconds)."""
+    """State of one evaluation."""
 
     version: int
+    """The weight version that is evaluated."""
     began: float
+    """Monotonic time at which it began."""
     task: asyncio.Task[None] | None = None
     expected: int | None = None
-    """Responses; not known before the benchmarks are read."""
+    """Number of responses; None until the benchmarks are read and encoded."""
     landed: int = 0
+    """Number of responses that have come in."""
     generated: float | None = None
-    asked: float | None = None
+    """Monotonic time at which the last response came in, or the evaluation ended; None before."""
+    publish_asked: float | None = None
+    """Monotonic time since which the next publish waits; None while it does not."""
     cut: str = ""
-    """Why it was cut off; empty while it was not."""
+    """Why the evaluation was cut off; empty if it was not."""
 
     @property
     def exposed_s(self) -> float:
-        """Seconds that weights waited for it."""
-        return max(0.0, (self.generated or time.monotonic()) - self.asked) if self.asked is not None else 0.0
+        """Seconds that the next publish has waited for the evaluation."""
+        if self.publish_asked is None:
+            return 0.0
+        return max(0.0, (self.generated or time.monotonic()) - self.publish_asked)
 
     @property
     def how_far(self) -> str:
-        """What was there and what was not, for whoever reads why it was cut off."""
+        """What is done and what is not, for the message that says why the evaluation was cut off."""
         if self.expected is None:
             return "its problems were not read and encoded, or its verifiers not started,"
         if self.generated is None:
@@ -76,8 +86,10 @@ class _Evaluation:
 
 
 class DrainEvaluation:
-    """Evaluates in every `evaluate.every`th step but the last,
-    whose weights are gone before anything could be done with them."""
+    """Evaluates at every `evaluate.every`th step, but not at the last one.
+
+    The weights of the last step are gone before a result could be used.
+    """
 
     def __init__(self, config: Config, folder: RunFolder, service: RolloutService, notify: Notify) -> None:
         self._config = config
@@ -92,88 +104,91 @@ class DrainEvaluation:
             reward.on_error,
             log=folder.logs / "verifier-evaluation.log",
         )
-        self._trace = _Spans(folder.trace, "evaluation")
+        self._trace = _EvaluationTrace(folder.trace, "evaluation")
         self._prepared: asyncio.Task[list[EncodedBenchmark]] | None = None
-        self._round: _Evaluation | None = None
-        self._rounds: dict[asyncio.Task[None], _Evaluation] = {}
+        self._newest: _Evaluation | None = None
+        self._evaluations: dict[asyncio.Task[None], _Evaluation] = {}
 
     def begin(self, start: int) -> None:
-        """The run starts with this step: forget what a lost attempt evaluated later, and prepare (once)."""
+        """The run begins with step `start`: delete results of later versions, and prepare the benchmarks (once)."""
         cut(self._folder, start)
         self._prepared = self._prepared or asyncio.create_task(self._prepare())
 
     def drained(self, step: int) -> None:
-        """All responses of the step are generated; the instances hold version `step` until the next move of weights."""
+        """Evaluate if it is due: all responses of the step are generated, and the instances hold version `step`."""
         if step % self._config.evaluate.every or step == self._config.train.steps - 1:
             return
-        self._round = one = _Evaluation(step, time.monotonic())
-        one.task = asyncio.create_task(self._run(one))
-        self._rounds[one.task] = one
+        self._newest = one = _Evaluation(step, time.monotonic())
+        one.task = asyncio.create_task(self._evaluate_or_drop(one))
+        self._evaluations[one.task] = one
 
     def check(self) -> None:
-        """Raise what is a mistake of ours in an evaluation; others were reported when it was dropped."""
-        for task in [task for task in self._rounds if task.done()]:
-            del self._rounds[task]
+        """Raise the unexpected exception of an evaluation, if any. An expected one was reported with the drop."""
+        for task in [task for task in self._evaluations if task.done()]:
+            del self._evaluations[task]
             task.result()
 
     def allows_publish(self) -> bool:
-        """Whether weights may move now. The first no starts the clock of `evaluate.max_wait_s`."""
-        one = self._round
+        """Whether weights may be published now. The first "no" starts the time limit `evaluate.max_wait_s`."""
+        one = self._newest
         if one is None or one.generated is not None:
             return True
-        if one.asked is None:
-            one.asked = time.monotonic()
+        if one.publish_asked is None:
+            one.publish_asked = time.monotonic()
             limit = self._config.evaluate.max_wait_s
-            asyncio.get_running_loop().call_later(limit, self._late, one, limit)
+            asyncio.get_running_loop().call_later(limit, self._cut_if_late, one, limit)
         return False
 
     async def finish(self) -> None:
-        """The last step is done: wait for scores and votes still under way, at most `evaluate.max_wait_s`; drop what is
-        late.
+        """After the last step: wait until the evaluations are scored and voted on, and drop those that are late.
 
-        And at most half of train.timeout_s: the trainer's ranks wait for this with that limit (`RankGroup.from_first`).
+        It waits at most `evaluate.max_wait_s`, and at most half of train.timeout_s, because the trainer's ranks wait
+        for this with the limit train.timeout_s (`RankGroup.from_first`).
         """
         limit = min(self._config.evaluate.max_wait_s, self._config.train.timeout_s / 2)
-        if self._rounds:
-            await asyncio.wait(set(self._rounds), timeout=limit)
-            await self._cut_all(
+        if self._evaluations:
+            await asyncio.wait(set(self._evaluations), timeout=limit)
+            await self._cut_off_all(
                 f"when the last step had waited {limit:g} s for it (evaluate.max_wait_s, at most half of "
                 "train.timeout_s)"
             )
 
     async def close(self) -> None:
-        """End what is under way, and the verifiers; what was not through is dropped."""
-        await self._cut_all("when the run ended")
+        """End the verifiers and the evaluations under way, which are dropped."""
+        await self._cut_off_all("when the run ended")
         if self._prepared is not None:
             self._prepared.cancel()
             await asyncio.gather(self._prepared, return_exceptions=True)
         self._verifier.close()
-        self._flush()
+        self._write_timeline()
 
     async def _prepare(self) -> list[EncodedBenchmark]:
-        """Read and encode the benchmarks, start the verifiers: while the first step is generated, not in the drain."""
+        """Read and encode the benchmarks and start the verifiers.
+
+        This runs while the first step is generated, so that it takes no time of the drain.
+        """
         benchmarks = await asyncio.to_thread(read_benchmarks, self._config)
         encoded = await asyncio.to_thread(encode_benchmarks, self._config, benchmarks, self._service.tokenizer)
         await self._verifier.start()
         return encoded
 
-    async def _run(self, one: _Evaluation) -> None:
+    async def _evaluate_or_drop(self, one: _Evaluation) -> None:
         try:
             await self._evaluate(one)
-        except (MetronomeError, OSError) as error:  # a full disk, too, ends the evaluation and not the training
-            self._drop(one, f"{type(error).__name__}: {error}")
+        except (MetronomeError, OSError) as error:  # a full disk ends the evaluation, not the training
+            self._report_dropped(one, f"{type(error).__name__}: {error}")
         except asyncio.CancelledError:
             if not one.cut:
                 raise
-            self._drop(one, one.cut)
+            self._report_dropped(one, one.cut)
         finally:
             one.generated = one.generated or time.monotonic()
-            self._flush()
+            self._write_timeline()
             await self._notify()
 
     async def _evaluate(self, one: _Evaluation) -> None:
         assert self._prepared is not None
-        todo = [each for each in await asyncio.shield(self._prepared) if not self._known(each, one.version)]
+        todo = [each for each in await asyncio.shield(self._prepared) if not self._is_evaluated(each, one.version)]
         one.expected = sum(len(each.prompts) for each in todo) * self._config.evaluate.samples
         if not todo:
             return
@@ -184,7 +199,7 @@ class DrainEvaluation:
                 one.generated = time.monotonic()
                 await self._notify()
 
-        producer = self._producer()
+        producer = self._make_producer()
         try:
             async with asyncio.TaskGroup() as tasks:  # the first failure ends the others
                 sampling = [tasks.create_task(sample(producer, each.prompts, one.version, land)) for each in todo]
@@ -192,9 +207,9 @@ class DrainEvaluation:
             raise first_leaf(failures) from failures
         for each, groups in zip(todo, [task.result() for task in sampling], strict=True):
             check_version(groups, one.version)
-            await self._record(one, each, groups)
+            await self._record_results(one, each, groups)
 
-    async def _record(self, one: _Evaluation, benchmark: EncodedBenchmark, groups: Sequence[Group]) -> None:
+    async def _record_results(self, one: _Evaluation, benchmark: EncodedBenchmark, groups: Sequence[Group]) -> None:
         assert one.generated is not None
         more = {"in_run": True, "seconds": one.generated - one.began, "exposed_s": one.exposed_s}
         subject = Subject(self._config.model.path, one.version)
@@ -213,7 +228,7 @@ class DrainEvaluation:
             flush=True,
         )
 
-    def _producer(self) -> Producer:
+    def _make_producer(self) -> Producer:
         settings = self._config.evaluate
         tokenizer = self._service.tokenizer
         stop = tokenizer.stop_ids(self._config.rollout.stop)
@@ -232,11 +247,11 @@ class DrainEvaluation:
             group_size=settings.samples,
             seed=self._config.run.seed,
             trace=self._trace,
-            deadlines_count=False,
-        )  # its responses may be longer than a step's, by config
+            deadlines_count=False,  # responses of an evaluation may be longer than those of a step
+        )
 
-    def _known(self, benchmark: EncodedBenchmark, version: int) -> bool:
-        """Whether the run has evaluated it already: the base model before it began, or a step that is redone."""
+    def _is_evaluated(self, benchmark: EncodedBenchmark, version: int) -> bool:
+        """Whether the version was evaluated already: the base model before the run, or a step that is now redone."""
         how = protocol(self._config, benchmark.name, benchmark.prompts)
         which = (self._config.model.path, version)
         return any(
@@ -245,23 +260,23 @@ class DrainEvaluation:
             if "protocol" in row
         )
 
-    def _late(self, one: _Evaluation, limit: float) -> None:
+    def _cut_if_late(self, one: _Evaluation, limit: float) -> None:
         if one.generated is None:
-            self._cut(one, f"when training had waited {limit:g} s for them (evaluate.max_wait_s)")
+            self._cut_off(one, f"when training had waited {limit:g} s for them (evaluate.max_wait_s)")
 
-    def _cut(self, one: _Evaluation, when: str) -> None:
+    def _cut_off(self, one: _Evaluation, when: str) -> None:
         if one.task is not None and not one.task.done() and not one.cut:
             one.cut = f"{one.how_far} {when}"
             one.task.cancel()
 
-    async def _cut_all(self, when: str) -> None:
-        """Cut off what is under way, and wait until it is reported."""
-        for one in self._rounds.values():
-            self._cut(one, when)
-        await asyncio.gather(*self._rounds, return_exceptions=True)
+    async def _cut_off_all(self, when: str) -> None:
+        """Cut off all evaluations under way, and wait until each is reported."""
+        for one in self._evaluations.values():
+            self._cut_off(one, when)
+        await asyncio.gather(*self._evaluations, return_exceptions=True)
 
-    def _drop(self, one: _Evaluation, reason: str) -> None:
-        """Report an evaluation that came to nothing."""
+    def _report_dropped(self, one: _Evaluation, reason: str) -> None:
+        """Report a dropped evaluation, on stdout and in dropped.jsonl."""
         row = {"weight_version": one.version, "reason": reason, "exposed_s": one.exposed_s}
         path = dropped(self._folder)
         print(f"evaluate: version {one.version} dropped: {reason}; training waited {one.exposed_s:.1f} s", flush=True)
@@ -271,8 +286,8 @@ class DrainEvaluation:
         except OSError as error:
             print(f"evaluate: {path} can't be written: {error}", flush=True)
 
-    def _flush(self) -> None:
-        """Write the timeline; without it nothing is lost that training needs."""
+    def _write_timeline(self) -> None:
+        """Write the timeline. A failure is only printed, because training does not need the timeline."""
         try:
             self._trace.flush()
         except OSError as error:
@@ -280,12 +295,12 @@ class DrainEvaluation:
 
 
 def dropped(folder: RunFolder) -> Path:
-    """The file with the evaluations that came to nothing: weight_version, reason, exposed_s."""
+    """Path of the file of dropped evaluations: one JSON object a line, with weight_version, reason and exposed_s."""
     return folder.path / "evaluations" / "dropped.jsonl"
 
 
 def cut(folder: RunFolder, start: int) -> None:
-    """Drop what a run evaluated at versions after `start`, from where it is done again: those weights are lost."""
+    """Delete the run's own results of versions after `start`, where the run begins again: those weights are lost."""
     rows = list(read_lines(folder.evaluations))
     kept = [row for row in rows if not (row.get("in_run") and row["weight_version"] > start)]
     if len(kept) < len(rows):
@@ -293,7 +308,7 @@ def cut(folder: RunFolder, start: int) -> None:
 
 
 def check_version(groups: Sequence[Group], version: int) -> None:
-    """Raise StaleRolloutError if any token was sampled from other weights than the evaluation is of."""
+    """Raise StaleRolloutError if any token was sampled from another weight version than `version`."""
     for group in groups:
         for number, response in enumerate(group.responses):
             if wrong := {found for _, found in response.versions} - {version}:

@@ -1,8 +1,8 @@
-"""DAPO's dynamic sampling (arXiv:2503.14476, §3.2, eq. 11): which of the groups that a step has tried it trains.
+"""DAPO's dynamic sampling (arXiv:2503.14476, §3.2, eq. 11): which of the generated groups a step trains.
 
-Kept are the first B groups *in prompt order* whose rewards are not all equal. In order of arrival short responses would
-be favoured. Which prompts are tried, and when their groups arrive, changes nothing: the kept set is a function of
-prompt order and rewards. Pure bookkeeping; `engine.launcher.producer` generates the groups.
+It keeps the first B groups *in prompt order* whose rewards are not all equal. Order of arrival would favour short
+responses. The kept set is a function of prompt order and rewards alone: how many more prompts are tried, and when their
+groups arrive, does not change it. Pure bookkeeping; `engine.launcher.producer` generates the groups.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from engine.types import Group
 
 
 class DynamicSampling:
-    """The first `wanted` groups with unequal rewards among the prompts numbered from 0, at most `limit` of them."""
+    """Selects the first `wanted` groups with unequal rewards, from at most `limit` prompts numbered from 0."""
 
     def __init__(self, wanted: int, limit: int, step: int = 0) -> None:
-        """`limit`: prompts that the step may use; `step` is for messages."""
+        """`limit`: the largest number of prompts that the step may use; `step` is for messages."""
         self.wanted = wanted
         self.limit = limit
         self.found = 0
-        """Groups with unequal rewards so far, in any order; prompts before them may still be undecided."""
+        """Number of groups with unequal rewards so far; groups of earlier prompts may still be missing."""
         self.used: int | None = None
-        """Prompts up to and with the last one that was kept; None until that is known."""
+        """Number of prompts up to and with the last kept one; None until that is known."""
         self._step = step
         self._verdicts: dict[int, Group | None] = {}
-        self._decided = self._kept = 0  # prompts from the first on that are decided; those of them that were kept
+        self._decided = 0
+        """Number of prompts, from the first on without a gap, whose groups are known."""
+        self._kept = 0
+        """Number of those that were kept."""
 
     @property
     def complete(self) -> bool:
@@ -34,17 +37,18 @@ class DynamicSampling:
         return self.used is not None
 
     def wants(self, tried: int, in_flight: int, room: int) -> bool:
-        """Whether to try another prompt: as long as groups may lack, and beyond that to keep `room` for groups busy.
+        """Whether to try another prompt, after `tried` prompts of which `in_flight` are still being generated.
 
-        Once enough are found none that is begun later can be among the first.
+        As many prompts are in flight as groups are still wanted, or as the instances have `room` for if that is more.
+        Once enough groups are found, a prompt that is begun later can't be among the first.
         """
         return self.found < self.wanted and tried < self.limit and in_flight < max(self.wanted - self.found, room)
 
     def decide(self, group: Group) -> list[Group]:
-        """Take in a finished group, its `index` the prompt's number; returns the groups whose place is known by it.
+        """Take in a finished group, whose `index` is the prompt's number. Returns the groups that are now selected.
 
-        They are numbered 0 … B−1 in prompt order. One is due as soon as all prompts before it are decided. Raises
-        MetronomeError when the first `limit` prompts are decided and too few were kept.
+        Their `index` is their place among the selected, 0 … B−1, in prompt order. A group is selected once the groups
+        of all prompts before it are known. Raises MetronomeError if too few of the first `limit` prompts were kept.
         """
         unequal = is_unequal(group)
         self._verdicts[group.index] = group if unequal else None
@@ -72,5 +76,5 @@ class DynamicSampling:
 
 
 def is_unequal(group: Group) -> bool:
-    """Whether the verifier's scores differ (DAPO eq. 11: some responses are right, not all); shaping does not count."""
+    """Whether the verifier's scores differ (DAPO eq. 11: some responses are right, not all). Shaping is ignored."""
     return any(score.value != group.scores[0].value for score in group.scores)

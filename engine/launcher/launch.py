@@ -1,9 +1,9 @@
-"""Starts, watches and ends the processes of a run.
+"""The launcher: starts, watches and ends the processes of a run.
 
 `python -m engine.launcher.launch --config FILE [--resume] [--replay FILE]`
 
-The launcher holds the producer, the verifiers' workers, the pool of instances and the sample queue; the trainer ranks
-run under torch elastic. Whatever ends the launcher ends them all (engine.run.process).
+The launcher runs the producer and the sample queue, and starts the verifier workers and the rollout instances. The
+trainer ranks run under torch elastic. When the launcher ends, however it ends, all of them end (engine.run.process).
 """
 
 from __future__ import annotations
@@ -29,34 +29,37 @@ from engine.launcher.checks import check_instances, check_training
 from engine.launcher.coordinator import Coordinator
 from engine.launcher.pool.joining import listen_address, serve_joining
 from engine.launcher.rollout_service import rollout_service
-from engine.run import record
 from engine.run.commands import agent_command, rank_arguments
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
 from engine.run.process import Child, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.run.trace import Trace
+from engine.wire import record
 from engine.wire.control_keys import CONTROL_KEY, make_keys
 from engine.wire.control_server import ControlServer
 from engine.wire.invitation import INVITATION, control_address, invite
 
 STOP_S = 60.0
-"""How long a trainer that was told to stop may take for its checkpoint;
-at most `train.timeout_s`, the longest of its waits."""
+"""Seconds that a trainer which was told to stop may take for its checkpoint. If `train.timeout_s`, the longest of the
+trainer's waits, is shorter, that counts."""
 
 STOP_BY_SIGNAL_S = 5.0
-"""The same when a signal ended the run: who cancels a run waits for its end."""
+"""The same, in seconds, when a signal ended the run: the user who cancels a run waits for its end."""
 
 TAKEOVER_S = 30.0
-"""How long the launcher of a killed attempt may still hold the run folder:
-its lifeline ends it within a second or two."""
+"""Seconds to wait for the lock of the run folder. The launcher of a killed attempt may still hold it; its lifeline ends
+that launcher within a second or two."""
 
 END_S = 5.0
-"""What the agent may take to end the ranks, by force if need be (engine.trainer.agent), before it is killed itself."""
+"""Seconds that the agent may take to end its ranks, by force if need be (engine.trainer.agent), before it is killed."""
 
 
 def launch(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
-    """Train. `config.model.path` is a folder by now. Raises the error that ended the run; no process is left behind."""
+    """Train, and return the run folder. `config.model.path` must be a local folder.
+
+    Raises the error that ended the run. No process is left behind.
+    """
     check_training(config)
     listen_address(config.rollout.listen)
     if replay is None:
@@ -88,24 +91,26 @@ class _Launcher:
         self.trace = Trace(folder.trace, "launcher")
         self._keys = make_keys() if config.parallel.nodes > 1 else None
         self._signal: str | None = None
-        """The first signal that told the run to end."""
+        """Name of the first signal that told the run to end; None before."""
         self._coordinator: Coordinator | None = None
 
     async def run(self) -> None:
-        """Bring everything up (all processes at once, each takes seconds), wait for the trainer,
-        bring everything down."""
+        """Start all processes, wait until the trainer ends, then end the others.
+
+        All processes start at the same time, because each takes seconds.
+        """
         self._stop_on_signals()
         if self.replay is not None:
-            await self._watched(Coordinator(self.config, self.folder, self.trace), self._start_trainer())
+            await self._serve_trainer(Coordinator(self.config, self.folder, self.trace), self._start_trainer())
             return
         problems = training_problems(self.config)
         trainer = self._start_trainer()
         try:
-            await self._with_rollouts(problems, trainer)
+            await self._run_with_rollouts(problems, trainer)
         finally:
             await asyncio.to_thread(trainer.stop, END_S)
 
-    async def _with_rollouts(self, problems: Problems, trainer: Child) -> None:
+    async def _run_with_rollouts(self, problems: Problems, trainer: Child) -> None:
         config = self.config
         model = Path(self.config.model.path)
         group_size = config.rollout.group_size
@@ -130,22 +135,22 @@ class _Launcher:
                 config=config, folder=self.folder, trace=self.trace, loader=loader, service=service
             )
             routes.step = lambda: coordinator.last
-            await self._watched(coordinator, trainer)
+            await self._serve_trainer(coordinator, trainer)
 
     def _start_trainer(self) -> Child:
-        # half a version of a run that was killed, in another layout
+        # A run that was killed may have left half a version there, in another layout.
         shutil.rmtree(self._weights_folder(), ignore_errors=True)
         log = self.folder.logs / "trainer.log"
         env = {"OMP_NUM_THREADS": str(self.config.trainer_threads)}
         env |= {CONTROL_KEY: self._keys.public} if self._keys is not None else {}
         return Child("trainer", self._trainer_command(), log, env)
 
-    async def _watched(self, coordinator: Coordinator, trainer: Child) -> None:
+    async def _serve_trainer(self, coordinator: Coordinator, trainer: Child) -> None:
         """Serve the trainer's requests and watch all processes until the trainer ends."""
         self._coordinator = coordinator
-        server = asyncio.create_task(ControlServer(self._address, coordinator.handlers(), self._keys).serve())
+        server = asyncio.create_task(ControlServer(self._address, coordinator.answer, self._keys).serve())
         try:
-            await self._watch(trainer, server, coordinator)
+            await self._wait_for_trainer(trainer, server, coordinator)
         finally:
             await asyncio.to_thread(trainer.stop, END_S)
             await coordinator.close()
@@ -173,13 +178,21 @@ class _Launcher:
         return agent_command(self.config, arguments, run_id)
 
     def _weights_folder(self) -> Path:
-        """Beside the lifeline (shared memory where there is some) if two versions fit well, else in the run folder."""
+        """Folder for the weights on their way to instances.
+
+        It lies beside the lifeline (in shared memory, where there is any) if twice the space of two versions is free
+        there and the run has one node; else in the run folder.
+        """
         needed = sum(path.stat().st_size for path in Path(self.config.model.path).glob("*.safetensors"))
         roomy = shutil.disk_usage(self.scratch).free > 4 * needed and self.config.parallel.nodes == 1
         return (self.scratch if roomy else self.folder.path) / "weights"
 
-    async def _watch(self, trainer: Child, server: asyncio.Task[None], coordinator: Coordinator) -> None:
-        """Until the trainer ends. An instance's death with none left stops the run; so does the control channel's."""
+    async def _wait_for_trainer(self, trainer: Child, server: asyncio.Task[None], coordinator: Coordinator) -> None:
+        """Wait until the trainer ends, and call Coordinator.check meanwhile.
+
+        Raises the error that ended the run: the trainer's own, the coordinator's if the trainer does not stop in time
+        or dies, ProcessDied if it dies without one, or the exception that ended the control channel's server.
+        """
         stop_by: float | None = None
         while trainer.alive:
             if server.done():
@@ -199,16 +212,19 @@ class _Launcher:
             raise coordinator.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
 
     def _stop_on_signals(self) -> None:
-        """SIGINT and SIGTERM end the run: the trainer first saves the weights before the step it is at. A second one
-        ends it at once; clean-up happens in the `finally` blocks."""
+        """Let SIGINT and SIGTERM end the run, after the trainer has saved the weights from before its current step.
+
+        A second signal ends the run at once, as does the first one before the trainer is ready. The `finally` blocks
+        clean up.
+        """
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: the caller handles signals
-                loop.add_signal_handler(number, self._stop, task, signal.Signals(number).name)
+            with contextlib.suppress(ValueError, RuntimeError):  # outside the main thread the caller handles signals
+                loop.add_signal_handler(number, self._handle_signal, task, signal.Signals(number).name)
 
-    def _stop(self, task: asyncio.Task[None], name: str) -> None:
+    def _handle_signal(self, task: asyncio.Task[None], name: str) -> None:
         if self._signal is None and self._coordinator is not None and self._coordinator.is_ready:
             self._signal = name
         else:
@@ -216,7 +232,10 @@ class _Launcher:
 
 
 def main() -> int:
-    """Command line: exit 0, 1 on failure, 2 on bad input; the reason is printed and left in failure.json."""
+    """Run the command line and return the exit code: 0, 1 on failure, 2 on bad input.
+
+    The reason is printed; `launch` also leaves an error of a started run in failure.json.
+    """
     watch_lifeline()
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)

@@ -1,4 +1,4 @@
-"""The temporary data generator of Periodic Asynchrony §4.3: sends a step's prompts out, verifies, groups, queues."""
+"""Generates and scores the groups of a step (the temporary data generator of Periodic Asynchrony, §4.3)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from engine.schedule import Schedule
 from engine.types import Group, Landed, Prompt, Response, Score
 
 ScoreTask = asyncio.Task[list[Score]]
-"""A response's scores, as soon as they are there."""
+"""The task that scores a response."""
 
 Land = Callable[[Landed], Awaitable[None]]
-"""Told of each response as it lands, before its group is complete."""
+"""Called with each response as it arrives, before its group is complete."""
 
 
 FAULTS = 10
-"""A response on which instances failed so often fails the run."""
+"""The run fails once instances have failed this often on one response."""
 BUSY_S = 0.2
-"""Pause before a request is sent again that met a paused instance."""
+"""Seconds before a request that a paused instance refused is sent again."""
 
 
 @dataclass(eq=False)
-class _Work:
-    """A group that is being generated."""
+class _PendingGroup:
+    """State of a group that is being generated."""
 
     step: int
     index: int
@@ -44,42 +44,47 @@ class _Work:
     verifying: asyncio.TaskGroup
     land: Land | None
     done: dict[int, tuple[Response, ScoreTask | None]] = field(default_factory=dict)
+    """By number: the finished responses, and their scoring where the reward takes one response per call."""
     so_far: dict[int, Response] = field(default_factory=dict)
-    """Responses that a weight update cut (rollout.partial), by number."""
+    """By number: the beginnings of responses that a weight update cut (rollout.partial)."""
     faults: Counter[int] = field(default_factory=Counter)
+    """By number: how often instances failed on the response."""
     failed_on: tuple[Instance, ...] = ()
-    """The instance that failed in the last round."""
+    """The instance that failed or was paused in the last attempt; empty if none did."""
     busy: bool = False
-    """Whether the last round met a paused instance."""
-    refused: float | None = None
-    """Since when paused instances have refused it, one after the other (monotonic), without the waits for a place."""
+    """Whether an instance refused a request of the last attempt because it was paused."""
+    refused_since: float | None = None
+    """Monotonic time since which every instance has refused the group as paused; None after any other outcome.
+
+    Time spent waiting for a place is added to it, and so does not count.
+    """
 
     @property
     def missing(self) -> list[int]:
-        """Numbers of the responses that are not there yet."""
+        """Numbers of the responses that are not finished."""
         return [number for number in range(len(self.seeds)) if number not in self.done]
 
     def where(self, number: int) -> str:
-        """For messages."""
+        """Name a response, for messages."""
         return f"step {self.step}, generating: response {number} to prompt {self.prompt.id}"
 
-    def fault(self, number: int, error: MetronomeError) -> None:
-        """Count it. Raises MetronomeError once the response failed too often."""
+    def count_failure(self, number: int, error: MetronomeError) -> None:
+        """Count a failure. Raises MetronomeError once instances failed FAULTS times on the response."""
         self.faults[number] += 1
         if self.faults[number] >= FAULTS:
             raise MetronomeError(f"{self.where(number)} failed {FAULTS} times, at last: {error}") from error
 
-    def check(self, number: int, error: Busy, limit_s: float) -> None:
-        """Raises DeadlineError once the group has met nothing but paused instances for so long."""
-        self.refused = self.refused or time.monotonic()
-        if time.monotonic() - self.refused > limit_s:
+    def check_refusals(self, number: int, error: Busy, limit_s: float) -> None:
+        """Raise DeadlineError once only paused instances were found for `limit_s` seconds."""
+        self.refused_since = self.refused_since or time.monotonic()
+        if time.monotonic() - self.refused_since > limit_s:
             raise DeadlineError(
                 f"{self.where(number)} found no instance that takes it in {limit_s:g} s: {error}"
             ) from error
 
 
 class Producer:
-    """Generates groups: G requests of a prompt together on one instance, each response verified as it lands."""
+    """Generates groups: sends the requests of a prompt to one instance together, and scores the responses."""
 
     def __init__(
         self,
@@ -109,16 +114,16 @@ class Producer:
         put: Callable[[Group], Awaitable[None]],
         land: Land | None = None,
     ) -> None:
-        """Generate a batch of (epoch, prompt) pairs; `put` gets each group when it is finished, `land` each response.
+        """Generate a group for each (epoch, prompt); `put` gets each finished group, `land` each finished response.
 
-        Groups are dispatched in order with bounded concurrency: whole groups finish early, so training starts early.
+        Groups are sent out in order, and only so many at once: so whole groups finish early, and training starts early.
         The first failure cancels the rest and is raised.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
                 for index, (epoch, prompt) in enumerate(prompts):
                     tasks.create_task(
-                        self._group(step=step, index=index, epoch=epoch, prompt=prompt, put=put, land=land)
+                        self._generate_group(step=step, index=index, epoch=epoch, prompt=prompt, put=put, land=land)
                     )
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
@@ -130,12 +135,12 @@ class Producer:
         put: Callable[[Group], Awaitable[None]],
         selection: DynamicSampling,
     ) -> None:
-        """Generate groups of (epoch, prompt) pairs, begun in order and numbered from 0, until the `selection` is
-        complete.
+        """Generate groups of (epoch, prompt) pairs, in order and numbered from 0, until `selection` is complete.
 
-        `put` gets each group when it is finished and tells the selection. More prompts are begun than may be needed, so
-        that instances stay busy; those still generated at the end are called off, those being put are waited for: the
-        selection is complete before its last group is. The first failure cancels the rest and is raised.
+        `put` gets each finished group and passes it to the selection. More prompts are begun than may be needed, so
+        that the instances stay busy. At the end, groups that are still being generated are cancelled; a `put` that has
+        begun is waited for, since the selection is complete before its last group is put. The first failure cancels the
+        rest and is raised.
         """
         tried = 0
         running = set[asyncio.Task[None]]()
@@ -154,7 +159,9 @@ class Producer:
                         epoch, prompt = next(prompts)
                         running.add(
                             tasks.create_task(
-                                self._group(step=step, index=tried, epoch=epoch, prompt=prompt, put=begin, land=None)
+                                self._generate_group(
+                                    step=step, index=tried, epoch=epoch, prompt=prompt, put=begin, land=None
+                                )
                             )
                         )
                         tried += 1
@@ -164,7 +171,7 @@ class Producer:
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
 
-    async def _group(
+    async def _generate_group(
         self,
         step: int,
         index: int,
@@ -173,48 +180,56 @@ class Producer:
         put: Callable[[Group], Awaitable[None]],
         land: Land | None,
     ) -> None:
+        """Generate and score one group, and `put` it."""
         seeds = [sampling_seed(self._seed, epoch, prompt.id, number) for number in range(self._group_size)]
         async with asyncio.TaskGroup() as verifying:
-            work = _Work(step=step, index=index, prompt=prompt, seeds=seeds, verifying=verifying, land=land)
-            while missing := work.missing:  # again only for what an instance did not finish, with the same seeds
-                await self._round(work, missing)
+            work = _PendingGroup(step=step, index=index, prompt=prompt, seeds=seeds, verifying=verifying, land=land)
+            while missing := work.missing:  # again for what an instance did not finish, with the same seeds
+                await self._send_missing(work, missing)
         responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
         if self._verifier.per_response:
             scores = [score for verdict in verdicts for score in verdict.result()]
         else:
-            scores = await self._verify(step, index, prompt, responses)
+            scores = await self._score(step, index, prompt, responses)
         await put(Group(step=step, index=index, prompt=prompt, responses=responses, scores=tuple(scores)))
 
-    async def _round(self, work: _Work, missing: list[int]) -> None:
-        """Send what is missing to one instance, another one than the last if there is one;
-        a trial gets one request only."""
-        asked = time.monotonic()
-        async with self._pool.borrow(work.failed_on, bool(work.so_far), self._oldest(work.step)) as place:
-            if work.refused is not None:
-                work.refused += time.monotonic() - asked
+    async def _send_missing(self, work: _PendingGroup, missing: list[int]) -> None:
+        """Send the requests for the missing responses to one instance, and wait until each is finished or has failed.
+
+        An instance that failed last time is avoided if another one serves. On trial, an instance gets one request only.
+        """
+        asked_at = time.monotonic()
+        async with self._pool.borrow(work.failed_on, bool(work.so_far), self._oldest_version(work.step)) as place:
+            if work.refused_since is not None:
+                work.refused_since += time.monotonic() - asked_at
             work.failed_on = ()
             numbers = missing[:1] if place.trial else missing
             began = time.monotonic()
             beside = place.instance.groups
             async with asyncio.TaskGroup() as sampling:
                 for number in numbers:
-                    sampling.create_task(self._respond(work, number, place.instance))
+                    sampling.create_task(self._sample_response(work, number, place.instance))
             if len(numbers) == self._group_size and not work.missing and not work.so_far:
                 place.instance.finished(time.monotonic() - began, max(beside, place.instance.groups))
         if work.busy:
             work.busy = False
             await asyncio.sleep(BUSY_S)
 
-    def _oldest(self, step: int) -> int | None:
-        """In mode "bounded", where instances may hold different versions: the oldest that may sample for the step."""
+    def _oldest_version(self, step: int) -> int | None:
+        """Return the oldest weight version that may sample for the step, in training in mode "bounded"; else None.
+
+        In that mode the instances may hold different versions.
+        """
         config = self._pool.config
         if not self._pool.synced or config.train.mode != "bounded":
             return None
         return Schedule.of(config.train, config.rollout.partial).accepted(step).start
 
-    async def _respond(self, work: _Work, number: int, instance: Instance) -> None:
-        """One response, or a note that the instance failed on it.
-        A per-response verdict starts at once, and holds up nothing."""
+    async def _sample_response(self, work: _PendingGroup, number: int, instance: Instance) -> None:
+        """Sample one response on `instance`, or note in `work` that the instance failed on it.
+
+        A reward that takes one response per call starts at once, and nothing waits for it here.
+        """
         started = time.time()
         prompt = work.prompt
         try:
@@ -225,22 +240,22 @@ class Producer:
             self._pool.busy(instance)
             work.busy = True
             work.failed_on = (instance,)
-            work.check(number, error, self._pool.config.rollout.timeout_s)
+            work.check_refusals(number, error, self._pool.config.rollout.timeout_s)
             return
         except (InstanceGone, InstanceFault, DeadlineError) as error:
             if self._deadlines_count or not isinstance(error, DeadlineError):
                 self._pool.fault(instance)
             work.failed_on = (instance,)
-            work.refused = None
-            work.fault(number, error)
+            work.refused_since = None
+            work.count_failure(number, error)
             return
         except Refused as error:
             raise Refused(f"{work.where(number)}: {error}") from error
         self._pool.success(instance)
-        work.refused = None
+        work.refused_since = None
         self._trace.add("rollout", started, time.time(), lane=instance.name, step=work.step, group=work.index)
         if sampled.finish_reason == "abort":
-            work.so_far[number] = sampled  # the next round goes on with it
+            work.so_far[number] = sampled  # the next attempt continues it
             return
         if work.land is not None:
             await work.land(
@@ -255,11 +270,11 @@ class Producer:
         response = dataclasses.replace(sampled, text=self._decode(sampled.token_ids))
         verify = self._verifier.per_response
         verdict = (
-            work.verifying.create_task(self._verify(work.step, work.index, prompt, (response,))) if verify else None
+            work.verifying.create_task(self._score(work.step, work.index, prompt, (response,))) if verify else None
         )
         work.done[number] = response, verdict
 
-    async def _verify(self, step: int, index: int, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+    async def _score(self, step: int, index: int, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
         started = time.time()
         scores = await self._verifier.score(prompt, list(responses))
         self._trace.add("verify", started, time.time(), lane="verifier", step=step, group=index)
@@ -267,6 +282,6 @@ class Producer:
 
 
 def first_leaf(failures: ExceptionGroup[Exception]) -> Exception:
-    """The first exception of a (nested) group: what a caller can act on; the others followed from its cancellations."""
+    """Return the first exception of a (nested) group. The others only followed from the cancellation that it caused."""
     first = failures.exceptions[0]
     return first_leaf(first) if isinstance(first, ExceptionGroup) else first

@@ -45,33 +45,34 @@ async def rollout_service(
     else (evaluation) what is on disk. The recipe may declare none where others join, in training or with `joined`; else
     at least one is started. They may still be loading when the body is entered: `pool.connect()` waits for them.
     """
-    pool = Pool(config=config, model=model, folder=folder, health=HealthMonitor, trace=trace, synced=synced)
+    pool = Pool(config=config, model=model, folder=folder, trace=trace, synced=synced)
     reward = config.reward
     log = folder / "logs" / "verifier.log"
     verifier = VerifierPool(reward.function, reward.workers, reward.timeout_s, reward.on_error, log=log)
     try:
-        pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
-        tokenizer, _ = await asyncio.gather(asyncio.to_thread(Tokenizer, model), verifier.start())
-        stop = tokenizer.stop_ids(config.rollout.stop)
-        partial = synced and config.rollout.partial
-        sampling = SamplingSettings(
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            stop_token_ids=stop,
-            partial=partial,
-        )
-        producer = Producer(
-            pool=pool,
-            verifier=verifier,
-            decode=tokenizer.decode,
-            sampling=sampling,
-            group_size=group_size,
-            seed=config.run.seed,
-            trace=trace,
-        )
-        yield RolloutService(pool, producer, tokenizer, verifier)
+        async with HealthMonitor(pool):
+            pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
+            tokenizer, _ = await asyncio.gather(asyncio.to_thread(Tokenizer, model), verifier.start())
+            stop = tokenizer.stop_ids(config.rollout.stop)
+            partial = synced and config.rollout.partial
+            sampling = SamplingSettings(
+                max_new_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                stop_token_ids=stop,
+                partial=partial,
+            )
+            producer = Producer(
+                pool=pool,
+                verifier=verifier,
+                decode=tokenizer.decode,
+                sampling=sampling,
+                group_size=group_size,
+                seed=config.run.seed,
+                trace=trace,
+            )
+            yield RolloutService(pool, producer, tokenizer, verifier)
     finally:
         verifier.close()
         await pool.close()

@@ -1,51 +1,59 @@
-"""Whether the run goes on, and waiting in the launcher until something changes."""
+"""Says whether the run goes on, and lets the launcher's coroutines wait until something changes."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from engine.errors import MetronomeError
 
+T = TypeVar("T")
+
 SIGN_OF_LIFE_S = 1.0
-"""A rank that waits for a group hears from the launcher this often."""
+"""Seconds after which the launcher answers a rank that waits, so that the rank knows that the launcher is alive."""
 
 
 class RunState:
-    """Shared by the handlers of the control channel."""
+    """The state that the methods which answer the trainer share: the failure, and a condition to wait on."""
 
     def __init__(self) -> None:
         self.failure: MetronomeError | None = None
-        """Why the run stops."""
+        """The error that stops the run; None while the run goes on."""
         self._changed = asyncio.Condition()
 
     async def fail(self, error: MetronomeError) -> None:
-        """Stop the run, unless it stops already: the trainer hears of it with its next request."""
+        """Stop the run with `error`, unless another error stops it already.
+
+        The trainer gets the error as the reply to its next request.
+        """
         self.failure = self.failure or error
         await self.notify()
 
     def check(self) -> None:
-        """Raise what stops the run."""
+        """Raise the error that stops the run, if any."""
         if self.failure is not None:
             raise self.failure
 
     async def notify(self) -> None:
-        """Something has changed: wake whoever waits for it."""
+        """Wake all waiting coroutines, because something has changed."""
         async with self._changed:
             self._changed.notify_all()
 
     async def wait_until(self, reached: Callable[[], bool]) -> None:
-        """Wait, without a deadline of its own: whoever calls cancels it with the run."""
+        """Wait until `reached()` is true. There is no deadline here: the caller cancels the wait when the run ends."""
         async with self._changed:
             await self._changed.wait_for(reached)
 
-    async def wait_briefly(self, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `look` finds, tried again whenever something changes; {} when it is time for a sign of life."""
+    async def wait_briefly(self, look: Callable[[], T | None]) -> T | None:
+        """Call `look` now and after each change, and return what it finds; None after SIGN_OF_LIFE_S seconds.
+
+        Raises the error that stops the run, if any.
+        """
         deadline = time.monotonic() + SIGN_OF_LIFE_S
         async with self._changed:
-            while not (found := look()):
+            while (found := look()) is None:
                 self.check()
                 try:
                     async with asyncio.timeout(max(0.0, deadline - time.monotonic())):

@@ -1,6 +1,6 @@
-"""The sample queue of one step: groups come in as they finish, are leased to replicas, and count once trained.
+"""The sample queue of one step: groups come in as they finish, are leased to units, and count once they are trained.
 
-Pure bookkeeping without threads or sockets; `engine.wire.control_server` serves it.
+Pure bookkeeping without threads or sockets; `engine.launcher.coordinator` leases from it for the trainer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from engine.types import Group, Landed
 
 
 class SampleQueue:
-    """B groups of one step for the trainer's units. Every group is leased once and acknowledged once.
+    """The groups of one step, for the trainer's units. Every group is leased once and acknowledged once.
 
-    A unit that dies takes its gradient with it, so its leases are not handed on: the run stops and redoes the step.
+    The leases of a unit that dies are not given to another unit, because its gradient is lost: the run stops, and the
+    step is redone.
     """
 
     def __init__(self, step: int, expected: int, order: str = "arrival", hold: bool = False, units: int = 1) -> None:
-        """`order`: "arrival" or "prompt_order"; `hold`: lease nothing before all `expected` groups are in (sync)."""
+        """`expected`: number of groups; `order`: "arrival" or "prompt_order"; `hold` (mode "sync"): lease nothing
+        before all groups have come in."""
         self.step = step
         self.expected = expected
         self._in_order = order == "prompt_order"
@@ -27,13 +29,17 @@ class SampleQueue:
         self._groups: dict[int, Group] = {}
         self._leases: dict[int, int] = {}
         self._trained: set[int] = set()
-        self._landed: dict[tuple[int, int], Landed] = {}  # not yet scored, of groups that are not complete
-        self._scorer: dict[int, int] = {}  # which unit holds early scores of a group
-        self._ordered: list[list[int]] = []  # windows in prompt order, as far as they are known
-        self._taken = [0] * units  # how many of them each unit has had
+        self._landed: dict[tuple[int, int], Landed] = {}
+        """Responses that no unit scores yet, of groups that are not complete, by (group, number)."""
+        self._scorer: dict[int, int] = {}
+        """By group: the unit that holds its early scores."""
+        self._ordered: list[list[int]] = []
+        """Windows in prompt order, as far as they are known."""
+        self._taken = [0] * units
+        """By unit: the number of windows of `_ordered` that it has leased."""
 
     def put(self, group: Group) -> None:
-        """Add a finished group; a second one with the same index, or one of another step, is an error of ours."""
+        """Add a finished group. Raises ValueError for another step's group, and for a wrong or repeated index."""
         if group.step != self.step or group.index in self._groups or not 0 <= group.index < self.expected:
             raise ValueError(
                 f"group {group.index} of step {group.step} does not belong into the queue of step {self.step}"
@@ -47,7 +53,11 @@ class SampleQueue:
         self._landed[landed.group, landed.number] = landed
 
     def early(self, unit: int, budget: int) -> list[Landed]:
-        """Landed responses of at most `budget` tokens for a unit to score while it has nothing to train."""
+        """Return responses for a unit to score early while it has nothing to train.
+
+        They have at most `budget` tokens with their prompts, but one is always returned if there is any. All responses
+        of a group go to the same unit.
+        """
         taken: list[Landed] = []
         for landed in list(self._landed.values()):
             if self._scorer.get(landed.group, unit) == unit:
@@ -59,10 +69,12 @@ class SampleQueue:
         return taken
 
     def lease(self, unit: int, budget: int) -> list[Group]:
-        """The next window for a unit: groups of at most `budget` tokens together, at least one; [] when none is due.
+        """Lease the next window to a unit: groups of at most `budget` tokens together, but at least one group. Returns
+        [] if there is no window yet.
 
-        In arrival order a window is whatever is there, for whoever asks. In prompt order windows are a function of the
-        ordered groups alone, each due once it can't grow any more, and go to the units in turn.
+        In arrival order a window is made of the groups that are there, for the unit that asks. In prompt order the
+        windows are a function of the ordered groups alone: a window is leased once it can't grow any more, and the
+        units get the windows in turn.
         """
         if self._hold and len(self._arrived) < self.expected:
             return []
@@ -71,11 +83,11 @@ class SampleQueue:
         return [self._groups[index] for index in window]
 
     def _arrived_window(self, unit: int, budget: int) -> list[int]:
-        """First the groups that the unit has scored early, last those that another one has."""
+        """Choose first the groups that this unit has scored early, last those that another unit has scored early."""
         free = [index for index in self._arrived if index not in self._leases and index not in self._trained]
         if self._scorer:
             free.sort(key=lambda index: (self._scorer.get(index) != unit, index in self._scorer))
-        return free[: self._fitting(free, budget)]
+        return free[: self._count_fitting(free, budget)]
 
     def _ordered_window(self, unit: int, budget: int) -> list[int]:
         self._cut_windows(budget)
@@ -86,20 +98,20 @@ class SampleQueue:
         return self._ordered[number]
 
     def _cut_windows(self, budget: int) -> None:
-        """Cut windows from the groups that stand next in prompt order, as long as the next one's end is known."""
+        """Cut the next groups in prompt order into windows, as long as the end of the next window is known."""
         while True:
             first = self._ordered[-1][-1] + 1 if self._ordered else 0
             last = first
             while last in self._groups:
                 last += 1
             ready = list(range(first, last))
-            count = self._fitting(ready, budget)
+            count = self._count_fitting(ready, budget)
             if not ready or (count == len(ready) and last < self.expected):
                 return
             self._ordered.append(ready[:count])
 
-    def _fitting(self, indices: Sequence[int], budget: int) -> int:
-        """How many groups from the first on fit into the budget; one always does."""
+    def _count_fitting(self, indices: Sequence[int], budget: int) -> int:
+        """Return how many groups, from the first on, fit into the budget; the first always counts as fitting."""
         used = 0
         for count, index in enumerate(indices):
             used += size(self._groups[index])
@@ -108,7 +120,7 @@ class SampleQueue:
         return len(indices)
 
     def acknowledge(self, indices: Sequence[int], unit: int) -> None:
-        """The groups' gradients are in. Only the unit that holds the leases may say so."""
+        """Mark groups as trained: `unit` has their gradients. Raises ValueError if it holds no lease on one of them."""
         for index in indices:
             if self._leases.get(index) != unit:
                 raise ValueError(f"unit {unit} of the trainer holds no lease on group {index} of step {self.step}")
@@ -117,7 +129,7 @@ class SampleQueue:
 
     @property
     def arrived(self) -> int:
-        """Groups that have come in."""
+        """Number of groups that have come in."""
         return len(self._arrived)
 
     @property
@@ -127,5 +139,5 @@ class SampleQueue:
 
 
 def size(group: Group) -> int:
-    """Tokens of a group with its prompt once."""
+    """Number of tokens of a group, its prompt counted once."""
     return len(group.prompt.token_ids) + sum(len(response.token_ids) for response in group.responses)

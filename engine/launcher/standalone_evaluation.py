@@ -1,4 +1,4 @@
-"""Evaluating a model on benchmarks: its responses are sampled on rollout instances of the evaluation's own."""
+"""Evaluates a model on benchmarks outside a run, with rollout instances of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.run.trace import Trace
 from engine.types import Group, Prompt
 
 EPOCH = -1
-"""Of the sampling seeds: no training step's. Two models are sampled with the same seeds."""
+"""Epoch in the sampling seeds. No training step has it, and all models are sampled with the same seeds."""
 
 
 def evaluate(
@@ -28,10 +28,11 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Sample `evaluate.samples` responses to each problem of the benchmarks with the model in a Hugging Face folder.
 
-    Appends a row per benchmark to evaluations.jsonl and returns them (docs/evaluation.md says what is in a row), and
-    writes a table with every response each. Over-long prompts are counted skips. `meeting`: a folder where instances
-    that others start, with this very model, find the evaluation as they find a run in its folder; then none need be
-    declared. Raises ProcessDied when no instance is there for rollout.wait_s.
+    Appends a row per benchmark to evaluations.jsonl and returns the rows (docs/evaluation.md describes them). Writes a
+    table of all responses per benchmark. Prompts that are too long are skipped and counted. `meeting`: a folder
+    through which instances that were started elsewhere, with the same model, join the evaluation, as they join a run
+    through its folder; then the evaluation need not start any. Raises ProcessDied if there is no instance for
+    rollout.wait_s seconds.
     """
     benchmarks = read_benchmarks(config)
     return asyncio.run(
@@ -83,7 +84,7 @@ async def _evaluate(
 
 
 async def sample(producer: Producer, prompts: Sequence[Prompt], step: int = 0, land: Any = None) -> list[Group]:  # noqa: ANN401
-    """Groups of the prompts, in their order."""
+    """Generate a group for each prompt and return the groups in the order of the prompts."""
     groups: list[Group] = []
 
     async def put(group: Group) -> None:

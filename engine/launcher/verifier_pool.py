@@ -1,4 +1,4 @@
-"""Verifiers in processes of their own, so that one that hangs, crashes or leaks can be killed."""
+"""Runs verifiers in separate processes, so that a verifier that hangs, crashes or leaks memory can be killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
 from engine.reward.verifiers import BUILT_IN
@@ -18,10 +18,12 @@ from engine.run.commands import verifier_command
 from engine.run.process import Child
 from engine.types import Prompt, Response, Score
 from engine.wire import verifier_messages
+from engine.wire.messages import PROTOCOL
+from engine.wire.verifier_messages import RewardFailed, RewardLoaded, RewardRefused, Scores, VerifierMessage
 
 
 class VerifierPool:
-    """Scores responses in `workers` processes, one call per process at a time; belongs to the event loop of `start`.
+    """Scores responses in `workers` processes, one call at a time in each. Bound to the event loop that calls `start`.
 
     Use it as `async with VerifierPool(...) as pool`, or call `start` and `close`.
     """
@@ -35,10 +37,8 @@ class VerifierPool:
         start_timeout_s: float = 120.0,
         log: Path | None = None,
     ) -> None:
-        """`spec`: reward.function. `timeout_s`: limit of a call, `start_timeout_s`: of loading the reward (seconds).
-
-        `log`: file for what the reward prints; without one it goes to this process's stderr.
-        """
+        """`spec`: reward.function; `timeout_s`: seconds for a call; `on_error`: reward.on_error; `start_timeout_s`:
+        seconds for loading the reward; `log`: file for what the reward prints, else this process's stderr."""
         self._spec = spec
         self._timeout_s = timeout_s
         self._on_error = on_error
@@ -48,7 +48,7 @@ class VerifierPool:
     async def start(self) -> None:
         """Start all workers and wait until each has loaded the reward.
 
-        Raises BadInput if the reward can't be loaded, DeadlineError if that takes longer than `start_timeout_s`.
+        Raises BadInput if the reward can't be loaded, DeadlineError if loading takes longer than `start_timeout_s`.
         """
         try:
             for worker in self._workers:
@@ -62,21 +62,22 @@ class VerifierPool:
 
     @property
     def per_response(self) -> bool:
-        """Whether the reward wants one response per call, as soon as it lands; known after `start`."""
+        """Whether the reward takes one response per call, instead of a whole group; known after `start`."""
         return self._workers[0].per_response
 
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
-        """One score for each response, in order. A group reward needs the whole group in one call.
+        """Return one score for each response, in order. A group reward needs the whole group in one call.
 
-        A call beyond the limit scores 0, "timeout". A reward that raises, returns no number or ends its process scores
-        0, "error" with on_error = "zero" and raises RewardError with "stop".
+        A call that takes longer than `timeout_s` scores 0 with status "timeout". If the reward raises, returns no
+        number or ends its process, a user's reward raises RewardError with on_error = "stop"; with "zero", and for a
+        built-in reward, the responses score 0 with status "error".
         """
         if not self.per_response:
-            return await self._score(prompt, responses)
-        return [score for response in responses for score in await self._score(prompt, [response])]
+            return await self._score_call(prompt, responses)
+        return [score for response in responses for score in await self._score_call(prompt, [response])]
 
     def close(self) -> None:
-        """Kill all workers and what they started, at once. Calls under way and later ones raise ProcessDied."""
+        """Kill all workers and the processes that they started. Calls under way and later calls raise ProcessDied."""
         for worker in self._workers:
             worker.close()
 
@@ -87,23 +88,20 @@ class VerifierPool:
     async def __aexit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    async def _score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
-        request = verifier_messages.pack(verifier_messages.call(prompt, responses, text_only=self._spec in BUILT_IN))
+    async def _score_call(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+        request = verifier_messages.call(prompt, responses, text_only=self._spec in BUILT_IN)
         try:
-            answer = await self._ask(request)
-            if "error" in answer:
-                raise RewardError(answer["error"])
-            return verifier_messages.scores(answer)
+            return await self._ask_idle_worker(verifier_messages.frame(request))
         except TimeoutError:
             return [Score(0.0, "timeout", f"no score within {self._timeout_s:g} s")] * len(responses)
         except RewardError as error:
             what = f'reward.function = "{self._spec}", prompt {prompt.id}: {error}'
-            if self._on_error == "stop" and self._spec not in BUILT_IN:  # a built-in one fails by the response alone
+            if self._on_error == "stop" and self._spec not in BUILT_IN:  # a built-in one fails only by a response
                 raise RewardError(what) from None
             return [Score(0.0, "error", what)] * len(responses)
 
-    async def _ask(self, request: bytes) -> dict[str, Any]:
-        # No deadline of its own: every call ahead of this one ends within its limit, and so does every restart.
+    async def _ask_idle_worker(self, request: bytes) -> list[Score]:
+        # This wait needs no deadline: every call ahead of this one ends within its limit, and so does every restart.
         worker = await self._idle.get()
         try:
             return await worker.ask(request, self._timeout_s)
@@ -112,7 +110,7 @@ class VerifierPool:
 
 
 class _VerifierProcess:
-    """One verifier process and the connection to it; replaced by a fresh process after a call that did not end well."""
+    """One verifier process and the connection to it. A call that times out or breaks replaces the process."""
 
     def __init__(self, name: str, spec: str, start_timeout_s: float, log: Path | None) -> None:
         self.per_response = False
@@ -122,46 +120,64 @@ class _VerifierProcess:
         self._start_timeout_s = start_timeout_s
         self._log = log
         self._closed = False
+        self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._lifeline: int | None = None
+        """File descriptor of our end of the process's lifeline; None before the first process."""
+        self._loading: asyncio.Task[None] | None = None
 
     def launch(self) -> None:
-        """Start the process; `ready` waits until it can be asked. No await, so no `close` can come between."""
+        """Start the process; `ready` waits until it takes calls.
+
+        Nothing is awaited here, so that `close` can't run in between.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
-            self._spawn(theirs.fileno())
+            self._start_process(theirs.fileno())
         self._writer = None
-        self._loading = asyncio.create_task(self._load(ours))
-        # The error is raised by `ready`; when nobody asks any more, asyncio need not complain that it was not.
+        self._loading = asyncio.create_task(self._wait_until_loaded(ours))
+        # `ready` raises the error. Retrieving it here too keeps asyncio from warning if `ready` is not called again.
         self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def ready(self) -> None:
-        """Wait until the process has loaded the reward; raises what went wrong, for every caller anew."""
+        """Wait until the process has loaded the reward.
+
+        Raises BadInput or DeadlineError, in every call, if it could not; ProcessDied if the pool was closed.
+        """
+        assert self._loading is not None, "`launch` comes first"
         await asyncio.shield(self._loading)
 
-    async def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a call, wait for its answer. Raises TimeoutError after `timeout_s`, RewardError if the process ends."""
+    async def ask(self, request: bytes, timeout_s: float) -> list[Score]:
+        """Send a call and return its scores.
+
+        Raises TimeoutError after `timeout_s`, RewardError if the reward fails or the process ends, ProcessDied if the
+        pool was closed, and what `ready` raises.
+        """
         self._check_open()
         await self.ready()
         answer = None
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._exchange(request)
-            return answer
+                answer = await self._send_and_receive(request)
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
             raise RewardError(f"its process {self._how_it_ended()}") from None
         finally:
             if answer is None and not self._closed:
-                # Timed out, died or cancelled: what this process says next would be taken for another call's answer.
+                # It timed out, died or was cancelled: a late answer would be taken for the answer to the next call.
                 self._kill()
                 self.launch()
+        if isinstance(answer, RewardFailed):
+            raise RewardError(answer.message)
+        assert isinstance(answer, Scores), "a verifier answers a call with RewardFailed or Scores"
+        return answer.opened()
 
     def close(self) -> None:
-        """Kill the process and start no other."""
+        """Kill the process and start no new one."""
         self._closed = True
         self._kill()
 
-    def _spawn(self, connection: int) -> None:
+    def _start_process(self, connection: int) -> None:
         pipe, self._lifeline = os.pipe()
         try:
             command = verifier_command(connection, pipe, self._spec)
@@ -169,7 +185,7 @@ class _VerifierProcess:
         finally:
             os.close(pipe)
 
-    async def _load(self, connection: socket.socket) -> None:
+    async def _wait_until_loaded(self, connection: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=connection)
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -182,22 +198,26 @@ class _VerifierProcess:
             self._check_open()
             how = self._how_it_ended()
             raise BadInput(f'reward.function = "{self._spec}": while loading it, its process {how}') from None
-        if "bad_input" in hello:
-            raise BadInput(hello["bad_input"])
-        self.per_response = hello["per_response"]
+        if isinstance(hello, RewardRefused):
+            raise BadInput(hello.message)
+        assert isinstance(hello, RewardLoaded), "a verifier begins with RewardRefused or RewardLoaded"
+        if hello.protocol != PROTOCOL:
+            raise BadInput(
+                f"{self._name} speaks version {hello.protocol} of the verifiers' protocol, the launcher version "
+                f"{PROTOCOL}: both must come from the same release of Metronome"
+            )
+        self.per_response = hello.per_response
 
-    async def _exchange(self, request: bytes) -> dict[str, Any]:
+    async def _send_and_receive(self, request: bytes) -> VerifierMessage:
         assert self._writer is not None, "`ready` comes first"
         self._writer.write(request)
         await self._writer.drain()
         return await self._receive()
 
-    async def _receive(self) -> dict[str, Any]:
+    async def _receive(self) -> VerifierMessage:
+        assert self._reader is not None, "`_wait_until_loaded` opens it"
         head = await self._reader.readexactly(verifier_messages.LENGTH.size)
-        message: dict[str, Any] = verifier_messages.unpack(
-            await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head))
-        )
-        return message
+        return verifier_messages.read(await self._reader.readexactly(*verifier_messages.LENGTH.unpack(head)))
 
     def _kill(self) -> None:
         child = self._child
@@ -205,16 +225,17 @@ class _VerifierProcess:
         if child is not None:
             if self._writer is not None:
                 self._writer.close()
-            os.close(self._lifeline)
+            if self._lifeline is not None:
+                os.close(self._lifeline)
             child.stop(grace_s=0.0)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ProcessDied(f"{self._name} was closed, with its pool, while a response was to be scored")
+            raise ProcessDied(f"{self._name} was closed with its pool before the response was scored")
 
     def _how_it_ended(self) -> str:
-        """For messages; the connection is closed already, so the exit status is there within moments."""
-        assert self._child is not None, "only `ask` and `_load` ask, while there is a process"
+        """Say how the process ended, for messages. Its connection is closed, so it has ended or ends within moments."""
+        assert self._child is not None, "`ask` and `_wait_until_loaded` call this while there is a process"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.process.wait(1.0)
         return self._child.how_it_ended()

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -168,7 +168,7 @@ def _block_spec(config: TransformerConfig, attention: str) -> TransformerBlockSu
     return block
 
 
-def _keep_scored(decoder: torch.nn.Module, args: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:  # noqa: ANN401
+def _keep_scored(decoder: TransformerBlock, args: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:  # noqa: ANN401
     """Only scored positions go through the output layer: [S, 1, h] → [T, 1, h]; a prompt's last is used G times."""
     carried: LayoutParams = kwargs["packed_seq_params"]
     assert carried.layout is not None

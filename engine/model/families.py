@@ -99,7 +99,7 @@ def rules(shape: ModelShape) -> dict[str, Rule]:
     return {rule.ours: rule for rule in (EMBEDDING, *_family(shape).layer, FINAL_NORM, output)}
 
 
-def settings(shape: ModelShape) -> dict[str, Any]:
+def settings(shape: ModelShape) -> dict[str, object]:
     """The fields of Megatron's TransformerConfig that depend on the model."""
     sizes = {
         "num_layers": shape.layers,
@@ -116,7 +116,7 @@ def settings(shape: ModelShape) -> dict[str, Any]:
     return {**sizes, **_family(shape).settings, **mixture}
 
 
-def _mixture(experts: Experts, layers: int) -> dict[str, Any]:
+def _mixture(experts: Experts, layers: int) -> dict[str, object]:
     """Routing as transformers does it for Qwen3-MoE; its auxiliary loss belongs to pre-training and is left out."""
     return {
         "num_moe_experts": experts.count,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from engine.errors import BadInput, MetronomeError
@@ -35,7 +36,7 @@ def padded_vocabulary(shape: ModelShape, tensor_size: int) -> int:
 
 
 @torch.no_grad()
-def load(model: torch.nn.Module, read: Read, shape: ModelShape) -> None:
+def load(model: GPTModel, read: Read, shape: ModelShape) -> None:
     """Copy Hugging Face tensors into every parameter of this rank's GPTModel, cut to its part, in the parameter's
     dtype.
 
@@ -60,7 +61,7 @@ def _load_one(name: str, parameter: Tensor, parts: _Parts, read: Read, shape: Mo
 
 
 @torch.no_grad()
-def export(named: Mapping[str, Tensor], model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def export(named: Mapping[str, Tensor], model: GPTModel, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) pairs of this rank's pipeline stage.
 
     `named` has tensors of the model's parameters' sizes by Megatron name: the parameters themselves, or their
@@ -104,7 +105,7 @@ class _Part:
 class _Parts:
     """Finds the rule and the place of a Megatron parameter name."""
 
-    def __init__(self, model: torch.nn.Module, shape: ModelShape) -> None:
+    def __init__(self, model: GPTModel, shape: ModelShape) -> None:
         self._architecture = shape.architecture
         self._rules = rules(shape)
         # Megatron's names count the layers of a stage from 0; layer_number counts all from 1

@@ -176,6 +176,7 @@ def _at_targets(
     from log p, before rounding to grad's type."""
     value = of_chosen * -found.chosen.expm1()
     if of_entropy is not None:
+        assert found.entropy is not None, "a gradient of the entropy has come without an entropy"
         value -= of_entropy * found.chosen.exp() * (found.chosen + found.entropy)
     here, inside = _local(targets, part)
     at = torch.arange(len(targets), device=targets.device), here  # scatter_ would copy all of a bf16 tensor

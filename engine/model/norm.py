@@ -19,7 +19,8 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel and self.marks_sequence_parallel
+        # Megatron's mark, which torch's Parameter does not know
+        self.weight.sequence_parallel = config.sequence_parallel and self.marks_sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""

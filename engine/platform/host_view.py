@@ -165,7 +165,9 @@ class Stream(torch.cpu.Stream):
     def __init__(self, device: object = None, priority: int = 0) -> None:
         super().__init__(priority)
 
-    def record_event(self, event: torch.cpu.Event | None = None) -> torch.cpu.Event:
+    def record_event(  # type: ignore[override]  # torch's own returns nothing, CUDA's an event
+        self, event: torch.cpu.Event | None = None
+    ) -> torch.cpu.Event:
         """An event that has happened."""
         return event or torch.cpu.Event()
 

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import xxhash
 
@@ -31,7 +31,29 @@ DATA = ".distcp"
 BEST_BY = "reward_mean"
 """The figure of the last step by which checkpoints are ranked for `checkpoint.keep_best`."""
 
-Marker = dict[str, Any]
+
+class _MarkerOfToday(TypedDict, total=False):
+    run: str
+    """The run's number (`engine.run.identity`)."""
+    id: str
+    """Of the checkpoint, wherever it is copied to."""
+    figures: dict[str, float]
+    """Of the step before."""
+    sha256: dict[str, str]
+    """Of the files beside the tensors."""
+    xxh3_128: dict[str, str]
+    """Of the files that hold the tensors."""
+
+
+class Marker(_MarkerOfToday):
+    """What says that a checkpoint is whole; one of an older release may lack the keys of `_MarkerOfToday`."""
+
+    step: int
+    weight_version: int
+    saved_at: float
+    files: dict[str, int]
+    """Sizes in bytes, by name."""
+
 
 PLAIN = {
     ("torch", "Size"), ("torch", "float32"), ("torch", "bfloat16"), ("torch", "float16"), ("torch", "uint8"),
@@ -69,9 +91,10 @@ def fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
 def parse(text: bytes) -> Marker | None:
     """A marker from the text of its file; None if the file is cut off."""
     try:
-        return dict(json.loads(text))
+        marker: Marker = json.loads(text)
     except ValueError:
         return None
+    return marker if isinstance(marker, dict) else None
 
 
 def read_marker(folder: Path) -> Marker | None:
@@ -125,7 +148,7 @@ def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float]
     `run`: number of the run (`engine.run.identity`).
     """
     files = sorted(path for path in partial.iterdir() if path.is_file())
-    marker = {
+    marker: Marker = {
         "step": step,
         "weight_version": step,
         "id": uuid.uuid4().hex,

@@ -64,11 +64,11 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
         for name, file in files.items():
             if name not in same or name in (beside or {}):
                 store.put_file(str(file), f"{root}/{name}")
-        sizes = {name: file.stat().st_size for name, file in files.items()}
+        sent: Marker = {**marker, "files": {name: file.stat().st_size for name, file in files.items()}}
         store.invalidate_cache()
-        if wrong := fault({"files": sizes}, _sizes(store, root)):
+        if wrong := fault(sent, _sizes(store, root)):
             raise CheckpointError(f"publishing the checkpoint to {place} (checkpoint.path) failed: {wrong}")
-        store.pipe_file(f"{root}/{MARKER}", json.dumps({**marker, "files": sizes}, indent=1).encode())
+        store.pipe_file(f"{root}/{MARKER}", json.dumps(sent, indent=1).encode())
 
 
 def survey(place: str, run: str | None = None) -> tuple[dict[str, Marker], list[str]]:
@@ -113,17 +113,17 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
     for stale in (partial, target):
         shutil.rmtree(stale, ignore_errors=True)
     partial.mkdir(parents=True)
-    files = {file: size for file, size in marker["files"].items() if _is_name(file)}
+    got: Marker = {**marker, "files": {file: size for file, size in marker["files"].items() if _is_name(file)}}
     with _named(f"fetching the checkpoint {place}/{name}"):
         store, where = _open(place)
-        for file in files:
+        for file in got["files"]:
             store.get_file(f"{where}/{name}/{file}", str(partial / file))
-    if wrong := fault({"files": files}, {file: (partial / file).stat().st_size for file in files}):
+    if wrong := fault(got, {file: (partial / file).stat().st_size for file in got["files"]}):
         raise CheckpointError(f"fetching the checkpoint {place}/{name} failed: {wrong}")
     if "sha256" in marker and (wrong := damage(partial, marker)):
         raise CheckpointError(f"checkpoint {place}/{name}: {wrong}; delete it there to go on from the one before")
     partial.rename(target)
-    write_json(target / MARKER, {**marker, "files": files})
+    write_json(target / MARKER, got)
     return target
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def append_line(path: Path, row: dict[str, Any]) -> None:
+def append_line(path: Path, row: Mapping[str, object]) -> None:
     """Append one JSON object as a line, in one write. On a full disk (OSError) the file is unchanged."""
     data = (json.dumps(row) + "\n").encode()
     with path.open("ab", buffering=0) as file:
@@ -29,8 +29,9 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
             raise
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a file of lines. A last line that a kill has cut off is left out."""
+def read_lines(path: Path) -> Iterator[Any]:
+    """The JSON objects in a file of lines; their readers know the keys. A last line that a kill has cut off is left
+    out."""
     if path.exists():
         for line in path.read_text().split("\n")[:-1]:
             yield json.loads(line)

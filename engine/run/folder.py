@@ -14,6 +14,7 @@ from engine.config import Config
 from engine.config.recipe import load
 from engine.errors import BadInput
 from engine.run.files import append_line, read_lines, write_atomically
+from engine.run.start import read_start
 from engine.types import Group, StepReport
 
 FIXED = (
@@ -68,6 +69,8 @@ class RunFolder:
             )
         if resume and self.config.exists():
             check_same_run(config, load(self.config))
+        if self.config.exists():  # one of the last release says how the run began, and is replaced
+            read_start(self.path).write(self.path)
         for folder in (self.logs, self.responses):
             folder.mkdir(parents=True, exist_ok=True)
         self.failure.unlink(missing_ok=True)

@@ -23,8 +23,6 @@ class InstanceProcess:
     child: Child
     port_file: Path
     restarts: int = 0
-    wanted: bool = True
-    """False after it was told to leave; then it is not started again."""
 
     @property
     def name(self) -> str:

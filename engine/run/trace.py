@@ -7,7 +7,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+
+class _Attributes(TypedDict, total=False):
+    step: int
+    group: int
+    groups: list[int]
+
+
+class Span(_Attributes):
+    """A line of a trace; attributes of other names are for people alone."""
+
+    lane: str
+    """The row it is drawn in."""
+    name: str
+    start: float
+    """Seconds since the epoch, as `end`."""
+    end: float
 
 
 class Trace:
@@ -44,9 +61,9 @@ class Trace:
             self._lines.clear()
 
 
-def read_spans(folder: Path) -> list[dict[str, Any]]:
+def read_spans(folder: Path) -> list[Span]:
     """All spans in a run's trace folder, sorted by start. A last line that a kill has cut off is left out."""
-    spans: list[dict[str, Any]] = []
+    spans: list[Span] = []
     for path in sorted(folder.glob("*.jsonl")):
         lines = path.read_text().split("\n")
         spans += [json.loads(line) for line in lines[:-1] if line]

@@ -4,8 +4,8 @@ once before training."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -127,7 +127,7 @@ def _try(loss: PolicyLoss) -> None:
         raise ValueError("its gains carry no finite gradient of terms.logprobs")
 
 
-def _names(known: dict[str, Any]) -> str:
+def _names(known: Iterable[str]) -> str:
     return ", ".join(f'"{name}"' for name in known)
 
 

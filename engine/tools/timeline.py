@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.run.files import read_lines, write_atomically
-from engine.run.trace import read_spans
-
-Span = dict[str, Any]
+from engine.run.trace import Span, read_spans
 
 COLORS = {
     "rollout": "#4e79a7",

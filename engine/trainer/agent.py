@@ -2,8 +2,8 @@
 
 `python -m engine.trainer.agent --ranks N -- <rank arguments>`
 
-The agent is a process of its own: it dies with the launcher, and the ranks with it (engine.run.process). With several
-nodes there is one agent on each; they meet at the rendezvous that the launcher's node holds (engine.trainer.nodes).
+The agent is a process of its own. It ends with the launcher, and the ranks end with it (engine.run.process). Several
+nodes have one agent each; these meet at the rendezvous that the launcher's node holds (engine.trainer.nodes).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
 
 KILL_S = 2
-"""What a rank that was told to end may take before it is killed: one that hangs may not hear its lifeline either."""
+"""Seconds that a rank has to end before it is killed. A rank that hangs may not notice its lifeline either."""
 JOIN_S = 600
-"""What the other nodes may take to come to the rendezvous."""
+"""Seconds that the other nodes have to come to the rendezvous."""
 
 
 def main() -> int:
-    """Run the ranks to their end; 0 when all succeeded."""
+    """Run the ranks until they end. Return 0 if all succeeded, else 1."""
     watch_lifeline()
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, required=True, help="on this node")
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     rest = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
-    # a laptop's name may not resolve
+    # one node needs no name: a laptop's may not resolve
     address = "127.0.0.1" if arguments.nodes == 1 else arguments.rendezvous.rpartition(":")[0]
     return run_ranks(
         ranks=arguments.ranks,
@@ -53,8 +53,10 @@ def main() -> int:
 def run_ranks(
     ranks: int, arguments: Sequence[str], nodes: int, rendezvous: str, run_id: str, address: str, host: bool
 ) -> int:
-    """Run this node's ranks to their end; 0 when all succeeded. `address`: this node's; `host`:
-    it holds the rendezvous."""
+    """Run this node's ranks until they end. Return 0 if all succeeded; else print the error and return 1.
+
+    `address`: of this node; `host`: whether it holds the rendezvous.
+    """
     os.environ[LIFELINE] = hold_lifeline()  # the ranks watch the agent, not the launcher
     launch = LaunchConfig(
         min_nodes=nodes,
@@ -72,7 +74,7 @@ def run_ranks(
     try:
         elastic_launch(launch, sys.executable)("-u", "-m", "engine.trainer.rank", *arguments)
     except ChildFailedError as error:
-        rank, failure = _first(error)
+        rank, failure = _first_failure(error)
         print(f"trainer rank {rank}: {failure.message}", file=sys.stderr)
         return 1
     except RendezvousError as error:
@@ -81,8 +83,12 @@ def run_ranks(
     return 0
 
 
-def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that failed, not one that lost its connection to it: torch's times are whole seconds, often the same."""
+def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """Return the rank that failed first, and its failure.
+
+    A rank that a signal ended counts as first: the others exit because they lose their connection to it. torch's times
+    can't tell, since they are whole seconds, often the same.
+    """
     return min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
 
 

@@ -1,4 +1,4 @@
-"""What each response, and each of its tokens, counts in the step: shaped rewards, advantages, weights."""
+"""Shaped rewards and advantages of responses, and the weights of their tokens in the loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.types import Group, Response
 
 @dataclass(frozen=True)
 class Credit:
-    """How groups are credited; a function of what a group brings, so that it can be trained as soon as it is there."""
+    """How advantages and weights are computed. All they need comes with a group, so it can be trained on arrival."""
 
     advantage: str = "grpo"
     loss: str = "grpo"
@@ -30,7 +30,7 @@ class Credit:
 
     @staticmethod
     def of(config: Config) -> Credit:
-        """As the config says."""
+        """Return the settings of a config."""
         algorithm = config.algorithm
         return Credit(
             advantage=algorithm.advantage,
@@ -42,7 +42,7 @@ class Credit:
         )
 
     def rewards(self, group: Group) -> Tensor:
-        """[G] fp32 verifier's values, less what over-long responses are punished with."""
+        """Return [G] fp32 rewards: the verifier's values, less the penalty of responses that are too long."""
         return self._shaped(torch.tensor([score.value for score in group.scores], dtype=torch.float32), _lengths(group))
 
     def _shaped(self, values: Tensor, lengths: Tensor) -> Tensor:
@@ -51,9 +51,9 @@ class Credit:
         return values + self.overlong_penalty * overlong(lengths, self.longest, self.overlong_buffer)
 
     def advantages(self, group: Group) -> Tensor:
-        """[G] fp32, from the scores of the group alone, or of the whole batch where the group brings these.
+        """Return [G] fp32 advantages, from the group's scores, or from the whole batch's where the group carries these.
 
-        Raises BadInput where a user's advantage fails or gives something else than a finite number per response.
+        Raises BadInput if a user's advantage fails or returns anything but one finite number per response.
         """
         if group.advantages is not None:
             return torch.tensor(group.advantages, dtype=torch.float32)
@@ -75,23 +75,23 @@ class Credit:
         )
 
     def unequal(self, group: Group) -> bool:
-        """Whether the group's (shaped) rewards differ: else it teaches nothing."""
+        """Whether the group's shaped rewards differ. If not, it teaches nothing but the KL term."""
         rewards = self.rewards(group)
         return bool((rewards != rewards[0]).any())
 
     def mask(self, response: Response) -> Tensor:
-        """[tokens] fp32, 1 where a token is trained."""
+        """Return [tokens] fp32: 1 where a token is trained, else 0."""
         if self.mask_truncated and response.truncated:
             return torch.zeros(len(response.token_ids))
         return torch.tensor(response.loss_mask, dtype=torch.float32)
 
     def weights(self, response: Response) -> Tensor:
-        """[tokens] fp32: what each counts in the sums over tokens (engine.algorithm.losses.Aggregation)."""
+        """Return [tokens] fp32: each token's weight in the loss's sums (engine.algorithm.losses.Aggregation)."""
         mask = self.mask(response)
         return mask / mask.sum().clamp(min=1.0) if loss_of(self.loss).aggregation == "response" else mask
 
     def tokens(self, group: Group) -> int:
-        """Response tokens that are trained."""
+        """Return how many response tokens of the group are trained."""
         return int(sum(self.mask(response).sum() for response in group.responses))
 
 

@@ -1,5 +1,4 @@
-"""Old and reference log-probabilities of responses that landed before their group was
-complete (`train.score_early`)."""
+"""Log-probabilities under the frozen models of responses whose group is not complete yet (`train.score_early`)."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ NAMES = ("old", "reference")
 
 
 class EarlyScores:
-    """Scores of one step by (group, response); what was not scored early is scored with its micro-batch."""
+    """The scores of one step's responses, by (group, response). Others are scored with their micro-batch."""
 
     def __init__(self, models: TriModel, packing: Packing) -> None:
         self._models = models
@@ -27,7 +26,7 @@ class EarlyScores:
         self._known: dict[str, dict[tuple[int, int], Tensor | None]] = {name: {} for name in NAMES}
 
     def clear(self) -> None:
-        """Forget everything: another step, other weights."""
+        """Forget all scores: another step has other weights."""
         for known in self._known.values():
             known.clear()
 
@@ -37,31 +36,33 @@ class EarlyScores:
         lengths = [len(one.token_ids) for one in landed]
         for name in NAMES:
             (scores,) = self._models.score(name, [row])
-            whole = None if scores is None else _whole(scores, row)
+            whole = None if scores is None else _of_whole_row(scores, row)
             parts = whole.split(lengths) if whole is not None else [None] * len(landed)
             for one, part in zip(landed, parts, strict=True):
                 self._known[name][one.group, one.number] = part
 
     def scores(self, name: str, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """Each micro-batch's [T] log-probabilities under a frozen model, from what is known or by a forward now.
+        """Return each micro-batch's [T] log-probabilities under a frozen model, None before the last pipeline stage.
 
-        Which of the two is the same on every rank of the unit; None on all but the last pipeline stage.
+        They are known from `add` or computed by a forward now; all ranks of the unit do the same of the two. A
+        collective of the unit.
         """
         for batch in batches:
-            self._fill_gaps(batch)
-        known = [bool(batch.members) and not self._unknown(batch) for batch in batches]
+            self._score_rest(batch)
+        known = [bool(batch.members) and not self._not_scored(batch) for batch in batches]
         missing = [batch.layout for batch, there in zip(batches, known, strict=True) if not there]
         fresh = iter(self._models.score(name, missing))
         return [
-            self._joined(name, batch) if there else next(fresh) for batch, there in zip(batches, known, strict=True)
+            self._joined_scores(name, batch) if there else next(fresh)
+            for batch, there in zip(batches, known, strict=True)
         ]
 
-    def _unknown(self, batch: MicroBatch) -> list[Member]:
+    def _not_scored(self, batch: MicroBatch) -> list[Member]:
         return [member for member in batch.members if (member.group, member.number) not in self._known[NAMES[0]]]
 
-    def _fill_gaps(self, batch: MicroBatch) -> None:
-        """Where some of a micro-batch's responses were scored early, score just the others."""
-        unknown = self._unknown(batch)
+    def _score_rest(self, batch: MicroBatch) -> None:
+        """Score the rest of a micro-batch of which some responses were scored early."""
+        unknown = self._not_scored(batch)
         if unknown and len(unknown) < len(batch.members):
             self.add(
                 [
@@ -70,14 +71,14 @@ class EarlyScores:
                 ]
             )
 
-    def _joined(self, name: str, batch: MicroBatch) -> Tensor | None:
+    def _joined_scores(self, name: str, batch: MicroBatch) -> Tensor | None:
         parts = [self._known[name][member.group, member.number] for member in batch.members]
         whole = [part for part in parts if part is not None]
         return torch.cat(whole)[batch.layout.kept] if whole else None
 
 
-def _whole(scores: Tensor, row: Layout) -> Tensor:
-    """The scores of all of a row's response tokens, where context parallelism has each rank score a part of them."""
+def _of_whole_row(scores: Tensor, row: Layout) -> Tensor:
+    """Return the scores of all response tokens of a row, of which each context-parallel rank has a part."""
     if row.shards == 1:
         return scores
     whole = scores.new_zeros(sum(row.lengths))

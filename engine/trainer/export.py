@@ -11,9 +11,10 @@ from engine.wire.weights.hf_folder import join, write_sharded
 
 
 def export(models: TriModel, ranks: RankGroup, base: Path, target: Path) -> None:
-    """The base model's configuration and tokenizer with our weights. A collective of all ranks.
+    """Write the policy's weights to `target`, with the base model's configuration and tokenizer.
 
-    Each pipeline stage's tensors are written by the rank that gathers them; the folder appears when all are there.
+    One rank of each pipeline stage gathers and writes the stage's tensors. The folder appears once it is complete. A
+    collective of all ranks.
     """
     partial = target.with_name(f".{target.name}.partial")
     if ranks.rank == 0:

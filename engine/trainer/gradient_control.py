@@ -1,15 +1,14 @@
-"""The cosine of consecutive gradients, and what follows from it: measured, or controlled by GAC (Algorithm 1) or a
-user's own.
+"""Measures the cosine of consecutive gradients, and changes the gradient by it: GAC (Algorithm 1) or a user's control.
 
-Works on the raw reduced gradients, before clipping: control, then clip, then Adam. Every parameter counts once, as in
-Megatron's gradient norm. Costs one copy of the gradient and one all-reduce of three numbers.
+It works on the reduced gradients before clipping: control, then clip, then Adam. Every parameter counts once, as in
+Megatron's gradient norm. It costs one copy of the gradient and one all-reduce of three numbers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -22,10 +21,18 @@ from engine.config import Config
 from engine.errors import BadInput, MetronomeError
 from engine.run.user_algorithms import control_of, decided
 from engine.run.user_code import UserCode, describe
+from engine.types import GradientFigures
+
+
+class ControlState(TypedDict, total=False):
+    """Gradient control's part of a checkpoint beside the last gradient; empty before the first gradient."""
+
+    skipped: int
+    seen: list[float]
 
 
 class GradientControl:
-    """One rank's side of it; every call is a collective of all ranks."""
+    """Gradient control on one rank. `act` is a collective of all ranks."""
 
     def __init__(self, config: Config, ddp: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
         algorithm = config.algorithm
@@ -36,7 +43,7 @@ class GradientControl:
         high = algorithm.gac_high
         self._low, self._high = (None if value == "auto" else value for value in (low, high))
         self.seen: list[float] = []
-        """The cosines so far."""
+        """The cosines of the run so far, oldest first."""
         self._optimizer = optimizer
         self._buffers = ddp.buffers + ddp.expert_parallel_buffers
         self._previous: list[Tensor] | None = None
@@ -46,23 +53,24 @@ class GradientControl:
 
     @torch.no_grad()
     def act(self) -> bool:
-        """Measure and, with GAC, project the step's reduced gradient in place; False where the update must be skipped.
+        """Measure the cosine and change the step's reduced gradient in place, as the control decides.
 
-        What comes next is compared with the gradient as it was, whatever became of it.
+        Returns False if the update must be skipped. The next gradient is compared with this one as it was before it was
+        changed. Raises BadInput if a user's control fails. A collective of all ranks.
         """
         self._optimizer.prepare_grads()
         if self._previous is None:
             self._previous = [buffer.grad_data.clone() for buffer in self._buffers]
             return True
         dot, square, before = self._products()
-        if not square or not before:  # no direction, so nothing is measured, nor can the gradient be turned
+        if not square or not before:  # a zero gradient has no direction: there is no cosine to measure or to control
             self._cosine = None
             self.skipped = 0
-            self._turn(0.0)
+            self._subtract_last(0.0)
             return True
         self._cosine = dot / math.sqrt(square * before)
-        factor = self._decided(Step(self._cosine, tuple(self.seen), self._low, self._high))
-        self._turn(0.0 if factor is None else (1.0 - factor) * dot / before)
+        factor = self._factor(Step(self._cosine, tuple(self.seen), self._low, self._high))
+        self._subtract_last(0.0 if factor is None else (1.0 - factor) * dot / before)
         self.seen.append(self._cosine)
         self.skipped = self.skipped + 1 if factor is None else 0
         if self.skipped and dist.get_rank() == 0:
@@ -73,9 +81,11 @@ class GradientControl:
             )
         return factor is not None
 
-    def _decided(self, step: Step) -> float | None:
-        """What part of the gradient along the last one stays, None to skip.
-        Raises BadInput where a user's function fails."""
+    def _factor(self, step: Step) -> float | None:
+        """Return the control's factor for the gradient's part along the last gradient, None to skip the update.
+
+        Raises BadInput if a user's control fails.
+        """
         found: float | None = None
         with UserCode() as attempt:
             found = decided(self._decide, step)
@@ -83,15 +93,17 @@ class GradientControl:
             raise BadInput(f'algorithm.gradient_control = "{self._spec}": it failed: {describe(attempt.error)}')
         return found
 
-    def figures(self) -> dict[str, float]:
-        """As steps.jsonl names them; nothing before the second step,
-        nor where this gradient or the last one is zero."""
+    def figures(self) -> GradientFigures:
+        """Return the figures by the keys of steps.jsonl.
+
+        They are empty before the second gradient, and if this gradient or the last one is zero.
+        """
         if self._cosine is None:
             return {}
         return {"grad_cosine": self._cosine, "skipped_updates": self.skipped}
 
-    def _turn(self, share: float) -> None:
-        """gradient −= share · previous; previous = the gradient as it was."""
+    def _subtract_last(self, share: float) -> None:
+        """Subtract `share` times the last gradient from this one, and keep this one as it was as the last gradient."""
         assert self._previous is not None
         for buffer, previous in zip(self._buffers, self._previous, strict=True):
             raw = buffer.grad_data.clone() if share else buffer.grad_data
@@ -100,19 +112,22 @@ class GradientControl:
             previous.copy_(raw)
 
     def _products(self) -> tuple[float, float, float]:
-        """⟨g, g'⟩, ⟨g, g⟩ and ⟨g', g'⟩ over the whole model, g' the last gradient."""
+        """Return ⟨g, g'⟩, ⟨g, g⟩ and ⟨g', g'⟩ over the whole model; g is the gradient, g' the last one.
+
+        A collective of all ranks.
+        """
         total = [0.0, 0.0, 0.0]
         for base in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
             parts = torch.zeros(3, device=self._buffers[0].grad_data.device)
             for grad in () if base.is_stub_optimizer else base.get_main_grads_for_grad_norm():
-                last = self._last(grad)
+                last = self._last_at(grad)
                 parts += torch.stack([(grad * last).sum(), grad.square().sum(), last.square().sum()])
             dist.all_reduce(parts, group=base.get_grad_stats_parallel_group())
             total = [whole + part for whole, part in zip(total, parts.tolist(), strict=True)]
         return total[0], total[1], total[2]
 
-    def _last(self, grad: Tensor) -> Tensor:
-        """The last gradient where this one, a view of a buffer, lies."""
+    def _last_at(self, grad: Tensor) -> Tensor:
+        """Return the part of the last gradient that stands where `grad` stands in Megatron's buffers."""
         assert self._previous is not None
         for buffer, previous in zip(self._buffers, self._previous, strict=True):
             first = (grad.data_ptr() - buffer.grad_data.data_ptr()) // grad.element_size()
@@ -122,35 +137,35 @@ class GradientControl:
 
     # checkpoints ----------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """What is not in tensors; {} before the first gradient."""
+    def state(self) -> ControlState:
+        """Return the state that is not in tensors; {} before the first gradient."""
         return {"skipped": self.skipped, "seen": self.seen} if self._previous is not None else {}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take `state()` back; its tensors are loaded into `previous()`."""
+    def load(self, state: ControlState) -> None:
+        """Set the state that `state()` returned. The last gradient is loaded into `previous(loading=True)`."""
         self.skipped = int(state["skipped"])
         self.seen = [float(value) for value in state["seen"]]
 
     def previous(self, loading: bool = False) -> dict[int, Tensor] | None:
-        """The last gradient, whole, by the id of the parameter it is of; None before there is one.
+        """Return the whole last gradient by `id` of its parameter, None before the first one.
 
-        With `loading` room for one is made. Under the distributed optimizer each replica has reduced only its part, and
-        the parts are put together (a collective of the replicas).
+        With `loading`, memory to load one into is made first. Under the distributed optimizer each replica has reduced
+        a part only, so the parts are gathered: a collective of the replicas.
         """
         if self._previous is None:
             if not loading:
                 return None
             self._previous = [torch.zeros_like(buffer.grad_data) for buffer in self._buffers]
         elif self._sharded:
-            self._gather()
+            self._gather_parts()
         return dict(self._by_parameter())
 
     def _by_parameter(self) -> Iterator[tuple[int, Tensor]]:
         for buffer in self._buffers:
             for parameter in buffer.params:
-                yield id(parameter), self._last(parameter.main_grad)
+                yield id(parameter), self._last_at(parameter.main_grad)
 
-    def _gather(self) -> None:
+    def _gather_parts(self) -> None:
         assert self._previous is not None
         for buffer, previous in zip(self._buffers, self._previous, strict=True):
             size = buffer.data_parallel_world_size

@@ -1,14 +1,15 @@
-"""A step's windows that are scored as they come and trained once all are there, for losses of batch scope.
+"""Windows that are scored when they arrive and trained once the step's batch is there, for losses of batch scope.
 
-Exact in every layout and whatever the micro-batches: the policy does not move within a step, so its log-probabilities
-in a forward-only pass over a window are those of the backward pass to come. Costs that pass (a third of a forward and
-backward) and two numbers a token over the CPU channel. The forward runs while later groups are still generated.
+The result is exact in every layout and for all micro-batches: the policy does not change within a step, so a
+forward-only pass over a window gives the log-probabilities of its later backward pass. This costs that pass (a third of
+a forward and backward) and two numbers a token over the CPU channel. The pass runs while later groups are generated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,8 +23,15 @@ Scored = tuple[MicroBatch, Tensor | None, Tensor | None]
 """A micro-batch with its log-probabilities under old policy and reference."""
 
 
+class HeldTokens(msgspec.Struct):
+    """A rank's part of the batch's trained tokens, as fp32 buffers."""
+
+    log_ratios: bytes
+    advantages: bytes
+
+
 class HeldWindows:
-    """What one rank holds of a step."""
+    """One rank's held windows of a step."""
 
     def __init__(self, loss: PolicyLoss, limits: BatchLossSettings, ranks: RankGroup) -> None:
         self._loss = loss
@@ -34,16 +42,16 @@ class HeldWindows:
         self._advantages: list[Tensor] = []
 
     def clear(self) -> None:
-        """Forget everything: another step."""
+        """Forget the windows: another step begins."""
         self._windows = []
         self._log_ratios = []
         self._advantages = []
 
     def add(self, scored: Sequence[Scored], log_ratios: Sequence[Tensor | None]) -> None:
-        """Hold a window; log_ratios [T] of each micro-batch on ranks that know them (the last pipeline stage)."""
+        """Hold a window. `log_ratios`: [T] of each micro-batch, known on the last pipeline stage and None elsewhere."""
         self._windows.append(list(scored))
         if not self._ranks.judges:
-            return  # another rank tells the same
+            return  # the rank with `judges` holds these tokens
         for (batch, _, _), logs in zip(scored, log_ratios, strict=True):
             assert logs is not None
             trained = batch.weights > 0
@@ -51,20 +59,26 @@ class HeldWindows:
             self._advantages.append(batch.advantages[trained].float().cpu())
 
     def take(self) -> tuple[list[list[Scored]], tuple[float, ...]]:
-        """All windows held, and the loss's statistics over those of all ranks. A collective of all ranks."""
+        """Return this rank's windows, and the loss's statistics over those of all ranks. A collective of all ranks."""
         assert self._loss.statistics is not None
-        whole = self._ranks.gather({"log_ratios": _bytes(self._log_ratios), "advantages": _bytes(self._advantages)})
-        columns = (torch.cat([_tensor(part[name]) for part in whole]) for name in ("log_ratios", "advantages"))
+        held = self._ranks.gather(HeldTokens(_fp32_bytes(self._log_ratios), _fp32_bytes(self._advantages)))
+        whole = BatchTokens(
+            torch.cat([_fp32_tensor(part.log_ratios) for part in held]),
+            torch.cat([_fp32_tensor(part.advantages) for part in held]),
+        )
         windows = self._windows
         self.clear()
-        return windows, self._loss.statistics(BatchTokens(*columns), self._limits)
+        return windows, self._loss.statistics(whole, self._limits)
 
 
 def hold_windows(
     spec: str, loss: PolicyLoss, limits: BatchLossSettings, ranks: RankGroup, mode: str
 ) -> HeldWindows | None:
-    """A place to hold windows for a loss of batch scope, None for others. Raises BadInput for one in `periodic` (the
-    config refuses ours by name; of a user's own only the file knows)."""
+    """Return a place to hold windows for a loss of batch scope, None for any other loss.
+
+    Raises BadInput for a loss of batch scope in `periodic`. The config refuses built-in ones; the scope of a user's own
+    is known only once its file is loaded.
+    """
     if loss.scope == "group":
         return None
     if mode == "periodic":
@@ -75,9 +89,9 @@ def hold_windows(
     return HeldWindows(loss, limits, ranks)
 
 
-def _bytes(parts: Sequence[Tensor]) -> bytes:
+def _fp32_bytes(parts: Sequence[Tensor]) -> bytes:
     return torch.cat([torch.zeros(0), *parts]).numpy().tobytes()
 
 
-def _tensor(data: bytes) -> Tensor:
+def _fp32_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.float32) if data else torch.zeros(0)

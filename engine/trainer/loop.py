@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 from engine.config import Config
 from engine.errors import MetronomeError, RatioGapError
@@ -13,11 +12,14 @@ from engine.run.trace import Trace
 from engine.schedule import Schedule
 from engine.trainer.policy import Policy
 from engine.trainer.rollouts import Rollouts, Work
-from engine.types import Group, Landed
+from engine.types import Group, Landed, StepFigures
 
 
 class Loop:
-    """Trains steps `start` … `config.train.steps` − 1; calls `report` after each and `checkpoint` where one is due."""
+    """Trains the steps of a run.
+
+    `report` is called after each step. `checkpoint` is called where one is due, and without figures when a step fails.
+    """
 
     def __init__(
         self,
@@ -25,8 +27,8 @@ class Loop:
         policy: Policy,
         rollouts: Rollouts,
         trace: Trace,
-        report: Callable[[int, dict[str, Any]], None],
-        checkpoint: Callable[[int, dict[str, Any]], None],
+        report: Callable[[int, StepFigures], None],
+        checkpoint: Callable[[int, StepFigures | None], None],
     ) -> None:
         self.config = config
         self.policy = policy
@@ -37,7 +39,7 @@ class Loop:
         self.schedule = Schedule.of(config.train, config.rollout.partial)
 
     def run(self, start: int) -> None:
-        """The loop. Weight version = number of updates so far = step."""
+        """Train steps `start` … `config.train.steps` − 1. Step N publishes weight version N and trains from it."""
         denominator = self.config.train.prompts_per_step * self.config.rollout.group_size
         for step in range(start, self.config.train.steps):
             began = time.perf_counter()
@@ -48,21 +50,21 @@ class Loop:
                 for batch in self.schedule.due(step, start, self.config.train.steps):
                     self.rollouts.start(batch)
                 check_s = self._verify(step)
-                for work in self._arriving(step):
-                    self._do(step, work)
+                for work in self._arriving_work(step):
+                    self._score_or_train(step, work)
                 self.rollouts.settle()
-                self.policy.reduce(denominator, partial(self._trained, step))
+                self.policy.reduce(denominator, partial(self._held_window_trained, step))
                 updated = time.perf_counter()
-                self.policy.decide()  # a user's code may fail: before anything moves
+                self.policy.decide()  # before the weights change, since a user's code may fail
             except MetronomeError as error:
                 self.rollouts.failed(error)
-                self.checkpoint(step, {})  # the step is lost, the weights before it are not
+                self.checkpoint(step, None)  # the weights from before this step
                 raise
             with self.trace.span("update", step=step):
                 self.policy.models.copy_policy_to_old()
                 norm, rate = self.policy.update()
             ended = time.perf_counter()
-            figures = {
+            figures: StepFigures = {
                 "sync_s": sync_s,
                 "check_s": check_s,
                 "update_s": ended - updated,
@@ -73,18 +75,18 @@ class Loop:
             }
             self.report(step, figures)
             self.trace.flush()
-            if self._due(step + 1):
+            if self._checkpoint_due(step + 1):
                 self.checkpoint(step + 1, figures)
 
     def _verify(self, step: int) -> float:
-        """Seconds blocked until the instances were seen to compute with the policy's weights; they sample beside it."""
+        """Return the seconds that `Rollouts.verify` blocks; the instances sample meanwhile."""
         began = time.perf_counter()
         with self.trace.span("check", step=step):
             self.rollouts.verify(self.policy.models, version=step)
         return time.perf_counter() - began
 
-    def _arriving(self, step: int) -> Iterator[Work]:
-        """The unit's work of the step, with the time blocked on each piece counted as waiting."""
+    def _arriving_work(self, step: int) -> Iterator[Work]:
+        """Yield the unit's work of the step; the time until each piece arrives is counted as waiting."""
         arriving = self.rollouts.work(step)
         while True:
             blocked = time.time()
@@ -95,7 +97,7 @@ class Loop:
                 return
             yield work
 
-    def _do(self, step: int, work: Work) -> None:
+    def _score_or_train(self, step: int, work: Work) -> None:
         landed = [item for item in work if isinstance(item, Landed)]
         if landed:
             with self.trace.span("score", step=step, responses=len(landed)):
@@ -104,8 +106,10 @@ class Loop:
             self._train(step, [item for item in work if isinstance(item, Group)])
 
     def _train(self, step: int, window: list[Group]) -> None:
-        """Refuse stale responses (docs/architecture.md, On-policy is checked),
-        then forward and backward of the window."""
+        """Check the versions of the window's responses (docs/architecture.md, On-policy is checked), then train it.
+
+        Raises StaleRolloutError, and RatioGapError if trainer and instances disagree on the same tokens.
+        """
         for group in window:
             self.schedule.check(group)
         started = time.time()
@@ -115,7 +119,7 @@ class Loop:
         if idle is not None:
             self.trace.add("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=step)
         if self.schedule.ahead:
-            return  # the policy has moved since; weights are still verified in every sync
+            return  # the policy has changed since the tokens were sampled; every sync still verifies the weights
         limit = self.config.train.ratio_gap_limit
         gap = self.policy.worst_gap()
         if limit and not gap <= limit:
@@ -127,11 +131,11 @@ class Loop:
                 "rollout.top_k)"
             )
 
-    def _trained(self, step: int, started: float, ended: float) -> None:
-        """A window that was held is trained: a piece of the step's longest work, at which the launcher hears of us."""
+    def _held_window_trained(self, step: int, started: float, ended: float) -> None:
+        """Trace a held window that was trained, and send the launcher a sign of life: training them all takes long."""
         self.trace.add("train", started, ended, step=step)
         self.rollouts.heartbeat()
 
-    def _due(self, step: int) -> bool:
+    def _checkpoint_due(self, step: int) -> bool:
         every = self.config.checkpoint.every
         return step == self.config.train.steps or (every > 0 and step % every == 0)

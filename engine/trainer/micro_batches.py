@@ -1,5 +1,5 @@
-"""From a window's groups to micro-batches: a pure function of them, so that asynchrony can't change it
-(docs/architecture.md, Asynchrony changes no number)."""
+"""Packing a window's groups into micro-batches. They are a function of the groups alone, so the order and time of
+arrival can't change them (docs/architecture.md, Asynchrony changes no number)."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from engine.types import Group, Response
 
 @dataclass(frozen=True)
 class Member:
-    """A response in a micro-batch: whose it is, by its group's and its own number,
-    and behind which prompt it stands."""
+    """A response in a micro-batch."""
 
     group: int
+    """Index of its group in the step."""
     number: int
+    """Its own number in the group."""
     prompt: tuple[int, ...]
+    """Token ids of the prompt."""
     response: Response
     step: int
-    """Its group's: the weight version that trains it."""
+    """The step, and so the weight version, that trains it."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward; per-token tensors are [T] over the response tokens that this rank scores."""
+    """What one forward and backward pass computes. Tensors are [T], over the response tokens that this rank scores."""
 
     members: tuple[Member, ...]
     layout: Layout
@@ -38,11 +40,11 @@ class MicroBatch:
     """The instance's log-probabilities."""
     advantages: Tensor
     weights: Tensor
-    """What each token counts (Credit.weights)."""
+    """Each token's weight in the loss (`Credit.weights`)."""
     response: Tensor
-    """Which of `members` each token belongs to."""
+    """Index in `members` of each token's response."""
     behind: Tensor
-    """Whether weights before the step's own sampled the token."""
+    """Whether weights older than the step's own sampled the token."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class GroupPart:
     members: tuple[Member, ...]
     advantages: Tensor
     size: int
-    """Tokens computed."""
+    """Tokens that a row computes for it."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +64,24 @@ class Packing:
 
     credit: Credit
     budget: int
-    """Tokens of a micro-batch."""
+    """Token budget of a micro-batch; a single response may exceed it."""
     shared_prompt: bool = True
     multiple: int = 1
     """Rows are filled up to a multiple of this (engine.model.build.row_multiple)."""
     context: tuple[int, int] = (0, 1)
-    """(rank, size) of context parallelism: which part of each row is this rank's."""
+    """(rank, size) of context parallelism: this rank's part of each row."""
     share: tuple[int, int] = (0, 1)
-    """(number, count) of the replicas that train a window together."""
+    """(number of this replica, count) among the replicas that train a window together."""
     device: torch.device = torch.device("cpu")
 
     def micro_batches(self, window: Sequence[Group]) -> list[MicroBatch]:
-        """This replica's micro-batches of a window; groups above the budget are split, their prompt computed again.
+        """Return this replica's micro-batches of a window.
 
-        Advantages are over the whole group, whatever the split. Replicas in lockstep are dealt one micro-batch in turn
-        and all run equally many: who has no more gets one of a single token and no response.
+        A group above the budget is split, and each part computes the prompt again; its advantages are those of the
+        whole group. Replicas in lockstep take the micro-batches in turn and all run equally many: a replica that would
+        have one less gets FILLER.
         """
-        packed = list(_packed([part for group in window for part in self._parts(group)], self.budget))
+        packed = list(_pack_parts([part for group in window for part in self._parts(group)], self.budget))
         number, count = self.share
         mine = packed[number::count]
         fillers = -(-len(packed) // count) - len(mine)
@@ -97,41 +100,44 @@ class Packing:
             yield GroupPart(prompt, members, advantages[indices], size)
 
     def micro_batch(self, parts: Sequence[GroupPart]) -> MicroBatch:
-        """Parts as one row, and this rank's share of it."""
+        """Return parts as one row, of which this rank gets its share."""
         members = tuple(member for part in parts for member in part.members)
         responses = [member.response for member in members]
         lengths = torch.tensor([len(response.token_ids) for response in responses], dtype=torch.long)
         row = self.row([(part.prompt, [member.response.token_ids for member in part.members]) for part in parts])
-        columns = (
+        columns: tuple[Tensor, ...] = (
             torch.tensor([value for response in responses for value in response.logprobs]),
             torch.repeat_interleave(torch.cat([part.advantages for part in parts]), lengths),
             torch.cat([self.credit.weights(response) for response in responses]) if responses else torch.zeros(0),
             torch.repeat_interleave(torch.arange(len(responses)), lengths),
-            torch.tensor([behind for member in members for behind in _behind(member)], dtype=torch.bool),
+            torch.tensor([behind for member in members for behind in _sampled_by_older(member)], dtype=torch.bool),
         )
         if self.context[1] > 1:
             columns = tuple(column[row.kept.cpu()] for column in columns)
         return MicroBatch(members, row, *(column.to(self.device) for column in columns))
 
     def row(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Layout:
-        """(prompt, responses) token ids as a row, and this rank's share of it."""
+        """Return this rank's share of the row that holds these (prompt, responses) token ids."""
         row = layout(groups, self.shared_prompt).aligned(self.multiple)
         rank, size = self.context
         return (row.shard(rank, size) if size > 1 else row).to(self.device)
 
 
-def _behind(member: Member) -> Iterator[bool]:
-    """Of each token of the response (`Response.versions` holds runs of (first token, version))."""
+def _sampled_by_older(member: Member) -> Iterator[bool]:
+    """Yield for each token of the response whether weights older than the step's own sampled it.
+
+    `Response.versions` holds runs of (first token, version).
+    """
     starts = [*member.response.versions, (len(member.response.token_ids), 0)]
     for (first, version), (end, _) in pairwise(starts):
         yield from [version < member.step] * (end - first)
 
 
 FILLER = GroupPart((0,), (), torch.zeros(0), 1)
-"""Computes one token and trains nothing."""
+"""A part of one token without a response: it trains nothing."""
 
 
-def _packed(parts: Sequence[GroupPart], budget: int) -> Iterator[list[GroupPart]]:
+def _pack_parts(parts: Sequence[GroupPart], budget: int) -> Iterator[list[GroupPart]]:
     packed: list[GroupPart] = []
     for part in parts:
         if packed and sum(other.size for other in packed) + part.size > budget:
@@ -143,5 +149,8 @@ def _packed(parts: Sequence[GroupPart], budget: int) -> Iterator[list[GroupPart]
 
 
 def trained_tokens(group: Group) -> int:
-    """Prompt and response tokens of every response, whatever was computed: the papers' unit of throughput."""
+    """Return the prompt and response tokens of all responses, the papers' unit of throughput.
+
+    The prompt counts once per response, even if it is computed once per group.
+    """
     return sum(len(group.prompt.token_ids) + len(response.token_ids) for response in group.responses)

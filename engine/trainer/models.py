@@ -1,4 +1,4 @@
-"""Opening the tri-model that a config describes, on this rank."""
+"""Builds this rank's part of the tri-model that a config describes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from engine.platform import Platform
 from engine.wire.weights.hf_folder import open_folder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""By the name in `train.dtype`."""
+"""torch's types by their names in `train.dtype` and `model.dtype`."""
 
 
 def computation(config: Config, platform: Platform) -> Computation:
-    """How the config wants models to be computed on this platform."""
+    """Return how models are computed on this platform, by the config."""
     device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
     return Computation(
         sequence=config.parallel.sequence,
@@ -34,10 +34,10 @@ def computation(config: Config, platform: Platform) -> Computation:
 
 
 def open_models(config: Config, platform: Platform) -> TriModel:
-    """Policy, and old policy and reference where the algorithm needs them, all from `model.path`."""
+    """Load the policy, and old policy and reference where the algorithm needs them, all from `model.path`."""
     base = Path(config.model.path)
     shape = read_shape(base)
-    put = partial(_load, base, shape)
+    put = partial(_load_weights, base, shape)
     return TriModel(
         shape,
         computation(config, platform),
@@ -49,6 +49,6 @@ def open_models(config: Config, platform: Platform) -> TriModel:
     )
 
 
-def _load(folder: Path, shape: ModelShape, model: GPTModel) -> None:
+def _load_weights(folder: Path, shape: ModelShape, model: GPTModel) -> None:
     with open_folder(folder) as files:
         load(model, files.read, shape)

@@ -1,7 +1,7 @@
 """Trainer ranks on another node than the launcher's: `python -m engine.trainer.nodes RUN_FOLDER`.
 
-The run folder must be shared. The launcher writes an invitation into it (engine.wire.invitation); each other node reads
-it, starts its ranks under an elastic agent of its own, and all agents meet at `parallel.rendezvous`.
+All nodes must share the run folder. The launcher writes an invitation into it (engine.wire.invitation). Each other node
+reads it and starts its ranks under an elastic agent of its own; all agents meet at `parallel.rendezvous`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from engine.wire.invitation import wait_for_invitation
 
 
 def follow_invitations(folder: Path, wait_s: float) -> None:
-    """Run this node's ranks of a run until it has trained; again for each attempt, when the run is resumed.
+    """Run this node's ranks of a run until it has trained, once for each invitation: a resumed run writes another.
 
-    Raises DeadlineError when there is no invitation that this node has not followed for `wait_s` seconds.
+    Raises DeadlineError if no new invitation comes within `wait_s` seconds.
     """
     seen = ""
     while True:
         invitation = wait_for_invitation(folder, seen, wait_s)
         seen = invitation["run_id"]
-        if _follow(invitation) == 0:
+        if _run_invited_ranks(invitation) == 0:
             return
 
 
-def _follow(invitation: dict[str, Any]) -> int:
+def _run_invited_ranks(invitation: dict[str, Any]) -> int:
     from engine.trainer.agent import run_ranks  # imports torch: seconds
 
     os.environ |= {CONTROL_KEY: invitation["key"], "OMP_NUM_THREADS": str(invitation["threads"])}
@@ -50,7 +50,7 @@ def _follow(invitation: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    """0 when the run has trained, 1 with the reason when not."""
+    """Return 0 once the run has trained; else print the error and return 1."""
     watch_lifeline()
     os.environ[LIFELINE] = hold_lifeline()
     parser = argparse.ArgumentParser(description="this node's trainer ranks of a run")

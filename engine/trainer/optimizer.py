@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule, as the config wants them."""
+"""Megatron's optimizer and learning-rate schedule, with the settings of the config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.trainer.models import DTYPES
 
 
 def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
-    """AdamW as the config wants it, over the model's gradient buffers. Built by every rank at once."""
+    """Return AdamW over the model's gradient buffers. Built by every rank at once."""
     train = config.train
     return get_megatron_optimizer(
         OptimizerConfig(
@@ -32,7 +32,7 @@ def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimi
 
 
 def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Megatron's schedule: linear warm-up (the first of w steps trains at 1/w of the peak), then the chosen decay."""
+    """Return Megatron's schedule: linear warm-up over w steps, the first at 1/w of the peak, then the chosen decay."""
     train = config.train
     peak = train.learning_rate
     warmup = train.warmup_steps
@@ -48,7 +48,7 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
         end_wd=train.weight_decay,
         wd_incr_steps=train.steps,
         wd_incr_style="constant",
-        # a resumed run takes its position from the checkpoint, its settings from here
+        # a resumed run takes the position from its checkpoint and these settings from its config
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

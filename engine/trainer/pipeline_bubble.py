@@ -1,24 +1,25 @@
-"""How long a pipeline stage really computes in a window: what is left of the window is the pipeline's bubble."""
+"""The seconds that a pipeline stage computes in a window. The rest of the window is the pipeline's bubble."""
 
 from __future__ import annotations
 
 import time
 
 COMPUTING = ("forward-compute", "backward-compute")
-"""Megatron's names of the timers around a micro-batch's own work; the others are around waiting for neighbours."""
+"""Megatron's names of the timers around a micro-batch's work. Its other timers measure waiting for neighbours."""
 
 
 class ComputeTimer:
-    """Stands where Megatron's schedules look for timers (`config.timers`); adds up the seconds of computing.
+    """Adds up the seconds of computing. Megatron's schedules find it in `config.timers`.
 
-    On an accelerator these are the host's seconds: work that was queued but not awaited counts where it is awaited.
+    These are seconds of the host. Work that is queued on an accelerator counts where the host waits for it.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._started = 0.0
 
     def __call__(self, name: str, log_level: int = 0) -> ComputeTimer | NoTimer:
-        """Megatron asks for a timer by name each time."""
+        """Return the timer of this name, as Megatron's schedules ask for it."""
         return self if name in COMPUTING else NO_TIMER
 
     def start(self, barrier: bool = False) -> None:
@@ -26,7 +27,7 @@ class ComputeTimer:
         self._started = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
-        """It ends."""
+        """A micro-batch's work ends."""
         self.seconds += time.perf_counter() - self._started
 
 

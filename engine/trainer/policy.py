@@ -1,4 +1,4 @@
-"""The trained side: gradients accumulate group by group, one update closes the step (Algorithm 1, lines 11–21)."""
+"""Training on one rank: gradients add up group by group, one update ends the step (Algorithm 1, lines 11–21)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from engine.trainer.models import computation, open_models
 from engine.trainer.optimizer import optimizer_of, scheduler_of
 from engine.trainer.pipeline_bubble import ComputeTimer
 from engine.trainer.rank_group import RankGroup
-from engine.trainer.step_metrics import StepMetrics
-from engine.types import Group, Landed
+from engine.trainer.step_metrics import LossCounts, RankMetrics, StepMetrics
+from engine.types import Group, Landed, TrainingFigures
 
 
 class Policy:
@@ -49,7 +49,7 @@ class Policy:
         self.packing = self._packing()
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
-        advantage_of(algorithm.advantage)  # a mistake in a user's own is found now
+        advantage_of(algorithm.advantage)  # raises now if a user's own advantage has a mistake
         self._loss = loss_of(algorithm.loss)
         self._coefficients = Coefficients(
             clip_low=algorithm.clip_low,
@@ -60,7 +60,7 @@ class Policy:
             mismatch=algorithm.mismatch,
             mismatch_limit=algorithm.mismatch_limit,
             limits=BatchLossSettings(
-                algorithm.m2_threshold, algorithm.bapo_share, algorithm.bapo_low, algorithm.bapo_high
+                algorithm.m2po.threshold, algorithm.bapo.share, algorithm.bapo.low, algorithm.bapo.high
             ),
         )
         self._held = hold_windows(
@@ -87,6 +87,8 @@ class Policy:
             GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
         )
         self._decided: bool | None = None
+        self._denominator: float | None = None
+        """Denominator of the step that was reduced last."""
         self.scheduler = scheduler_of(config, self.optimizer)
 
     def _packing(self) -> Packing:
@@ -103,7 +105,7 @@ class Policy:
         )
 
     def start_step(self) -> None:
-        """Drop gradients and sums, also those of a half-done step."""
+        """Set gradients and metrics back, also those of a step that was not finished."""
         self.metrics = StepMetrics()
         self._decided = None
         self.early.clear()
@@ -113,10 +115,11 @@ class Policy:
         self.optimizer.zero_grad()
 
     def accumulate(self, window: Sequence[Group]) -> float | None:
-        """Score the groups under all models and add their gradient; no optimizer step. A collective of the unit.
+        """Score the groups under the frozen models and add their gradient; no optimizer step. A collective of the unit.
 
-        A loss of batch scope has them held: their gradient is added in `reduce`, when all of the batch is there.
-        Under a pipeline returns the seconds of the schedule in which this stage had nothing to compute.
+        A loss of batch scope holds them: `reduce` adds their gradient once the whole batch is there.
+        Returns the seconds of the schedule in which this pipeline stage computed nothing; None without a pipeline, or
+        for a window that is held.
         """
         started = time.perf_counter()
         batches = self.packing.micro_batches(window)
@@ -125,7 +128,7 @@ class Policy:
         if self._held is None:
             idle = self._forward_backward(iter(scored), len(scored))
         else:
-            self._hold(self._held, scored)
+            self._hold_window(self._held, scored)
         if self.ranks.leader:
             for group in window:
                 self.metrics.add_group(group, self.packing.credit.tokens(group), self.packing.credit.unequal(group))
@@ -143,14 +146,17 @@ class Policy:
         return self.ranks.worst(self.metrics.max_ratio_gap)
 
     def _frozen_scores(self, batches: Sequence[MicroBatch]) -> list[Scored]:
-        """Forward-only passes of old policy and reference over the window, before its 1F1B."""
+        """Return the window's micro-batches with their log-probabilities under old policy and reference.
+
+        The forward-only passes run before the pipeline's schedule (1F1B) of the window.
+        """
         started = time.perf_counter()
         old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
         self.metrics.score_s += time.perf_counter() - started
         return list(zip(batches, old, reference, strict=True))
 
-    def _hold(self, held: HeldWindows, window: Sequence[Scored]) -> None:
-        """Keep a window, with the policy's log-ratios in it (engine.trainer.held_windows)."""
+    def _hold_window(self, held: HeldWindows, window: Sequence[Scored]) -> None:
+        """Hold a window with its log-ratios of policy to old policy (engine.trainer.held_windows)."""
         models = self.models
         found = score(
             models.policy, [batch.layout for batch, _, _ in window], models.temperature, models.shape.vocabulary
@@ -158,13 +164,13 @@ class Policy:
         log_ratios: list[Tensor | None] = []
         for (batch, old, _), logprobs in zip(window, found, strict=True):
             if logprobs is not None:
-                # trainer and instances are compared as each window comes
+                # the ratio gap is checked after each window, so it is measured now and not in `reduce`
                 self.metrics.worst_gap(mismatch(logprobs, batch.rollout)[0])
-            log_ratios.append(None if logprobs is None else logprobs - self._old(batch, logprobs, old))
+            log_ratios.append(None if logprobs is None else logprobs - self._old_logprobs(batch, logprobs, old))
         held.add(window, log_ratios)
 
     def _train_held(self, trained: Callable[[float, float], None]) -> None:
-        """Train what is held, window by window, with the statistics over all of it. A collective of all ranks."""
+        """Train the held windows one by one, with the statistics over all of them. A collective of all ranks."""
         if self._held is None:
             return
         windows, self._statistics = self._held.take()
@@ -176,7 +182,10 @@ class Policy:
             trained(started, ended)
 
     def _forward_backward(self, window: Iterator[Scored], count: int) -> float | None:
-        """Megatron's schedule over a window's micro-batches: gradients added to the buffer, nothing finalised."""
+        """Run Megatron's schedule over a window's micro-batches; it adds their gradients to the buffers.
+
+        Returns the seconds in which this pipeline stage computed nothing, None without a pipeline.
+        """
         started = time.perf_counter()
         self._busy.seconds = 0.0
         get_forward_backward_func()(
@@ -193,7 +202,7 @@ class Policy:
     def _forward(
         self, window: Iterator[Scored], model: torch.nn.Module
     ) -> tuple[Tensor, partial[tuple[Tensor, Tensor, None]]]:
-        """Megatron's forward step: the micro-batch's logits, and the function that makes its loss of them."""
+        """Megatron's forward step. Return the micro-batch's logits, and the function from them to its loss."""
         batch, old, reference = next(window)
         if self.ranks.feeds:
             self.metrics.computed_tokens += batch.layout.size
@@ -202,10 +211,10 @@ class Policy:
     def _loss_of(
         self, batch: MicroBatch, old: Tensor | None, reference: Tensor | None, out: Tensor
     ) -> tuple[Tensor, Tensor, None]:
-        """The sum over responses of their losses; the count is 0, since the step's denominator is ours."""
+        """Return the sum of the responses' losses, and 0 as Megatron's token count: `reduce` divides instead."""
         shape = self.models.shape
         logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
-        old = self._old(batch, logprobs, old)
+        old = self._old_logprobs(batch, logprobs, old)
         terms = Terms(
             logprobs=logprobs,
             old=old,
@@ -216,16 +225,16 @@ class Policy:
             rollout=batch.rollout,
             response=batch.response,
             responses=len(batch.members),
-            whole=_whole,
+            whole=_sum_over_context,
             statistics=self._statistics,
-            sampled=self._sampled(batch, logprobs.detach(), old),
+            sampled=self._sampled_logprobs(batch, logprobs.detach(), old),
         )
         loss = self._loss(terms, self._coefficients)
         self._add_metrics(batch, logprobs.detach(), old, loss)
         return loss.total, torch.zeros((), dtype=torch.int, device=out.device), None
 
-    def _old(self, batch: MicroBatch, logprobs: Tensor, old: Tensor | None) -> Tensor:
-        """The denominator of the ratio, [T], as `algorithm.old_policy` says."""
+    def _old_logprobs(self, batch: MicroBatch, logprobs: Tensor, old: Tensor | None) -> Tensor:
+        """[T] log-probabilities in the denominator of the ratio, by `algorithm.old_policy`; `old`: the old policy's."""
         if self.config.algorithm.old_policy == "behavior":
             return logprobs.detach()
         if self.config.algorithm.old_policy == "rollout":
@@ -233,9 +242,12 @@ class Policy:
         assert old is not None
         return old
 
-    def _sampled(self, batch: MicroBatch, logprobs: Tensor, old: Tensor) -> Tensor:
-        """The trainer's log-probabilities under the weights that sampled, [T]: the policy's own, and those before the
-        last update for tokens that are one update old (the config refuses `algorithm.mismatch` where others occur)."""
+    def _sampled_logprobs(self, batch: MicroBatch, logprobs: Tensor, old: Tensor) -> Tensor:
+        """[T] the trainer's log-probabilities under the weights that sampled each token.
+
+        Those are the policy's weights, or for tokens that are one update old the old policy's. The config refuses
+        `algorithm.mismatch` where older tokens occur.
+        """
         return torch.where(batch.behind, old, logprobs) if self.config.algorithm.old_policy == "previous" else logprobs
 
     def _add_metrics(self, batch: MicroBatch, logprobs: Tensor, old: Tensor, loss: Loss) -> None:
@@ -255,16 +267,16 @@ class Policy:
             metrics.old_ratio_max = max(metrics.old_ratio_max, float((logprobs - old).max().exp()))
 
     def reduce(self, responses: int, trained: Callable[[float, float], None] = lambda started, ended: None) -> None:
-        """Divide the sums by the step's denominator and reduce over replicas, once. Raises MetronomeError if it is not
-        finite.
+        """Divide the gradient by the step's denominator and reduce it over replicas, once.
 
-        A step has N·G `responses`; what was held is trained first, and `trained` is told when each of its windows began
-        and ended (seconds since the epoch). A collective of all ranks, also of those that got no group; they meet on
-        the host first.
+        `responses`: those of the step, prompts times group size. Held windows are trained first; `trained` is called
+        after each with the times at which it began and ended (seconds since the epoch). A collective of all ranks, also
+        of those that got no group; they wait for each other on the host first. Raises MetronomeError if the gradient is
+        not finite.
         """
         self._train_held(trained)
-        self._denominator = self._step_denominator(responses)
-        self.ddp.scale_gradients(1.0 / self._denominator)
+        denominator = self._denominator = self._step_denominator(responses)
+        self.ddp.scale_gradients(1.0 / denominator)
         finalize_model_grads([self.ddp], None)
         buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
         finite = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
@@ -275,23 +287,27 @@ class Policy:
             )
 
     def _step_denominator(self, responses: int) -> float:
-        """By the loss' aggregation; of an advantage that counts unequal groups only, with their share (`Advantage`)."""
-        counts = self.ranks.gather(
-            {"tokens": self.metrics.loss_tokens, "groups": self.metrics.groups, "unequal": self.metrics.unequal}
-        )
-        tokens, groups, unequal = (sum(count[name] for count in counts) for name in ("tokens", "groups", "unequal"))
+        """Return what the summed gradient is divided by.
+
+        The loss's aggregation gives it. With an advantage of `only_unequal` it is multiplied by the share of unequal
+        groups.
+        """
+        metrics = self.metrics
+        counts = self.ranks.gather(LossCounts(metrics.loss_tokens, metrics.groups, metrics.unequal))
+        tokens = sum(count.tokens for count in counts)
+        unequal = sum(count.unequal for count in counts)
         divisor = self._loss.denominator(responses, tokens, self.config.rollout.max_new_tokens)
         only_unequal = advantage_of(self.config.algorithm.advantage).only_unequal
-        return divisor * unequal / groups if only_unequal and unequal else divisor
+        return divisor * unequal / sum(count.groups for count in counts) if only_unequal and unequal else divisor
 
     def decide(self) -> None:
-        """Let gradient control turn the gradient, or skip the update. Raises BadInput where a user's own fails."""
+        """Let gradient control change the gradient or skip the update. Raises BadInput if a user's control fails."""
         self._decided = self.control is None or self.control.act()
 
     def update(self) -> tuple[float, float]:
-        """Clip and step, after `decide`. Returns (norm of the gradient before clipping, learning rate used).
+        """Clip the gradient and make the optimizer's step. Returns (gradient norm before clipping, learning rate used).
 
-        Where gradient control skips the update, weights, optimizer and schedule stay as they are.
+        Calls `decide` if it was not called. If gradient control skips the update, nothing changes.
         """
         if self._decided is None:
             self.decide()
@@ -302,15 +318,19 @@ class Policy:
         self.scheduler.step(increment=1)
         return float(norm), rate
 
-    def figures(self) -> dict[str, float]:
-        """The step's figures over all ranks, as steps.jsonl names them. A collective of all ranks."""
-        ranks = self.ranks.gather(self.metrics.wire(self.ranks.leader, self.platform.peak_bytes()))
+    def figures(self) -> TrainingFigures:
+        """Return the step's figures over all ranks, by the keys of steps.jsonl; after `reduce`.
+
+        A collective of all ranks.
+        """
+        assert self._denominator is not None
+        ranks = self.ranks.gather(RankMetrics(self.metrics, self.ranks.leader, self.platform.peak_bytes()))
         merged = StepMetrics.merged(ranks, self._denominator, self._loss.aggregation == "response")
-        return {**merged, **(self.control.figures() if self.control is not None else {})}
+        return {**merged, **self.control.figures()} if self.control is not None else merged
 
 
-def _whole(sums: Tensor) -> Tensor:
-    """Sums over this context rank's tokens → over the whole row's."""
-    if sums.numel() and parallel_state.get_context_parallel_world_size() > 1:  # as many on each of these ranks
+def _sum_over_context(sums: Tensor) -> Tensor:
+    """Sums over this context rank's tokens → sums over the tokens of the whole row."""
+    if sums.numel() and parallel_state.get_context_parallel_world_size() > 1:  # these ranks hold equally many sums
         dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
     return sums

@@ -19,12 +19,14 @@ from engine.errors import BadInput, MetronomeError
 from engine.model.shape import content_hash
 from engine.run.process import bind, watch_lifeline
 from engine.run.trace import Trace
+from engine.types import StepFigures
+from engine.wire import messages
 from engine.wire.control_client import ControlClient
 
 
 @record  # leaves the traceback of an unexpected error for the agent, whose message reaches the launcher
 def main() -> int:
-    """Set the rank up, train, export; an error of ours is told to the launcher before exiting with 1."""
+    """Set the rank up, train, export. Return 0, or 1 after a MetronomeError, which the launcher is told."""
     watch_lifeline()
     arguments = _arguments()
     config = load(arguments.folder / "config.toml")
@@ -39,7 +41,7 @@ def main() -> int:
             _train(config, arguments, control, sender)
         return 0
     except MetronomeError as error:
-        control.ask("failed", error=type(error).__name__, message=str(error))
+        control.ask(messages.TrainerFailed(error=messages.Failure.of(error)))
         return 1
     finally:
         control.close()
@@ -47,12 +49,16 @@ def main() -> int:
 
 
 def _transfer_timeout(config: Config) -> float:
-    """Longer than the launcher waits for an instance, and that may take for an update:
-    it knows the names, and gives up first."""
+    """Return the seconds that a rank waits for the launcher, for other ranks or for a transfer.
+
+    They are more than the launcher's own deadlines for an instance and its update, so that the launcher, which knows
+    the names, gives up first.
+    """
     return config.train.timeout_s + config.rollout.timeout_s + config.rollout.wait_s
 
 
 def _own_cores(config: Config) -> list[int]:
+    """Return this rank's share of `train.devices`, the cores that it may run on."""
     share = len(config.train.devices) // config.parallel.ranks_per_node
     first = int(os.environ["LOCAL_RANK"]) * share
     return config.train.devices[first : first + share]
@@ -85,7 +91,7 @@ def _arguments() -> argparse.Namespace:
 def _train(config: Config, arguments: argparse.Namespace, control: ControlClient, sender: ControlClient) -> None:
     """Build the models, load the newest checkpoint if asked to, run the loop, export the final policy.
 
-    `sender`: the weight-sending thread's own way to the launcher.
+    `sender`: control channel of the thread that sends weights.
     """
     from engine.trainer.checkpoint.checkpoints import Checkpoints
     from engine.trainer.export import export
@@ -103,20 +109,18 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
         raise BadInput(f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}")
     trace = Trace(arguments.folder / "trace", ranks.name)
 
-    def save(step: int, figures: dict[str, Any]) -> None:
+    def save(step: int, figures: StepFigures | None) -> None:
         with trace.span("checkpoint", step=step):
             checkpoints.save(step, figures)
 
-    def report(step: int, figures: dict[str, Any]) -> None:
+    def report(step: int, figures: StepFigures) -> None:
         checkpoints.poll()
-        reply = ranks.from_first(lambda: control.ask("report", step=step, figures=figures))
-        checkpoints.prompt_position = reply["prompt_position"]
+        reply = ranks.from_first(lambda: control.ask(messages.Report(step=step, figures=figures)))
+        checkpoints.prompt_position = reply.prompt_position
 
     rollouts = _rollouts(config=config, arguments=arguments, control=control, sender=sender, ranks=ranks, policy=policy)
-    position = checkpoints.prompt_position
-    prompts = checkpoints.prompts
-    reply = ranks.from_first(lambda: control.ask("ready", start=start, prompt_position=position, prompts=prompts))
-    checkpoints.prompts = reply.get("prompts", prompts)
+    ready = messages.Ready(start=start, prompt_position=checkpoints.prompt_position, prompts=checkpoints.prompts)
+    checkpoints.prompts = ranks.from_first(lambda: control.ask(ready)).fingerprint or checkpoints.prompts
     try:
         Loop(config=config, policy=policy, rollouts=rollouts, trace=trace, report=report, checkpoint=save).run(start)
     finally:

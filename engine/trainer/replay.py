@@ -1,4 +1,4 @@
-"""Replaying a record: what one unit of the trainer was given in each step, in its order of training."""
+"""Reading a record for a replay: the work that one unit of the trainer did in each step, in its order of training."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.errors import BadInput
-from engine.run.record import Entry, read
+from engine.wire.record import RecordEntry, read
 
 
 class Replay:
-    """Stands in for the queue: yields what one unit was given in each step, synchronously."""
+    """One unit's work of a recorded run, step by step. It takes the place of the sample queue."""
 
     def __init__(self, path: Path, unit: int, expected: int) -> None:
-        """`expected` groups make a step; one that was cut off can't be replayed."""
+        """`expected`: groups of a complete step."""
         self._expected = expected
-        self._mine: dict[int, list[Entry]] = {}
+        self._mine: dict[int, list[RecordEntry]] = {}
         self._groups: dict[int, int] = {}
         for entry in read(path):
-            step = entry["step"]
-            self._groups[step] = self._groups.get(step, 0) + len(entry.get("groups", ()))
-            if entry["unit"] == unit:
-                self._mine.setdefault(step, []).append(entry)
+            self._groups[entry.step] = self._groups.get(entry.step, 0) + len(entry.groups)
+            if entry.unit == unit:
+                self._mine.setdefault(entry.step, []).append(entry)
 
-    def entries(self, step: int) -> Iterator[Entry]:
-        """What the unit was given in a step. Raises BadInput unless all groups of the step were recorded."""
+    def entries(self, step: int) -> Iterator[RecordEntry]:
+        """Yield the unit's work of a step. Raises BadInput unless all groups of the step were recorded."""
         count = self._groups.get(step, 0)
         if count != self._expected:
             raise BadInput(

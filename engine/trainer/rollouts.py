@@ -1,6 +1,7 @@
-"""Where the loop's groups come from: the running instances, or a record of them.
+"""The source of the loop's groups: the running instances, or a record of an earlier run.
 
-A unit's leader asks; what it is told goes to every rank of the unit over the CPU channel, signs of life included.
+A unit's leader asks the launcher. Every reply, signs of life included, goes to all ranks of the unit over the CPU
+channel.
 """
 
 from __future__ import annotations
@@ -9,51 +10,60 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine.errors import MetronomeError
 from engine.model.tri_model import TriModel
-from engine.run.record import Entry
 from engine.trainer.publish.publisher import Publisher
 from engine.trainer.rank_group import RankGroup
 from engine.trainer.replay import Replay
 from engine.types import Group, Landed
-from engine.wire.codec import group_from_wire, landed_from_wire
+from engine.wire import messages
+from engine.wire.codec import open_group, open_landed
 from engine.wire.control_client import ControlClient
+from engine.wire.messages import EarlyWork, EndOfStep, Failure, Window
 
 Work = list[Group] | list[Landed]
 """A window to train, or responses to score early."""
 
 
 class Rollouts(Protocol):
-    """What the loop asks of the inference side. Every method is a collective: of all ranks, `work` of a unit's."""
+    """The inference side, as the loop uses it.
+
+    `work` and `heartbeat` are collectives of a unit's ranks; `settle` and `failed` are no collectives; the others are
+    collectives of all ranks.
+    """
 
     def publish(self, models: TriModel, version: int) -> float:
-        """Give every instance exactly this version of the policy; returns the exposed seconds."""
+        """Give every instance exactly this version of the policy. Return the seconds that it blocked the trainer."""
 
     def verify(self, models: TriModel, version: int) -> None:
-        """After `publish`, beside the first responses:
-        the instances compute with the policy's weights, or the sync failed."""
+        """Check, after `publish`, that the instances compute with the policy's weights.
+
+        They sample meanwhile. Where they take weights over in the background, this does not wait for the check.
+        """
 
     def settle(self) -> None:
-        """Before the policy's weights move: until nothing reads those that were published. No collective."""
+        """Wait until nothing reads the published weights any more, before the policy changes them. No collective."""
 
     def start(self, step: int) -> None:
         """Start the step's batch of prompts in the background."""
 
     def work(self, step: int) -> Iterator[Work]:
-        """What the unit has to do in the step, each piece as soon as it may be done."""
+        """Yield the unit's work of the step, each piece as soon as it can be done. A collective of the unit."""
 
     def heartbeat(self) -> None:
-        """A sign of life amid long work, after which the unit has nothing to ask for.
-        Raises what ended the run meanwhile."""
+        """Send a sign of life during long work that asks for nothing. A collective of the unit.
+
+        Raises the error that has ended the run meanwhile.
+        """
 
     def failed(self, error: MetronomeError) -> None:
-        """Let the launcher, and through it the other units, know that this unit ends."""
+        """Tell the launcher, and through it the other units, that this unit ends with an error."""
 
 
 class LiveRollouts:
-    """Rollouts of the running instances, reached through the launcher."""
+    """The running instances, reached through the launcher."""
 
     def __init__(self, control: ControlClient, ranks: RankGroup, publisher: Publisher, budget: int) -> None:
         """`budget`: tokens of a window."""
@@ -63,55 +73,57 @@ class LiveRollouts:
         self._budget = budget
 
     def publish(self, models: TriModel, version: int) -> float:
-        """Export, send, and wait until every instance holds the version; first, in the modes that keep batches in
-        flight, until weights may move."""
+        """Wait until weights may move, then give every instance the version. Return the seconds of both."""
         started = time.perf_counter()
-        while not self._ranks.from_first(lambda: self._control.ask("may_publish", version=version)).get("now"):
+        may_publish = messages.MayPublish(version=version)
+        while not self._ranks.from_first(lambda: self._control.ask(may_publish)).now:
             pass  # the launcher's sign of life
         waited = time.perf_counter() - started
         return waited + self._publisher.publish(models, version)
 
     def verify(self, models: TriModel, version: int) -> None:
-        """Publisher.verify."""
+        """See `Publisher.verify`."""
         self._publisher.verify(models, version)
 
     def settle(self) -> None:
-        """Publisher.settle."""
+        """See `Publisher.settle`."""
         self._publisher.settle()
 
     def start(self, step: int) -> None:
-        """Tell the launcher's producer."""
-        self._ranks.from_first(lambda: self._control.ask("start_batch", step=step))
+        """Ask the launcher to start the batch."""
+        self._ranks.from_first(lambda: self._control.ask(messages.StartBatch(step=step)))
 
     def work(self, step: int) -> Iterator[Work]:
-        """Lease from the sample queue until somebody has trained every group.
+        """Lease windows from the sample queue until the units have trained all groups of the step.
 
-        A window is acknowledged when its successor is asked for, that is once its gradient is in: one round trip each.
+        The request for the next window acknowledges the last one, whose gradient is in: one round trip a window.
         """
-        trained: list[int] = []
+        trained: tuple[int, ...] = ()
         while True:
             reply = self._ranks.from_leader(partial(self._lease, step, trained))
-            trained = []
-            if reply.get("end"):
+            trained = ()
+            if isinstance(reply, EndOfStep):
                 return
-            if work := _work(reply):  # any other reply is the launcher's sign of life while there is nothing to do
+            if isinstance(reply, (Window, EarlyWork)):  # else a sign of life: ask again
+                work = _decoded(reply)
                 yield work
-                trained = [item.index for item in work if isinstance(item, Group)]
+                trained = tuple(item.index for item in work if isinstance(item, Group))
 
-    def _lease(self, step: int, trained: list[int]) -> dict[str, Any]:
-        return self._control.ask("lease", step=step, unit=self._ranks.unit, budget=self._budget, trained=trained)
+    def _lease(self, step: int, trained: tuple[int, ...]) -> messages.Work:
+        lease = messages.Lease(unit=self._ranks.unit, step=step, budget=self._budget, trained=trained)
+        return self._control.ask(lease)
 
     def heartbeat(self) -> None:
-        """Told by the unit's leader."""
-        _heartbeat(self._control, self._ranks)
+        """Sent by the unit's leader."""
+        _send_heartbeat(self._control, self._ranks)
 
     def failed(self, error: MetronomeError) -> None:
-        """Told once, by the unit's leader."""
+        """Sent by the unit's leader."""
         _report_failure(error, self._control, self._ranks)
 
 
 class ReplayedRollouts:
-    """A record in place of rollouts: nothing to publish, nothing to start."""
+    """A record in place of instances: nothing is published or started."""
 
     def __init__(self, path: Path, control: ControlClient, ranks: RankGroup, expected: int) -> None:
         """`expected` groups make a step."""
@@ -120,7 +132,7 @@ class ReplayedRollouts:
         self._ranks = ranks
 
     def publish(self, models: TriModel, version: int) -> float:
-        """No instances: no time."""
+        """There are no instances. Return 0."""
         return 0.0
 
     def verify(self, models: TriModel, version: int) -> None:
@@ -133,35 +145,35 @@ class ReplayedRollouts:
         """Nothing to start."""
 
     def work(self, step: int) -> Iterator[Work]:
-        """What the unit did in the step, in the order in which it was done; then wait until all units are as far."""
+        """Yield the unit's recorded work of the step in the recorded order, then wait until all units are done."""
         for entry in self._replay.entries(step):
             self._ranks.from_leader(partial(self._report_progress, step, False))
-            yield _work(entry)
-        while not self._ranks.from_leader(partial(self._report_progress, step, True)).get("end"):
+            yield _decoded(Window(entry.groups) if entry.groups else EarlyWork(entry.landed))
+        while not isinstance(self._ranks.from_leader(partial(self._report_progress, step, True)), EndOfStep):
             pass  # the launcher's sign of life
 
-    def _report_progress(self, step: int, done: bool) -> dict[str, Any]:
-        return self._control.ask("replay_progress", step=step, unit=self._ranks.unit, done=done)
+    def _report_progress(self, step: int, done: bool) -> EndOfStep | messages.StillWaiting:
+        return self._control.ask(messages.ReplayProgress(unit=self._ranks.unit, step=step, done=done))
 
     def heartbeat(self) -> None:
-        """Told by the unit's leader."""
-        _heartbeat(self._control, self._ranks)
+        """Sent by the unit's leader."""
+        _send_heartbeat(self._control, self._ranks)
 
     def failed(self, error: MetronomeError) -> None:
-        """Told once, by the unit's leader."""
+        """Sent by the unit's leader."""
         _report_failure(error, self._control, self._ranks)
 
 
-def _heartbeat(control: ControlClient, ranks: RankGroup) -> None:
-    ranks.from_leader(lambda: control.ask("heartbeat", unit=ranks.unit))
+def _send_heartbeat(control: ControlClient, ranks: RankGroup) -> None:
+    ranks.from_leader(lambda: control.ask(messages.Heartbeat(unit=ranks.unit)))
 
 
 def _report_failure(error: MetronomeError, control: ControlClient, ranks: RankGroup) -> None:
     if ranks.leader:
-        control.ask("failed", error=type(error).__name__, message=str(error))
+        control.ask(messages.TrainerFailed(error=Failure.of(error)))
 
 
-def _work(entry: Entry) -> Work:
-    if "groups" in entry:
-        return [group_from_wire(group) for group in entry["groups"]]
-    return [landed_from_wire(landed) for landed in entry.get("landed", ())]
+def _decoded(packed: Window | EarlyWork) -> Work:
+    if isinstance(packed, Window):
+        return [open_group(group) for group in packed.groups]
+    return [open_landed(landed) for landed in packed.landed]

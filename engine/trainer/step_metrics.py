@@ -1,4 +1,4 @@
-"""What a step adds up while it runs, and the report it becomes."""
+"""The figures that ranks add up during a step, and the report made of them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
 
+import msgspec
+
 from engine.schedule import staleness
 from engine.trainer.micro_batches import trained_tokens
-from engine.types import Group
+from engine.types import Group, TrainingFigures
 
 TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
 
 
 @dataclass
 class StepMetrics:
-    """What one rank adds up over a step. Only ranks that speak for something add it (engine.trainer.rank_group)."""
+    """One rank's sums over a step.
+
+    Of ranks that hold the same tokens only one adds them: `leader`, `feeds` and `judges` of `RankGroup` say which.
+    """
 
     rewards: list[float] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
@@ -46,7 +51,10 @@ class StepMetrics:
     wait_s: float = 0.0
 
     def add_group(self, group: Group, loss_tokens: int, unequal: bool) -> None:
-        """Count a group's responses and scores; `loss_tokens` of its response tokens are trained."""
+        """Count a group's responses and scores.
+
+        `loss_tokens`: how many of its response tokens are trained; `unequal`: whether its rewards differ.
+        """
         self.groups += 1
         self.loss_tokens += loss_tokens
         self.unequal += unequal
@@ -60,35 +68,33 @@ class StepMetrics:
         self.trained_tokens += trained_tokens(group)
 
     def add_wait(self, seconds: float) -> None:
-        """Count time blocked on the queue."""
+        """Count seconds blocked on the queue."""
         if not self.lengths:
             self.wait_first_s += seconds
         self.wait_s += seconds
 
     def worst_gap(self, gap: float) -> None:
-        """Keep the largest ratio gap; NaN wins over everything, so that it can't hide."""
+        """Keep the largest ratio gap. NaN replaces every number, so that it can't hide."""
         self.max_ratio_gap = gap if math.isnan(gap) else max(self.max_ratio_gap, gap)
 
-    def wire(self, leader: bool, peak_bytes: int) -> dict[str, Any]:
-        """What the rank tells the others at the end of the step."""
-        return {**asdict(self), "versions": sorted(self.versions), "leader": leader, "peak_bytes": peak_bytes}
-
     @staticmethod
-    def merged(ranks: Sequence[dict[str, Any]], denominator: float, by_response: bool = True) -> dict[str, Any]:
-        """The keys of steps.jsonl that the trainer knows, from every rank's `wire`.
+    def merged(ranks: Sequence[RankMetrics], denominator: float, by_response: bool = True) -> TrainingFigures:
+        """Return the figures of steps.jsonl that the trainer knows, from every rank's metrics.
 
         The loss is divided by its own denominator. KL, entropy and clip fraction are means over responses of their
         means over tokens, or means over all tokens, as the loss aggregates. Times are means over the units (their
         leaders), in seconds.
         """
-        whole = StepMetrics(**{name: merge([rank[name] for rank in ranks]) for name, merge in MERGED.items()})
-        leaders = [rank for rank in ranks if rank["leader"]]
-        for name in TIMES:
-            setattr(whole, name, sum(rank[name] for rank in leaders) / len(leaders))
-        memory = [round(rank["peak_bytes"] / 2**30, 3) for rank in ranks]
-        return {**whole._figures(denominator, by_response), "memory_peak_gib": memory}
+        sums = [asdict(rank.metrics) for rank in ranks]
+        leaders = [asdict(rank.metrics) for rank in ranks if rank.leader]
+        whole = StepMetrics(
+            **{name: merge([one[name] for one in sums]) for name, merge in MERGED.items()},
+            **{name: sum(one[name] for one in leaders) / len(leaders) for name in TIMES},
+        )
+        memory = [round(rank.peak_bytes / 2**30, 3) for rank in ranks]
+        return whole._figures(denominator, by_response, memory)
 
-    def _figures(self, denominator: float, by_response: bool) -> dict[str, Any]:
+    def _figures(self, denominator: float, by_response: bool, memory: list[float]) -> TrainingFigures:
         count = max(1, len(self.rewards))
         weight = count if by_response else max(1, self.loss_tokens)
         mean = sum(self.rewards) / count
@@ -116,25 +122,46 @@ class StepMetrics:
             "score_s": self.score_s,
             "wait_first_s": self.wait_first_s,
             "wait_s": self.wait_s,
+            "memory_peak_gib": memory,
         }
 
 
-def _worst(values: Iterable[float]) -> float:
-    """The largest; NaN wins, so that it can't hide."""
+class LossCounts(msgspec.Struct):
+    """One rank's counts for the step's denominator."""
+
+    tokens: int
+    """Response tokens that are trained."""
+    groups: int
+    unequal: int
+    """Groups whose rewards differ."""
+
+
+class RankMetrics(msgspec.Struct):
+    """One rank's message to the others at the end of the step."""
+
+    metrics: StepMetrics
+    leader: bool
+    """Whether the rank leads its unit."""
+    peak_bytes: int
+    """`Platform.peak_bytes` of the rank."""
+
+
+def _largest_or_nan(values: Iterable[float]) -> float:
+    """Return the largest value, or NaN if any value is NaN, so that it can't hide."""
     found = list(values)
     return math.nan if any(map(math.isnan, found)) else max(found)
 
 
-def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
+def _concatenated(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return list(chain.from_iterable(lists))
 
 
 MERGED: dict[str, Callable[[list[Any]], Any]] = {
-    **dict.fromkeys(("rewards", "statuses", "lengths"), _all),
-    "versions": lambda found: set(_all(found)),
+    **dict.fromkeys(("rewards", "statuses", "lengths"), _concatenated),
+    "versions": lambda found: set(_concatenated(found)),
     **dict.fromkeys(("staleness", "continued", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
     **dict.fromkeys(("loss_tokens", "groups", "unequal"), sum),
     **dict.fromkeys(("loss", "kl", "entropy", "clipped", "mismatch_kl"), sum),
-    **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _worst),
+    **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _largest_or_nan),
 }
-"""How each figure of the ranks becomes one of the step."""
+"""How the ranks' values of each figure are merged into the step's."""

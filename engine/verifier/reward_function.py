@@ -1,4 +1,4 @@
-"""From `reward.function` to a callable; runs in the verifier process, not in the launcher: it runs a user's code."""
+"""Loads `reward.function`, in the verifier process and never in the launcher, because this runs a user's code."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ class RewardFunction:
     """A reward, ready to be called."""
 
     spec: str
-    """As the config names it."""
+    """The value of `reward.function`."""
     call: Callable[..., Any]
-    """(prompt, responses) -> list[float | Score], if `per_response` (prompt, response) -> float | Score; or async."""
+    """(prompt, responses) -> list[float | Score]; if `per_response`, (prompt, response) -> float | Score; or async."""
     per_response: bool
     file: str
-    """Where it is defined; the frame that an error report points to."""
+    """The file that defines it; error messages name the innermost line in this file."""
 
 
 def load_reward(spec: str) -> RewardFunction:
     """Load "math", "exact", "file.py:function" (path as `recipe.find`) or "package.module:function".
 
-    Raises BadInput naming spec, file and the original error.
+    Raises BadInput, which names spec, file and the original error.
     """
     if spec in BUILT_IN:
-        _warm(spec)
-        return _reward(spec, BUILT_IN[spec])
-    return _reward(spec, *load_function("reward.function", spec, '"math", "exact"', "(prompt, responses)"))
+        _warm_up(spec)
+        return _reward_function(spec, BUILT_IN[spec])
+    return _reward_function(spec, *load_function("reward.function", spec, '"math", "exact"', "(prompt, responses)"))
 
 
-def _reward(spec: str, function: Callable[..., Any], file: str = "") -> RewardFunction:
+def _reward_function(spec: str, function: Callable[..., Any], file: str = "") -> RewardFunction:
     code = getattr(inspect.unwrap(function), "__code__", None)
     defined_in = code.co_filename if code is not None else file
     return RewardFunction(spec, function, bool(getattr(function, "per_response", False)), defined_in)
 
 
-def _warm(spec: str) -> None:
-    """Let the verifier import and compile what it needs before the first response is on the clock."""
+def _warm_up(spec: str) -> None:
+    """Call a built-in verifier once, so that it imports and compiles what it needs before the first timed call."""
     prompt = Prompt("", "", "x + 1", ())  # a formula: numbers don't need SymPy
     BUILT_IN[spec](
         prompt,

@@ -1,6 +1,6 @@
-"""The verifier process: loads the reward, then scores one call after the other until the launcher hangs up.
+"""The verifier process: loads the reward, then scores one call after the other until the launcher closes the socket.
 
-Run by `engine.launcher.verifier_pool` as `python -m engine.verifier.worker SOCKET LIFELINE SPEC`.
+`engine.launcher.verifier_pool` starts it as `python -m engine.verifier.worker SOCKET LIFELINE SPEC`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,23 @@ from engine.run.user_code import UserCode, describe
 from engine.types import Prompt, Response, Score
 from engine.verifier.reward_function import RewardFunction, load_reward
 from engine.wire import verifier_messages
+from engine.wire.verifier_messages import (
+    RewardFailed,
+    RewardLoaded,
+    RewardRefused,
+    ScoreGroup,
+    Scores,
+    ScoreTexts,
+    VerifierMessage,
+)
 
 MEMORY = 512 * 2**20
-"""Bytes of address space for the built-in verifiers: a response such as 9^{9^{9}} may not take the host's memory with
-it. A user's reward is not limited: it may hold a model."""
+"""Limit in bytes of the address space for the built-in verifiers, so that a response such as 9^{9^{9}} can't use up the
+host's memory. A user's reward has no limit, because it may hold a model."""
 
 
 def main(socket_fd: int, lifeline_fd: int, spec: str) -> None:
-    """Serve the launcher at the other end of `socket_fd`; returns when it closes."""
+    """Answer the launcher at the other end of `socket_fd` until it closes the socket."""
     die_on_close(lifeline_fd)
     if spec in BUILT_IN and hasattr(resource, "RLIMIT_AS"):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -43,18 +52,18 @@ def main(socket_fd: int, lifeline_fd: int, spec: str) -> None:
         try:
             reward = load_reward(spec)
         except BadInput as error:
-            launcher.sendall(verifier_messages.pack({"bad_input": str(error)}))
+            _send(launcher, RewardRefused(str(error)))
             return
-        launcher.sendall(verifier_messages.pack({"per_response": reward.per_response}))
-        with asyncio.Runner() as runner:  # one loop for all calls, so that an async reward may keep its connections
-            _serve(launcher, reward, runner)
+        _send(launcher, RewardLoaded(reward.per_response))
+        with asyncio.Runner() as runner:  # one loop for all calls, so that an async reward can keep its connections
+            _serve_calls(launcher, reward, runner)
 
 
 def die_on_close(pipe: int) -> None:
-    """Have the kernel kill this process group as soon as the other end of `pipe`, which nobody writes to, closes.
+    """Have the kernel kill this process group as soon as the other end of `pipe` closes. No data is ever written to it.
 
     The lifeline's thread can't do that while a reward holds the interpreter lock, as a regular expression that
-    backtracks for ever does. Where there is no such signal (macOS), that thread is all there is.
+    backtracks for ever does. Where the kernel can't do it (macOS), there is only that thread.
     """
     if not hasattr(fcntl, "F_SETSIG"):
         return
@@ -64,13 +73,13 @@ def die_on_close(pipe: int) -> None:
 
 
 def score(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]) -> list[Score]:
-    """One call of the reward; `runner` runs an async one.
+    """Call the reward once and return one score for each response; `runner` runs an async reward.
 
-    Raises RewardError if it raises, or returns anything but one finite number (or Score) for each response.
+    Raises RewardError if the reward raises, or does not return one finite number or Score for each response.
     """
     result: object = None
     with UserCode() as attempt:
-        result = _call(reward, runner, prompt, responses)
+        result = _call_reward(reward, runner, prompt, responses)
     if attempt.error is not None:
         raise RewardError(f"raised {describe(attempt.error, reward.file)}")
     if isinstance(result, str | dict) or not isinstance(result, Iterable):
@@ -78,25 +87,25 @@ def score(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, respon
     values = list(result)
     if len(values) != len(responses):
         raise RewardError(f"returned {len(values)} scores for {len(responses)} responses")
-    return [_checked(value, index) for index, value in enumerate(values)]
+    return [_checked_score(value, index) for index, value in enumerate(values)]
 
 
-def _call(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]) -> object:
+def _call_reward(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, responses: list[Response]) -> object:
     if reward.per_response:
-        return [_finished(reward.call(prompt, response), runner) for response in responses]
-    return _finished(reward.call(prompt, responses), runner)
+        return [_await_if_async(reward.call(prompt, response), runner) for response in responses]
+    return _await_if_async(reward.call(prompt, responses), runner)
 
 
-def _finished(result: object, runner: asyncio.Runner) -> object:
-    """The result of a plain function as it is, of an async one once it has run."""
-    return runner.run(_awaited(result)) if inspect.isawaitable(result) else result
+def _await_if_async(result: object, runner: asyncio.Runner) -> object:
+    """Return the result of a reward; if the reward is async, run it first."""
+    return runner.run(_as_coroutine(result)) if inspect.isawaitable(result) else result
 
 
-async def _awaited(result: Any) -> object:  # noqa: ANN401
+async def _as_coroutine(result: Any) -> object:  # noqa: ANN401
     return await result
 
 
-def _checked(value: object, index: int) -> Score:
+def _checked_score(value: object, index: int) -> Score:
     result = value if isinstance(value, Score) else Score(value)  # type: ignore[arg-type]
     number: object = result.value
     if not isinstance(number, numbers.Real) or not math.isfinite(number):
@@ -104,23 +113,31 @@ def _checked(value: object, index: int) -> Score:
     return Score(float(number), str(result.status), str(result.detail))
 
 
-def _serve(launcher: socket.socket, reward: RewardFunction, runner: asyncio.Runner) -> None:
-    while (message := _receive(launcher)) is not None:
+def _serve_calls(launcher: socket.socket, reward: RewardFunction, runner: asyncio.Runner) -> None:
+    while isinstance(message := _receive(launcher), (ScoreTexts, ScoreGroup)):
         try:
-            scores = score(reward, runner, *verifier_messages.parse_call(message))
+            scores = score(reward, runner, *verifier_messages.arguments(message))
         except RewardError as error:
-            launcher.sendall(verifier_messages.pack({"error": str(error)}))
+            _send(launcher, RewardFailed(str(error)))
         else:
-            launcher.sendall(verifier_messages.pack({"scores": [(s.value, s.status, s.detail) for s in scores]}))
+            _send(launcher, Scores.of(scores))
 
 
-def _receive(launcher: socket.socket) -> dict[str, Any] | None:
-    """The next message; None when the launcher has hung up. Waits without limit: the lifeline ends it otherwise."""
-    head = _read(launcher, verifier_messages.LENGTH.size)
-    return verifier_messages.unpack(_read(launcher, *verifier_messages.LENGTH.unpack(head))) if head else None
+def _send(launcher: socket.socket, message: VerifierMessage) -> None:
+    launcher.sendall(verifier_messages.frame(message))
 
 
-def _read(launcher: socket.socket, count: int) -> bytes:
+def _receive(launcher: socket.socket) -> VerifierMessage | None:
+    """Return the next message; None if the launcher has closed the socket.
+
+    The wait has no limit, because the lifeline ends this process if the launcher dies.
+    """
+    head = _read_exactly(launcher, verifier_messages.LENGTH.size)
+    return verifier_messages.read(_read_exactly(launcher, *verifier_messages.LENGTH.unpack(head))) if head else None
+
+
+def _read_exactly(launcher: socket.socket, count: int) -> bytes:
+    """Return `count` bytes; b"" if the socket was closed before they were all there."""
     data = bytearray()
     while len(data) < count:
         part = launcher.recv(count - len(data))
@@ -131,7 +148,7 @@ def _read(launcher: socket.socket, count: int) -> bytes:
 
 
 def _print_to_stderr() -> None:
-    """A reward's print goes where its errors go, line by line, so that it is there even if the process is killed."""
+    """Send what a reward prints to stderr, line by line, so that the lines are there even if the process is killed."""
     os.dup2(2, 1)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)

@@ -1,6 +1,6 @@
-"""The access token of a run's servers: instances of both engines, and the launcher.
+"""The access token of a run's servers, which are the launcher and the instances of both engines.
 
-Imports the standard library and engine.errors only, because vLLM's environment imports it too.
+This module imports the standard library and engine.errors only, because vLLM's environment imports it too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import os
 from engine.errors import BadInput
 
 VARIABLE = "METRONOME_TOKEN"
-"""The environment variable that holds the token of a server and of those that call it."""
+"""Environment variable with the token, for servers and for their clients."""
 
 
 def access_token() -> str | None:
-    """The token of this process's environment; None when it is unset or empty.
-    BadInput when no HTTP header could carry it."""
+    """Return the token in this process's environment; None if it is unset or empty.
+
+    Raises BadInput if no HTTP header can carry it.
+    """
     token = os.environ.get(VARIABLE, "")
     if token and not (token.isascii() and token.isprintable() and token == token.strip()):
         raise BadInput(
@@ -27,14 +29,14 @@ def access_token() -> str | None:
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """The header a caller sends; none without a token."""
+    """Return the HTTP headers with which a client sends the token; empty without a token."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def authorized(header: str | bytes | None, token: str | None) -> bool:
-    """Whether an Authorization header (None: there was none) carries the token, compared in constant time.
+    """Whether an Authorization header (None: the request has none) carries the token, compared in constant time.
 
-    Without a token everybody is: such a server listens on loopback only (check_address).
+    Without a token every request is authorized, because the server then listens on loopback only (check_address).
     """
     if token is None:
         return True
@@ -44,8 +46,8 @@ def authorized(header: str | bytes | None, token: str | None) -> bool:
 
 
 def check_address(host: str, token: str | None, key: str = "--host") -> None:
-    """BadInput, which names `key`, unless `host` is an IP address (or localhost),
-    and a loopback one where there is no token."""
+    """Raise BadInput, which names `key`, unless `host` is an IP address or localhost; without a token it must be a
+    loopback address."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

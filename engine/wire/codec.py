@@ -1,101 +1,104 @@
-"""Groups and reports as msgpack with raw buffers: what crosses between launcher and trainer ranks. No pickle."""
+"""Packs groups for the way from the launcher to the trainer ranks, their numbers as raw buffers; no pickle."""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
-import msgpack
-
-from engine.types import BatchScores, Group, Landed, Prompt, Response, Score
-
-
-def pack(message: dict[str, Any]) -> bytes:
-    """A plain message (None, bool, int, float, str, bytes, lists, dicts) as bytes."""
-    return msgpack.packb(message)
+from engine.types import Group, Landed, Prompt, Response, Score
+from engine.wire.messages import PackedGroup, PackedLanded, PackedResponse
 
 
-def unpack(data: bytes) -> dict[str, Any]:
-    """The inverse of `pack`."""
-    return msgpack.unpackb(data, strict_map_key=False)
-
-
-def group_to_wire(group: Group) -> dict[str, Any]:
-    """A group as a plain message; token ids as int32 and log-probabilities as fp32 buffers (fp32 is what they are).
-
-    Of the prompt's columns nothing crosses: only the reward reads them, and it has run.
-    """
+def pack_group(group: Group) -> PackedGroup:
+    """Pack a group: token ids as int32 buffers, log-probabilities as fp32 buffers, which loses nothing."""
     prompt = group.prompt
-    return {
-        "step": group.step,
-        "index": group.index,
-        "prompt": [prompt.id, prompt.problem, prompt.answer, _ints(prompt.token_ids)],
-        "responses": [_response_to_wire(response) for response in group.responses],
-        "scores": [asdict(score) for score in group.scores],
-        "advantages": None if group.advantages is None else list(group.advantages),
-        **({} if group.batch is None else {"batch": asdict(group.batch)}),
-    }
+    return PackedGroup(
+        step=group.step,
+        index=group.index,
+        prompt=(
+            prompt.id,
+            _without_surrogates(prompt.problem),
+            _without_surrogates(prompt.answer),
+            _to_buffer("i", prompt.token_ids),
+        ),
+        responses=tuple(_pack_response(response) for response in group.responses),
+        scores=tuple(Score(score.value, score.status, _without_surrogates(score.detail)) for score in group.scores),
+        advantages=group.advantages,
+        batch=group.batch,
+    )
 
 
-def group_from_wire(wire: dict[str, Any]) -> Group:
-    """The inverse of `group_to_wire`."""
-    identity, problem, answer, token_ids = wire["prompt"]
+def open_group(packed: PackedGroup) -> Group:
+    """The inverse of `pack_group`, except that the prompt's columns are lost, because they are not packed."""
+    identity, problem, answer, token_ids = packed.prompt
     return Group(
-        step=wire["step"],
-        index=wire["index"],
-        prompt=Prompt(identity, problem, answer, _tuple("i", token_ids)),
-        responses=tuple(_response_from_wire(response) for response in wire["responses"]),
-        scores=tuple(Score(**score) for score in wire["scores"]),
-        batch=_batch_from_wire(wire.get("batch")),
-        advantages=None if wire["advantages"] is None else tuple(wire["advantages"]),
+        step=packed.step,
+        index=packed.index,
+        prompt=Prompt(identity, problem, answer, _from_buffer("i", token_ids)),
+        responses=tuple(_open_response(response) for response in packed.responses),
+        scores=packed.scores,
+        batch=packed.batch,
+        advantages=packed.advantages,
     )
 
 
-def landed_to_wire(landed: Landed) -> list[Any]:
-    """A landed response as a plain message."""
-    return [landed.step, landed.group, landed.number, _ints(landed.prompt), _ints(landed.token_ids)]
+def pack_landed(landed: Landed) -> PackedLanded:
+    """Pack a response whose group is not complete yet: token ids as int32 buffers."""
+    return PackedLanded(
+        step=landed.step,
+        group=landed.group,
+        number=landed.number,
+        prompt=_to_buffer("i", landed.prompt),
+        token_ids=_to_buffer("i", landed.token_ids),
+    )
 
 
-def landed_from_wire(wire: list[Any]) -> Landed:
-    """The inverse of `landed_to_wire`."""
-    step, group, number, prompt, token_ids = wire
-    return Landed(step=step, group=group, number=number, prompt=_tuple("i", prompt), token_ids=_tuple("i", token_ids))
+def open_landed(packed: PackedLanded) -> Landed:
+    """The inverse of `pack_landed`."""
+    return Landed(
+        step=packed.step,
+        group=packed.group,
+        number=packed.number,
+        prompt=_from_buffer("i", packed.prompt),
+        token_ids=_from_buffer("i", packed.token_ids),
+    )
 
 
-def _response_to_wire(response: Response) -> dict[str, Any]:
-    return {
-        "token_ids": _ints(response.token_ids),
-        "logprobs": array("f", response.logprobs).tobytes(),
-        "versions": [list(run) for run in response.versions],
-        "loss_mask": bytes(response.loss_mask),
-        "finish_reason": response.finish_reason,
-        "text": response.text,
-        "seed": response.seed,
-        "instance": response.instance,
-    }
+def _pack_response(response: Response) -> PackedResponse:
+    return PackedResponse(
+        token_ids=_to_buffer("i", response.token_ids),
+        logprobs=_to_buffer("f", response.logprobs),
+        versions=response.versions,
+        loss_mask=bytes(response.loss_mask),
+        finish_reason=response.finish_reason,
+        text=_without_surrogates(response.text),
+        seed=response.seed,
+        instance=response.instance,
+    )
 
 
-def _response_from_wire(wire: dict[str, Any]) -> Response:
+def _open_response(packed: PackedResponse) -> Response:
     return Response(
-        token_ids=_tuple("i", wire["token_ids"]),
-        logprobs=_tuple("f", wire["logprobs"]),
-        versions=tuple((start, version) for start, version in wire["versions"]),
-        loss_mask=tuple(bool(flag) for flag in wire["loss_mask"]),
-        finish_reason=wire["finish_reason"],
-        text=wire["text"],
-        seed=wire["seed"],
-        instance=wire["instance"],
+        token_ids=_from_buffer("i", packed.token_ids),
+        logprobs=_from_buffer("f", packed.logprobs),
+        versions=packed.versions,
+        loss_mask=tuple(map(bool, packed.loss_mask)),
+        finish_reason=packed.finish_reason,
+        text=packed.text,
+        seed=packed.seed,
+        instance=packed.instance,
     )
 
 
-def _batch_from_wire(wire: dict[str, Any] | None) -> BatchScores | None:
-    return None if wire is None else BatchScores(*(tuple(map(tuple, wire[name])) for name in ("values", "lengths")))
+def _without_surrogates(text: str) -> str:
+    """Return the text with "?" for each lone surrogate (half a character), which UTF-8 can't encode."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _ints(values: tuple[int, ...]) -> bytes:
-    return array("i", values).tobytes()
+def _to_buffer(kind: str, values: Sequence[float]) -> bytes:
+    return array(kind, values).tobytes()
 
 
-def _tuple(kind: str, buffer: bytes) -> tuple[Any, ...]:
+def _from_buffer(kind: str, buffer: bytes) -> tuple[Any, ...]:
     return tuple(array(kind, buffer))

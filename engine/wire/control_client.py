@@ -1,23 +1,22 @@
-"""A trainer rank's side of the control channel: everything a rank waits for,
-it waits for here (never in a collective)."""
+"""The trainer rank's side of the control channel. A rank waits for the launcher here, never in a collective."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import zmq
 
-from engine import errors
-from engine.errors import DeadlineError, MetronomeError
-from engine.wire.codec import pack, unpack
+from engine.errors import BadInput, DeadlineError
 from engine.wire.control_keys import guard_client
+from engine.wire.messages import PROTOCOL, Answer, ControlRequest, Failure, pack, read_message
 
 
 class ControlClient:
-    """Requests to the launcher, one at a time, each with a deadline."""
+    """Sends requests to the launcher, one at a time, each with a deadline."""
 
-    def __init__(self, address: str, replica: str, timeout_s: float) -> None:
-        self.replica = replica
+    def __init__(self, address: str, name: str, timeout_s: float) -> None:
+        """`address`: of the launcher; `name`: of this rank, for messages; `timeout_s`: seconds to wait for a reply."""
+        self._name = name
         self._timeout_s = timeout_s
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -25,28 +24,36 @@ class ControlClient:
         self._socket.connect(address)
         self._number = 0
 
-    def ask(self, operation: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Send a request and wait for its reply. Raises DeadlineError, or the launcher's error under its own type."""
+    def ask(self, request: ControlRequest[Answer]) -> Answer:
+        """Send a request and return its reply.
+
+        Raises DeadlineError without a reply in time, BadInput if the launcher has another version of the protocol, and
+        the error with which the launcher answers.
+        """
         self._number += 1
         number = str(self._number).encode()
-        self._socket.send_multipart([number, pack({"op": operation, **fields})])
+        self._socket.send_multipart([number, str(PROTOCOL).encode(), pack(request)])
         while True:
             if not self._socket.poll(int(self._timeout_s * 1000)):
                 raise DeadlineError(
-                    f"{self.replica}: no answer from the launcher to {operation!r} in {self._timeout_s:.0f} s"
+                    f"{self._name}: no answer from the launcher to {type(request).__name__} in {self._timeout_s:.0f} s"
                 )
-            answered, data = self._socket.recv_multipart()
+            answered, protocol, data = self._socket.recv_multipart()
             if answered == number:
-                return _raise_error(unpack(data))
+                self._check_protocol(protocol)
+                reply = read_message(data)
+                if isinstance(reply, Failure):
+                    raise reply.error()
+                return cast(Answer, reply)
+
+    def _check_protocol(self, protocol: bytes) -> None:
+        if protocol != str(PROTOCOL).encode():
+            raise BadInput(
+                f"{self._name} speaks version {PROTOCOL} of the control protocol, the launcher version "
+                f"{protocol.decode(errors='replace')[:20]}: install the same release of Metronome on all nodes"
+            )
 
     def close(self) -> None:
         """Close the socket; requests under way are dropped."""
         self._socket.close(linger=0)
         self._context.term()
-
-
-def _raise_error(reply: dict[str, Any]) -> dict[str, Any]:
-    if "error" in reply:
-        kind = getattr(errors, reply["error"], MetronomeError)
-        raise kind(reply["message"])
-    return reply

@@ -1,5 +1,4 @@
-"""Encryption of the control channel where it leaves the node (CurveZMQ):
-who does not know the server's key is not heard."""
+"""Encryption of the control channel between nodes (CurveZMQ). The server refuses peers that do not know its key."""
 
 from __future__ import annotations
 
@@ -9,32 +8,32 @@ from dataclasses import dataclass
 import zmq
 
 CONTROL_KEY = "METRONOME_CONTROL_KEY"
-"""Environment variable of ranks with the server's public key; unset: the channel is a local one, without keys."""
+"""Environment variable of ranks with the server's public key; unset for a local channel, which is not encrypted."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The server's, made anew for each start of a launcher."""
+    """The server's key pair. Each start of a launcher makes a new one."""
 
     public: str
     secret: str
 
 
 def make_keys() -> Keys:
-    """A new pair."""
+    """Return a new key pair."""
     public, secret = zmq.curve_keypair()
     return Keys(public.decode(), secret.decode())
 
 
 def guard_server(socket: zmq.Socket, keys: Keys) -> None:
-    """Take in only peers that know the server's public key, which therefore is kept secret."""
+    """Accept only peers that know the server's public key, which is therefore kept secret."""
     socket.curve_server = True
     socket.curve_secretkey = keys.secret.encode()
     socket.curve_publickey = keys.public.encode()
 
 
 def guard_client(socket: zmq.Socket) -> None:
-    """Speak to the server whose key the environment has; nothing when there is none."""
+    """Encrypt for the server whose public key is in the environment; without a key leave the socket unencrypted."""
     if key := os.environ.get(CONTROL_KEY):
         public, secret = zmq.curve_keypair()
         socket.curve_serverkey = key.encode()

@@ -1,7 +1,7 @@
 """The launcher's side of the control channel: a pyzmq ROUTER that answers the trainer ranks' requests.
 
-Every request gets exactly one reply. A handler that waits (for a group, for a weight sync) is a coroutine of the
-launcher's event loop, so a slow one never blocks another rank.
+Every request gets exactly one reply. Each answer is a coroutine of the launcher's event loop, so an answer that waits
+(for a group, for a weight sync) does not block another rank.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ import zmq
 import zmq.asyncio
 
 from engine.errors import MetronomeError
-from engine.wire.codec import pack, unpack
 from engine.wire.control_keys import Keys, guard_server
+from engine.wire.messages import PROTOCOL, ControlRequest, Failure, Message, pack, read_request
 
-Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-"""Takes a request's fields, returns the reply's."""
+Answers = Mapping[type[ControlRequest[Any]], Callable[[Any], Awaitable[Message]]]
+"""By type of request: the method that answers it."""
 
 
 class ControlServer:
-    """Serves handlers by name; a MetronomeError in one becomes an error reply. An address off this node needs keys."""
+    """Answers requests; a MetronomeError is answered as a Failure. A TCP address needs `keys`.
 
-    def __init__(self, address: str, handlers: Mapping[str, Handler], keys: Keys | None = None) -> None:
+    A peer that has another version of the protocol gets only our version as the reply, so that its client can name both
+    versions.
+    """
+
+    def __init__(
+        self, address: str, answer: Callable[[ControlRequest[Any]], Awaitable[Message]], keys: Keys | None = None
+    ) -> None:
         self.address = address
         self._keys = keys
-        self._handlers = handlers
+        self._answer = answer
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""
@@ -37,18 +43,23 @@ class ControlServer:
             if self._keys is not None:
                 guard_server(socket, self._keys)
             socket.bind(self.address)
-            async with asyncio.TaskGroup() as answers:  # an unexpected error in a handler ends the server, loudly
+            async with asyncio.TaskGroup() as replies:  # an unexpected error in an answer ends the server
                 while True:
-                    peer, number, data = await socket.recv_multipart()
-                    answers.create_task(self._answer(socket, peer, number, unpack(data)))
+                    replies.create_task(self._reply(socket, await socket.recv_multipart()))
         finally:
             socket.close(linger=0)
             context.term()
 
-    async def _answer(self, socket: zmq.asyncio.Socket, peer: bytes, number: bytes, request: dict[str, Any]) -> None:
-        operation = request.pop("op")
+    async def _reply(self, socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
+        peer, number, *message = frames
+        ours = str(PROTOCOL).encode()
+        same = len(message) == 2 and message[0] == ours
+        await socket.send_multipart(
+            [peer, number, ours, pack(await self._answer_or_failure(message[1])) if same else b""]
+        )
+
+    async def _answer_or_failure(self, data: bytes) -> Message:
         try:
-            reply = await self._handlers[operation](request)
+            return await self._answer(read_request(data))
         except MetronomeError as error:
-            reply = {"error": type(error).__name__, "message": str(error)}
-        await socket.send_multipart([peer, number, pack(reply)])
+            return Failure.of(error)

@@ -1,8 +1,7 @@
-"""What the launcher of a run on several nodes leaves in the run folder for the other nodes, which must share that
-folder.
+"""The invitation: a file that the launcher writes for the other nodes of a run, which must share the run folder.
 
-Ranks reach the launcher's control channel over TCP, encrypted and closed to everybody who does not have its key
-(CurveZMQ). The invitation holds the key, so only its owner can read it.
+Ranks reach the launcher's control channel over TCP. It is encrypted, and it refuses peers without its key (CurveZMQ).
+The invitation holds the key, so only the file's owner can read it.
 """
 
 from __future__ import annotations
@@ -15,24 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.errors import DeadlineError
+from engine.errors import BadInput, DeadlineError
 from engine.run.files import write_atomically
 from engine.wire.address import split_address
+from engine.wire.messages import PROTOCOL
 
 INVITATION = "trainer_nodes.json"
-"""File in the run folder while its launcher waits for, or has, ranks on other nodes."""
+"""File in the run folder. It is there while the launcher waits for ranks on other nodes, or has them."""
 POLL_S = 0.5
+"""Seconds between two looks for the invitation."""
 
 
 def control_address(config: Config) -> str:
-    """Where ranks of all nodes reach the launcher: the port after the rendezvous's."""
+    """Return the address at which ranks of all nodes reach the launcher: the port after that of the rendezvous."""
     host, port = split_address(config.parallel.rendezvous, "parallel.rendezvous")
     return f"tcp://{host}:{port + 1}"
 
 
 def invite(config: Config, folder: Path, run_id: str, arguments: Sequence[str], key: str) -> None:
-    """Leave what the other nodes need. `arguments`: a rank's; `key`: the control channel's public key."""
+    """Write the invitation. `arguments`: command-line arguments of a rank; `key`: the control channel's public key."""
     row = {
+        "protocol": PROTOCOL,
         "run_id": run_id,
         "rendezvous": config.parallel.rendezvous,
         "nodes": config.parallel.nodes,
@@ -49,16 +51,30 @@ def invite(config: Config, folder: Path, run_id: str, arguments: Sequence[str], 
 
 
 def wait_for_invitation(folder: Path, seen: str, wait_s: float) -> dict[str, Any]:
-    """The invitation in a run folder, once there is another than the one of the run_id `seen`. Raises DeadlineError."""
+    """Wait for the invitation in a run folder and return it; one with the run_id `seen` does not count.
+
+    Raises DeadlineError after `wait_s` seconds, BadInput if the launcher has another version of the protocol.
+    """
     deadline = time.monotonic() + wait_s
     while True:
         try:
             found: dict[str, Any] = json.loads((folder / INVITATION).read_text())
             if found["run_id"] != seen:
+                _check_protocol(found)
                 return found
         except FileNotFoundError:
             pass
         if time.monotonic() > deadline:
-            again = "again, after its trainer has ended" if seen else f"in {folder / INVITATION}"
-            raise DeadlineError(f"the run did not ask for other nodes within {wait_s:.0f} s {again}")
+            since = " after its last trainer ended" if seen else ""
+            raise DeadlineError(
+                f"{folder / INVITATION}: the run did not ask for other nodes within {wait_s:.0f} s{since}"
+            )
         time.sleep(POLL_S)
+
+
+def _check_protocol(invitation: dict[str, Any]) -> None:
+    if (theirs := invitation.get("protocol")) != PROTOCOL:
+        raise BadInput(
+            f"this node speaks version {PROTOCOL} of the control protocol, the run's launcher version {theirs}: "
+            "install the same release of Metronome on all nodes"
+        )

@@ -23,6 +23,7 @@ from prefect.settings import get_current_settings
 
 from engine.config.recipe import HOME
 from engine.errors import BadInput, MetronomeError
+from engine.types import JsonObject
 from tasks.cluster import watchdog
 from tasks.cluster.devices import LIMIT
 
@@ -81,10 +82,10 @@ def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str,
     }
 
 
-def deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, Any]:
+def deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> JsonObject:
     """infra/prefect.yaml with recipe, pools and schedules put in."""
     _check(choices)
-    tree: dict[str, Any] = yaml.safe_load(FILE.read_text())
+    tree: JsonObject = yaml.safe_load(FILE.read_text())
     crons = {"nightly": choices.training, "nightly-evaluation": choices.evaluation}
     for one in tree["deployments"]:
         name = one["name"]
@@ -102,7 +103,7 @@ def deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> dict
     return tree
 
 
-def template(pool: str) -> tuple[str, dict[str, Any]]:
+def template(pool: str) -> tuple[str, JsonObject]:
     """(type, base job template) of a work pool that ships, by its name. Raises BadInput."""
     path = POOLS / f"{pool}.json"
     if not path.is_file():
@@ -137,7 +138,7 @@ def _server() -> str:
     return str(url)
 
 
-def _make_pools(templates: Mapping[str, tuple[str, dict[str, Any]]]) -> None:
+def _make_pools(templates: Mapping[str, tuple[str, JsonObject]]) -> None:
     with get_client(sync_client=True) as client:
         for name, (kind, base) in templates.items():
             try:

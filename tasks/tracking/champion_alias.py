@@ -15,8 +15,8 @@ from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, challenge, first
 from engine.model.shape import content_hash
-from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from engine.run.start import read_start
 from tasks.code_version import code_version
 from tasks.prepare import REPORT
 from tasks.tracking.registered_policies import CHAMPION
@@ -59,9 +59,10 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     row = final_evaluation(folder, config)
     report = folder.path / REPORT
     data = json.loads(report.read_text())["train"]["version"] if report.exists() else "unknown"
+    begun = read_start(folder.path)
     found = {
         "base_model": str(base),
-        "start": config.model.start,
+        "start": begun.start,
         "base_model_hash": content_hash(base),
         "data": config.data.train,
         "data_version": data,
@@ -71,8 +72,8 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
         "mode": config.train.mode,
         "run_folder": str(folder.path.resolve()),
     }
-    if config.model.continued_from:
-        found["continued_from"] = config.model.continued_from
+    if begun.continued_from:
+        found["continued_from"] = begun.continued_from
     if row is not None:
         found |= {
             "benchmark": row["benchmark"],
@@ -83,13 +84,13 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     return found
 
 
-def final_evaluation(folder: RunFolder, config: Config) -> dict | None:
+def final_evaluation(folder: RunFolder, config: Config) -> tables.EvaluationRow | None:
     """The last row of evaluations.jsonl on the run's final policy and first benchmark; None if there is none."""
     policy = str(folder.policy.resolve())
     wanted = config.train.steps
     rows = [
         row
-        for row in read_lines(folder.evaluations)
+        for row in tables.rows_of(folder)
         if row.get("model") == policy and row["weight_version"] == wanted and "protocol" in row
     ]
     first = rows[0]["benchmark"] if rows else ""
@@ -107,7 +108,7 @@ def base_results(folder: RunFolder, config: Config, own: Results | None) -> Resu
     if own is None:
         return None
     base = Path(config.model.path).resolve()
-    for row in read_lines(folder.evaluations):
+    for row in tables.rows_of(folder):
         trained = row.get("in_run") and row["weight_version"] > 0  # such rows also name the base model
         if trained or "protocol" not in row or Path(row["model"]).resolve() != base:
             continue

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlflow
 from mlflow.data.dataset_source import DatasetSource
@@ -15,13 +13,14 @@ from mlflow.data.huggingface_dataset_source import HuggingFaceDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
+from engine.data.problem_statistics import DataReport
 from tasks.tracking.mlflow_run import write_queue
 
 DIGEST = 32
 """Number of hex digits of a version in MLflow's digest (MLflow accepts up to 36)."""
 
 
-def log_datasets(found: Mapping[str, Any]) -> None:
+def log_datasets(found: DataReport) -> None:
     """Log a report of `tasks.prepare.prepare_data` as inputs of the tracked run, in the contexts "training" and
     "evaluation".
 
@@ -29,8 +28,7 @@ def log_datasets(found: Mapping[str, Any]) -> None:
     """
     client = mlflow.MlflowClient()
     own = write_queue()
-    for name, context in (("train", "training"), ("heldout", "evaluation")):
-        figures = found[name]
+    for figures, context in ((found["train"], "training"), (found["heldout"], "evaluation")):
         dataset = MetaDataset(
             _source(figures["source"]), name=_name(figures["source"]), digest=figures["version"][:DIGEST]
         )

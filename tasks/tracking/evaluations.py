@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
+from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.launcher.drain_evaluation import dropped
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
@@ -26,7 +27,7 @@ _queued: set[str] = set()
 """Tables that this process has put into the write queue."""
 
 
-def log_new(folder: RunFolder) -> list[dict[str, Any]]:
+def log_new(folder: RunFolder) -> list[EvaluationRow]:
     """Log the rows of evaluations.jsonl that the tracked MLflow run does not have yet; returns them.
 
     A note in the run folder says which rows were written, so that a crash does not lead to rows that are logged twice.
@@ -38,10 +39,10 @@ def log_new(folder: RunFolder) -> list[dict[str, Any]]:
     return new
 
 
-def missing(folder: RunFolder) -> list[dict[str, Any]]:
+def missing(folder: RunFolder) -> list[EvaluationRow]:
     """The rows of evaluations.jsonl that are missing in MLflow, according to the notes in the run folder."""
     known = {note["table"] for note in read_lines(_notes(folder))}
-    return [row for row in read_lines(folder.evaluations) if row.get("table", None) not in {None, *known}]
+    return [row for row in rows_of(folder) if row.get("table", None) not in {None, *known}]
 
 
 def log_finished(config: Config, tracked: Callable[..., AbstractContextManager[str]] = tracked_run.tracked) -> None:
@@ -158,7 +159,7 @@ def difference(found: Mapping[str, Any]) -> str:
 def closing(folder: RunFolder) -> dict[str, str]:
     """Rows of the table at the end of a run: each benchmark's first and last evaluation, their paired difference, and
     the cost of evaluations inside the run."""
-    rows = list(read_lines(folder.evaluations))
+    rows = rows_of(folder)
     names = list(dict.fromkeys(row["benchmark"] for row in rows))
     table: dict[str, str] = {}
     for name in names:

@@ -28,8 +28,3 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def metric_name(text: str) -> str:
     """The text with `_` for each character that MLflow does not accept in the name of a metric or model."""
     return re.sub(r"[^\w.\- ]", "_", text)
-
-
-def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """{"run": {"seed": 0}} → {"run.seed": 0}."""
-    return {f"{table}.{key}": value for table, values in tree.items() for key, value in values.items()}

@@ -13,12 +13,13 @@ import mlflow
 from mlflow.entities import LoggedModelInput, Param, RunTag
 
 from engine.config import Config
+from engine.config.keys import flatten
 from engine.errors import MetronomeError
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
 from engine.run.identity import identity
 from tasks.console import complain
-from tasks.tracking.metric_names import flatten, metric_name
+from tasks.tracking.metric_names import metric_name
 from tasks.tracking.retry import retry_while_away
 from tasks.tracking.write_queue import FLUSH_S, STORE_ERRORS, MachineLoad, WriteQueue, first_line
 
@@ -30,7 +31,7 @@ SAMPLES = 20
 """MLflow gets the response samples of about this many steps; the run folder has those of every step."""
 HURRY_S = 4.0
 """Seconds that a failed or cancelled run waits for the tracking server at its end."""
-FILES = ("config.toml", "data.json", "steps.jsonl", "evaluations.jsonl", "timeline.html", "failure.json")
+FILES = ("config.toml", "start.json", "data.json", "steps.jsonl", "evaluations.jsonl", "timeline.html", "failure.json")
 """Files of the run folder that become artifacts at the end."""
 
 NUMBER = "metronome.run_id"

@@ -14,6 +14,7 @@ from engine.config.recipe import load
 from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import RunFolder
+from engine.run.start import ContinueFrom, RunStart, read_start
 from tasks.console import say
 from tasks.tracking.retry import retry_while_away
 from tasks.tracking.tracked_run import tracking_uri
@@ -26,7 +27,7 @@ NIGHTLY = "nightly"
 """The newest policy whose run was itself started with this word. So experiments by day are not part of the chain of
 nights."""
 START_TAG = "metronome.start"
-"""Tag of a version: the word with which its run was started (`model.start`)."""
+"""Tag of a version: the word with which its run was started (`RunStart.start`)."""
 
 
 def registered_name(recipe: str) -> str:
@@ -34,9 +35,9 @@ def registered_name(recipe: str) -> str:
     return f"metronome-{Path(recipe).stem}"
 
 
-def started_from(config: Config, recipe: str, start: str) -> Config:
-    """The config with `model.path` set to the folder to start from. `start`: "base" (unchanged), "nightly", "latest" or
-    "champion".
+def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Config, RunStart]:
+    """The config with `model.path` set to the folder to start from, and a record of how the run started. `start`:
+    "base" (unchanged), "nightly", "latest" or "champion".
 
     The number of the recipe's newest version is added to `run.seed`. So a run that starts from the policy of another
     run does not draw the same prompts and responses again.
@@ -47,8 +48,8 @@ def started_from(config: Config, recipe: str, start: str) -> Config:
     """
     if RunFolder(config.folder).config.exists():
         return as_begun(config, start)
-    if start == "base":  # also if the recipe is the config.toml of a run that started from a registered policy
-        return config.model_copy(update={"model": config.model.model_copy(update={"start": start})})
+    if start == "base":
+        return config, RunStart()
     name = registered_name(recipe)
     found = _registered(config, name, start)
     newest = _registered(config, name, LATEST)
@@ -60,30 +61,28 @@ def started_from(config: Config, recipe: str, start: str) -> Config:
         path = str(_fetched(config, found))
         version = f"models:/{name}/{found.version}"
     seed = config.run.seed + (int(newest.version) if newest is not None else 0)
-    return _with(config=config, path=path, start=start, version=version, seed=seed)
+    return _with(config, path, seed), RunStart(start=start, continued_from=version)
 
 
-def as_begun(config: Config, start: str = "base") -> Config:
-    """The config of a run that may exist already, with the model and the seed that it began with.
+def as_begun(config: Config, start: ContinueFrom = "base") -> tuple[Config, RunStart]:
+    """The config of a run that may exist already, with the model and the seed that it began with, and how it began.
 
     The seed is the given one if the run started from its base model. A resumed run must not change its base model
     because another policy has been registered since.
     """
-    file = RunFolder(config.folder).config
-    if not file.exists():
-        return config
-    before = load(file)
-    if before.model.start == start == "base":
-        return config
-    seed = config.run.seed if before.model.start == "base" else before.run.seed
-    return _with(
-        config=config, path=before.model.path, start=before.model.start, version=before.model.continued_from, seed=seed
-    )
+    folder = RunFolder(config.folder)
+    if not folder.config.exists():
+        return config, RunStart()
+    begun = read_start(folder.path)
+    if begun.start == start == "base":
+        return config, begun
+    before = load(folder.config)
+    return _with(config, before.model.path, config.run.seed if begun.start == "base" else before.run.seed), begun
 
 
-def _with(config: Config, path: str, start: str, version: str, seed: int) -> Config:
+def _with(config: Config, path: str, seed: int) -> Config:
     say("start", f"from {path}, run.seed = {seed}")
-    model = config.model.model_copy(update={"path": path, "start": start, "continued_from": version})
+    model = config.model.model_copy(update={"path": path})
     return config.model_copy(update={"model": model, "run": config.run.model_copy(update={"seed": seed})})
 
 

@@ -1,4 +1,4 @@
-"""Token, limits and malformed requests of a rollout instance; one real server process for all of them."""
+"""Token, limits and malformed requests of a rollout instance: one real server process of each engine."""
 
 import json
 import time
@@ -7,7 +7,7 @@ import pytest
 
 from support import fuzz_routes
 from support.fuzz_requests import ROUTES, cut_off, odd_http, request_bytes, table, well_formed
-from support.served import CONTEXT, PROMPT, save_model, serving
+from support.served import CONTEXT, ENGINES, PROMPT, save_model, serving
 
 TOKEN = "a-secret"
 OPEN = 6
@@ -19,13 +19,11 @@ def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"), 0)
 
 
-@pytest.fixture(scope="module")
-def server(model, tmp_path_factory):
+@pytest.fixture(scope="module", params=ENGINES)
+def server(request, model, tmp_path_factory):
+    limits = ("--open-requests", str(OPEN), "--read-timeout", str(int(READ_S)))
     folder = tmp_path_factory.mktemp("server")
-    with serving(model, folder, "--open-requests", str(OPEN), "--read-timeout", str(int(READ_S)), token=TOKEN) as (
-        process,
-        ready,
-    ):
+    with serving(model, folder, *limits, token=TOKEN, engine=request.param) as (process, ready):
         server = fuzz_routes.Server(ready["host"], ready["port"], TOKEN, prompt=tuple(PROMPT))
         server.begin()
         yield server

@@ -159,7 +159,7 @@ def test_one_joins_and_one_leaves(two, job, undisturbed):
     run = job(two)
     _, url = run.another()
     run.wait(lambda: run.steps() >= 2, "two steps")
-    run.call("/join", {"name": "late", "url": url})
+    run.call("/join", {"protocol": 1, "name": "late", "url": url})
     with run.held():
         run.wait(lambda: run.serve("late"), "it to serve")
     run.wait(lambda: run.works("instance-1"), "work of instance-1")

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 
 from engine.errors import RatioGapError
 from engine.launcher.launch import launch as launch_here
-from engine.run.record import RecordWriter
 from engine.run.trace import read_spans
 from engine.tools.timeline import overlapped
 from engine.trainer.checkpoint.checkpoints import complete, latest, step_of
 from engine.types import Group, Prompt, Response, Score
-from engine.wire.codec import group_to_wire
+from engine.wire.codec import pack_group
+from engine.wire.messages import Window
+from engine.wire.record import RecordWriter
 from support.faulty_weights import corrupt
 from support.runs import ROOT, Tree, config_of, launch, send, wait_for
 from support.tiny_models import reference, reference_logprobs, save
@@ -300,7 +301,7 @@ def write_record(path, config, model):
         )
 
     for step, window in ((0, (0, 1)), (0, (2,)), (1, (1,)), (1, (2, 0))):
-        recorder.add(step, 0, {"groups": [group_to_wire(group(step, index)) for index in window]})
+        recorder.add(step, 0, Window(tuple(pack_group(group(step, index)) for index in window)))
     recorder.flush()
 
 

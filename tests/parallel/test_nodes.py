@@ -13,6 +13,7 @@ from engine.trainer.nodes import follow_invitations
 from engine.wire.control_client import ControlClient
 from engine.wire.control_keys import CONTROL_KEY, make_keys
 from engine.wire.invitation import INVITATION
+from engine.wire.messages import Heartbeat
 from support.ports import two_neighbours
 from support.runs import ROOT, config_of, launch, write_config
 from tasks.cluster.services import free_port
@@ -77,7 +78,7 @@ def test_the_control_channel_hears_nobody_without_its_key(monkeypatch):
                 monkeypatch.setenv(CONTROL_KEY, key)
             client = ControlClient(address, "somebody", 0.2)
             with pytest.raises(DeadlineError):
-                client.ask("ready")
+                client.ask(Heartbeat(unit=0))
             assert server.poll(1000 if heard else 500) == heard
             client.close()
 

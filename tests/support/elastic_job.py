@@ -18,12 +18,12 @@ from pathlib import Path
 import psutil
 
 from engine.data.loader import sampling_seed
-from engine.run import record
 from engine.run.commands import instance_command
 from engine.run.files import read_lines
 from engine.run.process import LIFELINE, hold_lifeline
 from engine.run.trace import read_spans
-from engine.wire.codec import group_from_wire
+from engine.wire import record
+from engine.wire.codec import open_group
 from support.faults import proxy_to
 from support.runs import ROOT, config_of, overrides, wait_for, write_config
 
@@ -123,7 +123,7 @@ class Job:
     def proxied(self, url):
         """Have the instance at that URL join behind a proxy, under the name "proxied"; the proxy."""
         proxy = self._stack.enter_context(proxy_to(url))
-        self.call("/join", {"name": "proxied", "url": proxy.url})
+        self.call("/join", {"protocol": 1, "name": "proxied", "url": proxy.url})
         return proxy
 
     # what it says ---------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class Job:
         """By what the trainer was given (train.record) and the tokens that it counted."""
         given = {line["step"]: [] for line in lines}
         for entry in record.read(self.folder / "record.msgpack"):
-            given[entry["step"]] += map(group_from_wire, entry.get("groups", ()))
+            given[entry.step] += map(open_group, entry.groups)
         problems = len(list(read_lines(Path(self.settings["data.train"]))))
         for line in lines:
             groups = given[line["step"]]

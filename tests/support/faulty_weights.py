@@ -7,6 +7,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engine.launcher.weight_sync.sync import WeightSync
+from engine.wire.messages import Proceed, SyncOpened
 from engine.wire.weights.checksum import checksum
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
@@ -15,22 +16,24 @@ TENSOR = "model.layers.1.mlp.up_proj.weight"
 def skip(monkeypatch, version):
     """The trainer believes that it published the version; no instance hears of it."""
     kept = {name: getattr(WeightSync, name) for name in ("open", "bucket", "finish", "checked")}
-    nobody = {"generation": 0, "members": [], "world_size": 1, "connect": False, "local": True, "probe": []}
+    nobody = SyncOpened(generation=0, members=(), world_size=1, connect=False, local=True, probe=())
 
     published = []
 
-    async def opening(self, number):
-        published.append(number)
-        return nobody if number == version else await kept["open"](self, number)
+    async def opening(self, request):
+        published.append(request.version)
+        return nobody if request.version == version else await kept["open"](self, request)
 
-    async def bucket(self, info):
-        return {} if info["version"] == version else await kept["bucket"](self, info)
+    async def bucket(self, request):
+        return Proceed() if request.info.version == version else await kept["bucket"](self, request)
 
-    async def finish(self, number, *rest):
-        return {} if number == version else await kept["finish"](self, number, *rest)
+    async def finish(self, request):
+        if request.version != version:
+            await kept["finish"](self, request)
 
     async def checked(self):
-        return {} if published[-1] == version else await kept["checked"](self)
+        if published[-1] != version:
+            await kept["checked"](self)
 
     for name, fault in (("open", opening), ("bucket", bucket), ("finish", finish), ("checked", checked)):
         monkeypatch.setattr(WeightSync, name, fault)
@@ -40,12 +43,13 @@ def corrupt(monkeypatch, version, in_transit):
     """Noise on one tensor of the version: after the sender computed its checksum (`in_transit`), or before."""
     kept = WeightSync.bucket
 
-    async def bucket(self, info):
-        if info["version"] == version and TENSOR in info["names"]:
-            noisy = _add_noise(Path(info["path"]))
+    async def bucket(self, request):
+        info = request.info
+        if info.version == version and TENSOR in info.names:
+            noisy = _add_noise(Path(info.path))
             if not in_transit:
-                info["checksums"][info["names"].index(TENSOR)] = checksum(noisy)
-        return await kept(self, info)
+                info.checksums[info.names.index(TENSOR)] = checksum(noisy)
+        return await kept(self, request)
 
     monkeypatch.setattr(WeightSync, "bucket", bucket)
 

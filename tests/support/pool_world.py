@@ -25,9 +25,7 @@ class World:
     def __init__(self, folder, stack, synced, **rollout):
         config = Config(rollout=ROLLOUT | rollout)
         self.trace = Trace(folder / "trace", "launcher")
-        self.pool = Pool(
-            config=config, model=folder, folder=folder, health=health.HealthMonitor, trace=self.trace, synced=synced
-        )
+        self.pool = Pool(config=config, model=folder, folder=folder, trace=self.trace, synced=synced)
         self.producer = Producer(
             pool=self.pool,
             verifier=Scores(),
@@ -77,9 +75,10 @@ def worlds(folder, monkeypatch):
     async def begin(synced=False, **rollout):
         async with contextlib.AsyncExitStack() as stack:
             made = World(folder, stack, synced, **rollout)
-            await made.pool.connect()
             try:
-                yield made
+                async with health.HealthMonitor(made.pool):
+                    await made.pool.connect()
+                    yield made
             finally:
                 await made.pool.close()
 

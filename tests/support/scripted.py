@@ -7,12 +7,14 @@ import random
 from aiohttp import web
 
 from engine.types import Score
+from engine.wire.rollout_messages import FinishUpdate
 
 SERVES = """
 import http.server, json, os, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers(); self.wfile.write(b"{}")
+        self.send_response(200); self.send_header("Content-Length", "15"); self.end_headers()
+        self.wfile.write(b'{"protocol": 1}')
     do_POST = do_GET
     def log_message(self, *args): pass
 server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -20,7 +22,7 @@ open(sys.argv[1] + ".partial", "w").write(json.dumps({"host": "127.0.0.1", "port
 os.rename(sys.argv[1] + ".partial", sys.argv[1])
 server.serve_forever()
 """
-"""A process that serves as an instance's would, and answers {} to everything."""
+"""A process that serves as an instance's would, and answers that it speaks our protocol to everything."""
 
 
 def tokens_of(prompt, seed):
@@ -42,6 +44,7 @@ class Scripted:
         self.body = None
         self.finish = "stop"
         self.cuts = 0  # so many completions end after a token, as if a pause cut them
+        self.protocol = 1
         self.seeds = []
         self.running = self.most = 0
         self.updated = []
@@ -79,6 +82,8 @@ class Scripted:
             self.running -= 1
 
     async def load(self, request):
+        if self.body is not None:
+            return web.Response(text=self.body)
         return web.json_response(
             {
                 "running": self.running,
@@ -93,7 +98,7 @@ class Scripted:
         return web.json_response({})
 
     async def health(self, request):
-        return web.Response()
+        return web.json_response({"protocol": self.protocol})
 
     @web.middleware
     async def mute(self, request, handler):
@@ -137,9 +142,9 @@ class Sync:
             self.fails -= 1
             raise self.error
         version = self.version
-        await instance.client.call("POST", "/finish_weight_update", {"weight_version": version})
+        await instance.client.call(FinishUpdate(version))
         self.caught_up.append((instance.name, version))
-        instance.version = version
+        instance.hold(version)
 
 
 class Scores:

@@ -7,10 +7,17 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from engine.run.vllm_command import interpreter
+from support.runs import ROOT
+
 DEADLINE_S = 60.0
+START_S = {"embedded": DEADLINE_S, "vllm": 600.0}
+ENGINES = ["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])]
+"""Both answer the same routes, so both are asked the same."""
 CONTEXT = 256
 PROMPT = [5, 9, 20, 33, 7]
 
@@ -40,11 +47,11 @@ def save_model(folder, seed):
     return str(folder)
 
 
-def command(model, port_file, *extra):
+def command(model, port_file, *extra, engine="embedded"):
     return [
-        sys.executable,
+        interpreter() if engine == "vllm" else sys.executable,
         "-m",
-        "engine.instance.embedded",
+        f"engine.instance.{engine}",
         "--model",
         str(model),
         "--port",
@@ -62,22 +69,29 @@ def command(model, port_file, *extra):
 
 
 @contextlib.contextmanager
-def serving(model, folder, *extra, token=""):
+def serving(model, folder, *extra, token="", engine="embedded"):
     """A server process, as (process, port file's content)."""
     port_file = folder / "port.json"
     process = subprocess.Popen(
-        command(model, port_file, *extra), start_new_session=True, env=os.environ | {"METRONOME_TOKEN": token}
+        command(model, port_file, *extra, engine=engine),
+        start_new_session=True,
+        env=os.environ | {"METRONOME_TOKEN": token},
+        cwd=ROOT,  # vLLM's environment has no other way to the project
     )
     try:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + START_S[engine]
         while not port_file.exists():
             assert process.poll() is None, "the server ended while it started"
-            assert time.monotonic() < deadline, f"no port file within {DEADLINE_S:g} s"
+            assert time.monotonic() < deadline, f"no port file within {START_S[engine]:g} s"
             time.sleep(0.02)
         yield process, json.loads(port_file.read_text())
     finally:
-        process.kill()
-        process.wait()
+        process.terminate()  # vLLM's frees its shared memory then
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import threading
 from functools import partial
 from types import SimpleNamespace
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 
@@ -15,6 +16,7 @@ from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGo
 from engine.launcher.weight_sync.sync import WeightSync, probe
 from engine.trainer.publish.publisher import Publisher
 from engine.trainer.publish.transports import open_transport
+from engine.wire import messages
 
 TIMEOUT_S = 5.0
 PROBE = probe(64, 6, 64, "float32")
@@ -77,11 +79,14 @@ class Client:
         self.trusted = True
         self.anew = anew
 
-    async def call(self, method, route, body=None, timeout_s=None):
-        route = route.split("?")[0]
+    async def call(self, request, timeout_s=None):
+        answer = await self._answered(request.route, msgspec.to_builtins(request), timeout_s)
+        return msgspec.convert(answer, request.reply)
+
+    async def _answered(self, route, body, timeout_s):
         self.calls.append(route)
         self.counts[route] = self.counts.get(route, 0) + 1
-        work = asyncio.ensure_future(self._call(route, body or {}, self.counts[route]))
+        work = asyncio.ensure_future(self._call(route, body, self.counts[route]))
         cut = asyncio.ensure_future(self.gone.wait())
         try:
             await asyncio.wait([work, cut], return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
@@ -154,7 +159,9 @@ class Client:
         assert not self.paused
         found = [value + body.get("shift", 0.0) for value in logprobs(self.held, body["prompt"])]
         values = zip(body["prompt"][1:], found, strict=True)
-        return {"choices": [{"prompt_logprobs": [None, *({str(t): {"logprob": value}} for t, value in values)]}]}
+        choice = {"token_ids": [], "logprobs": {"token_logprobs": []}, "finish_reason": "length"}
+        choice["prompt_logprobs"] = [None, *({str(t): {"logprob": value}} for t, value in values)]
+        return {"choices": [choice]}
 
 
 class Pool:
@@ -173,13 +180,12 @@ class Pool:
             raise ProcessDied("no rollout instance is left")
 
     def exclude(self, instance, reason):
-        instance.state = "silent"
+        instance.exclude(reason)
         self.reasons[instance.name] = reason
-        instance.client.cut(reason)
 
     def admit(self, instance):
         if instance.lives:
-            instance.state = "serving"
+            instance.admit()
 
     def named(self, name):
         return next(one for one in self.instances if one.name == name)
@@ -199,16 +205,20 @@ class Launcher:
     def run(self, work, timeout_s=30):
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
 
-    def ask(self, operation, **fields):
-        if operation == "sync_bucket":
-            return self.run(self.sync.bucket(fields["info"]))
-        if operation == "sync_verify":
-            return self.run(self.verify(fields["expected"]))
-        return self.run(getattr(self.sync, operation.removeprefix("sync_"))(**fields))
+    def ask(self, request):
+        answers = {
+            messages.OpenSync: self.sync.open,
+            messages.ConnectSync: self.sync.connect,
+            messages.SendBucket: self.sync.bucket,
+            messages.AbortSync: self.sync.abort,
+            messages.FinishSync: self.sync.finish,
+            messages.VerifySync: self.verify,
+        }
+        return self.run(answers[type(request)](messages.read_request(messages.pack(request))))
 
-    async def verify(self, expected):
-        self.sync.expect(expected)
-        return await self.sync.checked()
+    async def verify(self, request):
+        self.sync.expect(request.expected)
+        await self.sync.checked()
 
     def close(self):
         for client in self.clients:

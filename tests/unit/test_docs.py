@@ -10,7 +10,9 @@ import pytest
 import typer
 
 from engine.config import Config
+from engine.config.keys import flatten
 from engine.config.reference import reference
+from engine.config.table import is_table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "tests/README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -18,7 +20,7 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = ("engine", "tasks", "flows", "infra", "docs", "tests", "benchmarks", "data")
-KEYS = {f"{table}.{key}" for table, field in Config.model_fields.items() for key in field.annotation.model_fields}
+KEYS = set(flatten(Config().model_dump()))
 
 
 def fences(page):
@@ -77,14 +79,14 @@ def test_commands_are_those_of_the_command_line(page):
 def test_toml_examples_have_known_keys(page):
     for language, text in fences(page):
         if language == "toml":
-            found = {f"{table}.{key}" for table, keys in tomllib.loads(text).items() for key in keys}
+            found = set(flatten(tomllib.loads(text)))
             assert found <= KEYS, f"{page.name}: {found - KEYS}"
 
 
 def names(page):
     """(what, name) of every key, path and make target that the page's inline code names."""
     for code in re.findall(r"`([^`\n]+)`", ours(page)):
-        for name in re.findall(r"(?<![\w./<])([a-z]+\.[a-z_0-9]+)\b(?![./(])", code):
+        for name in re.findall(r"(?<![\w./<])([a-z_]+(?:\.[a-z_0-9]+)+)\b(?![./(])", code):
             if name.partition(".")[0] in Config.model_fields and not name.endswith((".json", ".md")):
                 yield "key", name
         yield from (("path", name) for name in re.findall(rf"(?<![\w/<.])(?:{'|'.join(FOLDERS)})/[\w./-]+", code))
@@ -121,7 +123,10 @@ def test_the_configuration_reference_is_current():
 @pytest.mark.parametrize("table", Config.model_fields)
 def test_every_key_says_what_it_means(table):
     fields = Config.model_fields[table].annotation.model_fields
-    assert not [key for key, field in fields.items() if len(field.description or "") < 10]
+    inner = [
+        one for field in fields.values() if is_table(field.annotation) for one in field.annotation.model_fields.items()
+    ]
+    assert not [key for key, field in [*fields.items(), *inner] if len(field.description or "") < 10]
 
 
 def strings():

@@ -23,6 +23,8 @@ BY_PLACE = {
 }
 """Functions whose arguments are known by their place, by the reason."""
 
+INHERITED = {"engine/instance/embedded/server.py": {"Server.force_exit", "Server.should_exit"}}
+"""Attributes of a library's class, which a class of ours sets."""
 
 PAGES = sorted(file for folder in (ROOT, ROOT / "docs") for file in folder.glob("*.md") if file.name != "CHANGELOG.md")
 PAGES += [ROOT / "Makefile"]
@@ -62,6 +64,31 @@ def by_place(call):
         return 0
     name = ast.unparse(call.func).rpartition(".")[2]
     return 0 if any(name in names for names in BY_PLACE.values()) else len(call.args)
+
+
+def assigned(method):
+    """The attributes of its own object that a method assigns."""
+    if any(ast.unparse(one) == "staticmethod" for one in method.decorator_list) or not method.args.args:
+        return set()
+    own = method.args.args[0].arg
+    attributes = (node for node in ast.walk(method) if isinstance(node, ast.Attribute))
+    return {one.attr for one in attributes if isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == own}
+
+
+def born_late(node):
+    """Attributes that a class's methods assign, but neither its body nor its __init__."""
+    has_fields = bool(node.bases) or any("dataclass" in ast.unparse(one) for one in node.decorator_list)
+    born = set()
+    late = set()
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+            born.add(part.name)  # a property has a setter
+            (born if part.name in ("__init__", "__post_init__", "__new__") else late).update(assigned(part))
+        elif isinstance(part, ast.Assign):
+            born |= {ast.unparse(target) for target in part.targets}
+        elif isinstance(part, ast.AnnAssign) and (part.value is not None or has_fields):
+            born.add(ast.unparse(part.target))
+    return late - born
 
 
 def is_table(file, line):
@@ -106,6 +133,15 @@ def test_a_class_name_has_one_meaning():
     assert twice == {
         "Platform": ["engine/config/training.py", "engine/platform/base.py"]
     }  # the table, and what it names
+
+
+def test_attributes_are_born_in_init():
+    found = defaultdict(set)
+    for file in CODE:
+        for node in ast.walk(tree(file)):
+            if isinstance(node, ast.ClassDef) and (late := born_late(node)):
+                found[place(file)] |= {f"{node.name}.{name}" for name in late}
+    assert found == INHERITED
 
 
 def test_one_statement_a_line():

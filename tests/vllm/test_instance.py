@@ -8,6 +8,7 @@ import psutil
 import pytest
 import requests
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from support.fuzz_routes import Server, fuzz_all, fuzz_update
 from support.runs import wait_for
@@ -54,13 +55,17 @@ def client(instance, models):
 
 
 def test_read_only_routes(client):
-    assert client.ask("GET", "/health") == (200, {})
+    assert client.ask("GET", "/health") == (200, {"protocol": 1})
     assert client.ask("GET", "/weight_version") == (200, {"weight_version": 0})
     assert client.ask("GET", "/get_world_size") == (200, {"world_size": 1})
     load = client.ask("GET", "/load")[1]
-    assert load | {"generated_tokens": 0} == {"running": 0, "waiting": 0, "generated_tokens": 0, "weight_version": 0}
+    counts = {"generated_tokens": 0, "prefills": 0}
+    assert load | counts == {"running": 0, "waiting": 0, "weight_version": 0} | counts
     metrics = requests.get(client.url + "/metrics", headers=client.session.headers, timeout=10)
-    assert "vllm:generation_tokens_total" in metrics.text
+    families = {family.name for family in text_string_to_metric_families(metrics.text)}
+    assert "vllm:generation_tokens" in families
+    own = ("running", "waiting", "weight_version", "generated_tokens", "prefills", "weight_updates")
+    assert families >= {f"metronome_instance_{name}" for name in own}
 
 
 def test_its_processes_leave_the_cores_to_others_while_they_wait(client):

@@ -8,39 +8,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from engine.errors import BadInput, MetronomeError
+from engine.errors import BadInput
 from engine.instance.embedded.cache import BLOCK, KeyValueCache, Prefill, PromptCache
 from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling, sample
 from engine.instance.embedded.weight_load import Named, WeightLoad
+from engine.instance.refusals import Conflict
+from engine.instance.replies import FinishReason, Result
 
 PROMPTS_KEPT = 8
 """Computed prompts kept, in full slots: enough for the groups that are being admitted, little beside the slots."""
-
-
-FinishReason = Literal["stop", "length", "abort", "error"]
-""""error": the logits were not finite."""
-
-
-class Conflict(MetronomeError):
-    """The call is right in itself but not now: an update out of order, a resume in the middle of one."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a request ended; all tokens were sampled by `version`."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: FinishReason
-    version: int
-    prompt_logprobs: list[float] | None = None
-    """Of the prompt's tokens but the first, at temperature 1, when they were asked for and the request was admitted."""
 
 
 @dataclass(eq=False)
@@ -91,8 +72,8 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.version = 0
-        self.updates = self.generated_tokens = 0
-        """Weight updates finished and tokens sampled since the start."""
+        self.generated_tokens = 0
+        """Tokens sampled since the start."""
         self.paused = False
         self._load: WeightLoad | None = None
         """The weight update under way."""
@@ -275,7 +256,6 @@ class Engine:
         self.version = version
         self._load = None
         self._mixed = False
-        self.updates += 1
 
     def load(self) -> dict[str, int]:
         """Requests running and waiting, prompts computed and tokens sampled since the start, and the weight version."""
@@ -286,7 +266,3 @@ class Engine:
             "generated_tokens": self.generated_tokens,
             "weight_version": self.version,
         }
-
-    def figures(self) -> dict[str, int]:
-        """What /metrics shows: `load`, and the weight updates since the start."""
-        return self.load() | {"updates": self.updates}

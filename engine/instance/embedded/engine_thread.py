@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engine.errors import DeadlineError, MetronomeError
-from engine.instance.embedded.engine import Engine, Request, Result
+from engine.instance.embedded.engine import Engine, Request
 from engine.instance.embedded.sampling import Sampling
+from engine.instance.replies import Result
 
 T = TypeVar("T")
 

@@ -6,14 +6,15 @@ same parameters. Where several projections are computed as one, their parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from engine.errors import BadInput
 from engine.instance.embedded.cache import KeyValueCache
@@ -26,6 +27,45 @@ SCORED_ROWS = 256
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer index, q [n, heads, dim], k and v [n, kv heads, dim]) -> [n, heads * dim]"""
+
+
+class HfNorm(Protocol):
+    """An RMSNorm of the models that we run."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+
+class HfAttention(Protocol):
+    """The attention of their blocks; some have no norms of queries and keys."""
+
+    head_dim: int
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: HfNorm
+    k_norm: HfNorm
+
+
+class HfMlp(Protocol):
+    """Their gated MLP."""
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def act_fn(self, gate: Tensor, /) -> Tensor:
+        """The activation of the gate."""
+
+
+class HfBlock(Protocol):
+    """One decoder block."""
+
+    self_attn: HfAttention
+    mlp: HfMlp
+    input_layernorm: HfNorm
+    post_attention_layernorm: HfNorm
 
 
 class RolloutModel:
@@ -122,11 +162,11 @@ class RolloutModel:
 class Layer:
     """One decoder block over rows of hidden states [n, hidden]; what the rows are to each other is up to `attend`."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: HfBlock) -> None:
         attention = block.self_attn
         mlp = block.mlp
         self.attention = attention
-        self.head_dim: int = attention.head_dim
+        self.head_dim = attention.head_dim
         self.heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
         self.qkv = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -167,8 +207,8 @@ class Layer:
 class Norm:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension; the weight may have more dimensions than that."""
 
-    def __init__(self, norm: nn.Module) -> None:
-        self.weight: Tensor = norm.weight
+    def __init__(self, norm: HfNorm) -> None:
+        self.weight = norm.weight
         self.eps = torch.tensor(float(norm.variance_epsilon))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -185,7 +225,7 @@ def _causal(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out[0].transpose(0, 1).flatten(1)
 
 
-def _load(folder: str) -> nn.Module:
+def _load(folder: str) -> PreTrainedModel:
     if not (Path(folder) / "config.json").is_file():
         raise BadInput(f"--model {folder}: no config.json there; a Hugging Face model folder is needed")
     try:
@@ -205,7 +245,7 @@ def _load(folder: str) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def _check_supported(model: nn.Module, folder: str) -> None:
+def _check_supported(model: PreTrainedModel, folder: str) -> None:
     kind = model.config.model_type
     if kind not in SUPPORTED:
         raise BadInput(f"--model {folder}: model_type {kind!r}; the embedded engine runs {', '.join(SUPPORTED)}")
@@ -218,7 +258,7 @@ def _check_supported(model: nn.Module, folder: str) -> None:
         )
 
 
-def _stop_ids(model: nn.Module, folder: str) -> frozenset[int]:
+def _stop_ids(model: PreTrainedModel, folder: str) -> frozenset[int]:
     """End-of-sequence ids of the generation config (else of the config) and of the tokenizer, where there is one."""
     ids = model.generation_config.eos_token_id
     ids = model.config.eos_token_id if ids is None else ids
@@ -242,7 +282,7 @@ def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return _join([part.weight for part in parts]), _join(biases) if biases else None
 
 
-def _join(parameters: list[nn.Parameter]) -> Tensor:
+def _join(parameters: Sequence[Tensor]) -> Tensor:
     joined = torch.cat([parameter.data for parameter in parameters])
     for parameter, rows in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = rows

@@ -4,7 +4,7 @@ which then copies them into the model."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from engine.wire.weights.groups import BACKENDS
 
 
 class Updates:
-    """One step at a time. A step that has begun is carried out to its end, also when the client has gone."""
+    """One step at a time. A step that has begun must be carried out to its end: the routes never cancel one."""
 
     def __init__(self, worker: EngineThread, base: Path) -> None:
         """`base`: the folder that the model was loaded from."""
@@ -25,7 +25,6 @@ class Updates:
         self._base = base
         self._receiver = Receiver()
         self._step = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._loading: asyncio.Task[None] | None = None
 
     async def connect(self, init_info: dict[str, Any]) -> None:
@@ -36,9 +35,13 @@ class Updates:
         """Call off what is under way and leave the groups."""
         self._receiver.close()
 
-    async def start(self) -> None:
+    async def start_update(self) -> None:
         """Engine.start_update, once a step under way has ended."""
-        await self._to_its_end(self._start)
+        async with self._step:
+            if self._loading is not None:
+                await asyncio.gather(self._loading, return_exceptions=True)  # of the update that begins again
+                self._loading = None
+            await self._worker.call(Engine.start_update)
 
     async def update(self, update_info: dict[str, Any]) -> None:
         """Receive and load a bucket, or begin to stage it. What fails once the update_info is accepted ends the update.
@@ -49,21 +52,14 @@ class Updates:
         if update_info.get("staged"):
             self._receiver.stage(update_info)
         else:
-            await self._to_its_end(lambda: self._update(update_info))
+            async with self._step:
+                await self._update(update_info)
 
-    async def finish(self, version: int) -> None:
+    async def finish_update(self, version: int) -> None:
         """Engine.finish_update, once everything is loaded."""
-        await self._to_its_end(lambda: self._finish(version))
-
-    async def _start(self) -> None:
-        if self._loading is not None:
-            await asyncio.gather(self._loading, return_exceptions=True)  # of the update that begins again
-            self._loading = None
-        await self._worker.call(Engine.start_update)
-
-    async def _finish(self, version: int) -> None:
-        await self._loaded()
-        await self._worker.call(lambda engine: engine.finish_update(version))
+        async with self._step:
+            await self._loaded()
+            await self._worker.call(lambda engine: engine.finish_update(version))
 
     async def _update(self, update_info: dict[str, Any]) -> None:
         await self._worker.call(Engine.check_updating)
@@ -97,18 +93,3 @@ class Updates:
             await self._worker.call(Engine.fail_update)
             raise
         await self._worker.call(lambda engine: engine.update(tensors, cast))
-
-    async def _to_its_end(self, step: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        async def locked() -> None:
-            async with self._step:
-                await step()
-
-        task = asyncio.create_task(locked())
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        await asyncio.shield(task)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # the client heard it, unless it has gone

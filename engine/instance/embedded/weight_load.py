@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from engine.errors import BadInput
 
@@ -18,7 +19,7 @@ Named = tuple[str, Tensor]
 class WeightLoad:
     """One update of a model's parameters, in place."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self._parameters = dict(model.named_parameters(remove_duplicate=True))
         self._tied = model.lm_head.weight is model.model.embed_tokens.weight
         self._head: Tensor | None = None

@@ -12,19 +12,18 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from engine.errors import BadInput, MetronomeError
+from engine.errors import BadInput
+from engine.instance import command_line
 from engine.run.process import LIFELINE, bind, drop_lifeline, hold_lifeline, watch_lifeline
-from engine.wire.access_token import access_token, authorization, check_address
+from engine.wire.access_token import access_token, authorization
 
 NAP = "METRONOME_VLLM_NAP_S"
 """Environment variable for vLLM's processes on a CPU: seconds that they sleep where vLLM gives up a turn while it
@@ -53,6 +52,7 @@ on a busy machine minutes. Whoever started it has a deadline of its own (rollout
 
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1",  # without it the weight routes' engine calls do not exist
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(command_line.KEEP_ALIVE_S),
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -71,16 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda *_: _leave(0))
     # not the whole group at once: Python's resource tracker then frees the shared memory
     watch_lifeline(lambda: _leave(1))
-    try:
-        token = _check(options)
-        os.environ[LIFELINE] = hold_lifeline()
-        bind(options.cores)
-        _set_environment(options)
-        _serve(options, token)
-    except MetronomeError as error:
-        print(f"{options.name}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, BadInput) else 1
-    return 0
+    return command_line.run(options, _run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    _check(options)
+    os.environ[LIFELINE] = hold_lifeline()
+    bind(options.cores)
+    _set_environment(options)
+    _serve(options)
 
 
 def _leave(code: int) -> None:
@@ -90,46 +89,22 @@ def _leave(code: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m engine.instance.vllm", description=__doc__)
-    parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="IP address to listen on; off loopback METRONOME_TOKEN must be set"
-    )
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--port-file", type=Path, help="where to write host, port and pid, as JSON, when ready")
-    parser.add_argument("--name", default="instance-0", help="name of this instance in messages")
-    parser.add_argument("--slots", type=int, default=32, help="responses decoded at the same time")
-    parser.add_argument("--max-context", type=int, default=2048, help="prompt and response tokens together")
+    parser = command_line.parser("engine.instance.vllm", __doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"), default="cpu", help="what this vLLM was built for")
     parser.add_argument("--tensor", type=int, default=1, help="devices (processes on a CPU) that share the model")
-    parser.add_argument("--threads", type=int, default=1, help="compute threads of each process on a CPU")
-    parser.add_argument("--cores", type=_cores, default=[], help="comma-separated CPU cores to stay on")
     parser.add_argument("--transport", default="file", help="weights.transport of the run")
     return parser
 
 
-def _cores(text: str) -> list[int]:
-    return [int(core) for core in text.split(",")]
-
-
-def _check(options: argparse.Namespace) -> str | None:
-    """The token; BadInput for options that cannot work."""
-    token = access_token()
-    check_address(options.host, token)
+def _check(options: argparse.Namespace) -> None:
+    """BadInput for options that cannot work."""
     _check_environment()
-    if not (Path(options.model) / "config.json").is_file():
-        raise BadInput(f"--model {options.model}: there is no config.json; expected a Hugging Face folder")
-    for key, least in (("slots", 1), ("threads", 1), ("tensor", 1), ("max_context", 2), ("port", 0)):
-        if getattr(options, key) < least:
-            raise BadInput(f"--{key.replace('_', '-')} {getattr(options, key)}: must be at least {least}")
-    if options.port_file is not None and not options.port_file.parent.is_dir():
-        raise BadInput(f"--port-file {options.port_file}: there is no folder {options.port_file.parent}")
+    command_line.check(options)
     if options.transport == "hccl" and options.device != "npu":
         raise BadInput(f"--transport hccl needs --device npu, not {options.device}")
     if importlib.util.find_spec("vllm") is None:
         raise BadInput(f"{sys.executable} has no vllm; run this in the environment that `make vllm` builds")
-    return token
 
 
 def _check_environment() -> None:
@@ -187,27 +162,20 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
     return [part for pair in pairs.items() for part in pair] + flags
 
 
-def _serve(options: argparse.Namespace, token: str | None) -> None:
+def _serve(options: argparse.Namespace) -> None:
     """vLLM's server on a socket of ours, so that a free port can't be taken by somebody else meanwhile."""
-    with _listening(options) as sock:
+    with command_line.bound(options) as sock:
         port = sock.getsockname()[1]
         arguments = _parse(_vllm_arguments(options, port))
         import uvloop
         from vllm.entrypoints.openai.api_server import run_server_worker
 
+        from engine.instance.vllm.middleware import Middleware
+
+        Middleware.options = options
         url = f"http://{'127.0.0.1' if options.host == '0.0.0.0' else options.host}:{port}"
-        threading.Thread(target=_announce, args=(options, url, port, token), name="announce", daemon=True).start()
+        threading.Thread(target=_announce, args=(options, url, port), name="announce", daemon=True).start()
         uvloop.run(run_server_worker(url, sock, arguments))
-
-
-def _listening(options: argparse.Namespace) -> socket.socket:
-    sock = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((options.host, options.port))
-    except OSError as error:
-        raise BadInput(f"--host {options.host} --port {options.port}: {error.strerror}") from None
-    return sock
 
 
 def _parse(arguments: list[str]) -> Any:  # noqa: ANN401
@@ -222,22 +190,17 @@ def _parse(arguments: list[str]) -> Any:  # noqa: ANN401
     return parsed
 
 
-def _announce(options: argparse.Namespace, url: str, port: int, token: str | None) -> None:
+def _announce(options: argparse.Namespace, url: str, port: int) -> None:
     """Once it serves: one completion, so that no request pays for first-time set-up, then the port file."""
     try:
         while not _answers(url + "/health"):
             time.sleep(POLL_S)
-        body = {"prompt": [0, 0], "max_tokens": 2, "prompt_logprobs": 0, "ignore_eos": True}
-        _post(url + "/v1/completions", body, token)
+        _post(url + "/v1/completions", {"prompt": [0, 0], "max_tokens": 2, "prompt_logprobs": 0, "ignore_eos": True})
     except OSError as error:  # HTTP errors are OSErrors, too
         detail = error.read().decode(errors="replace")[:500] if isinstance(error, urllib.error.HTTPError) else ""
         print(f"{options.name}: the first completion failed: {error} {detail}", file=sys.stderr, flush=True)
         _leave(1)
-    print(f"{options.name}: serving {options.model} on {url}", flush=True)
-    if options.port_file is not None:
-        partial = options.port_file.with_name(options.port_file.name + ".partial")
-        partial.write_text(json.dumps({"host": options.host, "port": port, "pid": os.getpid()}))
-        partial.replace(options.port_file)
+    command_line.announce(options, port)
 
 
 def _answers(url: str) -> bool:
@@ -248,8 +211,8 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _post(url: str, body: dict[str, Any], token: str | None) -> None:
-    headers = {"Content-Type": "application/json", **authorization(token)}
+def _post(url: str, body: dict[str, Any]) -> None:
+    headers = {"Content-Type": "application/json", **authorization(access_token())}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=WARM_UP_S):
         pass

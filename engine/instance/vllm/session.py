@@ -13,18 +13,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from engine.errors import BadInput, MetronomeError, TransferError
+from engine.errors import BadInput, TransferError
 from engine.instance.receiver import Receiver
+from engine.instance.refusals import Conflict
 
 KEEP_STALE_HEAD = "METRONOME_TEST_KEEP_STALE_HEAD"
 """Environment variable of a test: leave vLLM's stale copy of a tied lm_head alone,
 to see that the self-test catches it."""
 
 TIED_HEAD = "lm_head.weight"
-
-
-class OutOfOrder(MetronomeError):
-    """A call that does not fit the state of the weight update."""
 
 
 class WeightSession:
@@ -64,7 +61,7 @@ class WeightSession:
             return
         info = job["receive"]
         if self._loaded is None:
-            raise OutOfOrder("weights arrived outside an update: call /start_weight_update first")
+            raise Conflict("weights arrived outside an update: call /start_weight_update first")
         work: Callable[[], Any] | None = None
         if info.get("transport") == "hccl":  # receives and loads in one
             self._load_hccl(info)
@@ -104,14 +101,12 @@ class WeightSession:
         self._receiver.stage(update_info)
 
     def finish(self, version: int) -> None:
-        """All buckets are in: let vLLM finish its layers, set the version. OutOfOrder when tensors are missing."""
+        """All buckets are in: let vLLM finish its layers, set the version. Conflict when tensors are missing."""
         if self._loaded is None or not self._loaded:
-            raise OutOfOrder("no weights were loaded since /start_weight_update")
+            raise Conflict("no weights were loaded since /start_weight_update")
         if missing := sorted(self._expected.keys() - self._loaded - ({TIED_HEAD} if self._tied else set())):
             self.abort()
-            raise OutOfOrder(
-                f"the update lacks {len(missing)} of {len(self._expected)} tensors, the first {missing[0]}"
-            )
+            raise Conflict(f"the update lacks {len(missing)} of {len(self._expected)} tensors, the first {missing[0]}")
         self._end_reload()
         self._refresh_tied_head()
         self._loaded = None
@@ -160,7 +155,8 @@ class WeightSession:
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._in_worker(), torch.device(self._worker.device), torch.no_grad():
-            self._model.load_weights(self._noted(tensors))
+            # a method of vLLM's models that torch's modules lack
+            self._model.load_weights(self._noted(tensors))  # type: ignore[operator]
             for layer in self._model.modules():
                 _own_pending(_reload().get_layerwise_info(layer))
 

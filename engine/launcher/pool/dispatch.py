@@ -1,4 +1,4 @@
-"""Room on the instances: who waits for it, and who gets the next group."""
+"""Room on the instances: which groups wait for it, and which instance gets the next one."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from engine.errors import MetronomeError
-from engine.launcher.pool.instance import Instance
-
-
-@dataclass(frozen=True)
-class Place:
-    """Room for one group on an instance."""
-
-    instance: Instance
-    trial: bool
-    """Whether only one request may be sent: its breaker was open."""
+from engine.launcher.pool.instance import Instance, Place
 
 
 @dataclass(frozen=True)
@@ -30,11 +21,11 @@ class _Waiter:
 
 
 class Dispatcher:
-    """A group goes to the instance that will probably finish it first; who waits is served in order of asking."""
+    """A group goes to the instance that will probably finish it first. Waiters get places in the order of asking."""
 
     def __init__(self, instances: list[Instance], concurrency: int, give_back: Callable[[Place], None]) -> None:
         """`instances`: those of the pool, now and later; `concurrency`: groups in flight on each; `give_back`: takes a
-        place that was given to somebody who no longer wants it."""
+        place whose waiter was cancelled."""
         self._instances = instances
         self._concurrency = concurrency
         self._give_back = give_back
@@ -44,7 +35,7 @@ class Dispatcher:
     async def ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
         """Wait for a place; the limits are those of the requests under way and rollout.wait_s (`fail`).
 
-        `avoid`: others, if any serve; `first`: before all who wait already; `least`: of this weight version or a later
+        `avoid`: others, if any serve; `first`: before all that wait already; `least`: of this weight version or a later
         one.
         """
         asked = _Waiter(asyncio.get_running_loop().create_future(), avoid, least)
@@ -59,26 +50,25 @@ class Dispatcher:
             raise
 
     def hand_out(self) -> None:
-        """Give places to those who wait, in order of asking, as long as there are any."""
+        """Give places to the waiters, in the order of asking, as long as there are any."""
         while self._waiting:
             asked = self._waiting[0]
             if not asked.place.done():
                 if (best := self._pick(asked.avoid, asked.least)) is None:
                     break
-                best.groups += 1
-                asked.place.set_result(Place(best, best.breaker.begin()))
+                asked.place.set_result(best.take_place(self._concurrency))
             self._waiting.popleft()
         self._wake_later()
 
     def fail(self, error: MetronomeError) -> None:
-        """All who wait hear why there will be none."""
+        """All waiters get this error instead of a place."""
         while self._waiting:
             place = self._waiting.popleft().place
             if not place.done():
                 place.set_exception(error)
 
     def _pick(self, avoid: Collection[Instance], least: int | None) -> Instance | None:
-        serving = [instance for instance in self._instances if instance.state == "serving" and instance.breaker.passes]
+        serving = [instance for instance in self._instances if instance.takes_prompts and instance.breaker.passes]
         if least is not None:
             serving = [instance for instance in serving if instance.version is not None and instance.version >= least]
         others = [instance for instance in serving if instance not in avoid] or serving
@@ -92,6 +82,6 @@ class Dispatcher:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        waits = [one.breaker.wait_s for one in self._instances if one.state == "serving" and one.breaker.wait_s > 0]
+        waits = [one.breaker.wait_s for one in self._instances if one.takes_prompts and one.breaker.wait_s > 0]
         if self._waiting and waits:
             self._timer = asyncio.get_running_loop().call_later(min(waits), self.hand_out)

@@ -1,12 +1,12 @@
-"""Keeps the pool alive: hears hearts, starts dead instances again, brings late ones to the weights,
-knows when to give up."""
+"""Keeps the pool alive: asks every instance whether it answers, starts dead ones again and brings late ones to the
+weights. Gives up when there has been no instance for too long."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Self
 
 from engine.errors import MetronomeError
 from engine.launcher.pool.instance import Instance
@@ -14,6 +14,8 @@ from engine.launcher.pool.instance_client import InstanceFault, Refused
 from engine.launcher.pool.pool import Pool
 from engine.run.instance_process import InstanceProcess
 from engine.wire.address import http_url
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import GetHealth, GetLoad, Health, Load
 
 LOOK_S = 0.1
 """How often processes are looked at."""
@@ -25,42 +27,18 @@ ATTEMPTS = 3
 
 
 class HealthMonitor:
-    """The pool's background tasks."""
+    """Looks after a pool within its block: it asks the pool, and tells it whom to admit and whom to exclude."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._tasks: set[asyncio.Task[None]] = set()
-        self._declared: dict[Instance, InstanceProcess] = {}
-        self._catching_up: set[Instance] = set()
-        self._last_alive = time.monotonic()
 
-    def start(self) -> None:
-        """Begin to look after the processes; the time without any instance counts from now."""
-        self._last_alive = time.monotonic()
+    async def __aenter__(self) -> Self:
+        self._run(self._watch_arrivals())
         self._run(self._watch_processes())
+        return self
 
-    def watch(self, instance: Instance, declared: InstanceProcess | None) -> None:
-        """Look after an instance until it is gone."""
-        if declared is not None:
-            self._declared[instance] = declared
-        self._run(self._watch_instance(instance))
-
-    def handle_departure(self, instance: Instance) -> None:
-        """It is gone; a declared one is ended for good, or started again."""
-        if (declared := self._declared.pop(instance, None)) is not None:
-            self._run(self._restart(declared))
-
-    def do_not_restart(self, instance: Instance) -> None:
-        """Do not start it again."""
-        if (declared := self._declared.get(instance)) is not None:
-            declared.wanted = False
-
-    def catching_up(self, instance: Instance) -> bool:
-        """Whether it is being brought to the current version on its own."""
-        return instance in self._catching_up
-
-    async def close(self) -> None:
-        """End the tasks."""
+    async def __aexit__(self, *exception: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -71,7 +49,7 @@ class HealthMonitor:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """An error in a background task ends the run: nobody would look after the instances any more."""
+        """An error in a background task ends the run, because instances are no longer looked after."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._pool.fail(
@@ -84,23 +62,25 @@ class HealthMonitor:
 
     async def _watch_processes(self) -> None:
         """Notice deaths at once; fail the pool when nothing lived for rollout.wait_s."""
+        await self._pool.connected.wait()
         limit = self._pool.config.rollout.wait_s
+        last_alive = time.monotonic()
         while True:
             for instance in list(self._pool.instances):
-                if instance.child is not None and not instance.child.alive:
+                if instance.dead:
                     self._pool.gone(instance, "its process ended")
             now = time.monotonic()
             if any(instance.lives for instance in self._pool.instances):
-                self._last_alive = now
-            elif now - self._last_alive > limit:
+                last_alive = now
+            elif now - last_alive > limit:
                 self._pool.fail(self._pool.all_gone())
             await asyncio.sleep(LOOK_S)
 
-    async def _restart(self, declared: InstanceProcess) -> None:
-        """Start a declared instance again, at most rollout.restarts times."""
+    async def _restart(self, declared: InstanceProcess, wanted: bool) -> None:
+        """End a declared instance's process. Start it again if it is `wanted`, at most rollout.restarts times."""
         rollout = self._pool.config.rollout
         await asyncio.to_thread(declared.child.stop, 0.0)
-        while declared.wanted and declared.restarts < rollout.restarts:
+        while wanted and declared.restarts < rollout.restarts:
             await asyncio.sleep(BACKOFF_S * 2**declared.restarts)
             self._pool.processes.restart(declared)
             try:
@@ -112,85 +92,88 @@ class HealthMonitor:
                 self._pool.enter(declared.name, http_url(*address), declared)
                 return
 
-    # hearts ---------------------------------------------------------------------------------------
+    # instances ------------------------------------------------------------------------------------
+
+    async def _watch_arrivals(self) -> None:
+        """Look after every instance that enters the pool."""
+        while True:
+            self._run(self._watch_instance(await self._pool.arrived.get()))
 
     async def _watch_instance(self, instance: Instance) -> None:
-        """Until it is gone: beat by beat, exclude it when it is silent, bring it back when it answers."""
+        """Exclude it when it is silent and bring it back when it answers, until it is gone.
+        Then a declared one is started again, unless it asked to leave."""
         rollout = self._pool.config.rollout
         patience = max(rollout.heartbeat_s, rollout.wait_s / 2)  # early enough to replace it before the run gives up
         interval = rollout.heartbeat_s / 3
         while instance.state != "gone":
             answered = await self._check_heartbeat(instance, interval)
-            silence = time.monotonic() - instance.last_heard
-            if answered and self._needs_catch_up(instance):
-                self._catching_up.add(instance)
-                self._run(self._catch_up(instance))
+            silence = instance.silence_s
+            if answered:
+                self._bring_back(instance)
             elif silence > patience:
                 self._pool.gone(instance, f"did not answer for {silence:.1f} s")
             elif silence > rollout.heartbeat_s and instance.state != "silent":
                 self._pool.exclude(instance, f"no answer for {silence:.1f} s (rollout.heartbeat_s)")
-            await asyncio.sleep(interval)
+            await instance.wait_until_gone(interval)
+        if instance.declared is not None:
+            await self._restart(instance.declared, wanted=not instance.leaving)
 
     async def _check_heartbeat(self, instance: Instance, timeout_s: float) -> bool:
-        """Whether it answered; any answer is a sign of life, also while an update keeps it from telling its load."""
+        """Whether it answered. Any answer is a sign of life, because an update keeps it from telling its load."""
         was = instance.state, instance.version
-        calls = (instance.client.call("GET", route, timeout_s=timeout_s) for route in ("/load", "/health"))
-        load, health = await asyncio.gather(*calls, return_exceptions=True)
+        asked_load = instance.client.call(GetLoad(), timeout_s=timeout_s)
+        asked_health = instance.client.call(GetHealth(), timeout_s=timeout_s)
+        load, health = await asyncio.gather(asked_load, asked_health, return_exceptions=True)
         for result in (load, health):
             if isinstance(result, BaseException) and not isinstance(result, MetronomeError):
                 raise result
-        if isinstance(load, dict):
+        if isinstance(health, Health) and health.protocol != ROLLOUT_PROTOCOL:
+            self._pool.gone(instance, f"speaks {_spoken(health)} of the rollout protocol, not {ROLLOUT_PROTOCOL}")
+        if isinstance(load, Load):
             instance.loaded(load)
             if was == (instance.state, instance.version):
-                self._compare(instance, load.get("weight_version"))
-        answered = any(isinstance(result, (dict, InstanceFault, Refused)) for result in (load, health))
-        if answered:
-            instance.last_heard = time.monotonic()
-            if not instance.met:
-                instance.met = True
-                self._pool.changed()
+                self._compare(instance, load.weight_version)
+        answered = any(isinstance(result, (Load, Health, InstanceFault, Refused)) for result in (load, health))
+        if answered and instance.heard():
+            self._pool.changed()
         return answered
 
-    def _compare(self, instance: Instance, holds: object) -> None:
-        """Whoever starts an instance again behind the same address gives it other weights than we know of."""
-        if instance.state == "serving" and None not in (instance.version, holds) and holds != instance.version:
+    def _compare(self, instance: Instance, holds: int) -> None:
+        """An instance that was started again behind the same address has other weights than it was brought to."""
+        if instance.takes_prompts and instance.version is not None and holds != instance.version:
             self._pool.exclude(
                 instance, f"holds weight version {holds}, it was brought to {instance.version}: started again?"
             )
 
-    def _needs_catch_up(self, instance: Instance) -> bool:
-        """Whether it must be brought to the weights on its own, now;
-        before the first publish it waits for that instead."""
-        if instance.leaving or instance.state not in ("starting", "silent") or instance in self._catching_up:
-            return False
+    def _bring_back(self, instance: Instance) -> None:
+        """It answers: if it has no weights, begin to bring it to the current ones, or have it wait for the first."""
+        if instance.state not in ("starting", "silent"):
+            return
         sync = self._pool.sync
-        if not self._pool.synced or (sync is not None and sync.version is not None):
-            return time.monotonic() >= instance.retry
-        instance.state = "starting"
-        return False
+        if self._pool.synced and (sync is None or sync.version is None):
+            if instance.state == "silent":
+                instance.wait_for_publish()
+                self._pool.changed()
+        elif time.monotonic() >= instance.retry:
+            instance.begin_catch_up()
+            self._run(self._catch_up(instance))
 
     async def _catch_up(self, instance: Instance) -> None:
         """Bring it to the current version, again when that moved on meanwhile; then it serves.
         Give it up after ATTEMPTS."""
         sync = self._pool.sync
-        instance.state = "updating"
-        instance.version = None
         try:
-            while sync is not None and instance.lives and instance.version != sync.version:
-                version = sync.version
-                await sync.catch_up(instance)
-                instance.version = version if instance.version is None else instance.version
+            async with instance.client.until_cut("bringing it to the weights"):
+                while sync is not None and instance.version != sync.version:
+                    await sync.catch_up(instance)
         except MetronomeError as error:
-            self._failed(instance, str(error))
+            failed = instance.failed_attempt(BACKOFF_S)
+            self._pool.exclude(instance, str(error))
+            if failed == ATTEMPTS:
+                self._pool.gone(instance, f"given up after {ATTEMPTS} attempts to bring it to the weights: {error}")
         else:
-            instance.attempts = 0
-        finally:
-            self._catching_up.discard(instance)
-        self._pool.admit(instance)
+            self._pool.admit(instance)
 
-    def _failed(self, instance: Instance, reason: str) -> None:
-        instance.attempts += 1
-        instance.retry = time.monotonic() + BACKOFF_S * 2**instance.attempts
-        self._pool.exclude(instance, reason)
-        if instance.attempts == ATTEMPTS:
-            self._pool.gone(instance, f"given up after {ATTEMPTS} attempts to bring it to the weights: {reason}")
+
+def _spoken(health: Health) -> str:
+    return "no version that it names" if health.protocol is None else f"version {health.protocol}"

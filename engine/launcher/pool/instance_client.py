@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar, cast
 
 import aiohttp
+import msgspec
 
 from engine.errors import DeadlineError, MetronomeError
 from engine.types import Prompt, Response
+from engine.wire.rollout_messages import Complete, CompletionReply, InstanceRequest
+
+Reply = TypeVar("Reply")
+JSON = {"Content-Type": "application/json"}
 
 
 class InstanceGone(MetronomeError):
@@ -54,7 +58,8 @@ class InstanceClient:
     """HTTP calls to one rollout instance; every call has a deadline, and `cut` ends those under way.
 
     Between `distrust` and `trust` the instance may sample, but its responses are held back: none that new weights
-    sampled leaves before they were compared with the trainer's. A `cut` loses what is held.
+    sampled leaves before they were compared with the trainer's. A `cut` loses what is held. Only `Instance` calls
+    `distrust`, `trust` and `cut`.
     """
 
     def __init__(self, name: str, url: str, session: aiohttp.ClientSession, timeout_s: float) -> None:
@@ -68,30 +73,31 @@ class InstanceClient:
         self._trusted = asyncio.Event()
         self._trusted.set()
 
-    async def call(
-        self, method: str, route: str, body: dict[str, Any] | None = None, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        """The JSON object that the instance answers; `timeout_s` defaults to rollout.timeout_s.
+    async def call(self, request: InstanceRequest[Reply], timeout_s: float | None = None) -> Reply:
+        """Send a request and wait for its reply; `timeout_s` defaults to rollout.timeout_s.
 
         Raises InstanceGone (connection broken, or cut), InstanceFault (5xx or bad reply), DeadlineError, Busy (409 …)
         and Refused (other 4xx); each names instance and route.
         """
+        what = f"{request.method} {request.path}"
+        data = msgspec.json.encode(request) if request.method == "POST" else None
         try:
-            async with self._limited(f"{method} {route}", timeout_s):
-                async with self._session.request(method, self.url + route, json=body, allow_redirects=False) as answer:
+            async with self._limited(what, self._timeout_s if timeout_s is None else timeout_s):
+                async with self._session.request(
+                    request.method, self.url + request.path, data=data, headers=JSON, allow_redirects=False
+                ) as answer:
                     status = answer.status
                     raw = await answer.read()
         except aiohttp.ClientResponseError as error:
-            raise InstanceFault(f"{self.name}: {method} {route}: no HTTP answer: {error.message}") from None
+            raise InstanceFault(f"{self.name}: {what}: no HTTP answer: {error.message}") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise InstanceGone(f"{self.name}: {method} {route}: {type(error).__name__} {error}") from None
-        return _object(f"{self.name}: {method} {route}", status, raw)
+            raise InstanceGone(f"{self.name}: {what}: {type(error).__name__} {error}") from None
+        return cast(Reply, _reply(f"{self.name}: {what}", status, raw, request.reply))
 
     @asynccontextmanager
-    async def _limited(self, what: str, timeout_s: float | None = None) -> AsyncIterator[None]:
-        """Until the deadline, or `cut`."""
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        scope = asyncio.timeout(limit)
+    async def _limited(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
+        """Until the deadline (None: there is none), or `cut`."""
+        scope = asyncio.timeout(limit_s)
         try:
             async with scope:
                 self._under_way.add(scope)
@@ -99,10 +105,14 @@ class InstanceClient:
         except TimeoutError:
             if reason := self._cut.pop(scope, None):
                 raise InstanceGone(f"{self.name}: {what} was given up: {reason}") from None
-            raise DeadlineError(f"{self.name}: no answer to {what} in {limit:g} s") from None
+            raise DeadlineError(f"{self.name}: no answer to {what} in {limit_s:g} s") from None
         finally:
             self._under_way.discard(scope)
             self._cut.pop(scope, None)
+
+    def until_cut(self, what: str) -> AbstractAsyncContextManager[None]:
+        """Work on the instance that has deadlines of its own: a `cut` ends it with InstanceGone."""
+        return self._limited(what, None)
 
     def distrust(self) -> None:
         """It gets weights that are not compared with the trainer's yet: hold its responses back."""
@@ -118,13 +128,14 @@ class InstanceClient:
         """For a response that was asked for after so many cuts.
         Raises InstanceGone when it was cut since, DeadlineError."""
         if cuts == self._cuts and not self._trusted.is_set():
-            async with self._limited("POST /v1/completions, whose weights were to be compared with the trainer's"):
+            what = "POST /v1/completions, whose weights were to be compared with the trainer's"
+            async with self._limited(what, self._timeout_s):
                 await self._trusted.wait()
         if cuts != self._cuts:
             raise InstanceGone(f"{self.name}: POST /v1/completions was given up meanwhile")
 
     def cut(self, reason: str) -> None:
-        """End every call under way with InstanceGone: whoever waits for this instance goes on without it."""
+        """End every call under way with InstanceGone, so that its callers go on without this instance."""
         self._cuts += 1
         now = asyncio.get_running_loop().time()
         for scope in self._under_way - self._cut.keys():
@@ -143,48 +154,37 @@ class InstanceClient:
         begun = so_far.token_ids if so_far is not None else ()
         cuts = self._cuts
         reply = await self.call(
-            "POST",
-            "/v1/completions",
-            {
-                "prompt": [*prompt.token_ids, *begun],
-                "max_tokens": sampling.max_new_tokens - len(begun),
-                **({"continued": len(begun)} if begun else {}),
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "seed": seed,
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "n": 1,
-                "logprobs": 0,
-                "return_token_ids": True,
-            },
+            Complete(
+                prompt=[*prompt.token_ids, *begun],
+                max_tokens=sampling.max_new_tokens - len(begun),
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=seed,
+                stop_token_ids=list(sampling.stop_token_ids),
+                continued=len(begun) or msgspec.UNSET,
+            )
         )
         await self._until_trusted(cuts)
-        try:
-            return joined(so_far, self._response(reply, seed, sampling.partial))
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InstanceFault(
-                f"{self.name}: its reply to POST /v1/completions is not one: "
-                f"{type(error).__name__} {error}; it begins {str(reply)[:200]}"
-            ) from None
+        return joined(so_far, self._response(reply, seed, sampling.partial))
 
-    def _response(self, reply: dict[str, Any], seed: int, partial: bool) -> Response:
-        choice = reply["choices"][0]
-        token_ids = tuple(map(int, choice["token_ids"]))
-        logprobs = tuple(map(float, choice["logprobs"]["token_logprobs"]))
+    def _response(self, reply: CompletionReply, seed: int, partial: bool) -> Response:
+        choice = reply.choices[0]
+        logprobs = choice.logprobs.token_logprobs
         finish = ("stop", "length", "abort") if partial else ("stop", "length")
-        if choice["finish_reason"] == "abort" and not (partial and token_ids):
-            raise Busy(f"{self.name}: a pause broke off the response after {len(token_ids)} tokens")
-        if len(token_ids) != len(logprobs) or choice["finish_reason"] not in finish:
-            raise ValueError(
-                f"{len(token_ids)} tokens, {len(logprobs)} log-probabilities, finish_reason {choice['finish_reason']!r}"
+        if choice.finish_reason == "abort" and not (partial and choice.token_ids):
+            raise Busy(f"{self.name}: a pause broke off the response after {len(choice.token_ids)} tokens")
+        if len(choice.token_ids) != len(logprobs) or choice.finish_reason not in finish:
+            raise InstanceFault(
+                f"{self.name}: its reply to POST /v1/completions is not one: {len(choice.token_ids)} tokens, "
+                f"{len(logprobs)} log-probabilities, finish_reason {choice.finish_reason!r}"
             )
         return Response(
-            token_ids=token_ids,
+            token_ids=choice.token_ids,
             logprobs=logprobs,
-            versions=tuple((int(start), int(version)) for start, version in reply["weight_versions"]),
-            loss_mask=(True,) * len(token_ids),
-            finish_reason=choice["finish_reason"],
+            versions=reply.weight_versions,
+            loss_mask=(True,) * len(choice.token_ids),
+            finish_reason=choice.finish_reason,
             text="",
             seed=seed,
             instance=self.name,
@@ -209,15 +209,13 @@ def joined(so_far: Response | None, more: Response) -> Response:
     )
 
 
-def _object(call: str, status: int, raw: bytes) -> dict[str, Any]:
-    """The JSON object of an answer; an empty body (vLLM's /health) is an empty one."""
+def _reply(call: str, status: int, raw: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    """The reply as this kind; an empty body is an empty object."""
     if status != 200:
-        kind = Busy if status in BUSY else Refused if 400 <= status < 500 else InstanceFault
-        raise kind(f"{call} answered {status}: {raw[:500].decode(errors='replace')}")
+        error = Busy if status in BUSY else Refused if 400 <= status < 500 else InstanceFault
+        raise error(f"{call} answered {status}: {raw[:500].decode(errors='replace')}")
     try:
-        value = json.loads(raw) if raw.strip() else {}
-    except ValueError:
-        raise InstanceFault(f"{call} answered 200 with no JSON: {raw[:200]!r}") from None
-    if not isinstance(value, dict):
-        raise InstanceFault(f"{call} answered 200 with {type(value).__name__}, expected a JSON object")
-    return value
+        return msgspec.json.decode(raw if raw.strip() else b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        begins = raw[:200].decode(errors="replace")
+        raise InstanceFault(f"{call} answered 200 with no such reply: {error}; it begins {begins!r}") from None

@@ -18,6 +18,7 @@ from engine.launcher.pool.pool import Pool
 from engine.launcher.pool.pool_metrics import CONTENT_TYPE, exposition
 from engine.wire.access_token import access_token, authorized, check_address
 from engine.wire.address import ADDRESS_FILE, bracketed, reachable, split_address
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 MAX_BODY = 64 * 1024
 """Bytes of a request."""
@@ -50,9 +51,10 @@ class JoinRoutes:
         return app
 
     async def join(self, request: web.Request) -> web.Response:
-        """{"name", "url"}: the instance enters the pool, or is in it. With "again":
+        """{"protocol", "name", "url"}: the instance enters the pool, or is in it. With "again":
         true, 410 if it was asked to leave."""
         body = _object(await request.read())
+        _check_protocol(body)
         name = _name(body)
         url = _url(body, self._token)
         again = body.get("again", False)
@@ -66,7 +68,7 @@ class JoinRoutes:
         if known is not None and known.leaving:
             return _error(410, f"{name} was asked to leave")
         if known is not None and known.client.url != url:
-            if known.child is not None or known.lives:
+            if known.declared is not None or known.lives:
                 return _error(409, f"the name {name} is taken by an instance at {known.client.url}")
             self._pool.gone(known, f"joined again at {url}")
             known = None
@@ -147,6 +149,16 @@ def _object(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadInput("the body must be a JSON object")
     return body
+
+
+def _check_protocol(body: Mapping[str, Any]) -> None:
+    version = body.get("protocol")
+    if type(version) is not int or version != ROLLOUT_PROTOCOL:
+        spoken = "does not say its version" if version is None else f"speaks version {version!r}"
+        raise BadInput(
+            f"protocol: the instance {spoken} of the rollout protocol, this launcher speaks {ROLLOUT_PROTOCOL}; "
+            "start the instance with the release of Metronome that the run has"
+        )
 
 
 def _name(body: Mapping[str, Any]) -> str:

@@ -1,10 +1,13 @@
-"""The rollout instances of a run: who takes prompts, who comes, goes and comes back."""
+"""The rollout instances of a run: which take prompts, which come, go and come back.
+
+The pool knows neither the health monitor nor what a publish does. Both ask it, and tell it when to admit or exclude an
+instance. A new instance waits in `arrived` for the monitor.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -13,8 +16,8 @@ import aiohttp
 
 from engine.config import Config
 from engine.errors import MetronomeError, ProcessDied
-from engine.launcher.pool.dispatch import Dispatcher, Place
-from engine.launcher.pool.instance import Instance
+from engine.launcher.pool.dispatch import Dispatcher
+from engine.launcher.pool.instance import WORKING, Instance, Place
 from engine.launcher.pool.instance_client import InstanceClient
 from engine.launcher.pool.processes import InstanceProcesses
 from engine.run.instance_process import InstanceProcess
@@ -24,36 +27,14 @@ from engine.wire.address import http_url
 
 
 class Sync(Protocol):
-    """What the pool asks of the weight sync (engine.launcher.weight_sync.sync)."""
+    """What brings late instances to the weights (engine.launcher.weight_sync.sync)."""
 
     @property
     def version(self) -> int | None:
         """Of the last publish that was finished; None before the first."""
 
     async def catch_up(self, instance: Instance) -> None:
-        """Bring a late instance to `version` and set its `version`. Raises MetronomeError when that failed."""
-
-
-class Health(Protocol):
-    """What the pool asks of its health monitor (engine.launcher.pool.health)."""
-
-    def start(self) -> None:
-        """Begin to look after the processes."""
-
-    def watch(self, instance: Instance, declared: InstanceProcess | None) -> None:
-        """Look after an instance until it is gone."""
-
-    def handle_departure(self, instance: Instance) -> None:
-        """It is gone."""
-
-    def do_not_restart(self, instance: Instance) -> None:
-        """Do not start it again."""
-
-    def catching_up(self, instance: Instance) -> bool:
-        """Whether it is being brought to the current version on its own."""
-
-    async def close(self) -> None:
-        """End its tasks."""
+        """Bring a late instance to `version`, which it then holds. Raises MetronomeError when that failed."""
 
 
 class Pool:
@@ -64,30 +45,30 @@ class Pool:
         config: Config,
         model: Path,
         folder: Path,
-        health: Callable[[Pool], Health],
         trace: Trace | None = None,
         synced: bool = False,
     ) -> None:
-        """`health`: makes what looks after this pool's instances (engine.launcher.pool.health).
-
-        `synced`: instances serve only after a weight sync; else (evaluation) at once, what they loaded from disk."""
+        """`synced`: instances serve only after a weight sync; else (evaluation) at once, what they loaded from disk."""
         self.config = config
         self.processes = InstanceProcesses(config, model, folder)
         self.sync: Sync | None = None
-        """Brings late instances to the current weights; None until the weight sync is there."""
+        """For the health monitor; None until there is one."""
         self.synced = synced
         self.failure: MetronomeError | None = None
         """Why the pool gave up: no instance lived for rollout.wait_s."""
         self.instances: list[Instance] = []
         """All that are not gone."""
+        self.arrived: asyncio.Queue[Instance] = asyncio.Queue()
+        """New ones, which the health monitor does not look after yet."""
+        self.connected = asyncio.Event()
+        """Set once every declared instance has been there."""
         self._trace = trace
         self._dispatcher = Dispatcher(self.instances, config.rollout.concurrency, self._give_back)
         self._changed = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
-        self._health = health(self)
         self._ends: dict[str, str] = {}
 
-    # who is in it ---------------------------------------------------------------------------------
+    # its instances --------------------------------------------------------------------------------
 
     def spawn(self, count: int) -> None:
         """Start so many declared instances' processes; `connect` waits for them."""
@@ -98,7 +79,7 @@ class Pool:
         timeout_s = self.config.rollout.timeout_s
         for one, address in zip(self.processes.declared, await _all(self.processes.declared, timeout_s), strict=True):
             self.enter(one.name, http_url(*address), one)
-        self._health.start()
+        self.connected.set()
 
     def enter(self, name: str, url: str, declared: InstanceProcess | None = None) -> Instance:
         """Take in an instance that answers under `url`; it serves once it holds the current weights."""
@@ -107,13 +88,12 @@ class Pool:
             token = authorization(access_token())
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), headers=token)
         client = InstanceClient(name, url, self._session, self.config.rollout.timeout_s)
-        child, restarts = (None, 0) if declared is None else (declared.child, declared.restarts)
-        instance = Instance(client, child, self._trace, restarts)
+        instance = Instance(client, declared, self._trace)
         self.instances.append(instance)
         self._ends.pop(name, None)
         if not self.synced:
             self.admit(instance)
-        self._health.watch(instance, declared)
+        self.arrived.put_nowait(instance)
         self.changed()
         return instance
 
@@ -124,65 +104,45 @@ class Pool:
     @property
     def size(self) -> int:
         """pool_size: instances that take prompts, or are being given the weights with which they go on."""
-        return sum(instance.works for instance in self.instances)
+        return sum(instance.state in WORKING for instance in self.instances)
 
     @property
     def serving(self) -> int:
         """Instances that take prompts now."""
-        return sum(instance.state == "serving" for instance in self.instances)
+        return sum(instance.takes_prompts for instance in self.instances)
 
     def members(self) -> list[Instance]:
-        """Those that must get the next version. One that is just catching up is not among them: it does so again."""
-        return [
-            one
-            for one in self.instances
-            if one.lives and one.met and not one.leaving and not self._health.catching_up(one)
-        ]
+        """Those that must get the next version. One that is catching up is not among them: it does so again."""
+        return [instance for instance in self.instances if instance.gets_version]
 
     def admit(self, instance: Instance) -> None:
-        """It holds the current weights: it takes prompts from now on
-        (unless it was excluded or asked to leave meanwhile)."""
+        """It holds the current weights: it takes prompts, unless it was excluded or asked to leave meanwhile."""
         if instance.leaving:
             self.gone(instance, "left")
         elif instance.lives:
-            instance.state = "serving"
+            instance.admit()
             self.changed()
 
     def exclude(self, instance: Instance, reason: str) -> None:
-        """It takes no more prompts; whoever waits for it goes on without.
-        It comes back when it answers and holds the weights."""
-        if instance.state == "gone":
-            return
-        if instance.leaving or (instance.child is not None and not instance.child.alive):
+        """No more prompts until it answers and holds the weights. One that asked to leave, or died, is gone."""
+        if instance.leaving or instance.dead:
             self.gone(instance, reason)
-            return
-        instance.state = "silent"
-        instance.reason = reason
-        instance.busy = None
-        instance.version = None  # an update may have been broken off
-        instance.client.cut(reason)
-        self.changed()
+        elif instance.state != "gone":
+            instance.exclude(reason)
+            self.changed()
 
     def gone(self, instance: Instance, reason: str) -> None:
-        """It never comes back under this object; a declared one may be started again (Health)."""
-        if instance.state == "gone":
-            return
-        died = instance.child is not None and not instance.child.alive
-        instance.reason = instance.child.how_it_ended() if instance.child is not None and died else reason
-        instance.state = "gone"
-        instance.client.cut(instance.reason)
-        self._ends[instance.name] = instance.reason
-        self.instances.remove(instance)
-        self._health.handle_departure(instance)
-        self.changed()
+        """It never comes back as this object; the health monitor may start a declared one again."""
+        if instance.state != "gone":
+            instance.depart(reason)
+            self._ends[instance.name] = instance.reason
+            self.instances.remove(instance)
+            self.changed()
 
     def leave(self, instance: Instance) -> None:
-        """It gets no new groups; once it holds none it is gone."""
-        instance.leaving = True
-        self._health.do_not_restart(instance)
-        if instance.state == "serving":
-            instance.state = "draining"
-        if (instance.state == "draining" and not instance.groups) or instance.state in ("starting", "silent"):
+        """It gets no new groups; once it holds none, and no update is under way, it is gone."""
+        instance.drain()
+        if instance.may_depart:
             self.gone(instance, "left")
 
     # the next group -------------------------------------------------------------------------------
@@ -193,30 +153,33 @@ class Pool:
     ) -> AsyncIterator[Place]:
         """Room on the instance with the smallest expected finish for one group; on others than `avoid` if any serve.
 
-        `first`: before all who wait already, for a group that was begun and cut. `least`: only on one that holds this
+        `first`: before all that wait already, for a group that was begun and cut. `least`: only on one that holds this
         weight version or a later one.
 
         Raises ProcessDied when no instance lived for rollout.wait_s.
         """
-        if self.failure is not None:
-            raise self.failure
-        place = await self._dispatcher.ask(avoid, first, least)
+        place = await self._ask(avoid, first, least)
+        while not place.instance.takes_prompts:  # it was excluded, or began an update, before this task went on
+            self._give_back(place)
+            place = await self._ask(avoid, True, least)
         try:
             yield place
         finally:
             self._give_back(place)
 
+    async def _ask(self, avoid: Collection[Instance], first: bool, least: int | None) -> Place:
+        if self.failure is not None:
+            raise self.failure
+        return await self._dispatcher.ask(avoid, first, least)
+
     def _give_back(self, place: Place) -> None:
-        instance = place.instance
-        instance.groups -= 1
-        if place.trial:
-            instance.breaker.give_back()
-        if instance.state == "draining" and not instance.groups:
-            self.gone(instance, "left")
+        place.instance.give_back(place)
+        if place.instance.may_depart:
+            self.gone(place.instance, "left")
         self.changed()
 
     def changed(self) -> None:
-        """Something may be possible now that was not: give out places, wake who waits for a member."""
+        """Something may be possible now that was not: give out places, wake `wait_for_member`."""
         self._changed.set()
         self._dispatcher.hand_out()
 
@@ -224,23 +187,21 @@ class Pool:
         """A request to it failed; enough of them in a row and it is left alone for a while (CircuitBreaker)."""
         if instance.state in ("serving", "draining"):  # else the pool itself broke the request off
             instance.breaker.fault()
-        if instance.child is not None and not instance.child.alive:
+        if instance.dead:
             self.gone(instance, "its process ended")
 
     def success(self, instance: Instance) -> None:
         """It answered a request as it should."""
-        instance.busy = None
-        if instance.breaker.state != "closed":
-            instance.breaker.success()
+        was_open = instance.breaker.state != "closed"
+        instance.answered()
+        if was_open:
             self.changed()
-        instance.breaker.success()
 
     def busy(self, instance: Instance) -> None:
         """It takes no request although it should serve: when that lasts it is brought to the weights anew."""
-        now = time.monotonic()
-        instance.busy = now if instance.busy is None else instance.busy
-        if instance.state == "serving" and now - instance.busy > self.config.rollout.heartbeat_s:
-            self.exclude(instance, f"has refused every request as paused for {now - instance.busy:.1f} s")
+        refused_s = instance.refused()
+        if instance.takes_prompts and refused_s > self.config.rollout.heartbeat_s:
+            self.exclude(instance, f"has refused every request as paused for {refused_s:.1f} s")
 
     # the end --------------------------------------------------------------------------------------
 
@@ -253,7 +214,7 @@ class Pool:
             await self._changed.wait()  # the health monitor's look-out for rollout.wait_s ends this
 
     def fail(self, error: MetronomeError) -> None:
-        """Give up: everybody who waits for an instance hears why."""
+        """Give up: all that wait for an instance get this error."""
         self.failure = self.failure or error
         self._dispatcher.fail(self.failure)
         self.changed()
@@ -271,7 +232,6 @@ class Pool:
 
     async def close(self) -> None:
         """End all instances."""
-        await self._health.close()
         for instance in self.instances:
             instance.draw()
         if self._session is not None:

@@ -42,7 +42,7 @@ class Participants:
         self._pool = pool
         self.members: list[Instance] = []
         self.connected: list[Instance] = []
-        """Who is in the groups of the last generation; nobody once one of them failed."""
+        """The members of the last generation's groups; empty once one of them failed."""
         self._strikes: dict[Instance, int] = {}
 
     @property
@@ -55,9 +55,9 @@ class Participants:
         self._strikes.clear()
 
     async def each(self, act: Callable[[Instance], Awaitable[Any]]) -> list[Any]:
-        """`act` with every member at once; who fails is left out. The others' results, in their order.
+        """`act` with every member at once. A member that fails is left out. The others' results, in their order.
 
-        Raises the first WeightSyncError or refusal when nobody is left and not all of them just died.
+        Raises the first WeightSyncError or refusal when no member is left and not all of them just died.
         """
         members = self.members
         results = await asyncio.gather(*(act(instance) for instance in members), return_exceptions=True)
@@ -77,9 +77,9 @@ class Participants:
         self._leave_out(failed)
 
     async def together(self, act: Callable[[Instance], Coroutine[Any, Any, None]]) -> bool:
-        """`act` with every member of a group at once; as soon as one can't go on nobody waits for the others.
+        """`act` with every member of a group at once. As soon as one can't go on, the calls to the others end.
 
-        Who died or refused is left out, who failed otherwise may try again. Whether all members succeeded.
+        One that died or refused is left out, one that failed otherwise may try again. Whether all members succeeded.
         """
         tasks = {asyncio.create_task(act(instance)): instance for instance in self.members}
         pending = set(tasks)
@@ -103,7 +103,7 @@ class Participants:
         return not failed and not pending
 
     def strike(self, instances: Iterable[Instance], reason: str) -> None:
-        """They may not be the ones to blame: leave out who fails again, and again."""
+        """Another member may be to blame: leave one out only when it fails so often in a row."""
         for instance in list(instances):
             self._strikes[instance] = self._strikes.get(instance, 0) + 1
             if self._strikes[instance] >= STRIKES:

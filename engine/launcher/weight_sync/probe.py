@@ -1,19 +1,19 @@
-"""A few fixed tokens whose log-probabilities tell which weights a model computes with."""
+"""The probe: a few fixed tokens, whose log-probabilities show which weights a model computes with."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from engine.launcher.pool.instance_client import InstanceFault
+from engine.wire.rollout_messages import Complete, CompletionReply
 
 PERTURBED_TOKENS = 8
-"""How many tokens' output rows the self-test changes."""
+"""Number of tokens whose output rows the self-test changes."""
 TOLERANCE = {"float32": (1e-4, "largest"), "bfloat16": (0.02, "mean")}
-"""By the instances' dtype: how far log-probabilities of trainer and instance may be apart,
-and which difference counts."""
+"""By dtype of the instances' weights: the largest allowed difference between the log-probabilities of trainer and
+instance, and over the tokens which difference is compared with it: the largest or the mean."""
 
 
 @dataclass(frozen=True)
@@ -23,40 +23,43 @@ class Probe:
     token_ids: tuple[int, ...]
     vocabulary: int
     dtype: str
-    """Of the instances' weights."""
+    """Dtype of the instances' weights."""
 
     @property
     def perturb(self) -> list[int]:
-        """Tokens that are predicted at the row's end or nowhere, and never an input of the model."""
+        """Tokens whose output rows the self-test changes: the last one of the row, and some that are not in the row.
+
+        None of them is an input of the model for any of the log-probabilities that are compared.
+        """
         row = set(self.token_ids)
         others = [token for token in range(min(self.vocabulary, len(row) + PERTURBED_TOKENS)) if token not in row]
         return [self.token_ids[-1], *others[: PERTURBED_TOKENS - 1]]
 
-    def request(self) -> dict[str, Any]:
-        """The body of the /v1/completions that asks for their log-probabilities (temperature 1)."""
-        return {
-            "prompt": list(self.token_ids),
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "seed": 0,
-            "n": 1,
-            "logprobs": 0,
-            "prompt_logprobs": 0,
-            "return_token_ids": True,
-        }
+    def request(self) -> Complete:
+        """The request for their log-probabilities (temperature 1)."""
+        return Complete(
+            prompt=list(self.token_ids),
+            max_tokens=1,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            seed=0,
+            prompt_logprobs=0,
+        )
 
-    def read(self, reply: dict[str, Any]) -> list[float]:
+    def read(self, reply: CompletionReply) -> list[float]:
         """The log-probabilities in its reply, one for each token after the first. Raises InstanceFault."""
-        try:
-            pairs = zip(reply["choices"][0]["prompt_logprobs"][1:], self.token_ids[1:], strict=True)
-            return [float(entry[str(token)]["logprob"]) for entry, token in pairs]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InstanceFault(f"its reply lacks the probe's prompt_logprobs: {error!r}") from None
+        entries = (reply.choices[0].prompt_logprobs or [])[1:]
+        found = [(entry or {}).get(str(token)) for entry, token in zip(entries, self.token_ids[1:], strict=False)]
+        values = [one.logprob for one in found if one is not None]
+        if len(values) != len(self.token_ids) - 1:
+            raise InstanceFault(
+                f"its reply has prompt_logprobs of {len(values)} of the {len(self.token_ids) - 1} tokens of the probe"
+            )
+        return values
 
     def difference(self, ours: Sequence[float], theirs: Sequence[float]) -> float:
-        """What `TOLERANCE` bounds; NaN where one of them is."""
+        """Return the difference that `TOLERANCE` limits, the largest or the mean one; NaN if any of them is NaN."""
         apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
         if any(value != value for value in apart):
             return float("nan")
@@ -64,6 +67,6 @@ class Probe:
 
 
 def probe(vocabulary: int, count: int, max_context: int, dtype: str) -> Probe | None:
-    """A probe of `count` tokens, or as many as context and vocabulary allow; None for less than two."""
+    """Return a probe of `count` tokens, or as many as context and vocabulary allow; None if that is fewer than two."""
     count = min(count, max_context - 1, vocabulary // 2)
     return Probe(tuple(random.Random(0).sample(range(vocabulary), count)), vocabulary, dtype) if count > 1 else None

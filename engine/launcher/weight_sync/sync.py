@@ -11,9 +11,9 @@ perturbed ones and its log-probabilities must move.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.launcher.pool.instance import Instance
@@ -21,6 +21,17 @@ from engine.launcher.pool.instance_client import Refused
 from engine.launcher.weight_sync.participants import Participants, SyncPool
 from engine.launcher.weight_sync.probe import Probe, probe
 from engine.launcher.weight_sync.update_calls import UpdateCalls
+from engine.wire.messages import (
+    AbortSync,
+    BucketInfo,
+    ConnectSync,
+    FinishSync,
+    OpenSync,
+    Proceed,
+    SendBucket,
+    SyncOpened,
+)
+from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
 from engine.wire.weights.bucket_file import wire_of
 
 __all__ = ["Probe", "WeightSync", "probe"]
@@ -54,9 +65,9 @@ class WeightSync:
         self._calls = UpdateCalls(probe, timeout_s)
         self._version: int | None = None
         self._snapshot: Path | None = None
-        self._expected: list[float] | None = None
+        self._expected: Sequence[float] | None = None
         """The trainer's log-probabilities of the probe under that version."""
-        self._trainer_logprobs: asyncio.Future[list[float] | None] | None = None
+        self._trainer_logprobs: asyncio.Future[Sequence[float] | None] | None = None
         """The same, of the publish under way."""
         self._checks: dict[Instance, asyncio.Task[None]] = {}
         """Comparisons under way."""
@@ -78,145 +89,142 @@ class WeightSync:
 
     # a publish, as the trainer's sender goes through it -------------------------------------------
 
-    async def open(self, version: int) -> dict[str, Any]:
-        """Pause the instances that are to get the version. Waits for one (the pool's limit).
-
-        Returns {"generation", "members": names, "world_size": ranks of a stage's group, its sender included,
-        "connect": whether groups must be made anew, "local": whether all are on this machine, "probe": token ids}.
-        """
+    async def open(self, request: OpenSync) -> SyncOpened:
+        """Pause the instances that are to get the version. Waits for one (the pool's limit)."""
+        version = request.version
         if self._unchecked:
             raise MetronomeError(
                 f"weight version {self._version} was not compared with the trainer's before version {version}"
             )
-        self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
+        if not self._pool.members():
+            self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
         await self._pool.wait_for_member()
         self._quiet.clear()
         self._started = False
         self._trainer_logprobs = asyncio.get_running_loop().create_future()
         self._participants.members = self._pool.members()
-        if not self._staged:
-            for instance in self._participants.members:
-                instance.state = "updating"
+        for instance in self._participants.members:
+            if not (self._staged and instance.takes_prompts):
+                instance.begin_update()
         during = f"weight version {version}"
         await self._participants.each(partial(self._prepare, during=during))
         self._sizes = await self._participants.each(partial(self._calls.world_size, during=during))
         if self._participants.members != self._participants.connected:
             self._participants.connected = []
             self._generation += 1
-        return {
-            "generation": self._generation,
-            "members": [instance.name for instance in self._participants.members],
-            "world_size": 1 + sum(self._sizes),
-            "connect": not self._participants.connected,
-            "local": self._participants.local,
-            "probe": list(self._probe.token_ids) if self._probe is not None else [],
-        }
+        return SyncOpened(
+            generation=self._generation,
+            members=tuple(instance.name for instance in self._participants.members),
+            world_size=1 + sum(self._sizes),
+            connect=not self._participants.connected,
+            local=self._participants.local,
+            probe=self._probe.token_ids if self._probe is not None else (),
+        )
 
-    async def connect(self, version: int, stages: list[dict[str, Any]], transport: str) -> dict[str, Any]:
-        """Have all members join the stages' groups while the senders gather them. {"retry": True}:
-        begin again with `open`."""
+    async def connect(self, request: ConnectSync) -> Proceed:
+        """Have all members join the stages' groups while the senders gather them."""
         sizes = self._sizes
         ranks = {instance: 1 + sum(sizes[:number]) for number, instance in enumerate(self._participants.members)}
-        info = {
-            "transport": transport,
-            "generation": self._generation,
-            "stages": stages,
-            "world_size": 1 + sum(sizes),
-            "timeout_s": self._timeout_s,
-        }
 
         async def join(instance: Instance) -> None:
-            body = {"init_info": info | {"rank": ranks[instance]}}
-            await self._calls.post(instance, "/init_weight_transfer_engine", body, f"weight version {version}")
+            info = InitInfo(
+                transport=request.transport,
+                generation=self._generation,
+                stages=list(request.stages),
+                world_size=1 + sum(sizes),
+                rank=ranks[instance],
+                timeout_s=self._timeout_s,
+            )
+            await self._calls.send(instance, Connect(info), f"weight version {request.version}")
 
         if await self._participants.together(join):
             self._participants.connected = list(self._participants.members)
-            return {}
-        return {"retry": True}
+            return Proceed()
+        return Proceed(retry=True)
 
-    async def bucket(self, update_info: dict[str, Any]) -> dict[str, Any]:
+    async def bucket(self, request: SendBucket) -> Proceed:
         """Have every member receive the same bucket, one bucket at a time.
 
-        {"retry": True}: a member of a collective transfer failed; begin again with `open`. Raises WeightSyncError when
-        every member refuses the bucket: then it is the bucket that is wrong.
+        Raises WeightSyncError when every member refuses the bucket: then it is the bucket that is wrong.
         """
+        info = request.info
+        info.staged = self._staged
         async with self._one_bucket:
             if not self._staged and not self._started:
                 members = self._participants.members
-                await self._participants.each(
-                    partial(self._calls.start, during=f"weight version {update_info['version']}")
-                )
+                await self._participants.each(partial(self._calls.start, during=f"weight version {info.version}"))
                 self._started = True
-                if self._participants.members != members and update_info.get("transport") != "file":
-                    return {"retry": True}
-            info = update_info | {"staged": self._staged}
+                if self._participants.members != members and info.transport != "file":
+                    return Proceed(retry=True)
 
             async def receive(instance: Instance) -> None:
-                await self._calls.update(instance, info)
+                await self._calls.update(instance, info, info.title)
 
-            if update_info.get("transport") == "file":
+            if info.transport == "file":
                 await self._participants.each(receive)
-            elif not await self._participants.together(receive):
-                return {"retry": True}
-            return {}
+                return Proceed()
+            return Proceed(retry=not await self._participants.together(receive))
 
-    async def abort(self, version: int, reason: str) -> dict[str, Any]:
-        """A sender could not send: leave out who does not answer any more, and have the groups made anew."""
+    async def abort(self, request: AbortSync) -> Proceed:
+        """A sender could not send: leave out instances that no longer answer, and have the groups made anew."""
         self._participants.connected = []
 
         async def answers(instance: Instance) -> None:
-            await instance.client.call("GET", "/health", timeout_s=min(PATIENCE_S, self._timeout_s))
+            await instance.client.call(GetHealth(), timeout_s=min(PATIENCE_S, self._timeout_s))
 
         await self._participants.each(answers)
-        self._participants.strike(self._participants.members, reason)
-        return {"retry": True}
+        self._participants.strike(self._participants.members, request.reason)
+        return Proceed(retry=True)
 
-    async def finish(self, version: int, snapshot: str | None) -> dict[str, Any]:
+    async def finish(self, request: FinishSync) -> None:
         """Every member serves the version, or is left out; `checked` must follow before a response of it is seen.
-        `snapshot`: folder from which late instances load it (it may be complete only later). Raises WeightSyncError
-        when all members that live hold something else."""
+
+        The snapshot may be complete only later. Raises WeightSyncError when all members that live hold something else.
+        """
+        version = request.version
         self._unchecked = True
 
         async def complete(instance: Instance) -> None:
-            if self._in_turn and (not instance.lives or instance.state == "updating"):
-                # it left, or was left out, before its turn; the pool may be bringing it to the weights on its own
-                # already
+            if self._staged and instance.takes_prompts:
+                instance.begin_update()
+            if instance.updating:
+                await self._swap(instance, version)
+            if instance.updating:
+                instance.hold(version)
+                self._checks[instance] = asyncio.create_task(self._compare(instance, version))
+                self._pool.admit(instance)
+            else:  # it left, or was left out, since `open`; it may be catching up by now
                 self._participants.connected = []
-                return
-            if self._staged:
-                instance.state = "updating"
-                await self._calls.pause(instance, f"weight version {version}", abort=self._cut)
-                await self._calls.start(instance, f"weight version {version}")
-                await self._calls.update(instance, {"transport": "staged", "version": version})
-            instance.client.distrust()
-            await self._calls.swap(instance, version)
-            instance.version = version
-            self._checks[instance] = asyncio.create_task(self._compare(instance, version))
-            self._pool.admit(instance)
 
         await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
         self._version = version
-        self._snapshot = Path(snapshot) if snapshot else None
+        self._snapshot = Path(request.snapshot) if request.snapshot else None
         self._participants.succeeded()
-        return {}
 
-    def expect(self, expected: list[float] | None) -> None:
-        """The trainer's log-probabilities of the probe under the version that was opened last; None or []:
-        it has none."""
+    async def _swap(self, instance: Instance, version: int) -> None:
+        if self._staged:
+            await self._calls.pause(instance, f"weight version {version}", abort=self._cut)
+            await self._calls.start(instance, f"weight version {version}")
+            await self._calls.update(instance, StagedWeights(version), f"weight version {version}")
+        instance.distrust()
+        await self._calls.swap(instance, version)
+
+    def expect(self, expected: Sequence[float]) -> None:
+        """The trainer's log-probabilities of the probe under the version that was opened last; empty: it has none."""
         if self._trainer_logprobs is not None and not self._trainer_logprobs.done():
             self._trainer_logprobs.set_result(expected or None)
 
-    async def checked(self) -> dict[str, Any]:
+    async def checked(self) -> None:
         """After `finish` and `expect`: every member computes with the trainer's weights, or is left out and its
         responses are lost. Raises WeightSyncError when all members that live compute with something else."""
         checks = self._checks
 
         async def check(instance: Instance) -> None:
-            if instance.state in ("serving", "draining") and instance in checks:
+            if instance not in checks:
+                return
+            if instance.state in ("serving", "draining"):
                 await checks[instance]
-            elif (
-                instance in checks
-            ):  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
+            else:  # it was left out meanwhile, and its responses are lost; the pool may be bringing it back
                 checks[instance].cancel()
                 await asyncio.gather(checks[instance], return_exceptions=True)
 
@@ -225,17 +233,12 @@ class WeightSync:
         self._checks = {}
         self._unchecked = False
         self._quiet.set()
-        return {}
 
     async def _compare(self, instance: Instance, version: int) -> None:
         await self._calls.compare(instance, version, self._wait_for_trainer_logprobs)
-        if instance.state in (
-            "serving",
-            "draining",
-        ):  # else it was left out meanwhile: it catches up before it counts again
-            instance.client.trust()
+        instance.trust()
 
-    async def _wait_for_trainer_logprobs(self) -> list[float] | None:
+    async def _wait_for_trainer_logprobs(self) -> Sequence[float] | None:
         """The trainer's log-probabilities, once it has told them."""
         assert self._trainer_logprobs is not None
         try:
@@ -259,7 +262,7 @@ class WeightSync:
 
         Waits for a publish under way, and begins again when another was finished meanwhile. Raises MetronomeError.
         """
-        instance.client.distrust()
+        instance.distrust()
         await self._test_once(instance)
         while True:
             await self._until_quiet(instance)
@@ -276,8 +279,8 @@ class WeightSync:
                     raise
                 continue  # the snapshot gave way to a newer one
             if self._version == version and self._quiet.is_set():
-                instance.version = version
-                instance.client.trust(anew=True)
+                instance.hold(version)
+                instance.trust(anew=True)
                 return
 
     async def _load_snapshot(self, instance: Instance, version: int) -> None:
@@ -287,15 +290,9 @@ class WeightSync:
         await self._calls.pause(instance, f"weight version {version}", abort=True)
         await self._calls.start(instance, f"weight version {version}")
         for number, file in enumerate(files):
-            info = {
-                **await asyncio.to_thread(wire_of, file),
-                "transport": "file",
-                "version": version,
-                "stage": 0,
-                "bucket": number,
-                "path": str(file),
-            }
-            await self._calls.update(instance, info)
+            tensors = await asyncio.to_thread(wire_of, file)
+            info = BucketInfo(transport="file", version=version, stage=0, bucket=number, path=str(file), **tensors)
+            await self._calls.update(instance, info, info.title)
 
     async def _files(self, snapshot: Path) -> list[Path]:
         """The buckets of a snapshot, once it is whole."""
@@ -334,5 +331,5 @@ class WeightSync:
             self._tested.add(instance)
 
 
-async def _known(expected: list[float] | None) -> list[float] | None:
+async def _known(expected: Sequence[float] | None) -> Sequence[float] | None:
     return expected

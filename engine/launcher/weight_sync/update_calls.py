@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from engine.errors import MetronomeError, WeightSyncError
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import InstanceFault
 from engine.launcher.weight_sync.probe import TOLERANCE, Probe
-from engine.wire.weights.buckets import SELF_TEST, title
+from engine.wire.messages import BucketInfo
+from engine.wire.rollout_messages import (
+    BaseWeights,
+    FinishUpdate,
+    GetWeightVersion,
+    GetWorldSize,
+    InstanceRequest,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    StagedWeights,
+    StartUpdate,
+    Update,
+)
 
+Reply = TypeVar("Reply")
+SELF_TEST = "self-test"
 PERTURBED_VERSION = 2**40
 """Named by an instance with perturbed weights: no step accepts it."""
 MOVED = 0.01
@@ -25,35 +40,29 @@ class UpdateCalls:
         self.probe = probe
         self.timeout_s = timeout_s
 
-    async def post(self, instance: Instance, route: str, body: dict[str, Any], during: str) -> dict[str, Any]:
-        """POST with the update's deadline."""
-        return await self._call(instance=instance, method="POST", route=route, body=body, during=during)
-
     async def pause(self, instance: Instance, during: str, abort: bool = False) -> None:
         """Until nothing runs; `abort` breaks off what runs."""
-        await self.post(instance, f"/pause?mode={'abort' if abort else 'wait'}", {}, during)
+        await self.send(instance, Pause("abort" if abort else "wait"), during)
 
     async def start(self, instance: Instance, during: str) -> None:
         """Begin an update, or begin it again."""
-        await self.post(instance, "/start_weight_update", {}, during)
+        await self.send(instance, StartUpdate(), during)
 
-    async def update(self, instance: Instance, update_info: dict[str, Any]) -> None:
-        """Receive and load a bucket."""
-        await self.post(instance, "/update_weights", {"update_info": update_info}, title(update_info))
+    async def update(self, instance: Instance, weights: BucketInfo | StagedWeights | BaseWeights, during: str) -> None:
+        """Receive and load weights."""
+        await self.send(instance, Update(weights), during)
 
     async def name(self, instance: Instance, version: int, during: str) -> None:
         """The update is whole: it is that version, and the instance serves it."""
-        await self.post(instance, "/finish_weight_update", {"weight_version": version}, during)
-        await self.post(instance, "/reset_prefix_cache", {}, during)
-        await self.post(instance, "/resume", {}, during)
+        await self.send(instance, FinishUpdate(version), during)
+        await self.send(instance, ResetPrefixCache(), during)
+        await self.send(instance, Resume(), during)
 
     async def swap(self, instance: Instance, version: int) -> None:
         """Name the version, and see that the instance does. Raises WeightSyncError naming the instance."""
         during = f"weight version {version}"
         await self.name(instance, version, during)
-        holds = (
-            await self._call(instance=instance, method="GET", route="/weight_version", body=None, during=during)
-        ).get("weight_version")
+        holds = (await self.send(instance, GetWeightVersion(), during)).weight_version
         if holds != version:
             raise WeightSyncError(
                 f"{instance.name}: it holds weight version {holds} after an update to version {version}"
@@ -93,7 +102,7 @@ class UpdateCalls:
         for perturb, version in ((self.probe.perturb, PERTURBED_VERSION), ([], 0)):
             await self.pause(instance, SELF_TEST, abort=True)
             await self.start(instance, SELF_TEST)
-            await self.update(instance, {"transport": "base", "perturb": perturb})
+            await self.update(instance, BaseWeights(perturb), SELF_TEST)
             await self.name(instance, version, SELF_TEST)
             found.append(await self.ask(instance, self.probe, SELF_TEST))
         moved = max(abs(a - b) for a, b in zip(*found, strict=True))
@@ -106,7 +115,7 @@ class UpdateCalls:
 
     async def ask(self, instance: Instance, probe: Probe, during: str) -> list[float]:
         """The instance's log-probabilities of the probe."""
-        reply = await self.post(instance, "/v1/completions", probe.request(), during)
+        reply = await self.send(instance, probe.request(), during)
         try:
             return probe.read(reply)
         except InstanceFault as error:
@@ -114,17 +123,14 @@ class UpdateCalls:
 
     async def world_size(self, instance: Instance, during: str) -> int:
         """Processes of the instance that take part in a transfer."""
-        size = (
-            await self._call(instance=instance, method="GET", route="/get_world_size", body=None, during=during)
-        ).get("world_size")
-        if not isinstance(size, int) or size < 1:
-            raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size!r}")
+        size = (await self.send(instance, GetWorldSize(), during)).world_size
+        if size < 1:
+            raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size}")
         return size
 
-    async def _call(
-        self, instance: Instance, method: str, route: str, body: dict[str, Any] | None, during: str
-    ) -> dict[str, Any]:
+    async def send(self, instance: Instance, request: InstanceRequest[Reply], during: str) -> Reply:
+        """The reply to a request, with the update's deadline."""
         try:
-            return await instance.client.call(method, route, body, timeout_s=self.timeout_s)
+            return await instance.client.call(request, timeout_s=self.timeout_s)
         except MetronomeError as error:
             raise type(error)(f"{error} ({during})") from None

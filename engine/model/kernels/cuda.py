@@ -99,6 +99,8 @@ def visible_keys(layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         own += [part.own[0]] * part.length
         first += [part.prompt[0]] * part.length
         end += [sum(part.prompt)] * part.length
-    device = layout.rows.device
-    bounds = (torch.tensor(bound, dtype=torch.int32, device=device) for bound in (own, first, end))
-    return layout.rows.int(), *bounds
+
+    def column(bound: list[int]) -> Tensor:
+        return torch.tensor(bound, dtype=torch.int32, device=layout.rows.device)
+
+    return layout.rows.int(), column(own), column(first), column(end)

@@ -31,8 +31,8 @@ class RunPlan:
 
     @property
     def instances(self) -> int:
-        """The number of instances: those that the run starts, and those that join (rollout.joining)."""
-        return self.config.rollout.instances + self.config.rollout.joining
+        """The number of instances: those that the run starts, and those that join (dry_run.joining)."""
+        return self.config.rollout.instances + self.config.dry_run.joining
 
     @property
     def devices(self) -> int:
@@ -156,7 +156,7 @@ def _spare(made: RunPlan) -> Iterator[tuple[str, str]]:
     if placed := list(places(made.config)):
         yield "places", "; ".join(placed)
     if not made.instances:
-        yield "note", "rollout.instances and rollout.joining are 0: all instances join, their devices are not counted"
+        yield "note", "rollout.instances and dry_run.joining are 0: all instances join, their devices are not counted"
 
 
 def _terms(need: Need) -> dict[str, str]:

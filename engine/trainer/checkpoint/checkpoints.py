@@ -1,13 +1,14 @@
-"""Checkpoints that are everything (docs/architecture.md) and never look complete when they are not.
+"""Checkpoints that hold all that a resume needs, and never look complete when they are not (docs/architecture.md, A
+checkpoint is everything).
 
 A checkpoint is a folder in Megatron's `torch_dist` format (weights, old policy, moments and random streams: see
-`engine.trainer.checkpoint.state`) with `state.json` beside it (step, config, layout, schedule, the reference by path
-and hash). It is saved by all ranks at once and loaded by any layout. Each rank takes a copy of its tensors and goes on;
-a thread of its own writes them. Rank 0's thread makes the whole of it: index, rename, marker last, old ones deleted,
-the new one published to `checkpoint.path`. All ranks must see the same run folder.
+`engine.trainer.checkpoint.state`). It also holds `state.json` (step, config, layout, schedule, the reference by path
+and hash). All ranks save it at once; any layout can load it. Each rank copies its tensors and goes on, while a thread
+of its own writes them. Rank 0's thread then writes the index, renames the folder, writes the marker last, deletes old
+checkpoints and uploads the new one to `checkpoint.path`. All ranks must see the same run folder.
 
-Megatron's index is a pickle. It is read only if it is the file that the marker was written for and refers to nothing
-but what an index consists of (`checkpoint_files.check`), so a checkpoint from a bucket can't run code.
+Megatron's index is a pickle. It is read only if it is the file that the marker was written for, and refers only to
+types that an index consists of (`checkpoint_files.check`). So a downloaded checkpoint can't run code.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from engine.run.identity import identity
 from engine.trainer.checkpoint.state import layout, load_state, state_to_save, updates_of
 from engine.trainer.checkpoint.writer import Snapshot, snapshot
 from engine.trainer.policy import Policy
+from engine.wire.messages import CheckpointDue, CheckpointFound
 
 __all__ = ["Checkpoints", "complete", "folder_of", "incomplete", "latest", "step_of"]
 
@@ -62,48 +64,46 @@ class Checkpoints:
     """The run's checkpoints, as one rank sees them. Built by every rank; `save` and `resume` are collectives of all."""
 
     def __init__(self, root: Path, policy: Policy, config: Config, reference_hash: str | None) -> None:
-        """`root`: folder `checkpoints` of the run folder; `reference_hash`:
-        content of the reference model, None without one."""
+        """`root`: folder `checkpoints` of the run; `reference_hash`: content hash of the reference model, or None."""
         self._root = root
         self._policy = policy
         self._config = config
         self._reference = {"path": config.model.path, "hash": reference_hash} if reference_hash else None
         self._place = store.place_of(config)
         self._run = identity(root.parent)
-        self._flight: _PendingSave | None = None
+        self._pending: _PendingSave | None = None
         self._step: int | None = None
-        """Of the checkpoint that was saved or loaded last."""
+        """Step of the checkpoint that was saved or loaded last."""
         self.prompt_position: int | None = None
-        """Prompts used before the next step, with algorithm.dynamic_sampling; else they are a function of the step."""
+        """Prompts used before the next step, with algorithm.dynamic_sampling; else None: the step determines them."""
         self.prompts: str | None = None
-        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`):
-        of the loaded checkpoint, or of the run."""
+        """Fingerprint of the prompts in their order (`PromptLoader.fingerprint`): the checkpoint's, then the run's."""
 
-    def save(self, step: int, figures: Mapping[str, Any] | None = None) -> None:
-        """Take the checkpoint before step `step`; returns once the copy is taken. Nothing if it was the last one
-        already.
+    def save(self, step: int, figures: Mapping[str, object] | None = None) -> None:
+        """Take the checkpoint before step `step`; return once the tensors are copied.
 
-        `figures` are the numbers of the last step; the best checkpoints are chosen by its reward_mean. Waits for the
-        save before, if that is still under way, and raises what it failed with. A collective of all ranks.
+        Does nothing if this checkpoint was saved or loaded last and is complete. `figures`: those of the last step; the
+        best checkpoints are chosen by reward_mean. Waits first for a save that is under way, and raises its error (see
+        `finish`). A collective of all ranks.
         """
         self.finish(self._config.train.timeout_s)
         target = folder_of(self._root, step)
         ranks = self._policy.ranks
-        start = ranks.from_first(lambda: {"needed": self._prepare(step), "updates": updates_of(self._policy.optimizer)})
+        due = ranks.from_first(lambda: CheckpointDue(self._prepare(step), updates_of(self._policy.optimizer)))
         self._step = step
-        if not start["needed"]:
+        if not due.needed:
             return
-        taken = snapshot(state_to_save(self._policy, start["updates"]), partial_of(target))
+        taken = snapshot(state_to_save(self._policy, due.updates), partial_of(target))
         numbers = {key: float(value) for key, value in (figures or {}).items() if isinstance(value, int | float)}
-        state = self._state(step, start["updates"])
-        self._flight = _PendingSave(target.name, _in_background(lambda: self._write(taken, target, state, numbers)))
+        state = self._state(step, due.updates)
+        self._pending = _PendingSave(target.name, _in_background(lambda: self._write(taken, target, state, numbers)))
 
     def poll(self) -> None:
-        """Forget a save that is through. Raises CheckpointError, naming it, if it failed. No collective."""
-        if self._flight is None or not self._flight.done.done():
+        """Forget a save that has ended. Raises CheckpointError with its name if it failed. No collective."""
+        if self._pending is None or not self._pending.done.done():
             return
-        flight = self._flight
-        self._flight = None
+        flight = self._pending
+        self._pending = None
         error = flight.done.exception()
         if error is not None:
             raise CheckpointError(
@@ -111,29 +111,30 @@ class Checkpoints:
             ) from error
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until this rank has nothing left to write; rank 0 waits for all and for what is published.
+        """Wait until this rank has written its part; on rank 0 until the checkpoint is complete and uploaded.
 
-        Raises DeadlineError after `timeout_s` seconds, and like `poll`. No collective.
+        Raises DeadlineError after `timeout_s` seconds, and CheckpointError as `poll` does. No collective.
         """
-        if self._flight is not None and wait([self._flight.done], timeout_s).not_done:
+        if self._pending is not None and wait([self._pending.done], timeout_s).not_done:
             raise DeadlineError(
-                f"waited {timeout_s:.0f} s for checkpoint {self._flight.name} to be written to {self._root}"
+                f"waited {timeout_s:.0f} s for checkpoint {self._pending.name} to be written to {self._root}"
                 + (f" and {self._place}" if self._place else "")
             )
         self.poll()
 
     def resume(self) -> int | None:
-        """Load the newest complete checkpoint, of the run folder or else of `checkpoint.path`; the step to go on with.
+        """Load the newest complete checkpoint of the run folder, or else of `checkpoint.path`.
 
-        None if there is none. Prints what is ignored and why, and what another layout can't take over. Raises BadInput
-        if the checkpoint is of another model or reference. A collective of all ranks.
+        Returns the step to go on with, None if there is no checkpoint. Prints which checkpoints are ignored and why,
+        and what is not restored in another layout. Raises BadInput if the checkpoint has another model, reference or
+        fixed key, CheckpointError if it is damaged. A collective of all ranks.
         """
-        found = self._policy.ranks.from_first(self._find)
-        if not found["name"]:
+        found = self._policy.ranks.from_first(self._find_checkpoint)
+        if found.name is None:
             return None
-        folder = self._root / str(found["name"])
+        folder = self._root / found.name
         state = json.loads((folder / STATE).read_text())
-        self._check_layout(folder, state)
+        self._check_same_model(folder, state)
         same_layout = state["layout"] == layout()
         try:
             load_state(
@@ -151,14 +152,14 @@ class Checkpoints:
         self.prompt_position = state.get("prompt_position")
         self.prompts = state.get("prompts")
         if not same_layout:
-            self._warn(
+            self._print_on_rank_0(
                 f"checkpoint {folder.name} was saved in the layout {state['layout']}, this run has {layout()}: "
                 "the random streams of its ranks are not restored (sampling does not depend on them)"
             )
         return self._step
 
     def _prepare(self, step: int) -> bool:
-        """Whether it is to be written; then there is an empty folder for it."""
+        """Return whether the checkpoint must be written, and if so, make an empty folder for it."""
         target = folder_of(self._root, step)
         if step == self._step and complete(target):
             return False
@@ -167,7 +168,7 @@ class Checkpoints:
         return True
 
     def _state(self, step: int, updates: int) -> dict[str, Any]:
-        """What is not in tensors, as of now."""
+        """Return the present state that is not in tensors, the content of `state.json`."""
         return {
             "step": step,
             "weight_version": step,
@@ -175,7 +176,7 @@ class Checkpoints:
             "prompt_position": self.prompt_position,
             "prompts": self.prompts,
             "layout": layout(),
-            "model": _plain(asdict(self._policy.models.shape)),
+            "model": _as_json(asdict(self._policy.models.shape)),
             "reference": self._reference,
             "scheduler": self._policy.scheduler.state_dict(),
             "gradient_control": self._policy.control.state() if self._policy.control else {},
@@ -184,7 +185,7 @@ class Checkpoints:
         }
 
     def _write(self, taken: Snapshot, target: Path, state: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-        """In the background: this rank's part; on rank 0 then the whole."""
+        """Write this rank's part; on rank 0 then complete the checkpoint. Runs in the background."""
         taken.write()
         if taken.rank_in_world:
             return
@@ -197,38 +198,40 @@ class Checkpoints:
             store.upload(target, f"{self._place}/{target.name}")
             try:
                 store.prune(self._place, keep.keep_last, keep.keep_best, self._run)
-            except CheckpointError as error:  # costs space, no checkpoint: the next save deletes them
-                self._warn(f"warning: {error}")
+            except CheckpointError as error:  # old ones stay and take space; the next save deletes them
+                self._print_on_rank_0(f"warning: {error}")
 
-    def _find(self) -> dict[str, Any]:
-        """On rank 0: the name of the checkpoint to load, in the run folder and checked, "" if there is none."""
+    def _find_checkpoint(self) -> CheckpointFound:
+        """Return the checkpoint to load, checked and in the run folder. On rank 0."""
         for message in incomplete(self._root).values():
-            self._warn(message)
+            self._print_on_rank_0(message)
         folder = latest(self._root)
         if folder is None and self._place:
-            folder = self._fetch()
+            folder = self._download_newest()
         if folder is None:
-            return {"name": ""}
+            return CheckpointFound(None)
         check(folder)
-        return {"name": folder.name}
+        return CheckpointFound(folder.name)
 
-    def _fetch(self) -> Path | None:
+    def _download_newest(self) -> Path | None:
+        """Download the newest complete checkpoint of `checkpoint.path`. Return its folder, None if there is none."""
         found, ignored = store.survey(self._place, self._run)
         for message in ignored:
-            self._warn(message)
+            self._print_on_rank_0(message)
         if not found:
             return None
         name = max(found, key=lambda name: found[name]["step"])
-        self._warn(f"checkpoint {name} comes from {self._place}")
+        self._print_on_rank_0(f"checkpoint {name} comes from {self._place}")
         return store.download(self._place, name, found[name], self._root)
 
-    def _check_layout(self, folder: Path, state: Mapping[str, Any]) -> None:
+    def _check_same_model(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Raise BadInput if the checkpoint has another reference model, another model or another fixed key."""
         if (state["reference"] or {}).get("hash") != (self._reference or {}).get("hash"):
             raise BadInput(
                 f"checkpoint {folder}: it was taken with another reference model (content hash differs); "
                 "resume with the model.path that the run started from"
             )
-        ours = _plain(asdict(self._policy.models.shape))
+        ours = _as_json(asdict(self._policy.models.shape))
         if differs := sorted(key for key in ours if ours[key] != state["model"].get(key)):
             raise BadInput(
                 f"checkpoint {folder}: it is of another model than model.path = {self._config.model.path!r} "
@@ -236,25 +239,25 @@ class Checkpoints:
             )
         check_same_keys(self._config, state["config"])
 
-    def _warn(self, message: str) -> None:
+    def _print_on_rank_0(self, message: str) -> None:
         if self._policy.ranks.rank == 0:
             print(message, flush=True)
 
 
-def _plain(content: Mapping[str, Any]) -> dict[str, Any]:
-    """As it comes back from JSON."""
+def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content as it comes back from JSON: tuples become lists."""
     return dict(json.loads(json.dumps(content)))
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Do it in a thread that the process does not wait for when it ends."""
+    """Call `work` in a thread. The process does not wait for it when it ends."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
             work()
             future.set_result(None)
-        except Exception as error:  # whatever it is, it is raised by the next call
+        except Exception as error:  # of any kind: `poll` raises it
             future.set_exception(error)
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()

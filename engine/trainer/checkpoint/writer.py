@@ -1,15 +1,16 @@
-"""Writing Megatron's `torch_dist` format in the background: a copy is taken at once, a thread of each rank writes it.
+"""Writes Megatron's `torch_dist` format in the background: a copy is taken at once, a thread of each rank writes it.
 
 Megatron's own asynchronous save forks the trainer, keeps a manager process per rank that outlives a `kill -9` of it,
-and finishes with collectives. Here a thread writes, and ranks tell each other through files that they are done, so no
-collective runs beside those of training.
+and finishes with collectives. Here a thread writes, and each rank says by a file that it is done, so no collective runs
+beside those of training.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ from engine.run.checkpoint_files import write_json
 
 BACKEND = ("torch_dist", 1)
 LOOK_S = 0.02
-"""How often rank 0 looks for the other ranks' files."""
+"""Seconds between rank 0's looks for the other ranks' files."""
 
 
-def snapshot(state: dict[str, Any], folder: Path) -> Snapshot:
-    """Copy this rank's part of a sharded state to the host and plan who writes what. A collective of all ranks.
+def snapshot(state: Mapping[str, object], folder: Path) -> Snapshot:
+    """Copy this rank's part of a sharded state to the host, and plan which rank writes which tensors.
 
-    Replicas share the work: what several ranks hold is written by one of them. Raises MetronomeError if planning fails.
+    A tensor that several replicas hold is written by one of them. A collective of all ranks. Raises MetronomeError if
+    planning fails.
     """
     strategy = _Planning()
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -62,8 +64,8 @@ class _Planning(TorchDistSaveShardedStrategy):
         super().__init__(*BACKEND)
         self.snapshot: Snapshot | None = None
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str) -> AsyncRequest:
-        """Plan, and keep the copy in `snapshot`; the request is empty."""
+    def async_save(self, sharded_state_dict: dict[str, object], checkpoint_dir: str) -> AsyncRequest:
+        """Plan the save and keep the copy in `snapshot`. Return an empty request."""
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         self.snapshot = Snapshot(checkpoint_dir)
@@ -82,28 +84,34 @@ class Snapshot(FileSystemWriter):
         self.rank_in_world = torch.distributed.get_rank()
         self.world = torch.distributed.get_world_size()
         self.index: Metadata | None = None
-        """What all ranks write; rank 0 has it."""
+        """The index of all ranks' tensors, on rank 0."""
+        self._plan: SavePlan | None = None
+        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Called by Megatron once the plan is made: the copy, so that training may go on."""
+        """Copy the tensors, so that training can go on. Megatron calls this once the plan is made."""
         self._plan = plan
-        self._tensors = {item.index: _copy(planner.resolve_data(item)) for item in plan.items}
+        self._tensors = {item.index: _host_copy(planner.resolve_data(item)) for item in plan.items}
 
     def resolve_data(self, item: WriteItem) -> torch.Tensor:
-        """What torch's writer asks a planner for."""
+        """Return the copy of a tensor. torch's writer calls this as it would a planner's."""
         return self._tensors[item.index]
 
     def write(self) -> None:
-        """Write this rank's file, then a list of what lies where in it, which says that the rank is done."""
-        results = self.write_data(self._plan, self).wait() if self._plan.items else []
+        """Write this rank's file, then the list of its tensors' places, which says that the rank is done."""
+        assert self._plan is not None, "the copy is taken before it is written"
+        # of a planner, torch's writer calls `resolve_data` alone
+        results = self.write_data(self._plan, self).wait() if self._plan.items else []  # type: ignore[arg-type]
         self._tensors.clear()
-        write_json(_list_of(Path(self.path), self.rank_in_world), [_row(result) for result in results])
+        write_json(_list_file(Path(self.path), self.rank_in_world), [_json_row(result) for result in results])
 
     def gather(self, timeout_s: float) -> None:
-        """On rank 0: wait for the lists of all ranks, then write the index.
-        Raises DeadlineError naming the ranks that lack."""
+        """Wait for the lists of all ranks, then write the index. On rank 0.
+
+        Raises DeadlineError that names the ranks without a list.
+        """
         folder = Path(self.path)
-        lists = [_list_of(folder, rank) for rank in range(self.world)]
+        lists = [_list_file(folder, rank) for rank in range(self.world)]
         deadline = time.monotonic() + timeout_s
         while missing := [rank for rank, path in enumerate(lists) if not path.exists()]:
             if time.monotonic() > deadline:
@@ -112,22 +120,24 @@ class Snapshot(FileSystemWriter):
                 )
             time.sleep(LOOK_S)
         assert self.index is not None
-        self.finish(self.index, [[_result(row) for row in json.loads(path.read_text())] for path in lists])
+        self.finish(self.index, [[_from_json_row(row) for row in json.loads(path.read_text())] for path in lists])
         save_config(CheckpointingConfig(*BACKEND), str(folder))
         for path in lists:
             path.unlink()
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def _host_copy(data: torch.Tensor | BytesIO) -> torch.Tensor:
+    assert isinstance(data, torch.Tensor), "Megatron plans tensors alone"
+    return data.detach().to("cpu", copy=True).contiguous()
 
 
-def _list_of(folder: Path, rank: int) -> Path:
+def _list_file(folder: Path, rank: int) -> Path:
     return folder / f"written-{rank:05d}.json"
 
 
-def _row(result: WriteResult) -> list[Any]:
+def _json_row(result: WriteResult) -> list[Any]:
     index = result.index
+    assert index.offset is not None, "a part of a tensor has a place in it"
     where = result.storage_data
     return [
         index.fqn,
@@ -140,6 +150,6 @@ def _row(result: WriteResult) -> list[Any]:
     ]
 
 
-def _result(row: Sequence[Any]) -> WriteResult:
+def _from_json_row(row: Sequence[Any]) -> WriteResult:
     name, offset, hint, size, path, start, length = row
     return WriteResult(MetadataIndex(name, offset, hint), size, _StorageInfo(path, start, length))

@@ -1,4 +1,4 @@
-"""A call in a thread of its own."""
+"""A function call in a thread of its own."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from engine.errors import DeadlineError
 
 
 class Background:
-    """Begins at once."""
+    """A call that begins at once in a thread of its own."""
 
     def __init__(self, act: Callable[[], None], late: str) -> None:
-        """`late`: what it means when it does not end in time."""
+        """`late`: the message of the DeadlineError when the call does not end in time."""
         self._late = late
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(act,), name="weights", daemon=True)
@@ -25,12 +25,12 @@ class Background:
             self._error = error
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended in time."""
+        """Wait for the call to end. Return whether it has."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def result(self, timeout_s: float) -> None:
-        """Wait for its end; raises its error."""
+        """Wait for the call to end, and raise its error. Raises DeadlineError."""
         if not self.wait(timeout_s):
             raise DeadlineError(f"{self._late} within {timeout_s:g} s")
         if self._error is not None:

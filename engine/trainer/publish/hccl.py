@@ -1,8 +1,8 @@
-"""The sender by vllm-ascend's own weight transfer (transport hccl). Written from its published source, not run on
+"""The sender for vllm-ascend's own weight transfer (transport hccl). Written from its published source, not run on
 hardware.
 
-One sender, hence one pipeline stage. The instances' side is vllm-ascend's too: it loads what it receives as it comes,
-so the checksums are not compared on the way; the probe after the sync sees what they would have seen.
+It knows one sender, so one pipeline stage. The instances receive by vllm-ascend too, which loads each tensor when it
+arrives: checksums are not compared. The probe after the sync finds what they would have found.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 from engine.errors import BadInput, DeadlineError, TransferError
+from engine.wire.messages import BucketInfo, MeetingPlace
 from engine.wire.weights.buckets import Bucket
 from engine.wire.weights.groups import own_address
 
 PACKED_BYTES = 256 * 2**20
-"""Of vllm-ascend's own packing inside a bucket; sender and receivers must agree on it."""
+"""Size of the pieces into which vllm-ascend packs a bucket. Sender and receivers must use the same."""
 
 
 class HcclTransport:
-    """HCCLWeightTransferEngine.trainer_init and trainer_send_weights."""
+    """Sends by `trainer_init` and `trainer_send_weights` of vllm-ascend's HCCLWeightTransferEngine."""
 
     name = "hccl"
     groups = True
 
     def __init__(self, timeout_s: float, device: torch.device, stages: int) -> None:
-        """Raises BadInput where vllm-ascend is missing and for several stages. `device`:
-        the NPU of this rank's model."""
+        """`device`: the NPU of this rank's model. Raises BadInput without vllm-ascend, and for several stages."""
         if stages > 1:
             raise BadInput(f'weights.transport = "hccl" knows one sender, but parallel.pipeline = {stages}; use file')
         try:
@@ -42,30 +42,31 @@ class HcclTransport:
         self._engine = hccl_engine
         self.device = device
         self._timeout_s = timeout_s
-        self._address: dict[str, Any] = {}
+        self._meeting: MeetingPlace | None = None
         self._group: Any = None
 
-    def meet(self, local: bool) -> dict[str, Any]:
-        """A port that is free now: vllm-ascend opens it itself."""
+    def meet(self, local: bool) -> MeetingPlace:
+        """Return a port that is free now. vllm-ascend opens it later."""
         host = own_address(local)
         with socket.create_server((host, 0)) as server:
-            self._address = {"host": host, "port": server.getsockname()[1]}
-        return self._address
+            self._meeting = MeetingPlace(host, server.getsockname()[1])
+        return self._meeting
 
     def gather(self, world: int) -> None:
         """Make the group with the instances' workers."""
         if world > 1:
-            where = {"master_address": self._address["host"], "master_port": self._address["port"], "world_size": world}
+            assert self._meeting is not None, "`meet` comes first"
+            where = {"master_address": self._meeting.host, "master_port": self._meeting.port, "world_size": world}
             self._group = self._engine.HCCLWeightTransferEngine.trainer_init(where)
 
     def call_off(self) -> None:
-        """Drop the group. A broadcast under way can't be called off:
-        HCCL's own time-out (HCCL_EXEC_TIMEOUT) ends it."""
+        """Drop the group. A broadcast under way goes on until HCCL's own time limit (HCCL_EXEC_TIMEOUT)."""
         self._group = None
 
-    def write(self, bucket: Bucket, info: dict[str, Any]) -> dict[str, Any]:
-        """How the tensors are packed."""
-        return {"packed": True, "packed_buffer_size_bytes": PACKED_BYTES}
+    def write(self, bucket: Bucket, info: BucketInfo) -> None:
+        """Add to `info` how the tensors are packed."""
+        info.packed = True
+        info.packed_buffer_size_bytes = PACKED_BYTES
 
     def send(self, bucket: Bucket) -> Sending:
         """Broadcast the bucket's tensors while the instances receive them."""
@@ -75,7 +76,7 @@ class HcclTransport:
 
 
 class Sending:
-    """trainer_send_weights in a thread, since it returns when the bytes are through."""
+    """A call of `trainer_send_weights` in a thread, since it blocks until the bytes are sent."""
 
     def __init__(self, engine: Any, group: Any, tensors: list[tuple[str, torch.Tensor]], timeout_s: float) -> None:  # noqa: ANN401
         self._engine = engine
@@ -99,7 +100,7 @@ class Sending:
             self._error = error
 
     def wait(self) -> None:
-        """Until the bytes are through. TransferError, DeadlineError."""
+        """Wait until the bytes are sent. Raises TransferError, DeadlineError."""
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
             raise DeadlineError(f"a bucket of weights was not through within {self._timeout_s:g} s")

@@ -1,5 +1,5 @@
-"""Weight sync, the trainer's side: each pipeline stage's tensors are gathered, bucket by bucket,
-while others are sent."""
+"""The trainer's side of a weight sync: each pipeline stage gathers its tensors bucket by bucket, while earlier buckets
+are sent."""
 
 from __future__ import annotations
 
@@ -8,70 +8,119 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
-from engine import errors
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
 from engine.trainer.publish.background import Background
 from engine.trainer.publish.send_pipeline import SendPipeline
 from engine.trainer.publish.transports import Snapshots, Transport
-from engine.wire.weights.buckets import Bucket, Buffers, pack, small_first, title
+from engine.wire.messages import (
+    AbortSync,
+    Answer,
+    BucketInfo,
+    ConnectSync,
+    ControlRequest,
+    Done,
+    Failure,
+    FinishSync,
+    MeetingPlace,
+    Message,
+    OpenSync,
+    Proceed,
+    SendBucket,
+    SyncOpened,
+    VerifySync,
+)
+from engine.wire.weights.buckets import Bucket, Buffers, pack, small_first
+
+M = TypeVar("M", bound=Message)
+S = TypeVar("S", bound=msgspec.Struct)
 
 ATTEMPTS = 6
-"""How often a publish begins again because an instance failed, before the run stops."""
+"""Attempts of a publish; the run stops if an instance fails in each of them."""
 UNDER_WAY = 3
-"""Buckets in memory: one is gathered, one written or sent, one loaded by the instances."""
+"""Buckets in memory: one that is gathered, one that is written or sent, one that the instances load."""
 UNWRITTEN = "a snapshot of the weights was not written"
+"""Message of the DeadlineError of a snapshot, before the seconds."""
 
 
 class PublishedModel(Protocol):
-    """What is published."""
+    """The model whose weights are published (engine.model.tri_model)."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """This pipeline stage's whole tensors under Hugging Face names, valid until the parameters change (see
-        `settle`).
+        """Yield this pipeline stage's whole tensors under Hugging Face names, valid until the parameters change.
 
         A collective of the ranks that share them.
         """
 
     def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities (temperature 1) of the tokens after the first; [] on ranks that do not know them. A
-        collective of each replica."""
+        """Return the log-probabilities (temperature 1) of the tokens after the first, [] before the last stage.
+
+        A collective of each replica.
+        """
 
 
 class PublishRanks(Protocol):
-    """What the publisher asks of the ranks (engine.trainer.rank_group)."""
+    """The part of `RankGroup` that the publisher uses (engine.trainer.rank_group)."""
 
     exports: bool
     """Whether this rank takes part in the export."""
     writes: bool
-    """Whether it sends its pipeline stage's tensors."""
+    """Whether this rank sends its pipeline stage's tensors."""
     stage: int
 
-    def from_first(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Rank 0's result of `act` on every rank."""
+    def from_first(self, act: Callable[[], M]) -> M:
+        """Return rank 0's result of `act` on every rank."""
 
-    def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's message, in rank order, on every rank."""
+    def gather(self, message: S) -> list[S]:
+        """Return every rank's message, in rank order, on every rank."""
 
 
 class ControlChannel(Protocol):
-    """The way to the launcher (engine.wire.control_client)."""
+    """The control channel to the launcher (engine.wire.control_client)."""
 
-    def ask(self, operation: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
+    def ask(self, request: ControlRequest[Answer]) -> Answer:
         """Send a request and wait for its reply."""
 
 
 class Retry(TransferError):
-    """The launcher wants the publish to begin again: an instance failed."""
+    """An instance failed, so the launcher asks for the publish to begin again."""
+
+
+class RankRole(msgspec.Struct):
+    """A rank's part in an export."""
+
+    stage: int
+    exports: bool
+
+
+class Outcome(msgspec.Struct):
+    """The result of a rank's part of an attempt; without `retry` and `failure` it succeeded."""
+
+    retry: bool = False
+    """Whether the publish must begin again."""
+    failure: Failure | None = None
+    stage: int = 0
+    meeting: MeetingPlace | None = None
+    """Where the stage's group will meet; from the rank that sends the stage."""
+
+
+class ProbeLogprobs(msgspec.Struct):
+    """A rank's log-probabilities of the probe's tokens."""
+
+    values: list[float]
+    """Empty before the last pipeline stage."""
 
 
 class Publisher:
-    """Publishes weight versions; the launcher leads the instances (engine.launcher.weight_sync.sync).
-    Built by all ranks at once."""
+    """Publishes weight versions. The launcher tells the instances what to do (engine.launcher.weight_sync.sync).
+
+    Built by all ranks at once.
+    """
 
     def __init__(
         self,
@@ -84,54 +133,53 @@ class Publisher:
         bucket_bytes: int,
         timeout_s: float,
     ) -> None:
-        """`sender`: the sending thread's own way to the launcher; `folder`: for snapshots, shared with the instances;
-        `dtype`: of the instances' weights; `timeout_s`: of each bucket, longer than the launcher's patience with
-        one."""
+        """`sender`: control channel of the thread that sends; `folder`: for snapshots, shared with the instances;
+        `dtype`: of the instances' weights; `timeout_s`: deadline of a bucket, longer than the launcher's."""
         self._control = control
         self._sender = sender
         self._ranks = ranks
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        gathered = ranks.gather({"stage": ranks.stage, "exports": ranks.exports})
-        self._stages = 1 + max(one["stage"] for one in gathered)
-        self._alone = sum(one["exports"] and one["stage"] == ranks.stage for one in gathered) == 1
+        roles = ranks.gather(RankRole(ranks.stage, ranks.exports))
+        self._stages = 1 + max(role.stage for role in roles)
+        self._alone = sum(role.exports and role.stage == ranks.stage for role in roles) == 1
         """Whether this stage's tensors can be gathered without any other rank."""
         self._snapshots = Snapshots(folder, self._stages)
         self._transport = transport(self._snapshots)
+        self._buffers = Buffers(UNDER_WAY if ranks.writes else 0, timeout_s, self._transport.device)
         self._pipeline = self._make_pipeline() if ranks.writes else None
-        self._probed: list[int] = []
-        """Tokens of the probe."""
-        self._sending: list[dict[str, Any]] = []
-        """What was told of each bucket of this stage."""
+        self._probed: tuple[int, ...] = ()
+        """Token ids of the probe, from the launcher."""
+        self._sending: list[BucketInfo] = []
+        """The info of each bucket that this stage sends."""
         self._snapshot: Background | None = None
-        """Completes the last version's snapshot."""
+        """The work that completes the last version's snapshot."""
         self._outlived = threading.Event()
-        """Set when the parameters change before `_write_snapshot` is through."""
+        """Set if the parameters are about to change before `_write_snapshot` has ended."""
 
     def _make_pipeline(self) -> SendPipeline:
-        self._buffers = Buffers(UNDER_WAY, self._timeout_s, self._transport.device)
         if self._transport.groups:
             steps = [self._announce] if self._alone else [self._announce, self._snapshots.write]
             counted = 1
         else:
-            steps = [self._write, self._announce]
+            steps = [self._transport.write, self._announce]
             counted = 2
         return SendPipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
 
     def publish(self, model: PublishedModel, version: int) -> float:
-        """Return once every instance holds exactly this version by its checksums, and serves it; `verify` must follow.
-        Returns the seconds it took (exposed sync).
+        """Give every instance exactly this version; `verify` must follow. Returns the seconds that it took.
 
-        A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
+        The instances then serve the version. Where they take staged weights over in the background, they hold it and
+        serve it later. A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
         """
         started = time.perf_counter()
         for _ in range(ATTEMPTS):
-            self._agreed(self._caught(self._settle))
-            opened = self._ranks.from_first(lambda: self._open(version))
-            if self._attempt(model, version, opened):
-                self._probed = opened["probe"]
-                self._ranks.from_first(partial(self._finish, version))
+            self._all_succeeded(self._outcome_of(self._end_last_attempt))
+            opened = self._ranks.from_first(lambda: self._open_sync(version))
+            if self._send_stages(model, version, opened):
+                self._probed = opened.probe
+                self._ranks.from_first(partial(self._finish_sync, version))
                 if not self._snapshot_after_sync:
                     self._complete_snapshot(version)
                 return time.perf_counter() - started
@@ -140,82 +188,90 @@ class Publisher:
         )
 
     def verify(self, model: PublishedModel, version: int) -> None:
-        """After `publish`, while the instances generate already: compare what they make of the version with what we do.
-        No response that it sampled is given to anybody before.
+        """Have the launcher compare the log-probabilities of a few fixed tokens, the instances' with the policy's.
 
-        A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
+        After `publish`; the instances sample meanwhile, but the launcher holds an instance's responses back until its
+        comparison has passed. A collective of all ranks. Raises WeightSyncError and the launcher's errors on all ranks.
         """
-        expected = self._probe(model, self._probed)
-        self._ranks.from_first(lambda: self._control.ask("sync_verify", version=version, expected=expected))
+        verify = VerifySync(expected=self._probe(model, self._probed))
+        self._ranks.from_first(lambda: self._control.ask(verify))
         if self._snapshot_after_sync:
             self._outlived.clear()
             self._snapshot = Background(lambda: self._write_snapshot(model, version), UNWRITTEN)
 
     def settle(self) -> None:
-        """Before the parameters change: until the version that was published last is in its snapshot, or that is
+        """Wait until the last version's snapshot is written, before the parameters change. After `timeout_s` it is
         dropped.
 
-        Raises nothing: what went wrong is told to all ranks by the next publish.
+        Raises nothing: the next `publish` raises the error on all ranks.
         """
         if self._pipeline is not None:
             self._pipeline.idle()
         if self._snapshot is not None and not self._snapshot.wait(self._timeout_s):
             self._outlived.set()
 
-    def _settle(self) -> None:
-        """Until nothing of the last version, or of a failed attempt, is under way."""
+    def _end_last_attempt(self) -> None:
+        """Wait until nothing of the last version, or of a failed attempt, is under way. Raises the snapshot's error."""
         if self._snapshot is not None:
             self._snapshot.result(self._timeout_s)
             self._snapshot = None
         if self._pipeline is not None:
             self._pipeline.restart()
 
-    def _open(self, version: int) -> dict[str, Any]:
+    def _open_sync(self, version: int) -> SyncOpened:
         self._snapshots.begin(version)
-        return self._control.ask("sync_open", version=version)
+        return self._control.ask(OpenSync(version=version))
 
-    def _finish(self, version: int) -> dict[str, Any]:
-        return self._control.ask("sync_finish", version=version, snapshot=str(self._snapshots.place(version)))
+    def _finish_sync(self, version: int) -> Done:
+        return self._control.ask(FinishSync(version=version, snapshot=str(self._snapshots.place(version))))
 
-    def _attempt(self, model: PublishedModel, version: int, opened: dict[str, Any]) -> bool:
-        """Send all stages in turn. False to begin again."""
-        if self._transport.groups and opened["connect"] and not self._connect(version, opened):
+    def _send_stages(self, model: PublishedModel, version: int, opened: SyncOpened) -> bool:
+        """Send all stages, one after the other. Return False to begin again."""
+        if self._transport.groups and opened.connect and not self._connect(version, opened):
             return False
         for stage in range(self._stages):
-            self._gather(model, version, stage)
-            if not self._agreed(self._sent(version, stage)):
+            self._gather_buckets(model, version, stage)
+            if not self._all_succeeded(self._wait_until_sent(stage)):
                 return False
         return True
 
     # groups ---------------------------------------------------------------------------------------
 
-    def _connect(self, version: int, opened: dict[str, Any]) -> bool:
-        """Make the stages' groups with the instances. False to begin again."""
-        sends = self._ranks.writes
-        meeting = self._caught(lambda: {"at": self._transport.meet(opened["local"])} if sends else {})
-        gathered = self._ranks.gather({"stage": self._ranks.stage, **meeting})
-        if not self._all_agreed(gathered):
+    def _connect(self, version: int, opened: SyncOpened) -> bool:
+        """Make the stages' groups with the instances. Return False to begin again."""
+        meetings = self._ranks.gather(self._open_meeting(opened.local))
+        if not _all_succeeded(meetings):
             return False
-        stages = [one["at"] for one in sorted((one for one in gathered if "at" in one), key=lambda one: one["stage"])]
-        gather = partial(self._transport.gather, opened["world_size"])
-        joining = Background(gather, "the groups of the weight transfer were not made") if sends else None
-        name = self._transport.name
-        reply = self._ranks.from_first(
-            lambda: (
-                self._control.ask("sync_connect", version=version, stages=stages, transport=name)
-                if opened["world_size"] > 1
-                else {}
-            )
+        by_stage = sorted((one for one in meetings if one.meeting is not None), key=lambda one: one.stage)
+        connect = ConnectSync(
+            version=version,
+            transport=self._transport.name,
+            stages=tuple(one.meeting for one in by_stage if one.meeting is not None),
         )
-        if reply.get("retry") and sends:
+        gather = partial(self._transport.gather, opened.world_size)
+        late = "the groups of the weight transfer were not made"
+        joining = Background(gather, late) if self._ranks.writes else None
+        retry = self._ranks.from_first(lambda: self._control.ask(connect) if opened.world_size > 1 else Proceed()).retry
+        if retry and joining is not None:
             self._transport.call_off()
-        outcome = self._caught(lambda: joining.result(self._timeout_s) if joining is not None else None)
-        return self._agreed({"retry": True} if reply.get("retry") else outcome)
+        outcome = self._outcome_of(lambda: joining.result(self._timeout_s)) if joining is not None else Outcome()
+        return self._all_succeeded(Outcome(retry=True) if retry else outcome)
+
+    def _open_meeting(self, local: bool) -> Outcome:
+        outcome = Outcome(stage=self._ranks.stage)
+
+        def meet() -> None:
+            outcome.meeting = self._transport.meet(local)
+
+        if not self._ranks.writes:
+            return outcome
+        failed = self._outcome_of(meet)
+        return failed if failed.failure is not None or failed.retry else outcome
 
     # buckets --------------------------------------------------------------------------------------
 
-    def _gather(self, model: PublishedModel, version: int, stage: int) -> None:
-        """Hand the stage's buckets to the pipeline as they fill. All of its ranks go through all of its tensors."""
+    def _gather_buckets(self, model: PublishedModel, version: int, stage: int) -> None:
+        """Hand each full bucket of the stage to the send pipeline. A collective of the stage's ranks that export."""
         if self._ranks.stage != stage or not self._ranks.exports:
             return
         tensors = model.tensors()
@@ -224,54 +280,51 @@ class Publisher:
                 pass  # gives its shards to the rank that sends
             return
         self._sending = []
-        for bucket in self._packed(tensors):
-            info = {
-                "transport": self._transport.name,
-                "version": version,
-                "stage": stage,
-                "bucket": bucket.number,
-                **bucket.wire(),
-            }
-            info |= self._transport.write(bucket, info) if self._transport.groups else {}  # the others' write is a step
+        for bucket in self._packed_buckets(tensors):
+            info = BucketInfo(
+                transport=self._transport.name, version=version, stage=stage, bucket=bucket.number, **bucket.wire()
+            )
+            if self._transport.groups:  # else `write` is a step of the send pipeline
+                self._transport.write(bucket, info)
             self._sending.append(info)
             self._pipeline.put(bucket, info)
 
-    def _packed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    def _packed_buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
         return pack(small_first(tensors, self._bucket_bytes), self._dtype, self._bucket_bytes, self._buffers)
 
-    def _sent(self, version: int, stage: int) -> dict[str, Any]:
-        """What came of sending the stage: {} or {"retry"} or an error."""
+    def _wait_until_sent(self, stage: int) -> Outcome:
+        """Wait until this rank has sent the stage, and return the result."""
         pipeline = self._pipeline
         if self._ranks.stage != stage or pipeline is None:
-            return {}
-        outcome = self._caught(pipeline.wait)
-        if outcome:
+            return Outcome()
+        outcome = self._outcome_of(pipeline.wait)
+        if outcome != Outcome():
             self._transport.call_off()
         return outcome
 
-    def _write(self, bucket: Bucket, info: dict[str, Any]) -> None:
-        info |= self._transport.write(bucket, info)
-
-    def _announce(self, bucket: Bucket, info: dict[str, Any]) -> None:
-        """Send a bucket while the launcher has all instances receive it."""
+    def _announce(self, bucket: Bucket, info: BucketInfo) -> None:
+        """Send a bucket, while the launcher has all instances receive it. Raises Retry if that fails."""
         sent = self._transport.send(bucket)
-        if self._sender.ask("sync_bucket", info=info).get("retry"):
+        if self._sender.ask(SendBucket(info=info)).retry:
             raise Retry("an instance failed")
         try:
             sent.wait()
         except (TransferError, DeadlineError) as error:
-            self._sender.ask("sync_abort", version=info["version"], reason=f"{error} ({title(info)})")
+            self._sender.ask(AbortSync(version=info.version, reason=f"{error} ({info.title})"))
             raise Retry(str(error)) from None
 
     @property
     def _snapshot_after_sync(self) -> bool:
-        """Whether the snapshot is written after the sync, which then has cores and memory to itself: where it needs no
-        other rank. Else each bucket is written once it is sent."""
+        """Whether the snapshot is written after the sync, which then has cores and memory to itself.
+
+        This needs a transport with groups, and a stage whose tensors one rank gathers alone. Else the buckets are
+        written while the stage is sent, or in the background after it.
+        """
         return self._alone and self._transport.groups and self._pipeline is not None
 
     def _write_snapshot(self, model: PublishedModel, version: int) -> None:
-        """The buckets that were sent, gathered again: the parameters wait for it (`settle`)."""
-        for bucket, info in zip(self._packed(model.tensors()), self._sending, strict=True):
+        """Gather the sent buckets again and write them. `settle` keeps the parameters unchanged meanwhile."""
+        for bucket, info in zip(self._packed_buckets(model.tensors()), self._sending, strict=True):
             self._snapshots.write(bucket, info)
             self._buffers.give(bucket.buffer)
             if self._outlived.is_set():
@@ -283,8 +336,7 @@ class Publisher:
         self._snapshots.stage_done(version, self._ranks.stage)
 
     def _complete_snapshot(self, version: int) -> None:
-        """In the background, once its last bucket is written
-        (and no instance reads it any more where it was staged)."""
+        """Mark this stage as written, in the background, once all buckets are through the send pipeline."""
         pipeline = self._pipeline
         stage = self._ranks.stage
         if pipeline is None:
@@ -296,30 +348,32 @@ class Publisher:
 
         self._snapshot = Background(complete, UNWRITTEN)
 
-    def _probe(self, model: PublishedModel, token_ids: list[int]) -> list[float]:
-        """On all ranks, what the last stage's know."""
+    def _probe(self, model: PublishedModel, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Return the policy's log-probabilities of the probe on all ranks; () without a probe."""
         if not token_ids:
-            return []
-        gathered = self._ranks.gather({"probe": model.probe(token_ids)})
-        return next((one["probe"] for one in gathered if one["probe"]), [])
+            return ()
+        gathered = self._ranks.gather(ProbeLogprobs(model.probe(list(token_ids))))
+        return next((tuple(one.values) for one in gathered if one.values), ())
 
     # agreement ------------------------------------------------------------------------------------
 
-    def _caught(self, act: Callable[[], Any]) -> dict[str, Any]:
-        """The result of `act`, or its failure as a message."""
+    def _outcome_of(self, act: Callable[[], None]) -> Outcome:
+        """Call `act` and return the outcome, which holds the MetronomeError of `act` if it failed."""
         try:
-            return act() or {}
+            act()
         except TransferError:
-            return {"retry": True}
+            return Outcome(retry=True)
         except MetronomeError as error:
-            return {"error": type(error).__name__, "message": str(error)}
+            return Outcome(failure=Failure.of(error))
+        return Outcome()
 
-    def _agreed(self, outcome: dict[str, Any]) -> bool:
-        """Whether all ranks were successful; False to begin again. Raises a rank's error on all."""
-        return self._all_agreed(self._ranks.gather(outcome))
+    def _all_succeeded(self, outcome: Outcome) -> bool:
+        """Return whether all ranks succeeded, False to begin again. Raises a rank's error on all of them."""
+        return _all_succeeded(self._ranks.gather(outcome))
 
-    def _all_agreed(self, gathered: list[dict[str, Any]]) -> bool:
-        for one in gathered:
-            if "error" in one:
-                raise getattr(errors, one["error"], MetronomeError)(one["message"])
-        return not any(one.get("retry") for one in gathered)
+
+def _all_succeeded(outcomes: list[Outcome]) -> bool:
+    for outcome in outcomes:
+        if outcome.failure is not None:
+            raise outcome.failure.error()
+    return not any(outcome.retry for outcome in outcomes)

@@ -1,63 +1,66 @@
-"""Threads one behind the other: while the last bucket is sent, the next is written and the one after it gathered."""
+"""A pipeline of threads: while one bucket is sent, the next is written and the one after it is gathered."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from engine.errors import DeadlineError, MetronomeError
+from engine.wire.messages import BucketInfo
 from engine.wire.weights.buckets import Bucket
 
-Work = tuple[Bucket, dict[str, Any]]
-Step = Callable[[Bucket, dict[str, Any]], object]
+Step = Callable[[Bucket, BucketInfo], object]
 
 
 class SendPipeline:
-    """Puts buckets through steps, each in a thread of its own, in order; a bucket's memory comes back after the last
-    step.
+    """Takes buckets through steps, in order; each step has a thread of its own. After the last step a bucket is
+    released.
 
-    After an error the buckets that follow are dropped, until `restart`.
+    After an error the steps skip all buckets until `restart`.
     """
 
     def __init__(
-        self, steps: Sequence[Step], release: Callable[[Bucket], None], counted: int, timeout_s: float
+        self,
+        steps: Sequence[Step],
+        release: Callable[[Bucket], None],
+        counted: int,
+        timeout_s: float,
     ) -> None:
-        """`counted`: how many of the steps `wait` waits for; the others go on in the background."""
+        """`release`: gives a bucket's memory back; `counted`: number of the first steps that `wait` waits for."""
         self._steps = steps
         self._release = release
         self._counted = counted
         self._timeout_s = timeout_s
-        self._queues: list[queue.Queue[Work]] = [queue.Queue() for _ in steps]
+        self._queues: list[queue.Queue[tuple[Bucket, BucketInfo]]] = [queue.Queue() for _ in steps]
         self._changed = threading.Condition()
         self._put = 0
         self._passed = [0] * len(steps)
         self._error: BaseException | None = None
         for number in range(len(steps)):
-            threading.Thread(target=self._run, args=(number,), name=f"send-weights-{number}", daemon=True).start()
+            threading.Thread(target=self._run_step, args=(number,), name=f"send-weights-{number}", daemon=True).start()
 
-    def put(self, bucket: Bucket, info: dict[str, Any]) -> None:
-        """Hand a bucket in."""
+    def put(self, bucket: Bucket, info: BucketInfo) -> None:
+        """Put a bucket into the first step's queue."""
         with self._changed:
             self._put += 1
         self._queues[0].put((bucket, info))
 
     def wait(self) -> None:
-        """Until all buckets are through the counted steps. Raises the error of a step; DeadlineError."""
-        self._wait(self._counted, "sent")
+        """Wait until all buckets are through the counted steps. Raises the error of a step, or DeadlineError."""
+        self._wait_for_steps(self._counted, "sent")
 
     def drain(self) -> None:
-        """Until all buckets are through all steps, and forget an error."""
-        self._wait(len(self._steps), "written")
+        """Wait until all buckets are through all steps. Raises the error of a step, or DeadlineError."""
+        self._wait_for_steps(len(self._steps), "written")
 
     def idle(self) -> None:
-        """Until nothing is under way, or the deadline."""
+        """Wait until no bucket is under way, or until the deadline. Raises nothing."""
         with self._changed:
             self._changed.wait_for(lambda: self._passed[-1] == self._put, self._timeout_s)
 
     def restart(self) -> None:
-        """Wait until nothing is under way, and forget an error."""
+        """Wait until no bucket is under way, and forget the error of a step. Raises DeadlineError."""
         try:
             self.drain()
         except MetronomeError:
@@ -65,7 +68,7 @@ class SendPipeline:
                 self._error = None
             self.drain()
 
-    def _wait(self, steps: int, what: str) -> None:
+    def _wait_for_steps(self, steps: int, what: str) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._passed[steps - 1] == self._put, self._timeout_s):
                 raise DeadlineError(
@@ -75,9 +78,9 @@ class SendPipeline:
             if self._error is not None:
                 raise self._error
 
-    def _run(self, number: int) -> None:
+    def _run_step(self, number: int) -> None:
         while True:
-            bucket, info = self._queues[number].get()  # without a deadline: being idle is no fault
+            bucket, info = self._queues[number].get()  # no deadline: having nothing to send is no error
             if self._error is None:
                 try:
                     self._steps[number](bucket, info)

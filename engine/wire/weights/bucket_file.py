@@ -6,13 +6,14 @@ The metadata of a file have names, dtypes, shapes and checksums, so a folder can
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from engine.errors import BadInput
+from engine.types import JsonObject
 from engine.wire.weights.buckets import Bucket, TensorSpec, view
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
@@ -24,9 +25,9 @@ MAX_HEADER = 100 * 2**20
 """Largest size of a header in bytes, as in safetensors."""
 
 
-def write(path: Path, bucket: Bucket, wire: dict[str, Any]) -> None:
+def write(path: Path, bucket: Bucket, wire: Mapping[str, object]) -> None:
     """Write a bucket. An existing file is overwritten in place, so that its memory or disk space is used again."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "bucket": json.dumps(wire)}}
+    header: JsonObject = {"__metadata__": {"format": "pt", "bucket": json.dumps(wire)}}
     offset = 0
     for spec in bucket.specs:
         end = offset + spec.nbytes
@@ -38,7 +39,7 @@ def write(path: Path, bucket: Bucket, wire: dict[str, Any]) -> None:
     with path.open("r+b", buffering=0) as file:
         _write_all(file, len(text).to_bytes(8, "little") + text)
         for piece in bucket.pieces():
-            _write_all(file, memoryview(piece.cpu().numpy()))
+            _write_all(file, piece.cpu().numpy().data)
         file.truncate()
 
 
@@ -48,7 +49,7 @@ def _write_all(file: Any, data: bytes | memoryview) -> None:  # noqa: ANN401
         left = left[file.write(left) :]
 
 
-def wire_of(path: Path) -> dict[str, Any]:
+def wire_of(path: Path) -> JsonObject:
     """Names, dtypes, shapes and checksums of a bucket's file. Raises BadInput for a file that `write` did not write."""
     try:
         wire = json.loads(_header(path)[0]["__metadata__"]["bucket"])
@@ -57,7 +58,7 @@ def wire_of(path: Path) -> dict[str, Any]:
     return dict(wire)
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
+def _header(path: Path) -> tuple[JsonObject, int]:
     """The header, and the position of the first tensor in bytes."""
     try:
         with path.open("rb") as file:
@@ -78,7 +79,7 @@ Place = tuple[str, tuple[int, ...], int, int]
 """A tensor's dtype, shape, first byte and end in the file."""
 
 
-def _place(entry: dict[str, Any]) -> Place:
+def _place(entry: JsonObject) -> Place:
     begin, end = map(int, entry["data_offsets"])
     if not 0 <= begin <= end:
         raise ValueError(begin)
@@ -124,7 +125,7 @@ class BucketFile:
 
         Raises BadInput if the file has another dtype or shape than `specs`, or if it was cut off in between.
         """
-        left = memoryview(buffer.numpy())[: self.nbytes]
+        left = buffer.numpy().data[: self.nbytes]
         try:
             with self._file as file:
                 file.seek(self._start)

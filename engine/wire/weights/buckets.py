@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import queue
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as repr_short
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -41,26 +41,16 @@ class TensorSpec:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-def specs_of(update_info: dict[str, Any]) -> list[TensorSpec]:
+def specs_of(update_info: Mapping[str, object]) -> list[TensorSpec]:
     """The tensors of an update_info. Raises BadInput if it does not describe them completely."""
-    names, dtypes, shapes = (update_info.get(key) for key in ("names", "dtypes", "shapes"))
-    lists = [value if isinstance(value, list) else None for value in (names, dtypes, shapes)]
-    if None in lists or len({len(value) for value in lists}) != 1:  # type: ignore[arg-type]
+    values = (update_info.get(key) for key in ("names", "dtypes", "shapes"))
+    lists = [value for value in values if isinstance(value, list)]
+    if len(lists) != 3 or len({len(value) for value in lists}) != 1:
         raise BadInput("update_info needs names, dtypes and shapes: three lists of the same length")
+    names, dtypes, shapes = lists
     if not names or len(set(map(str, names))) != len(names):
         raise BadInput("update_info.names must name at least one tensor, and none twice")
-    return [_spec(*fields) for fields in zip(names, dtypes, shapes, strict=True)]  # type: ignore[arg-type]
-
-
-SELF_TEST = "self-test"
-
-
-def title(update_info: dict[str, Any]) -> str:
-    """The name of a part of an update in messages. An update without a version is the self-test's."""
-    if "version" not in update_info:
-        return SELF_TEST
-    place = f", bucket {update_info['bucket']} of stage {update_info['stage']}" if "bucket" in update_info else ""
-    return f"weight version {update_info['version']}{place}"
+    return [_spec(*fields) for fields in zip(names, dtypes, shapes, strict=True)]
 
 
 def _spec(name: Any, dtype: Any, shape: Any) -> TensorSpec:  # noqa: ANN401
@@ -104,6 +94,15 @@ def view(data: Tensor, spec: TensorSpec) -> Tensor:
     return data.view(dtype).view(spec.shape)
 
 
+class BucketTensors(TypedDict):
+    """What update_info says of a bucket's tensors: lists of the same length."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    checksums: list[str]
+
+
 @dataclass
 class Bucket:
     """Tensors of one stage, ready to be sent."""
@@ -123,7 +122,7 @@ class Bucket:
         """The checksum of each tensor."""
         return [checksum(tensor) for tensor in self.tensors]
 
-    def wire(self) -> dict[str, Any]:
+    def wire(self) -> BucketTensors:
         """Names, dtypes, shapes and checksums, in the form of update_info."""
         return {
             "names": [spec.name for spec in self.specs],

@@ -36,7 +36,7 @@ def checksum(tensor: Tensor) -> str:
     It has 32 hexadecimal digits (XXH3, 128 bits) for a tensor in host memory, and 16 for a tensor on a device.
     """
     data = _bytes(tensor)
-    return xxhash.xxh3_128_hexdigest(data.numpy()) if data.device.type == "cpu" else device_checksum(tensor)
+    return xxhash.xxh3_128_hexdigest(data.numpy().data) if data.device.type == "cpu" else device_checksum(tensor)
 
 
 def checksum_as(announced: object, tensor: Tensor) -> str:

@@ -43,7 +43,7 @@ class Rendezvous:
         self._off = threading.Event()
 
     @property
-    def address(self) -> dict[str, str | int]:
+    def address(self) -> dict[str, Any]:
         """Host and port of the store, for the members."""
         return {"host": self.host, "port": self._store.port}
 
@@ -60,7 +60,7 @@ class Rendezvous:
                         off=self._off,
                         what=f"rank {rank} of the weight transfer",
                     )
-                self._store.set("go", b"1")
+                self._store.set("go", "1")
                 return BroadcastGroup(
                     store=self._store,
                     rank=0,
@@ -70,14 +70,14 @@ class Rendezvous:
                     timeout_s=self._timeout_s,
                 )
         except (DeadlineError, TransferError):
-            self._store.set("off", b"1")
+            self._store.set("off", "1")
             raise
 
     def call_off(self) -> None:
         """Cancel the group: no member waits any longer. Members that come later also get TransferError, as long as this
         object exists."""
         self._off.set()
-        self._store.set("off", b"1")
+        self._store.set("off", "1")
 
 
 def _serve_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -115,7 +115,7 @@ def join(
             timeout=timedelta(seconds=min(timeout_s, REACH_S)),
         )
         store.set_timeout(timedelta(seconds=timeout_s))
-        store.set(f"here/{rank}", b"1")
+        store.set(f"here/{rank}", "1")
         _await_key(
             store=store,
             key="go",
@@ -228,16 +228,17 @@ def _make(store: dist.Store, rank: int, world: int, backend: str, own: str, time
     wait = timedelta(seconds=timeout_s)
     place = dist.PrefixStore("group", store)
     if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
         options._timeout = wait
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-        return dist.ProcessGroupGloo(place, rank, world, options)
+        # the stubs say that a backend is no group and has no broadcast
+        return dist.ProcessGroupGloo(place, rank, world, options)  # type: ignore[return-value]
     if backend == "nccl":
         if not torch.cuda.is_available():
             raise BadInput("transport nccl: this process sees no CUDA device; use gloo or file")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
-        return dist.ProcessGroupNCCL(place, rank, world, options)
+        return dist.ProcessGroupNCCL(place, rank, world, options)  # type: ignore[return-value]  # as above
     raise BadInput(f"transport {backend!r}: expected one of {', '.join(BACKENDS)}")
 
 

@@ -71,7 +71,7 @@ def main():
             timeout_s=10 * TIMEOUT_S,
         )
         publisher.publish(watched, 1)
-        publisher._settle()
+        publisher._end_last_attempt()
         launcher.close()
         equal = ranks.rank > 0 or all(torch.equal(client.held[name], tensor) for name, tensor in weights.items())
         buckets = client.calls.count("/update_weights")

@@ -220,7 +220,7 @@ def controlled():
 
 def held():
     """Losses of batch scope with ratios to an old policy: statistics over the tokens of all replicas."""
-    settings = {"train.mode": "sync", "algorithm.m2_threshold": 1e-3, "algorithm.bapo_share": 0.51}
+    settings = {"train.mode": "sync", "algorithm.m2po.threshold": 1e-3, "algorithm.bapo.share": 0.51}
     uneven = (((0, 1), (4,), (2,)), ((3,),))
     idle = ((), ((0, 1, 2, 3, 4),))
     return [

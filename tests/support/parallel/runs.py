@@ -90,7 +90,7 @@ async def _run(jobs: list[Job], deadline: float) -> None:
 async def _watch(
     job: Job, coordinator: Coordinator, ranks: list[subprocess.Popen], place: Path, deadline: float
 ) -> None:
-    server = asyncio.create_task(ControlServer(_address(job), coordinator.handlers()).serve())
+    server = asyncio.create_task(ControlServer(_address(job), coordinator.answer).serve())
     try:
         while not all((job.folder / f"done-{rank}").exists() for rank in range(len(ranks))):
             await coordinator.check()

@@ -23,11 +23,11 @@ CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "in
 
 @contextlib.asynccontextmanager
 async def launcher(folder):
-    pool = Pool(CONFIG, folder, folder, HealthMonitor, synced=True)
+    pool = Pool(CONFIG, folder, folder, synced=True)
     pool.sync = Sync(version=2)
     await pool.connect()
     try:
-        async with serve_joining(pool, CONFIG, folder):
+        async with HealthMonitor(pool), serve_joining(pool, CONFIG, folder):
             yield pool
     finally:
         await pool.close()

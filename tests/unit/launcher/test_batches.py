@@ -105,5 +105,5 @@ async def test_a_batch_that_finds_too_few_fails_and_the_next_one_does_not_begin(
 
 def test_a_checkpoint_without_a_position_is_refused():
     made, _ = generation()
-    with pytest.raises(BadInput, match="the checkpoint before step 3 says nothing of the prompts that were used"):
+    with pytest.raises(BadInput, match="the checkpoint before step 3 does not say how many prompts were used"):
         made.resume_at(3, None)

@@ -48,7 +48,7 @@ def test_instances_that_would_get_the_trainers_devices_are_refused(tmp_path, mon
 
     an_environment(tmp_path, monkeypatch, "npu" if device == "auto" else device)
     check_instances(on([2, 3]))
-    check_instances(on([], instances=0, joining=2))
+    check_instances(on([], instances=0))
     with pytest.raises(BadInput, match=r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"):
         check_instances(on([]))
     with pytest.raises(BadInput, match=r"rollout\.devices names \[1\], which trainer ranks have; theirs are \[0, 1\]"):

@@ -16,9 +16,25 @@ from engine.launcher.liveness import Liveness
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.types import Group, Prompt, Response, Score
+from engine.wire.messages import (
+    Done,
+    EndOfStep,
+    Failure,
+    Heartbeat,
+    Lease,
+    Prompts,
+    Ready,
+    ReplayProgress,
+    StartBatch,
+    StillWaiting,
+    TrainerFailed,
+    VerifySync,
+    Window,
+)
 
 PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
 LIMIT_S = 0.4
+DISAGREE = Failure.of(RatioGapError("they disagree"))
 
 
 def group(index):
@@ -51,12 +67,12 @@ class Rollouts:
 
 
 @pytest.fixture
-def conduct(tmp_path):
-    """A coordinator of two units whose step of so many groups has begun, its handlers, and where its groups come
-    from."""
+def conduct(tmp_path, tiny_model):
+    """A coordinator of two units whose step of so many groups has begun, and where its groups come from."""
 
     async def begin(groups, **train):
         config = Config(
+            model={"path": str(tiny_model)},
             parallel={"data": 2},
             rollout={"timeout_s": 1.2},
             train={"prompts_per_step": groups, "timeout_s": LIMIT_S, **train},
@@ -70,23 +86,26 @@ def conduct(tmp_path):
             loader=loader,
             service=rollouts,
         )
-        handlers = coordinator.handlers()
-        await handlers["ready"]({"start": 0})
-        await handlers["start_batch"]({"step": 0})
-        return coordinator, handlers, rollouts.come
+        await coordinator.answer(ready(0))
+        await coordinator.answer(StartBatch(step=0))
+        return coordinator, rollouts.come
 
     return begin
 
 
-async def work(handlers, unit, hang=lambda leased: False):
+def ready(start, prompts=None):
+    return Ready(start=start, prompt_position=None, prompts=prompts)
+
+
+async def work(coordinator, unit, hang=lambda leased: False):
     """Lease and train until the end of the step; the indices of the groups. Stops asking once `hang` says so."""
     mine = []
-    trained = []
+    trained = ()
     while True:
-        reply = await handlers["lease"]({"step": 0, "unit": unit, "budget": 1, "trained": trained})
-        trained = [one["index"] for one in reply.get("groups", ())]
+        reply = await coordinator.answer(Lease(step=0, unit=unit, budget=1, trained=trained))
+        trained = tuple(one.index for one in reply.groups) if isinstance(reply, Window) else ()
         mine += trained
-        if reply.get("end") or hang(mine):
+        if isinstance(reply, EndOfStep) or hang(mine):
             return mine
 
 
@@ -99,8 +118,8 @@ async def watch(coordinator):
 
 
 async def test_a_step_ends_for_all_units_also_for_one_that_got_nothing(conduct):
-    coordinator, handlers, come = await conduct(1)
-    units = [asyncio.create_task(work(handlers, unit)) for unit in (0, 1)]
+    coordinator, come = await conduct(1)
+    units = [asyncio.create_task(work(coordinator, unit)) for unit in (0, 1)]
     watching = asyncio.create_task(watch(coordinator))
     come.put_nowait(0)
     async with asyncio.timeout(5):
@@ -111,8 +130,8 @@ async def test_a_step_ends_for_all_units_also_for_one_that_got_nothing(conduct):
 
 
 async def test_waiting_for_groups_is_not_silence_however_long(conduct):
-    coordinator, handlers, come = await conduct(2)
-    units = [asyncio.create_task(work(handlers, unit)) for unit in (0, 1)]
+    coordinator, come = await conduct(2)
+    units = [asyncio.create_task(work(coordinator, unit)) for unit in (0, 1)]
     watching = asyncio.create_task(watch(coordinator))
     for index in (1, 0):
         await asyncio.sleep(3 * LIMIT_S)
@@ -125,10 +144,10 @@ async def test_waiting_for_groups_is_not_silence_however_long(conduct):
 
 
 async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
-    coordinator, handlers, come = await conduct(2)
+    coordinator, come = await conduct(2)
     come.put_nowait(0)
-    assert await work(handlers, 1, hang=bool) == [0]
-    other = asyncio.create_task(work(handlers, 0))
+    assert await work(coordinator, 1, hang=bool) == [0]
+    other = asyncio.create_task(work(coordinator, 0))
     async with asyncio.timeout(LIMIT_S + 3):
         failure = await watch(coordinator)
     assert isinstance(failure, DeadlineError)
@@ -140,10 +159,10 @@ async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
 
 async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct, monkeypatch):
     monkeypatch.setattr(run_state, "SIGN_OF_LIFE_S", 60.0)  # nobody asks again meanwhile
-    coordinator, handlers, _ = await conduct(2, timeout_s=100)
-    other = asyncio.create_task(work(handlers, 0))
+    coordinator, _ = await conduct(2, timeout_s=100)
+    other = asyncio.create_task(work(coordinator, 0))
     await asyncio.sleep(0.05)
-    await handlers["failed"]({"error": "RatioGapError", "message": "they disagree"})
+    await coordinator.answer(TrainerFailed(error=DISAGREE))
     with pytest.raises(RatioGapError, match="they disagree"):
         await asyncio.wait_for(other, 20)
     assert isinstance(coordinator.trainer_error, RatioGapError)
@@ -153,31 +172,34 @@ async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct, mon
 async def test_a_unit_that_is_done_with_its_replay_of_a_step_waits_for_the_others_and_hears_of_their_errors(tmp_path):
     config = Config(parallel={"data": 2})
     coordinator = Coordinator(config, RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"))
-    replayed = coordinator.handlers()["replay_progress"]
+
+    def replayed(step, unit, done):
+        return coordinator.answer(ReplayProgress(step=step, unit=unit, done=done))
+
     for step in (0, 1):
-        assert await replayed({"step": step, "unit": 1, "done": False}) == {}
-        first = asyncio.create_task(replayed({"step": step, "unit": 0, "done": True}))
+        assert await replayed(step, 1, False) == StillWaiting()
+        first = asyncio.create_task(replayed(step, 0, True))
         await asyncio.sleep(0.05)
         assert not first.done()
-        assert await replayed({"step": step, "unit": 1, "done": True}) == {"end": True}
-        assert await first == {"end": True}
-    assert await replayed({"step": 2, "unit": 0, "done": True}) == {}  # a sign of life
-    first = asyncio.create_task(replayed({"step": 2, "unit": 0, "done": True}))
+        assert await replayed(step, 1, True) == EndOfStep()
+        assert await first == EndOfStep()
+    assert await replayed(2, 0, True) == StillWaiting()  # a sign of life
+    first = asyncio.create_task(replayed(2, 0, True))
     await asyncio.sleep(0.05)
-    await coordinator.handlers()["failed"]({"error": "RatioGapError", "message": "they disagree"})
+    await coordinator.answer(TrainerFailed(error=DISAGREE))
     with pytest.raises(RatioGapError, match="they disagree"):
         await first
 
 
 async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_is_cut(conduct, tmp_path):
-    coordinator, handlers, _ = await conduct(2)
-    ours = (await handlers["ready"]({"start": 0, "prompts": None}))["prompts"]
+    coordinator, _ = await conduct(2)
+    ours = (await coordinator.answer(ready(0))).fingerprint
     other = PromptLoader([PROMPT] * 3, 0, 2).fingerprint
     (tmp_path / "steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     with pytest.raises(BadInput, match=r"not those that its checkpoint was trained on.*evaluate\.benchmark"):
-        await handlers["ready"]({"start": 1, "prompts": other})
+        await coordinator.answer(ready(1, other))
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2
-    assert await handlers["ready"]({"start": 1, "prompts": ours}) == {"prompts": ours}
+    assert await coordinator.answer(ready(1, ours)) == Prompts(ours)
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 1
     await coordinator.close()
 
@@ -210,7 +232,7 @@ def test_a_request_that_is_being_answered_is_no_silence():
 async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_for_it(conduct):
     """They have something to do from the start of the batch on;
     the first rank asks for the comparison for all of them."""
-    coordinator, handlers, come = await conduct(2)
+    coordinator, come = await conduct(2)
 
     class Slow:
         def expect(self, expected):
@@ -218,7 +240,6 @@ async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_fo
 
         async def checked(self):
             await asyncio.sleep(3 * LIMIT_S)
-            return {}
 
         async def close(self):
             pass
@@ -226,12 +247,12 @@ async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_fo
     coordinator._publishing.sync = Slow()
     watching = asyncio.create_task(watch(coordinator))
     async with asyncio.timeout(5):
-        assert await handlers["sync_verify"]({"version": 0, "expected": []}) == {}
+        assert await coordinator.answer(VerifySync(expected=())) == Done()
     await coordinator.check()
     assert not watching.done()
     come.put_nowait(0)
-    assert await work(handlers, 1, hang=bool) == [0]
-    other = asyncio.create_task(work(handlers, 0))
+    assert await work(coordinator, 1, hang=bool) == [0]
+    other = asyncio.create_task(work(coordinator, 0))
     async with asyncio.timeout(LIMIT_S + 3):
         # afterwards each has its own clock again
         assert "no sign of life of unit 1 of the trainer" in str(await watching)
@@ -241,8 +262,8 @@ async def test_the_comparison_of_weights_is_no_silence_of_the_units_that_wait_fo
 
 
 async def test_a_generation_that_ends_without_all_groups_fails_the_run(conduct):
-    coordinator, handlers, come = await conduct(2)
-    other = asyncio.create_task(work(handlers, 0))
+    coordinator, come = await conduct(2)
+    other = asyncio.create_task(work(coordinator, 0))
     come.put_nowait(0)
     come.put_nowait(None)
     async with asyncio.timeout(5):
@@ -254,7 +275,7 @@ async def test_a_generation_that_ends_without_all_groups_fails_the_run(conduct):
 
 
 async def test_a_mistake_in_the_swap_of_weights_is_seen(conduct):
-    coordinator, _, _ = await conduct(1)
+    coordinator, _ = await conduct(1)
 
     async def swap():
         raise KeyError("a mistake of ours")
@@ -267,17 +288,17 @@ async def test_a_mistake_in_the_swap_of_weights_is_seen(conduct):
 
 
 async def test_long_work_of_the_trainer_is_no_silence_as_long_as_it_says_so(conduct):
-    coordinator, handlers, come = await conduct(1)
+    coordinator, come = await conduct(1)
     come.put_nowait(0)
-    await asyncio.gather(work(handlers, 0), work(handlers, 1))  # from now on no unit asks for anything
+    await asyncio.gather(work(coordinator, 0), work(coordinator, 1))  # from now on no unit asks for anything
     for _ in range(4):
         await asyncio.sleep(LIMIT_S / 2)
-        assert await handlers["heartbeat"]({"unit": 1}) == {}
+        assert await coordinator.answer(Heartbeat(unit=1)) == Done()
         await coordinator.check()
     assert coordinator.failure is None
     async with asyncio.timeout(5):
         failure = await watch(coordinator)
     assert "no sign of life of the trainer" in str(failure)
     with pytest.raises(DeadlineError):
-        await handlers["heartbeat"]({"unit": 1})
+        await coordinator.answer(Heartbeat(unit=1))
     await coordinator.close()

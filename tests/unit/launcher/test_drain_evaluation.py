@@ -47,19 +47,20 @@ def world(tmp_path, tiny_model, problems):
             notified.set()
 
         async with scripted.serving() as url:
-            pool = Pool(config, tiny_model, folder.path, HealthMonitor)
-            await pool.connect()
-            pool.enter("one", url)
-            evaluation = DrainEvaluation(
-                config, folder, RolloutService(pool, None, Tokenizer(tiny_model), None), notify
-            )
-            evaluation.begin(0)
-            try:
-                yield evaluation, folder, scripted, notified
-                evaluation.check()
-            finally:
-                await evaluation.close()
-                await pool.close()
+            pool = Pool(config, tiny_model, folder.path)
+            async with HealthMonitor(pool):
+                await pool.connect()
+                pool.enter("one", url)
+                evaluation = DrainEvaluation(
+                    config, folder, RolloutService(pool, None, Tokenizer(tiny_model), None), notify
+                )
+                evaluation.begin(0)
+                try:
+                    yield evaluation, folder, scripted, notified
+                    evaluation.check()
+                finally:
+                    await evaluation.close()
+                    await pool.close()
 
     return begin
 

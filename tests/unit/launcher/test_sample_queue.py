@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from engine.launcher.sample_queue import SampleQueue
 from engine.types import Group, Landed, Prompt, Response, Score
-from engine.wire.codec import group_from_wire, group_to_wire, landed_from_wire, landed_to_wire, pack, unpack
+from engine.wire.codec import open_group, open_landed, pack_group, pack_landed
+from engine.wire.messages import EarlyWork, Window, pack, read_message
 
 
 def group(index, step=0):
@@ -28,7 +29,14 @@ def group(index, step=0):
 def test_codec_round_trip_without_columns():
     sent = group(4)
     with_columns = dataclasses.replace(sent, prompt=dataclasses.replace(sent.prompt, columns={"secret": object()}))
-    assert group_from_wire(unpack(pack(group_to_wire(with_columns)))) == sent
+    window = read_message(pack(Window((pack_group(with_columns),))))
+    assert [open_group(group) for group in window.groups] == [sent]
+
+
+def test_half_a_character_crosses_as_a_question_mark():
+    sent = dataclasses.replace(group(4), scores=(Score(1.0, "ok", "half \ud83d"),))
+    (packed,) = read_message(pack(Window((pack_group(sent),)))).groups
+    assert open_group(packed).scores == (Score(1.0, "ok", "half ?"),)
 
 
 ONE = 1
@@ -124,7 +132,8 @@ def test_groups_go_first_to_the_unit_that_scored_them_but_wait_for_nobody():
 
 
 def test_landed_codec_round_trip():
-    assert landed_from_wire(unpack(pack({"landed": landed_to_wire(landed(3, 1))}))["landed"]) == landed(3, 1)
+    work = read_message(pack(EarlyWork((pack_landed(landed(3, 1)),))))
+    assert [open_landed(one) for one in work.landed] == [landed(3, 1)]
 
 
 def test_foreign_and_double_groups_are_refused():

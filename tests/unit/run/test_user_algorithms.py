@@ -191,7 +191,7 @@ def test_losses_of_batch_scope_are_refused_in_periodic_alone(name):
         assert load(None, [f"algorithm.loss={name}", f"train.mode={mode}"]).algorithm.loss == name
 
 
-@pytest.mark.parametrize("setting", ["bapo_low=[0.9, 0.6]", "bapo_high=[0.8, 2.0]", "bapo_high=[3.0, 1.2]"])
+@pytest.mark.parametrize("setting", ["bapo.low=[0.9, 0.6]", "bapo.high=[0.8, 2.0]", "bapo.high=[3.0, 1.2]"])
 def test_bounds_that_make_no_range_are_refused(setting):
-    with pytest.raises(BadInput, match=r"algorithm\.bapo_(low|high) = .*expected where the bound starts"):
+    with pytest.raises(BadInput, match=r"algorithm\.bapo\.(low|high) = .*expected where the bound starts"):
         load(None, [f"algorithm.{setting}"])

@@ -6,6 +6,7 @@ from engine.config.recipe import load
 from engine.errors import BadInput
 from engine.run.folder import RunFolder
 from engine.run.identity import identity
+from engine.run.start import RunStart, read_start
 from tasks.finished_stages import last_end
 from tasks.flow_entry import begun_by_this_flow, entered, settled
 from tasks.tracking.retry import TrackingAway
@@ -35,33 +36,39 @@ def killed(*arguments, **more):
 def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with(flow_run, recipe, monkeypatch):
     flow_run("night")
     config = settled(recipe(1e-6))
-    with entered(config, resume=False):
+    begun = RunStart(start="nightly", continued_from="models:/nights/6")
+    with entered(config, begun, resume=False):
         number = identity(config.folder)
+    assert read_start(config.folder) == begun
     again = settled(recipe(1e-3, "run.name=edited"))
     assert again == config
-    with entered(again, resume=False) as entry:
+    with entered(again, begun, resume=False) as entry:
         assert entry.resumed
+    assert read_start(config.folder) == begun
     assert identity(config.folder) == number != ""
 
     flow_run("a person's, the next morning")
     name = f"run.name={config.run.name}"
-    with pytest.raises(BadInput, match="exists already"), entered(settled(recipe(1e-3, name)), resume=False):
+    with (
+        pytest.raises(BadInput, match="exists already"),
+        entered(settled(recipe(1e-3, name)), RunStart(), resume=False),
+    ):
         pass
     with monkeypatch.context() as patch:  # killed before it has written its config
         patch.setattr(RunFolder, "create", killed)
-        with pytest.raises(KeyboardInterrupt), entered(settled(recipe(1e-3, name)), resume=True):
+        with pytest.raises(KeyboardInterrupt), entered(settled(recipe(1e-3, name)), RunStart(), resume=True):
             pass
     assert not begun_by_this_flow(RunFolder(config.folder))
-    with entered(settled(recipe(1e-3, name)), resume=True):
+    with entered(settled(recipe(1e-3, name)), RunStart(), resume=True):
         assert load(RunFolder(config.folder).config).train.learning_rate == 1e-3
 
 
 def test_a_deployed_flow_run_that_mlflow_is_away_from_ends_as_crashed(flow_run, recipe, monkeypatch):
     flow_run("night")
     config = settled(recipe(1e-6))
-    with pytest.raises(TrackingAway), entered(config, resume=False):
+    with pytest.raises(TrackingAway), entered(config, RunStart(), resume=False):
         raise TrackingAway("MLflow did not answer")
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "nightly")
-    with pytest.raises(SystemExit, match="MLflow did not answer"), entered(config, resume=False):
+    with pytest.raises(SystemExit, match="MLflow did not answer"), entered(config, RunStart(), resume=False):
         raise TrackingAway("MLflow did not answer")
     assert last_end(RunFolder(config.folder)) == "MLflow did not answer"

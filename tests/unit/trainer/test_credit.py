@@ -2,13 +2,15 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
 from engine.algorithm.advantages import ADVANTAGES
 from engine.trainer.credit import Credit
 from engine.types import BatchScores, Group, Prompt, Score
-from engine.wire.codec import group_from_wire, group_to_wire
+from engine.wire.codec import open_group, pack_group
+from engine.wire.messages import PackedGroup
 from support.policies import response
 
 REWARDS = ((1.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.5, 0.0, 1.0))
@@ -31,6 +33,10 @@ def groups():
     return made[::-1]
 
 
+def crossed(group):
+    return open_group(msgspec.msgpack.decode(msgspec.msgpack.encode(pack_group(group)), type=PackedGroup))
+
+
 def test_scores_of_a_batch_stand_in_the_order_of_its_groups():
     assert BatchScores.of(groups()) == BatchScores(REWARDS, LENGTHS)
 
@@ -40,11 +46,11 @@ def test_each_group_gets_its_row_of_the_batchs_advantages_also_over_the_wire(nam
     whole = ADVANTAGES[name](torch.tensor(REWARDS), torch.tensor(LENGTHS, dtype=torch.float32))
     scores = BatchScores.of(groups())
     for group in groups():
-        there = group_from_wire(group_to_wire(replace(group, batch=scores)))
+        there = crossed(replace(group, batch=scores))
         assert there.batch == scores
         assert torch.equal(Credit(advantage=name).advantages(there), whole[group.index])
 
 
 def test_advantages_of_an_older_record_are_taken_as_they_are():
     old = replace(groups()[0], advantages=(0.25, -0.5, 0.25))
-    assert Credit(advantage="grpo").advantages(group_from_wire(group_to_wire(old))).tolist() == [0.25, -0.5, 0.25]
+    assert Credit(advantage="grpo").advantages(crossed(old)).tolist() == [0.25, -0.5, 0.25]

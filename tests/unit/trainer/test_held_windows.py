@@ -64,7 +64,7 @@ def policy_of(settings, name, **changes):
         algorithm__old_policy="rollout",
         algorithm__kl_coef=0,
         train__mode="sync",
-        algorithm__bapo_share=SHARE,
+        algorithm__bapo__share=SHARE,
         **changes,
     )
 

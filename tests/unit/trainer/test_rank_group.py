@@ -66,8 +66,8 @@ def test_places(told, layout):
 def test_a_unit_hears_its_leader_and_everyone_the_first(told, layout):
     units, leaders, *_ = PLACES[layout]
     for number, rank in enumerate(told[layout]):
-        assert rank["from_leader"] == {"said_by": leaders[units[number]]}
-        assert rank["from_first"] == {"said_by": 0}
+        assert rank["from_leader"] == leaders[units[number]]
+        assert rank["from_first"] == 0
         assert [message["rank"] for message in rank["gathered"]] == list(range(WORLD))
         assert [len(message["text"]) for message in rank["gathered"]] == [1, 10, 100, 1000]
 
@@ -76,7 +76,7 @@ def test_a_unit_hears_its_leader_and_everyone_the_first(told, layout):
 def test_an_error_of_the_leader_ends_its_unit_and_no_other(told, layout):
     units = PLACES[layout][0]
     assert [rank["failed"] for rank in told[layout]] == [
-        "BadInput: unit 0 is out" if unit == 0 else {"unit": unit} for unit in units
+        "BadInput: unit 0 is out" if unit == 0 else unit for unit in units
     ]
     assert [rank["failed_first"] for rank in told[layout]] == ["RewardError: rank 0 is out"] * WORLD
 
@@ -113,20 +113,28 @@ def _rank(number, folder, ports):
 def _said(lockstep):
     from engine.errors import BadInput, MetronomeError, RewardError
     from engine.trainer.rank_group import RankGroup
+    from engine.wire.messages import BucketInfo, CheckpointDue
 
     ranks = RankGroup(lockstep, 60.0)
+
+    def bucket(number, text):
+        return BucketInfo(
+            transport=text, version=0, stage=0, bucket=number, names=[], dtypes=[], shapes=[], checksums=[]
+        )
+
+    mine = bucket(ranks.rank, "x" * 10**ranks.rank)
 
     def fail():
         if ranks.unit == 0:
             raise BadInput("unit 0 is out")
-        return {"unit": ranks.unit}
+        return CheckpointDue(True, ranks.unit)
 
     def fail_first():
         raise RewardError(f"rank {ranks.rank} is out")
 
     def tried(call, act):
         try:
-            return call(act)
+            return call(act).updates
         except MetronomeError as error:
             return f"{type(error).__name__}: {error}"
 
@@ -135,9 +143,9 @@ def _said(lockstep):
         for name in ("unit", "units", "share", "leader", "feeds", "judges", "writes", "exports", "stage")
     }
     return places | {
-        "from_leader": ranks.from_leader(lambda: {"said_by": ranks.rank}),
-        "from_first": ranks.from_first(lambda: {"said_by": ranks.rank}),
-        "gathered": ranks.gather({"rank": ranks.rank, "text": "x" * 10**ranks.rank}),
+        "from_leader": ranks.from_leader(lambda: CheckpointDue(True, ranks.rank)).updates,
+        "from_first": ranks.from_first(lambda: CheckpointDue(True, ranks.rank)).updates,
+        "gathered": [{"rank": one.bucket, "text": one.transport} for one in ranks.gather(mine)],
         "failed": tried(ranks.from_leader, fail),
         "failed_first": tried(ranks.from_first, fail_first),
         "worst": ranks.worst(float(ranks.rank)),

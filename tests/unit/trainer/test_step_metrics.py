@@ -2,7 +2,7 @@
 
 import math
 
-from engine.trainer.step_metrics import StepMetrics
+from engine.trainer.step_metrics import RankMetrics, StepMetrics
 from support.groups import group
 
 
@@ -14,7 +14,7 @@ def test_figures():
     metrics.loss = 3.0
     metrics.mismatch_kl = 4.0
     metrics.scored_tokens = 8
-    figures = StepMetrics.merged([metrics.wire(leader=True, peak_bytes=2**30)], denominator=2)
+    figures = StepMetrics.merged([RankMetrics(metrics, True, 2**30)], denominator=2)
     assert figures["reward_mean"] == 0.5
     assert figures["reward_std"] == 0.5
     assert figures["trained_tokens"] == 2 * (3 + 2)
@@ -40,12 +40,16 @@ def test_figures_of_several_ranks_are_sums_over_responses_and_mean_times_of_the_
     second.train_s = 3.0
     follower.train_s = 50.0
     second.worst_gap(0.5)
-    figures = StepMetrics.merged([first.wire(True, 1), second.wire(True, 1), follower.wire(False, 1)], 4)
+    figures = StepMetrics.merged(
+        [RankMetrics(first, True, 1), RankMetrics(second, True, 1), RankMetrics(follower, False, 1)], 4
+    )
     assert (figures["reward_mean"], figures["reward_errors"], figures["loss"]) == (0.75, 1, 1.0)
     assert figures["equal_groups"] == 1
     assert (figures["train_s"], figures["computed_tokens"], figures["max_ratio_gap"]) == (2.0, 7, 0.5)
     follower.worst_gap(math.nan)
-    assert math.isnan(StepMetrics.merged([first.wire(True, 1), follower.wire(False, 1)], 4)["max_ratio_gap"])
+    assert math.isnan(
+        StepMetrics.merged([RankMetrics(first, True, 1), RankMetrics(follower, False, 1)], 4)["max_ratio_gap"]
+    )
 
 
 def test_nan_gaps_are_not_hidden_by_later_ones():
@@ -61,5 +65,5 @@ def test_a_response_with_tokens_of_two_versions_counts_as_continued():
     metrics = StepMetrics()
     metrics.add_group(group(5, 3, 5, rewards=(1.0, 0.0), statuses=("ok", "ok")), 4, True)
     metrics.add_group(group(5, 5), 2, True)
-    figures = StepMetrics.merged([metrics.wire(leader=True, peak_bytes=1)], 3)
+    figures = StepMetrics.merged([RankMetrics(metrics, True, 1)], 3)
     assert (figures["continued"], figures["versions_seen"]) == (2, [3, 5])

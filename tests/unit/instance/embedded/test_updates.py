@@ -67,11 +67,11 @@ async def scores(worker):
 
 async def begin(worker, updates):
     await worker.pause(abort=True)
-    await updates.start()
+    await updates.start_update()
 
 
 async def finish(worker, updates, version):
-    await updates.finish(version)
+    await updates.finish_update(version)
     await worker.call(Engine.resume)
 
 
@@ -109,7 +109,7 @@ async def test_staged_weights_come_while_it_generates_and_are_swapped_in(served,
     assert await scores(worker) == before
     await worker.pause(abort=False)
     assert (await running).version == 0
-    await updates.start()
+    await updates.start_update()
     await updates.update({"transport": "staged", "version": 1})
     await finish(worker, updates, 1)
     assert await scores(worker) == pytest.approx(await expected(folders[1]), abs=1e-5)
@@ -160,7 +160,7 @@ async def test_what_is_wrong_with_a_broadcast_bucket_fails_the_update_by_name(se
     second.pieces()[0][5] ^= 1
     await sent(second, group, updates, two)
     with pytest.raises(BadInput, match=f"{two['names'][0]} was corrupted on its way"):
-        await updates.finish(1)
+        await updates.finish_update(1)
     with pytest.raises(Conflict, match="failed half-way"):  # the first bucket is in the model
         await scores(worker)
     with pytest.raises(Conflict, match="unfinished"):
@@ -184,7 +184,7 @@ async def test_a_transfer_that_breaks_before_anything_was_loaded_leaves_the_old_
     with pytest.raises(TransferError):
         await receiving
     with pytest.raises(Conflict, match="no new weights"):
-        await updates.finish(1)
+        await updates.finish_update(1)
     await worker.call(Engine.resume)
     assert await scores(worker) == before
 

@@ -62,6 +62,32 @@ async def test_a_slow_instance_gets_less(world):
         assert len(slow.seeds) < len(fast.seeds) / 2
 
 
+async def test_a_place_on_an_instance_that_is_excluded_as_it_is_given_is_not_used(world):
+    """What is sent after the exclusion would be cut by nobody."""
+    async with world() as w:
+        _, one = await w.join("a")
+        begun = [w.pool.borrow() for _ in range(2)]
+        for group in begun:
+            await group.__aenter__()
+        entered = asyncio.Event()
+
+        async def wait():
+            async with w.pool.borrow() as place:
+                assert place.instance.state == "serving"
+                entered.set()
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        await begun[0].__aexit__(None, None, None)  # the place is given, and its task has not gone on yet
+        w.pool.exclude(one, "silent")
+        await asyncio.sleep(0)
+        assert not entered.is_set()
+        assert one.groups == 1
+        await asyncio.wait_for(waiting, 5)  # it answers, and serves again
+        await begun[1].__aexit__(None, None, None)
+        assert one.groups == 0
+
+
 async def test_faults_are_sent_again_elsewhere_and_open_the_breaker(world):
     async with world() as w:
         bad, one = await w.join("a")
@@ -217,7 +243,7 @@ async def test_in_mode_bounded_old_weights_finish_old_steps_and_only_new_ones_be
         (a, old) = await w.join("a", Scripted(version=0))
         (b, new) = await w.join("b", Scripted(version=1))
         for one, version in ((old, 0), (new, 1)):
-            one.version = version
+            one.hold(version)
         w.pool.admit(old)
 
         async def put(group):

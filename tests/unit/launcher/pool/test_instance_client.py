@@ -16,6 +16,7 @@ from engine.launcher.pool.instance_client import (
     joined,
 )
 from engine.types import Prompt, Response
+from engine.wire.rollout_messages import GetHealth, GetLoad, Health
 from support.scripted import Scripted, tokens_of, until
 
 PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
@@ -91,7 +92,7 @@ async def test_what_untrusted_weights_sampled_is_held_back_until_they_are_truste
     scripted, client = instance
     client.distrust()
     held = asyncio.create_task(client.complete(PROMPT, SAMPLING, 4))
-    assert await client.call("GET", "/load")  # what is no response is not held
+    assert await client.call(GetLoad())  # what is no response is not held
     await until(lambda: scripted.seeds and not scripted.running, "the reply")
     await asyncio.sleep(0.05)
     assert not held.done()
@@ -161,7 +162,7 @@ async def test_broken_and_refused_connections(instance):
         await client.complete(PROMPT, SAMPLING, 0)
     async with aiohttp.ClientSession() as session:
         with pytest.raises(InstanceGone, match="instance-4: GET /load"):
-            await InstanceClient("instance-4", "http://127.0.0.1:9", session, 5.0).call("GET", "/load")
+            await InstanceClient("instance-4", "http://127.0.0.1:9", session, 5.0).call(GetLoad())
 
 
 async def test_something_that_does_not_speak_http_is_a_fault_or_gone():
@@ -173,14 +174,14 @@ async def test_something_that_does_not_speak_http_is_a_fault_or_gone():
     async with await asyncio.start_server(rude, "127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises((InstanceFault, InstanceGone), match="instance-5"):
-            await InstanceClient("instance-5", f"http://127.0.0.1:{port}", session, 5.0).call("GET", "/load")
+            await InstanceClient("instance-5", f"http://127.0.0.1:{port}", session, 5.0).call(GetLoad())
 
 
 async def test_the_deadline_names_what_it_waited_for(instance):
     scripted, client = instance
     scripted.silent = True
     with pytest.raises(DeadlineError, match=r"instance-3: no answer to GET /load in 0\.05 s"):
-        await client.call("GET", "/load", timeout_s=0.05)
+        await client.call(GetLoad(), timeout_s=0.05)
 
 
 async def test_cutting_ends_what_is_under_way_and_nothing_else(instance):
@@ -205,7 +206,7 @@ async def test_a_call_whose_deadline_has_just_passed_may_be_cut(instance):
     loop = asyncio.get_running_loop()
     failed = []
     loop.set_exception_handler(lambda _, context: failed.append(context))
-    calling = asyncio.create_task(client.call("GET", "/load", timeout_s=0.05))
+    calling = asyncio.create_task(client.call(GetLoad(), timeout_s=0.05))
     await asyncio.sleep(0.01)
     loop.call_later(0.1, client.cut, "its process ended")
     time.sleep(0.3)  # both are due when the loop looks next: first the deadline
@@ -214,8 +215,19 @@ async def test_a_call_whose_deadline_has_just_passed_may_be_cut(instance):
     assert not failed
 
 
-async def test_an_empty_answer_is_an_empty_object(instance):
-    assert await instance[1].call("GET", "/health") == {}
+async def test_an_empty_answer_lacks_what_a_load_has(instance):
+    scripted, client = instance
+    scripted.body = " "
+    assert await client.call(GetHealth()) == Health(protocol=1)
+    with pytest.raises(InstanceFault, match="GET /load answered 200 with no such reply"):
+        await client.call(GetLoad())
+
+
+async def test_a_reply_that_lacks_a_field_is_a_fault_which_names_it(instance):
+    scripted, client = instance
+    scripted.body = '{"running": 1, "waiting": 0, "generated_tokens": 5}'
+    with pytest.raises(InstanceFault, match="instance-3: GET /load answered 200 .* `weight_version`"):
+        await client.call(GetLoad())
 
 
 async def test_a_redirect_is_not_followed():
@@ -231,7 +243,7 @@ async def test_a_redirect_is_not_followed():
         async with aiohttp.ClientSession() as session:
             client = InstanceClient("i", f"http://127.0.0.1:{runner.addresses[0][1]}", session, 5.0)
             with pytest.raises(InstanceFault, match="answered 302"):
-                await client.call("GET", "/load")
+                await client.call(GetLoad())
     finally:
         await runner.cleanup()
 

@@ -10,21 +10,28 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.config import Config
 from engine.errors import BadInput, ProcessDied
 from engine.launcher.pool.health import HealthMonitor
+from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.joining import listen_address, serve_joining
 from engine.launcher.pool.pool import Pool
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
 
-GOOD = {"name": "guest", "url": "http://127.0.0.1:4711"}
+SPOKEN = {"protocol": ROLLOUT_PROTOCOL}
+GOOD = SPOKEN | {"name": "guest", "url": "http://127.0.0.1:4711"}
 
 
 @contextlib.asynccontextmanager
 async def running(folder, **rollout):
     """(pool, routes, call): `call` sends a request to a registry that really listens."""
     config = Config(rollout={"heartbeat_s": 0.2, "wait_s": 5, "instances": 0, **rollout})
-    pool = Pool(config, folder, folder, HealthMonitor)
+    pool = Pool(config, folder, folder)
     await pool.connect()
     try:
-        async with serve_joining(pool, config, folder) as routes, aiohttp.ClientSession() as session:
+        async with (
+            HealthMonitor(pool),
+            serve_joining(pool, config, folder) as routes,
+            aiohttp.ClientSession() as session,
+        ):
             base = f"http://{(folder / 'rollout.address').read_text().strip()}"
 
             async def call(method, route, body=None, **more):
@@ -39,7 +46,7 @@ async def running(folder, **rollout):
 
 async def test_an_instance_joins_serves_leaves_and_is_not_taken_in_again_by_itself(tmp_path):
     async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
-        guest = {"name": "guest", "url": url}
+        guest = SPOKEN | {"name": "guest", "url": url}
         assert (await call("POST", "/join", guest))[0] == 200
         await until(lambda: pool.serving == 1, "it")
         assert await call("POST", "/join", guest | {"again": True}) == (200, {"state": "serving"})
@@ -52,7 +59,7 @@ async def test_an_instance_joins_serves_leaves_and_is_not_taken_in_again_by_itse
 
 async def test_a_draining_instance_stays_until_it_has_finished(tmp_path):
     async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
-        guest = {"name": "guest", "url": url}
+        guest = SPOKEN | {"name": "guest", "url": url}
         await call("POST", "/join", guest)
         await until(lambda: pool.serving == 1, "it")
         async with pool.borrow():
@@ -66,11 +73,11 @@ async def test_a_name_belongs_to_one_living_instance(tmp_path):
     async with running(tmp_path, heartbeat_s=0.1) as (pool, _, call), Scripted().serving() as other:
         first = Scripted()
         async with first.serving() as url:
-            await call("POST", "/join", {"name": "guest", "url": url})
-            status, reply = await call("POST", "/join", {"name": "guest", "url": other})
+            await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
+            status, reply = await call("POST", "/join", SPOKEN | {"name": "guest", "url": other})
             assert (status, url in reply["error"]["message"]) == (409, True)
         await until(lambda: pool.find("guest").state == "silent", "its silence")
-        assert (await call("POST", "/join", {"name": "guest", "url": other}))[0] == 200
+        assert (await call("POST", "/join", SPOKEN | {"name": "guest", "url": other}))[0] == 200
         await until(lambda: pool.serving == 1, "the new one")
         assert [one.client.url for one in pool.instances] == [other]
 
@@ -92,8 +99,8 @@ URLS = (
 NAMES = ("", "../x", 7, "a" * 101)
 BAD = [
     {},
-    {"name": "guest"},
-    {"url": GOOD["url"]},
+    SPOKEN | {"name": "guest"},
+    SPOKEN | {"url": GOOD["url"]},
     GOOD | {"again": "yes"},
     *(GOOD | {"name": name} for name in NAMES),
     *(GOOD | {"url": url} for url in URLS),
@@ -115,6 +122,21 @@ async def test_malformed_requests_are_refused_without_effect(tmp_path):
         assert pool.instances == []
 
 
+@pytest.mark.parametrize(
+    "version", [None, 0, ROLLOUT_PROTOCOL + 1, str(ROLLOUT_PROTOCOL), float(ROLLOUT_PROTOCOL), True]
+)
+async def test_an_instance_of_another_protocol_is_refused_by_name(tmp_path, version):
+    async with running(tmp_path) as (pool, _, call):
+        body = GOOD | {"protocol": version} if version is not None else {"name": "guest", "url": GOOD["url"]}
+        status, reply = await call("POST", "/join", body)
+        said = "does not say its version" if version is None else f"speaks version {version!r}"
+        message = reply["error"]["message"]
+        assert status == 400
+        assert said in message
+        assert f"this launcher speaks {ROLLOUT_PROTOCOL}; start the instance with the release" in message
+        assert pool.instances == []
+
+
 async def test_the_token_is_demanded_on_every_route_and_sent_to_instances(tmp_path, monkeypatch):
     monkeypatch.setenv("METRONOME_TOKEN", "secret")
     right = {"Authorization": "Bearer secret"}
@@ -130,8 +152,10 @@ async def test_the_token_is_demanded_on_every_route_and_sent_to_instances(tmp_pa
             for method, route in (("POST", "/join"), ("POST", "/leave"), ("GET", "/status"), ("GET", "/none")):
                 assert (await call(method, route, GOOD, headers=headers))[0] == 401
         assert pool.instances == []
-        assert (await call("POST", "/join", {"name": "guest", "url": url}, headers=right))[0] == 200
-        assert (await call("POST", "/join", {"name": "far", "url": "http://10.255.0.1:9"}, headers=right))[0] == 200
+        assert (await call("POST", "/join", SPOKEN | {"name": "guest", "url": url}, headers=right))[0] == 200
+        assert (await call("POST", "/join", SPOKEN | {"name": "far", "url": "http://10.255.0.1:9"}, headers=right))[
+            0
+        ] == 200
         await until(lambda: seen, "a heartbeat")
         assert set(seen) == {"Bearer secret"}
 
@@ -159,9 +183,9 @@ async def test_a_port_that_is_taken(tmp_path):
 async def test_status_and_metrics_say_the_same(tmp_path):
     async with running(tmp_path) as (pool, routes, call), Scripted().serving() as url:
         routes.step = lambda: {"step": 4, "loss": -0.25, "versions_seen": [4]}
-        await call("POST", "/join", {"name": "guest", "url": url})
-        await until(lambda: pool.serving == 1 and "running" in pool.instances[0].figures, "it")
-        pool.instances[0].version = 4
+        await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
+        await until(lambda: pool.serving == 1 and pool.instances[0].load is not None, "it")
+        pool.instances[0].hold(4)
         status = (await call("GET", "/status"))[1]
         one = status["instances"][0]
         assert (status["pool_size"], status["step"], one["state"], one["version"], one["running"]) == (
@@ -187,14 +211,25 @@ async def test_status_and_metrics_say_the_same(tmp_path):
         assert samples["metronome_pool_instance_breaker", (("breaker", "closed"), guest)] == 1
 
 
+STEPS = {
+    "serving": (),
+    "updating": (Instance.begin_update,),
+    "draining": (Instance.drain,),
+    "silent": (lambda one: one.exclude("silent"),),
+    "starting": (lambda one: one.exclude("silent"), Instance.wait_for_publish),
+}
+"""From serving to a state."""
+
+
 @pytest.mark.parametrize(
     ("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("silent", 0), ("starting", 0)]
 )
 async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state, size):
     async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
-        await call("POST", "/join", {"name": "guest", "url": url})
+        await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
         await until(lambda: pool.serving == 1, "it")
-        pool.instances[0].state = state
+        for act in STEPS[state]:
+            act(pool.instances[0])
         told = (await call("GET", "/status"))[1]["pool_size"], (await call("GET", "/metrics"))[1]
         assert (pool.size, told[0]) == (size, size)
         assert f"\nmetronome_pool_size {size}.0\n" in told[1]

@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import MetronomeError, ProcessDied
 from engine.run.trace import read_spans
+from engine.wire.rollout_messages import GetHealth
 from support.pool_world import PROMPTS, worlds
 from support.scripted import Sync, until
 
@@ -37,6 +38,17 @@ async def test_a_silent_instance_loses_what_it_holds_and_comes_back_through_catc
         assert w.pool.sync.caught_up == [("a", 3), ("b", 3), ("a", 3)]
 
 
+@pytest.mark.parametrize(("spoken", "said"), [(2, "speaks version 2"), (None, "speaks no version that it names")])
+async def test_an_instance_of_another_protocol_is_refused_by_name(world, spoken, said):
+    async with world(synced=True) as w:
+        w.pool.sync = Sync(version=3)
+        a, one = await w.join("a")
+        a.protocol = spoken
+        await until(lambda: one.state == "gone", "its end")
+        assert one.reason == f"{said} of the rollout protocol, not 1"
+        assert w.pool.find("a") is None
+
+
 async def test_leaving_finishes_what_it_holds_and_gets_nothing_new(world):
     async with world() as w:
         a, one = await w.join("a")
@@ -56,17 +68,45 @@ async def test_leaving_finishes_what_it_holds_and_gets_nothing_new(world):
         assert w.pool.find("a") is None
 
 
+async def test_one_that_asks_to_leave_in_an_update_is_in_it_until_it_ends_and_is_then_gone(world):
+    """Also in one that begins again: it would stay paused, and in the pool, for ever."""
+    async with world(synced=True) as w:
+        w.pool.sync = Sync(version=None)
+        _, one = await w.join("a")
+        await until(lambda: one.met, "it")
+        one.begin_update()
+        w.pool.leave(one)
+        assert (one.state, w.pool.members()) == ("updating", [one])
+        w.pool.admit(one)
+        assert (one.state, w.pool.members()) == ("gone", [])
+
+
 async def test_a_late_instance_waits_for_the_first_publish(world):
     async with world(synced=True) as w:
         w.pool.sync = Sync(version=None)
         _, one = await w.join("a")
         await asyncio.sleep(0.4)
         assert (one.state, w.pool.members(), w.pool.serving) == ("starting", [one], 0)
-        one.version = 0
+        one.hold(0)
         w.pool.admit(one)
         w.pool.sync.version = 0
         await asyncio.sleep(0.2)
         assert (w.pool.serving, w.pool.sync.caught_up) == (1, [])
+
+
+async def test_the_first_publish_goes_on_when_a_silent_instance_answers_again(world):
+    async with world(synced=True) as w:
+        w.pool.sync = Sync(version=None)
+        a, one = await w.join("a")
+        await until(lambda: one.met, "it")
+        a.silent = True
+        await until(lambda: one.state == "silent", "its silence")
+        waiting = asyncio.create_task(w.pool.wait_for_member())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        a.silent = False
+        await asyncio.wait_for(waiting, 5)
+        assert w.pool.members() == [one]
 
 
 async def test_a_wrong_address_holds_up_no_weight_update(world):
@@ -149,7 +189,7 @@ async def test_an_instance_that_hangs_while_it_catches_up_is_silent(world):
     class Hangs(Sync):
         async def catch_up(self, instance):
             await asyncio.sleep(0.2)
-            await instance.client.call("GET", "/health")
+            await instance.client.call(GetHealth())
 
     async with world(synced=True) as w:
         w.pool.sync = Hangs(version=1)

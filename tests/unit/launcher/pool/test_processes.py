@@ -36,11 +36,12 @@ def declare(tmp_path, monkeypatch):
         monkeypatch.setattr(processes, "instance_command", command)
         monkeypatch.setattr(health, "BACKOFF_S", 0.05)
         settings = {"heartbeat_s": 0.6, "wait_s": 30, "timeout_s": 10, "restarts": 2, "instances": 1} | rollout
-        pool = Pool(Config(rollout=settings), tmp_path, tmp_path, HealthMonitor, synced=True)
+        pool = Pool(Config(rollout=settings), tmp_path, tmp_path, synced=True)
         pool.sync = Sync(version=5)
         pool.spawn(settings["instances"])
         try:
-            yield pool, started
+            async with HealthMonitor(pool):
+                yield pool, started
         finally:
             await pool.close()
         assert not any(one.child.alive for one in pool.processes.declared)

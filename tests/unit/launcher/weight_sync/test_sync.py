@@ -10,6 +10,7 @@ from engine.errors import MetronomeError, WeightSyncError
 from engine.instance.receiver import OUTPUT
 from engine.launcher.pool.instance_client import InstanceFault, InstanceGone
 from engine.launcher.weight_sync.probe import probe
+from engine.wire.messages import OpenSync
 from support.weights_double import TIMEOUT_S, Client, Model, base_folder, publisher, starting, weights
 
 
@@ -215,8 +216,8 @@ def test_a_late_instance_waits_for_the_publish_under_way_and_gets_the_newest_ver
     with pytest.raises(MetronomeError, match="b: no weight version was published yet"):
         launcher.run(launcher.sync.catch_up(late))
     sender.publish(Model(1), 1)
-    opened = asyncio.run_coroutine_threadsafe(launcher.sync.open(2), launcher.loop).result(5)
-    assert opened["members"] == ["a"]
+    opened = asyncio.run_coroutine_threadsafe(launcher.sync.open(OpenSync(version=2)), launcher.loop).result(5)
+    assert opened.members == ("a",)
     catching_up = asyncio.run_coroutine_threadsafe(launcher.sync.catch_up(late), launcher.loop)
     time.sleep(0.3)
     assert not catching_up.done()
@@ -243,7 +244,7 @@ def test_the_probes_tokens_differ_and_none_that_is_perturbed_is_an_input():
         assert not set(found.perturb) & set(found.token_ids[:-1])
         assert max(found.perturb) < vocabulary
         assert found == probe(vocabulary, count, 64, "float32")
-    assert probe(100, 32, 10, "float32").request()["prompt"] == list(probe(100, 9, 99, "float32").token_ids)
+    assert probe(100, 32, 10, "float32").request().prompt == list(probe(100, 9, 99, "float32").token_ids)
     assert probe(100, 0, 64, "float32") is None
 
 
@@ -291,3 +292,63 @@ def test_one_that_was_left_out_before_its_turn_is_not_taken_back_by_it(start, tm
     assert [holds(client, 5, 5) for client in launcher.clients] == [True, False, True]
     assert [one.state for one in launcher.pool.instances] == ["serving", "silent", "serving"]
     assert launcher.sync.version == 5
+
+
+STOPS = {
+    "silent": lambda one: one.exclude("it did not answer"),
+    "draining": lambda one: one.drain(),
+    "gone": lambda one: one.depart("its process ended"),
+}
+
+
+@pytest.mark.parametrize("end", STOPS)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_one_that_stopped_serving_while_it_received_staged_weights_is_not_taken_back_by_the_swap(
+    start, tmp_path, in_turn, end
+):
+    async def leave(route, body, count):
+        if route == UPDATE and launcher.sync.version == 1 and body["update_info"].get("bucket") == 1:
+            STOPS[end](launcher.pool.named("b"))
+
+    launcher = start(2, True, in_turn=in_turn, a=leave)
+    sender = publisher(launcher, "file", tmp_path)
+    for version in (1, 5):
+        sender.publish(Model(version), version)
+    assert [one.state for one in launcher.pool.instances] == ["serving", end]
+    assert [holds(client, 5, 5) for client in launcher.clients] == [True, False]
+    assert launcher.sync.version == 5
+
+
+def test_a_late_member_of_a_staged_sync_is_being_updated_while_the_others_serve(start, tmp_path):
+    """Else the pool would bring it to the version before at the same time."""
+    seen = []
+
+    async def look(route, body, count):
+        if route == UPDATE and len(launcher.clients[0].calls) and launcher.sync.version == 1:
+            seen.append([one.state for one in launcher.pool.instances])
+
+    launcher = start(2, True, a=look)
+    launcher.pool.late.add(launcher.pool.named("b"))
+    sender = publisher(launcher, "file", tmp_path)
+    sender.publish(Model(1), 1)
+    launcher.pool.late.clear()
+    sender.publish(Model(2), 2)
+    assert seen[0] == ["serving", "updating"]
+    assert all(holds(client, 2, 2) for client in launcher.clients)
+
+
+def test_a_late_instance_is_left_alone_when_the_publish_that_it_waits_for_begins_again(start, tmp_path):
+    launcher = start(2)
+    late = launcher.pool.named("b")
+    launcher.pool.late.add(late)
+    sender = publisher(launcher, "file", tmp_path)
+    sender.publish(Model(1), 1)
+    launcher.run(launcher.sync.open(OpenSync(version=2)))
+    catching_up = asyncio.run_coroutine_threadsafe(launcher.sync.catch_up(late), launcher.loop)
+    time.sleep(0.3)
+    launcher.run(launcher.sync.open(OpenSync(version=2)))
+    time.sleep(0.3)
+    assert launcher.clients[1].calls.count("/pause") == 2  # of the self-test
+    sender.publish(Model(2), 2)
+    catching_up.result(10)
+    assert holds(launcher.clients[1], 2, 2)

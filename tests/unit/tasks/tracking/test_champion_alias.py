@@ -18,6 +18,7 @@ from engine.evaluation.results import Subject, record
 from engine.launcher.drain_evaluation import dropped
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder, dump
+from engine.run.start import RunStart
 from engine.types import Group, Prompt, Response, Score
 from tasks import code_version
 from tasks.code_version import OURS, tree_hash
@@ -258,12 +259,10 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
 
 def test_the_lineage_of_a_policy_names_what_it_was_made_of(output):
     config, folder = finished(output, "night", [1, 2, 1])
-    start = {"start": "nightly", "continued_from": "models:/nights/6"}
-    config = config.model_copy(update={"model": config.model.model_copy(update=start)})
-    dump(config, folder.config)
+    RunStart(start="nightly", continued_from="models:/nights/6").write(folder.path)
     report = {"train": {"version": "5e884898da28", "rows": 3}, "heldout": {"version": "other"}}
     (folder.path / REPORT).write_text(json.dumps(report))
-    _, version, _ = registered(load(folder.config), folder, "nights")
+    _, version, _ = registered(config, folder, "nights")
     tags = {key.removeprefix("metronome."): value for key, value in version.tags.items()}
     assert tags["base_model"] == str(output / "base")
     assert tags["base_model_hash"] == sha256(b"config.json" + sha256(b"{}").digest()).hexdigest()

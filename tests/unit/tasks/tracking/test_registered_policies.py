@@ -9,7 +9,9 @@ import pytest
 from engine.data.loader import PromptLoader, sampling_seed
 from engine.errors import BadInput
 from engine.run.folder import dump
+from engine.run.start import FILE, RunStart
 from engine.types import Prompt
+from support.last_release import write_old_config
 from support.runs import config_of
 from tasks.tracking import tracked_run
 from tasks.tracking.registered_policies import START_TAG, as_begun, model_folder, started_from
@@ -34,6 +36,12 @@ def register(config, name="metronome-nightly", alias=None, start="base"):
         client.set_registered_model_alias(name, alias, version)
 
 
+def keep(config, start):
+    """What the flow leaves in the run folder."""
+    start.write(config.folder)
+    dump(config, config.folder / "config.toml")
+
+
 def first_batch(config):
     """Of forty prompts the first eight, each with the seed of its first response."""
     batch = PromptLoader([Prompt(str(n), "", "", (1,)) for n in range(40)], config.run.seed, 8).batch(0)
@@ -42,8 +50,8 @@ def first_batch(config):
 
 def test_nights_in_a_row(config, capsys):
     output = Path(config.run.output)
-    assert started_from(config, RECIPE, "base") == config
-    assert started_from(config, RECIPE, "latest").model.path == config.model.path
+    assert started_from(config, RECIPE, "base") == (config, RunStart())
+    assert started_from(config, RECIPE, "latest")[0].model.path == config.model.path
     assert "no run has registered a policy of metronome-nightly yet" in capsys.readouterr().out
     with pytest.raises(BadInput, match="no run has registered a policy of metronome-nightly"):
         model_folder(config, RECIPE, "latest")
@@ -52,25 +60,30 @@ def test_nights_in_a_row(config, capsys):
     register(config)
     with pytest.raises(BadInput, match="no version of metronome-nightly has the alias champion"):
         started_from(config, RECIPE, "champion")
-    begun = started_from(config, RECIPE, "latest")
+    begun, start = started_from(config, RECIPE, "latest")
     assert Path(begun.model.path).name == "metronome-nightly-1"
+    assert start == RunStart(start="latest", continued_from="models:/metronome-nightly/1")
     for file in Path(config.model.path).iterdir():
         assert (Path(begun.model.path) / file.name).read_bytes() == file.read_bytes()
 
     register(config, alias="champion")
     register(config, "metronome-other")
     register(config)
-    latest, champion = (Path(started_from(config, RECIPE, start).model.path) for start in ("latest", "champion"))
+    latest, champion = (Path(started_from(config, RECIPE, word)[0].model.path) for word in ("latest", "champion"))
     assert [path.name for path in (latest, champion)] == ["metronome-nightly-3", "metronome-nightly-2"]
     assert model_folder(config, RECIPE, "latest").model.path == str(latest)
 
-    dump(begun, config.folder / "config.toml")  # a run that began two nights ago, resumed now
-    assert started_from(config, RECIPE, "latest") == begun
+    keep(begun, start)  # a run that began two nights ago, resumed now
+    assert started_from(config, RECIPE, "latest") == (begun, start)
 
-    assert as_begun(config) == begun  # by a command that does not say how it began
+    assert as_begun(config) == (begun, start)  # by a command that does not say how it began
     other = config.model_copy(update={"model": config.model.model_copy(update={"path": "elsewhere"})})
-    dump(other, config.folder / "config.toml")  # a run that was not continued may be given another model
-    assert as_begun(config) == config
+    write_old_config(begun, config.folder / "config.toml", **start.model_dump())  # the same begun by the last release
+    (config.folder / FILE).unlink()
+    assert started_from(config, RECIPE, "latest") == as_begun(config) == (begun, start)
+
+    keep(other, RunStart())  # a run that was not continued may be given another model
+    assert as_begun(config) == (config, RunStart())
 
     (config.folder / "config.toml").unlink()
     shutil.rmtree(output / "mlartifacts")
@@ -86,12 +99,12 @@ def test_each_night_draws_other_prompts_and_goes_on_from_the_night_before(config
 
     def night():
         """One that trains and registers: (version it went on from, its config)."""
-        begun = started_from(config, RECIPE, "nightly")
-        dump(begun, config.folder / "config.toml")
-        assert started_from(config, RECIPE, "nightly") == begun  # resumed
+        begun, start = started_from(config, RECIPE, "nightly")
+        keep(begun, start)
+        assert started_from(config, RECIPE, "nightly") == (begun, start)  # resumed
         (config.folder / "config.toml").unlink()
-        register(config, start=begun.model.start)
-        return begun.model.continued_from.removeprefix("models:/metronome-nightly/"), begun
+        register(config, start=start.start)
+        return start.continued_from.removeprefix("models:/metronome-nightly/"), begun
 
     (tmp_path / "run").mkdir(exist_ok=True)
     from_first, first = night()
@@ -109,6 +122,6 @@ def test_each_night_draws_other_prompts_and_goes_on_from_the_night_before(config
     prompts = [{prompt for prompt, _ in one} for one in drawn]
     assert all(one != other for index, one in enumerate(prompts) for other in prompts[:index])
 
-    again = started_from(second, RECIPE, "base")  # a night's config.toml as the recipe of a trial: no night
-    assert again.model.start == "base"
+    again, start = started_from(second, RECIPE, "base")  # a night's config.toml as the recipe of a trial: no night
+    assert start.start == "base"
     assert Path(again.model.path).name == "metronome-nightly-1"

@@ -66,21 +66,21 @@ STATED = {
     "periodic-qwen3-8b-16npu": QWEN3_8B
     | {  # §6.2 and Table 1
         "parallel.data": 1,
-        "rollout.joining": 4,
+        "dry_run.joining": 4,
         "platform.devices": 16,
         "train.steps": 100,
     },
     "periodic-qwen3-8b-32npu": QWEN3_8B
     | {  # Table 3
         "parallel.data": 2,
-        "rollout.joining": 8,
+        "dry_run.joining": 8,
         "platform.devices": 32,
         "train.steps": 20,
     },
     "periodic-qwen3-8b-64npu": QWEN3_8B
     | {  # Table 3
         "parallel.data": 4,
-        "rollout.joining": 16,
+        "dry_run.joining": 16,
         "platform.devices": 64,
         "train.steps": 20,
     },
@@ -90,7 +90,7 @@ STATED = {
         "parallel.tensor": 8,
         "parallel.pipeline": 4,
         "parallel.data": 1,
-        "rollout.joining": 4,
+        "dry_run.joining": 4,
         "rollout.tensor": 4,
         "platform.devices": 48,
         "train.steps": 20,

@@ -101,7 +101,7 @@ SHORT = "too little memory on a trainer rank"
         (BASE, ["parallel.tensor=3"], ["parallel.tensor = 3 does not divide its 32 attention heads"]),
         (BASE, ["parallel.pipeline=5"], ["parallel.pipeline = 5 does not divide its 36 layers"]),
         (BASE, ["parallel.data=2"], ["= 24 devices, and platform.devices gives 16"]),
-        (BASE, ["rollout.joining=5"], ["rollouts 5 × 2 = 18 devices", "gives 16"]),
+        (BASE, ["dry_run.joining=5"], ["rollouts 5 × 2 = 18 devices", "gives 16"]),
         (
             BASE,
             ["train.micro_batch_tokens=8192"],
@@ -114,12 +114,12 @@ SHORT = "too little memory on a trainer rank"
         ),
         (
             BASE,
-            ["rollout.tensor=16", "rollout.joining=1", "platform.devices=0"],
+            ["rollout.tensor=16", "dry_run.joining=1", "platform.devices=0"],
             ["rollout.tensor = 16 is more than a node"],
         ),
         (LARGE, ["parallel.nodes=2"], ["parallel.nodes = 2 puts 16 trainer ranks on each node, which has 8 devices"]),
         (BASE, ["evaluate.max_context=50000"], ["evaluate.max_context = 50,000 is more than the 40,960 positions"]),
-        (BASE, ["rollout.tensor=3", "rollout.joining=2"], ["rollout.tensor = 3 does not divide the model's 32"]),
+        (BASE, ["rollout.tensor=3", "dry_run.joining=2"], ["rollout.tensor = 3 does not divide the model's 32"]),
         (
             BASE,
             ["parallel.data=4", "train.prompts_per_step=2", "platform.devices=0"],
@@ -128,7 +128,7 @@ SHORT = "too little memory on a trainer rank"
         (BASE, ["model.path=Qwen/Qwen9-900B"], ["no sizes of Qwen9-900B", "Qwen3-8B"]),
         (
             BASE,
-            ["rollout.instances=4", "rollout.joining=0"],
+            ["rollout.instances=4", "dry_run.joining=0"],
             ["takes devices from 0 on", "rollout.instances = 0", "joining = 4"],
         ),
         (

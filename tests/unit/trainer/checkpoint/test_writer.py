@@ -62,7 +62,7 @@ def test_a_failed_write_fails_the_next_call_by_name(build, monkeypatch):
     monkeypatch.setattr(Snapshot, "write_data", full)
     for call in (checkpoints.poll, lambda: checkpoints.save(2), lambda: checkpoints.finish(5)):
         checkpoints.save(1)
-        assert not wait([checkpoints._flight.done], 30).not_done
+        assert not wait([checkpoints._pending.done], 30).not_done
         with pytest.raises(
             MetronomeError, match=r"checkpoint step-000001 could not be saved: .*No space left.*__0_0\.distcp"
         ):

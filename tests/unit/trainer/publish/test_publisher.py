@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 
@@ -102,7 +103,7 @@ def run(tmp_path):
                     publisher.publish(model, version)
                 except Exception as error:
                     return error
-            publisher._settle()
+            publisher._end_last_attempt()
             return None
 
         with ThreadPoolExecutor(4) as threads:
@@ -136,16 +137,19 @@ def test_instances_are_told_what_a_transport_with_groups_says_of_each_bucket(tmp
         if route == "/update_weights" and body["update_info"]["transport"] == "gloo":
             told.append(body["update_info"])
 
-    monkeypatch.setattr(
-        GroupTransport, "write", lambda self, bucket, info: asked.append((bucket.number, dict(info))) or more
-    )
+    def write(self, bucket, info):
+        asked.append((bucket.number, msgspec.to_builtins(info)))
+        for key, value in more.items():
+            setattr(info, key, value)
+
+    monkeypatch.setattr(GroupTransport, "write", write)
     launcher = Launcher([Client("a", base_folder(tmp_path / "base"), hear)])
     try:
         publisher(launcher, "gloo", tmp_path).publish(Model(1), 1)
     finally:
         launcher.close()
     assert [number for number, _ in asked] == [0, 1, 2]
-    assert told == [info | more | {"staged": False} for _, info in asked]
+    assert told == [info | more for _, info in asked]
 
 
 class Slow(Model):

@@ -5,13 +5,15 @@ import torch
 
 from engine.errors import BadInput
 from engine.trainer.publish.transports import Snapshots
+from engine.wire.messages import BucketInfo
 from engine.wire.weights.bucket_file import BucketFile, wire_of
 from engine.wire.weights.buckets import Buffers, pack, specs_of
 
 
 def write(snapshots, version, stage, tensors, limit=100):
     for bucket in pack(tensors.items(), None, limit, Buffers(9, 1.0)):
-        snapshots.write(bucket, {"version": version, "stage": stage, "bucket": bucket.number, **bucket.wire()})
+        info = BucketInfo(transport="file", version=version, stage=stage, bucket=bucket.number, **bucket.wire())
+        snapshots.write(bucket, info)
 
 
 def read(folder):

@@ -1,4 +1,4 @@
-"""GET /metrics: an instance's figures in Prometheus' text format."""
+"""GET /metrics: an instance's own figures in Prometheus' text format, the same from both engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GAUGES = {
 }
 COUNTERS = {
     "generated_tokens": ("metronome_instance_generated_tokens", "Tokens sampled since the start."),
-    "prefills": ("metronome_instance_prefills", "Prompts computed since the start."),
+    "prefills": ("metronome_instance_prefills", "Prompts computed from their first token since the start."),
     "updates": ("metronome_instance_weight_updates", "Weight updates finished since the start."),
 }
 
@@ -36,7 +36,7 @@ class _Figures(Collector):
 
 
 def exposition(figures: Mapping[str, int]) -> bytes:
-    """The text for what Engine.load gives and `updates`; the names of counters end in _total."""
+    """The text for what Backend.load gives and `updates`; the names of counters end in _total."""
     registry = CollectorRegistry()
     registry.register(_Figures(figures))
     return generate_latest(registry)

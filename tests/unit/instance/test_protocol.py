@@ -3,9 +3,9 @@ import json
 import pytest
 
 from engine.errors import BadInput
-from engine.instance.embedded.replies import sampling_of
+from engine.instance.embedded.backend import sampling_of
 from engine.instance.protocol import RequestLimits, parse_completion, parse_info, parse_object, parse_version
-from engine.instance.vllm.request_bodies import completion
+from engine.instance.vllm.sampling import arguments
 
 LIMITS = RequestLimits(vocabulary=50, max_context=20, stop_ids=frozenset({1}))
 
@@ -53,11 +53,11 @@ def test_a_continued_response_draws_new_numbers_in_either_engine():
 
     whole, rest = (sampling_of(asked(**more)).uniforms() for more in ({"max_tokens": 8}, {"continued": 2}))
     assert rest == whole[2:]  # the embedded engine's
-    seeds = [completion(asked(continued=count))["seed"] for count in range(4)]  # vLLM begins a stream with each request
+    seeds = [arguments(asked(continued=count))["seed"] for count in range(4)]  # vLLM begins a stream with each request
     assert seeds[0] == 7
     assert len(set(seeds)) == 4
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert completion(asked(continued=2)) == completion(asked()) | {"seed": seeds[2]}
+    assert arguments(asked(continued=2)) == arguments(asked()) | {"seed": seeds[2]}
 
 
 def test_without_a_seed_two_requests_differ():
@@ -110,7 +110,7 @@ def test_what_cannot_be_served_as_asked_is_refused_by_name(body):
         parse_completion(body, LIMITS)
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b"null"])
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b"null", b'{"x": "\\ud800"}', b'{"\xed\xa0\x80": 1}'])
 def test_only_json_objects_are_read(body):
     with pytest.raises(BadInput):
         parse_object(body)

@@ -4,12 +4,14 @@ from tempfile import TemporaryDirectory
 import msgpack
 import pytest
 
-from engine.config import Config
+from engine.config import Algorithm, Config
+from engine.config.keys import RENAMED
 from engine.errors import BadInput
-from engine.run.record import RecordWriter, check, plan, read
 from engine.trainer.replay import Replay
 from engine.types import Group, Landed, Prompt, Response, Score
-from engine.wire.codec import group_to_wire, landed_to_wire
+from engine.wire.codec import pack_group, pack_landed
+from engine.wire.messages import EarlyWork, Window
+from engine.wire.record import RecordWriter, check, plan, read
 
 FOLDER = TemporaryDirectory()
 MODEL = {"path": FOLDER.name}
@@ -28,7 +30,7 @@ def group(index, step=0):
         seed=2**62,
         instance="instance-0",
     )
-    return group_to_wire(
+    return pack_group(
         Group(
             step=step,
             index=index,
@@ -39,6 +41,10 @@ def group(index, step=0):
     )
 
 
+def landed(step):
+    return Landed(step=step, group=2, number=0, prompt=(1, 2, 3), token_ids=(5, 6))
+
+
 def recorded(path, steps=2, config=CONFIG, start=0):
     """Steps of three groups: unit 1 scores one response early and trains two of the groups, one at a time."""
     recorder = RecordWriter(path, config, start)
@@ -46,17 +52,17 @@ def recorded(path, steps=2, config=CONFIG, start=0):
         recorder.add(
             step,
             1,
-            {"landed": [landed_to_wire(Landed(step=step, group=2, number=0, prompt=(1, 2, 3), token_ids=(5, 6)))]},
+            EarlyWork((pack_landed(landed(step)),)),
         )
-        recorder.add(step, 0, {"groups": [group(0, step)]})
-        recorder.add(step, 1, {"groups": [group(2, step)]})
-        recorder.add(step, 1, {"groups": [group(1, step)]})
+        recorder.add(step, 0, Window((group(0, step),)))
+        recorder.add(step, 1, Window((group(2, step),)))
+        recorder.add(step, 1, Window((group(1, step),)))
         recorder.flush()
     return path
 
 
 def indices(entries):
-    return [[item["index"] for item in entry["groups"]] if "groups" in entry else "landed" for entry in entries]
+    return [[item.index for item in entry.groups] if entry.groups else "landed" for entry in entries]
 
 
 def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
@@ -66,10 +72,8 @@ def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
         assert indices(Replay(path, 0, 3).entries(step)) == [[0]]
         mine = list(Replay(path, 1, 3).entries(step))
         assert indices(mine) == ["landed", [2], [1]]
-        assert mine[1]["groups"] == [group(2, step)]
-        assert mine[0]["landed"] == [
-            landed_to_wire(Landed(step=step, group=2, number=0, prompt=(1, 2, 3), token_ids=(5, 6)))
-        ]
+        assert mine[1].groups == (group(2, step),)
+        assert mine[0].landed == (pack_landed(landed(step)),)
 
 
 def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
@@ -80,7 +84,7 @@ def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
 def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
     path = recorded(tmp_path / "record.msgpack", steps=3)
     RecordWriter(path, CONFIG, 1)
-    assert {entry["step"] for entry in read(path)} == {0}
+    assert {entry.step for entry in read(path)} == {0}
     recorded(path, steps=3, start=1)
     assert [indices(Replay(path, 1, 3).entries(step)) for step in range(3)] == [["landed", [2], [1]]] * 3
 
@@ -149,6 +153,23 @@ def test_the_steps_of_a_schedule_that_falls_belong_to_the_plan(tmp_path):
     path = recorded(tmp_path / "record.msgpack", config=Config(model=MODEL, train=falling | {"steps": 2}))
     with pytest.raises(BadInput, match=r"train\.steps is 1, but the record was taken with 2"):
         check(path, Config(model=MODEL, train=falling | {"steps": 1}))
+
+
+def test_a_record_of_the_last_release_is_held_to_the_same_settings(tmp_path):
+    """Whose settings had other names."""
+    path = recorded(tmp_path / "record.msgpack")
+    header, *entries = msgpack.Unpacker(path.open("rb"))
+    then = {new: old for old, new in RENAMED.items()}
+    old = {"plan": {then.get(key, key): value for key, value in header["plan"].items()}}
+    assert {"algorithm.bapo_low", "algorithm.m2_threshold"} <= old["plan"].keys()
+    path.write_bytes(b"".join(map(msgpack.packb, [old, *entries])))
+    check(path, CONFIG)
+    other = CONFIG.model_copy(update={"algorithm": Algorithm(bapo={"share": 0.4})})
+    with pytest.raises(BadInput, match=r"algorithm\.bapo\.share is 0\.4, but the record was taken with 0\.5"):
+        check(path, other)
+    RecordWriter(path, CONFIG, 1)  # a resume keeps the first step, under the present names
+    assert next(msgpack.Unpacker(path.open("rb"))) == header
+    assert indices(Replay(path, 0, 3).entries(0)) == [[0]]
 
 
 def test_a_step_that_was_cut_off_is_refused(tmp_path):

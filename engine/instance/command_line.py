@@ -1,0 +1,96 @@
+"""What the command lines of both engines have in common: arguments, checks, the socket, the port file.
+
+Standard library and light parts of the engine only: processes that vLLM spawns import it first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.errors import BadInput, MetronomeError
+from engine.wire.access_token import access_token, check_address
+
+KEEP_ALIVE_S = 75
+"""Seconds an idle connection is kept: longer than the launcher keeps it (aiohttp: 15), else the one might close it
+while the other sends."""
+LEAST = {"slots": 1, "threads": 1, "tensor": 1, "max_context": 2, "port": 0, "open_requests": 1, "read_timeout": 1}
+"""Smallest value of an option."""
+
+
+def parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The arguments that every instance takes."""
+    made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    made.add_argument("--model", required=True, help="Hugging Face folder")
+    made.add_argument(
+        "--host", default="127.0.0.1", help="IP address to listen on; off loopback METRONOME_TOKEN must be set"
+    )
+    made.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    made.add_argument("--port-file", type=Path, help="where to write host, port and pid, as JSON, when ready")
+    made.add_argument("--name", default="instance-0", help="name of this instance in messages")
+    made.add_argument("--slots", type=int, default=32, help="responses decoded at the same time")
+    made.add_argument("--max-context", type=int, default=2048, help="prompt and response tokens together")
+    made.add_argument("--threads", type=int, default=1, help="compute threads of each process on a CPU")
+    made.add_argument("--cores", type=_cores, default=[], help="comma-separated CPU cores to stay on")
+    made.add_argument(
+        "--open-requests", type=int, default=4096, help="completions waiting or running; more are answered 429"
+    )
+    made.add_argument(
+        "--read-timeout", type=float, default=60.0, help="seconds a client may take to send a request's body"
+    )
+    return made
+
+
+def _cores(text: str) -> list[int]:
+    return [int(core) for core in text.split(",")]
+
+
+def check(options: argparse.Namespace) -> None:
+    """BadInput for options that cannot work."""
+    check_address(options.host, access_token())
+    if not (Path(options.model) / "config.json").is_file():
+        raise BadInput(f"--model {options.model}: there is no config.json; expected a Hugging Face folder")
+    for key, given in vars(options).items():
+        if key in LEAST and given < LEAST[key]:
+            raise BadInput(f"--{key.replace('_', '-')} {given}: must be at least {LEAST[key]}")
+    if options.port_file is not None and not options.port_file.parent.is_dir():
+        raise BadInput(f"--port-file {options.port_file}: there is no folder {options.port_file.parent}")
+    missing = set(options.cores) - os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if missing:
+        raise BadInput(f"--cores: this process may not use {sorted(missing)}, only {sorted(os.sched_getaffinity(0))}")
+
+
+def run(options: argparse.Namespace, work: Callable[[argparse.Namespace], None]) -> int:
+    """The exit code: 0 when `work` returned, 2 on bad input, 1 on failure; the error goes to stderr."""
+    try:
+        work(options)
+    except MetronomeError as error:
+        print(f"{options.name}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, BadInput) else 1
+    return 0
+
+
+def bound(options: argparse.Namespace) -> socket.socket:
+    """A socket at --host and --port. BadInput where that can't be."""
+    sock = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((options.host, options.port))
+    except OSError as error:
+        sock.close()
+        raise BadInput(f"--host {options.host} --port {options.port}: {error.strerror}") from None
+    return sock
+
+
+def announce(options: argparse.Namespace, port: int) -> None:
+    """Say where it serves; the port file is written whole or not at all."""
+    print(f"{options.name}: serving {options.model} on http://{options.host}:{port}", flush=True)
+    if options.port_file is not None:
+        partial = options.port_file.with_name(options.port_file.name + ".partial")
+        partial.write_text(json.dumps({"host": options.host, "port": port, "pid": os.getpid()}))
+        partial.replace(options.port_file)

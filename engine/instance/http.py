@@ -1,0 +1,265 @@
+"""The HTTP routes of a rollout instance, whichever engine it runs: an ASGI application over a backend.
+
+Token and limits come first. Whatever is refused has had no effect. docs/protocol.md describes the routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from reprlib import repr as repr_short
+from typing import Any
+from urllib.parse import parse_qs
+
+from engine.errors import BadInput, MetronomeError
+from engine.instance import protocol
+from engine.instance.backend import Backend
+from engine.instance.metrics import CONTENT_TYPE, exposition
+from engine.instance.refusals import Refusal, as_refusal
+from engine.instance.replies import Result, completion_reply
+from engine.wire.access_token import VARIABLE, access_token, authorized
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+WEIGHTS_BYTES = 16 * 2**20
+"""Largest body of a weight route: names, shapes and checksums of a bucket's tensors, about 200 bytes each;
+never the tensors."""
+OTHER_BYTES = 2**16
+"""Largest body of a control route, and of a completion beside its token ids."""
+TOKEN_BYTES = 16
+"""Of one token id in a JSON list, generously spaced."""
+COMPLETION = ("POST", "/v1/completions")
+HEALTH = ("GET", "/health")
+
+
+class _ClientLeft(Exception):
+    """Nobody is there to answer."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One that was let through."""
+
+    query: str
+    body: dict[str, Any]
+    receive: Receive
+
+
+Handler = Callable[[_Request], Awaitable[dict[str, Any] | bytes]]
+
+
+class InstanceApp:
+    """The routes of one instance."""
+
+    def __init__(self, backend: Backend, open_requests: int, read_s: float) -> None:
+        """`open_requests`: most completions that wait or run at a time. `read_s`: seconds a client may take to send a
+        body."""
+        self._backend = backend
+        self._token = access_token()
+        self._open_requests = open_requests
+        self._read_s = read_s
+        self._open = 0
+        self._updates = 0
+        self._numbers = itertools.count()
+        # token ids of the longest prompt, and of every stop token
+        ids = backend.limits.max_context + backend.limits.vocabulary
+        self._routes: dict[tuple[str, str], tuple[Handler, int]] = {
+            COMPLETION: (self._complete, OTHER_BYTES + TOKEN_BYTES * ids),
+            HEALTH: (self._health, OTHER_BYTES),
+            ("GET", "/weight_version"): (self._weight_version, OTHER_BYTES),
+            ("GET", "/get_world_size"): (self._world_size, OTHER_BYTES),
+            ("GET", "/load"): (self._load, OTHER_BYTES),
+            ("GET", "/metrics"): (self._metrics, OTHER_BYTES),
+            ("POST", "/pause"): (self._pause, OTHER_BYTES),
+            ("POST", "/resume"): (self._resume, OTHER_BYTES),
+            ("POST", "/reset_prefix_cache"): (self._reset_prefix_cache, OTHER_BYTES),
+            ("POST", "/init_weight_transfer_engine"): (self._connect, WEIGHTS_BYTES),
+            ("POST", "/start_weight_update"): (self._start_update, WEIGHTS_BYTES),
+            ("POST", "/update_weights"): (self._update, WEIGHTS_BYTES),
+            ("POST", "/finish_weight_update"): (self._finish_update, WEIGHTS_BYTES),
+        }
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            content = await self._answer(scope, receive)
+        except _ClientLeft:
+            return
+        except MetronomeError as error:
+            await _send_error(send, as_refusal(error))
+        except Exception as error:  # a fault of ours: the trace goes to the log
+            logging.getLogger(__name__).exception("%s %s", scope["method"], scope["path"])
+            await _send_error(send, Refusal(500, f"{type(error).__name__}: {error}"))
+        else:
+            if isinstance(content, bytes):
+                await _send(send, 200, content, CONTENT_TYPE)
+            else:
+                await _send(send, 200, json.dumps(content).encode())
+
+    # what stands before the routes ----------------------------------------------------------------
+
+    async def _answer(self, scope: Message, receive: Receive) -> dict[str, Any] | bytes:
+        """Who may not ask is told so before a byte of the body is kept."""
+        route = (scope["method"], scope["path"])
+        self._demand_token(scope, route)
+        if route not in self._routes:
+            raise self._no_route(route)
+        handler, limit = self._routes[route]
+        counts = route == COMPLETION
+        if counts and self._open >= self._open_requests:  # the client may send it again later, or elsewhere
+            raise Refusal(429, f"{self._open} completions wait or run here already, which is the limit")
+        self._open += counts
+        try:
+            body = await self._body(scope, receive, limit)
+            query = scope["query_string"].decode("ascii", "replace")
+            return await handler(_Request(query, protocol.parse_object(body or b"{}"), receive))
+        finally:
+            self._open -= counts
+
+    def _demand_token(self, scope: Message, route: tuple[str, str]) -> None:
+        """401 without the token, except for GET /health."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if route != HEALTH and not authorized(given[0] if len(given) == 1 else None, self._token):
+            raise Refusal(
+                status=401,
+                message=f"send `Authorization: Bearer TOKEN`, with {VARIABLE} of this server",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _no_route(self, route: tuple[str, str]) -> Refusal:
+        if methods := ", ".join(method for method, path in self._routes if path == route[1]):
+            return Refusal(status=405, message=f"{route[1]} takes {methods}", headers={"Allow": methods})
+        return Refusal(404, f"there is no route {route[1]}")
+
+    async def _body(self, scope: Message, receive: Receive, limit: int) -> bytearray:
+        """413 beyond the limit, 408 when it takes too long."""
+        too_large = Refusal(413, f"{scope['path']} takes bodies of at most {limit} bytes")
+        declared = dict(scope["headers"]).get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > limit:
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._read_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _ClientLeft
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise too_large
+                    if not message.get("more_body"):
+                        return body
+        except TimeoutError:
+            raise Refusal(408, f"the request's body did not arrive within {self._read_s:g} s") from None
+
+    # the routes -----------------------------------------------------------------------------------
+
+    async def _complete(self, request: _Request) -> dict[str, Any]:
+        """One response to one prompt."""
+        asked = protocol.parse_completion(request.body, self._backend.limits)
+        result = await _unless_left(self._backend.complete(asked), request.receive)
+        if not result.finite:
+            raise Refusal(500, f"the logits of weight version {result.version} are not finite")
+        return completion_reply(next(self._numbers), self._backend.model, asked.prompt, result)
+
+    async def _health(self, request: _Request) -> dict[str, Any]:
+        """Answers once the model is loaded."""
+        await self._backend.check_health()
+        return {"protocol": ROLLOUT_PROTOCOL}
+
+    async def _weight_version(self, request: _Request) -> dict[str, Any]:
+        return {"weight_version": await self._backend.weight_version()}
+
+    async def _world_size(self, request: _Request) -> dict[str, Any]:
+        return {"world_size": self._backend.world_size}
+
+    async def _load(self, request: _Request) -> dict[str, Any]:
+        return await self._backend.load()
+
+    async def _metrics(self, request: _Request) -> bytes:
+        return exposition(await self._backend.load() | {"updates": self._updates}) + await self._backend.metrics()
+
+    async def _pause(self, request: _Request) -> dict[str, Any]:
+        modes = parse_qs(request.query, keep_blank_values=True).get("mode", ["abort"])
+        if modes not in (["abort"], ["wait"]):
+            raise BadInput(f"mode = {', '.join(modes)!r}; it must be abort or wait")
+        await self._backend.pause(abort=modes == ["abort"])
+        return {"status": "paused"}
+
+    async def _resume(self, request: _Request) -> dict[str, Any]:
+        await self._backend.resume()
+        return {"status": "resumed"}
+
+    async def _reset_prefix_cache(self, request: _Request) -> dict[str, Any]:
+        await self._backend.reset_prefix_cache()
+        return {"message": "prefix cache reset"}
+
+    async def _connect(self, request: _Request) -> dict[str, Any]:
+        """Nothing to do without an init_info (files need none)."""
+        if info := protocol.parse_info(request.body, "init_info"):
+            await self._backend.connect(info)
+        return {"message": "ready for weights"}
+
+    async def _start_update(self, request: _Request) -> dict[str, Any]:
+        protocol.optional_version(request.body)
+        await self._backend.start_update()
+        return {"message": "weight update started"}
+
+    async def _update(self, request: _Request) -> dict[str, Any]:
+        info = protocol.parse_info(request.body, "update_info")
+        if not isinstance(info.get("staged", False), bool):
+            raise BadInput(f"update_info.staged = {repr_short(info['staged'])}; it must be true or false")
+        await self._backend.update(info)
+        return {"message": "weights loaded"}
+
+    async def _finish_update(self, request: _Request) -> dict[str, Any]:
+        version = protocol.parse_version(request.body)
+        await self._backend.finish_update(version)
+        self._updates += 1
+        return {"weight_version": version}
+
+
+async def _unless_left(work: Awaitable[Result], receive: Receive) -> Result:
+    """The result of `work`, which is cancelled when the client leaves first: then _ClientLeft."""
+    task = asyncio.current_task()
+    assert task is not None
+    watch = asyncio.ensure_future(_left(receive))
+    watch.add_done_callback(lambda ended: None if ended.cancelled() else task.cancel())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not watch.done():
+            raise
+        task.uncancel()
+        raise _ClientLeft from None
+    finally:
+        watch.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_error(send: Send, error: Refusal) -> None:
+    content = {"error": {"message": str(error), "type": error.kind, "code": error.status}}
+    await _send(send=send, status=error.status, body=json.dumps(content).encode(), more=error.headers)
+
+
+async def _send(
+    send: Send, status: int, body: bytes, content_type: str = "application/json", more: Mapping[str, str] | None = None
+) -> None:
+    headers = {"Content-Type": content_type, "Content-Length": str(len(body)), **(more or {})}
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,70 @@
+"""The reply to a completion, the same from both engines: vLLM's OpenAI-compatible one, with token ids, no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+""""error": the logits were not finite."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a request ended; all tokens were sampled by `version`, unless `earlier` says otherwise."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    version: int
+    prompt_logprobs: list[float] | None = None
+    """Of the prompt's tokens but the first, at temperature 1, when they were asked for and the request was admitted."""
+    earlier: int | None = None
+    """The version before, where it changed meanwhile: then only the last token is known to be of `version`."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all log-probabilities are numbers."""
+        return not any(value != value for value in (*self.logprobs, *(self.prompt_logprobs or ())))
+
+    @property
+    def versions(self) -> list[list[int]]:
+        """[first token, version] of each stretch of tokens."""
+        if not self.token_ids:
+            return []
+        if self.earlier is None:
+            return [[0, self.version]]
+        return [[0, self.earlier], [len(self.token_ids) - 1, self.version]]
+
+
+def completion_reply(number: int, model: str, prompt: Sequence[int], result: Result) -> dict[str, Any]:
+    """The reply to /v1/completions; `weight_version` is the version at its end."""
+    choice: dict[str, Any] = {
+        "index": 0,
+        "text": "",
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "logprobs": {
+            "token_logprobs": result.logprobs,
+            "tokens": [f"token_id:{token}" for token in result.token_ids],
+        },
+    }
+    if result.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = _prompt_logprobs(prompt, result.prompt_logprobs)
+    used = len(result.token_ids)
+    prompt_tokens = len(prompt)
+    return {
+        "id": f"cmpl-{number}",
+        "object": "text_completion",
+        "model": model,
+        "choices": [choice],
+        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": used, "total_tokens": prompt_tokens + used},
+        "weight_version": result.version,
+        "weight_versions": result.versions,
+    }
+
+
+def _prompt_logprobs(prompt: Sequence[int], values: Sequence[float]) -> list[dict[str, Any] | None]:
+    """As vLLM gives them: nothing is known of the first token."""
+    return [None, *({str(token): {"logprob": value}} for token, value in zip(prompt[1:], values, strict=True))]

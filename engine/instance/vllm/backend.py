@@ -1,0 +1,249 @@
+"""vLLM's engine behind the HTTP routes: completions by its EngineClient, weights by our session in its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from engine.instance.protocol import Completion, RequestLimits
+from engine.instance.refusals import Conflict, Refusal
+from engine.instance.replies import Result
+from engine.instance.vllm import sampling
+from engine.instance.vllm.weight_version import WeightVersionReader
+
+LOAD_S = 0.5
+"""Seconds GET /load waits for the workers before it gives the version that they had last: a busy engine lives, too."""
+DRAIN_S = 60.0
+"""Seconds a pause waits for replies that vLLM has finished to be finished here."""
+
+POLL_S = 0.0005
+MAX_POLL_S = 0.02
+"""How often a transfer under way is looked at: first, and when it takes long."""
+
+
+class VllmBackend:
+    """A Backend: vLLM's engine, whether it is paused, which completions are under way."""
+
+    def __init__(self, engine: Any) -> None:  # noqa: ANN401
+        """`engine`: vLLM's EngineClient."""
+        config = engine.vllm_config
+        self.model: str = config.model_config.model
+        self.limits = RequestLimits(
+            config.model_config.get_vocab_size(),
+            config.model_config.max_model_len,
+            sampling.stop_ids(Path(self.model)),
+        )
+        self.world_size: int = config.parallel_config.world_size_across_dp
+        self._engine = engine
+        self._seats = config.scheduler_config.max_num_seqs
+        self._version = WeightVersionReader(self._read_version)
+        self._paused = False
+        self._draining = 0  # pauses under way
+        self._held: set[asyncio.Future[bool]] = set()
+        self._idle = asyncio.Event()  # no completion between vLLM and its reply
+        self._idle.set()
+        self._running = self._generated = self._prefills = self._jobs = 0
+        self._updating = False
+        self._mixed = False
+        """Some weights are new, and an update that failed has not named them."""
+        self._control = asyncio.Lock()
+        self._numbers = itertools.count()
+
+    # completions ----------------------------------------------------------------------------------
+
+    async def complete(self, asked: Completion) -> Result:
+        """Conflict after a weight update that failed half-way."""
+        if self._mixed and not self._updating:
+            raise Conflict("a weight update failed half-way: this instance has no whole weights until another succeeds")
+        if not await self._admitted():
+            return Result(token_ids=[], logprobs=[], finish_reason="abort", version=self._version.known)
+        self._running += 1
+        self._idle.clear()
+        try:
+            before = await self._version.before()
+            output = await self._generate(asked)
+            after = await self._version.after()
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+        result = sampling.result(output, after, before if before != after else None)
+        self._generated += len(result.token_ids)
+        self._prefills += bool(result.token_ids) and not output.num_cached_tokens
+        return result
+
+    async def _admitted(self) -> bool:
+        """Whether the prompt may go to vLLM, once the instance is not paused. False: it is aborted."""
+        while self._paused:
+            turn = asyncio.get_running_loop().create_future()
+            self._held.add(turn)
+            try:
+                if not await turn:
+                    return False
+            finally:
+                self._held.discard(turn)
+        return True
+
+    def _let_go(self, admitted: bool) -> None:
+        for turn in self._held:
+            if not turn.done():
+                turn.set_result(admitted)
+
+    async def _generate(self, asked: Completion) -> Any:  # noqa: ANN401
+        """vLLM's RequestOutput; it drops the request when this is cancelled."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        wanted = SamplingParams(**sampling.arguments(asked), output_kind=RequestOutputKind.FINAL_ONLY)
+        prompt = {"type": "token", "prompt_token_ids": list(asked.prompt)}
+        async for output in self._engine.generate(prompt, wanted, f"metronome-{next(self._numbers)}"):
+            if output.finished:
+                return output
+        raise Refusal(500, "vLLM ended a request without a result")
+
+    # state ----------------------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Raises vLLM's EngineDeadError."""
+        await self._engine.check_health()
+
+    async def weight_version(self) -> int:
+        """Of the last finished update, from the workers."""
+        return await self._version.after()
+
+    async def load(self) -> dict[str, int]:
+        """The version is the last one known where the engine is too busy to say."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOAD_S):
+                await self._version.after()
+        running = min(self._running, self._seats)
+        return {
+            "running": running,
+            "waiting": len(self._held) + self._running - running,
+            "prefills": self._prefills,
+            "generated_tokens": self._generated,
+            "weight_version": self._version.known,
+        }
+
+    async def metrics(self) -> bytes:
+        """vLLM's."""
+        from prometheus_client import generate_latest
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        return generate_latest(get_prometheus_registry())
+
+    async def pause(self, abort: bool) -> None:
+        """Hold new completions back; returns when none is under way."""
+        self._paused = True
+        self._draining += 1
+        try:
+            if abort:
+                self._let_go(admitted=False)
+            else:
+                await self._idle.wait()  # outside the lock: a client that gives up waiting may pause with abort
+            async with self._control:
+                await self._engine.pause_generation(mode="abort" if abort else "wait")
+                async with asyncio.timeout(DRAIN_S):
+                    await self._idle.wait()
+        except TimeoutError:
+            raise Refusal(
+                500, f"{self._running} completions are still under way {DRAIN_S:g} s after vLLM paused"
+            ) from None
+        finally:
+            self._draining -= 1
+
+    async def resume(self) -> None:
+        """Let completions go on."""
+        async with self._control:
+            if self._draining:
+                raise Conflict(f"{self._running} responses are still draining; resume when /pause has answered")
+            if self._updating or self._mixed:
+                raise Conflict(
+                    "a weight update is unfinished; send /finish_weight_update, or, if it failed, start again"
+                )
+            await self._engine.resume_generation()
+            self._paused = False
+            self._let_go(admitted=True)
+
+    async def reset_prefix_cache(self) -> None:
+        """vLLM can't while a request holds some of it, and says so: then it is a Conflict here."""
+        for pause_s in (0.0, 0.01, 0.1, 0.5):  # what a finished request held is free a moment later
+            await asyncio.sleep(pause_s)
+            if await self._engine.reset_prefix_cache() is not False:
+                return
+        raise Conflict("running requests hold cached prompts; call /pause before /reset_prefix_cache")
+
+    # weights --------------------------------------------------------------------------------------
+
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """In every worker."""
+        await self._job("connect", init_info)
+
+    async def start_update(self) -> None:
+        """Again is to begin anew."""
+        async with self._control:
+            if not self._paused or self._running:
+                raise Conflict(f"{self._running} running, paused: {self._paused}; await /pause first")
+            await self._workers("start")
+            self._updating = True
+
+    async def update(self, update_info: dict[str, Any]) -> None:
+        """One bucket: into the model, or (staged) into host memory while generation goes on."""
+        if update_info.get("staged"):
+            await self._workers("stage", update_info)
+        else:
+            await self._in_update(lambda: self._job("receive", update_info))
+
+    async def finish_update(self, version: int) -> None:
+        """From now on the workers hold this version."""
+        await self._in_update(lambda: self._workers("finish", version))
+        self._updating = self._mixed = False
+        await self._version.after()
+
+    async def _in_update(self, step: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """A refused step ends the update in the workers; with several of them also in those that did not refuse."""
+        async with self._control:
+            if not self._updating:
+                raise Conflict("no weight update was started; send /start_weight_update first")
+            try:
+                await step()
+            except Refusal:
+                self._updating = False
+                await self._workers("abort")
+                self._mixed = any(state["damaged"] for state in await self._workers("state"))
+                if self._mixed:
+                    self._let_go(admitted=False)
+                raise
+
+    async def _job(self, kind: str, info: dict[str, Any]) -> None:
+        """WeightSession.begin, and its end; meanwhile the engine can be asked other things."""
+        self._jobs += 1
+        number = self._jobs
+        pause_s = POLL_S
+        await self._workers("begin", {"number": number, kind: info})
+        while not all(await self._workers("poll", number)):
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, MAX_POLL_S)
+
+    # workers --------------------------------------------------------------------------------------
+
+    async def _workers(self, action: str, argument: Any = None) -> list[Any]:  # noqa: ANN401
+        """The same action in every worker. Refusal with the first error, or where the argument can't be sent."""
+        try:
+            answers = await self._engine.collective_rpc("metronome", args=(action, argument))
+        except OverflowError as error:  # of 64 bits; nothing was sent
+            raise Refusal(400, f"a number in the body is too large: {error}") from None
+        for answer in answers:
+            if "error" in answer:
+                raise Refusal(answer["status"], answer["error"], answer["kind"])
+        return [answer["result"] for answer in answers]
+
+    async def _read_version(self) -> int:
+        versions = {state["weight_version"] for state in await self._workers("state")}
+        if len(versions) != 1:
+            raise Refusal(500, f"this instance's workers hold different weight versions: {sorted(versions)}")
+        return int(versions.pop())

@@ -1,0 +1,118 @@
+"""The record of a run: the windows and early work of each trainer unit, in the order in which they were leased."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+
+from engine.config import Config
+from engine.config.keys import current_names, flatten
+from engine.errors import BadInput
+from engine.model.shape import content_hash
+from engine.wire.messages import EarlyWork, PackedGroup, PackedLanded, Window
+
+PLAN = (
+    "model.dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "train.prompts_per_step",
+    "train.micro_batch_tokens", "train.learning_rate", "train.schedule", "train.warmup_steps", "train.weight_decay",
+    "train.betas", "train.max_grad_norm", "train.dtype", "train.recompute", "train.distributed_optimizer", "algorithm",
+    "attention", "parallel",
+)  # fmt: skip
+"""Keys whose values, with the content of the base model, must be those of the recorded run, so that a replay gives the
+same weights. A name without a dot stands for a whole table."""
+
+
+class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One reply to a unit: a window to train, or responses to score early."""
+
+    unit: int
+    step: int
+    groups: tuple[PackedGroup, ...] = ()
+    landed: tuple[PackedLanded, ...] = ()
+
+
+class RecordWriter:
+    """Writes `record.msgpack`: first the settings, then each window and early work that a unit leases.
+
+    Micro-batches are not recorded, because they are a function of the windows.
+    """
+
+    def __init__(self, path: Path, config: Config, start: int) -> None:
+        """Open the record. On resume the entries of steps from `start` on are removed, because these steps are redone.
+
+        Raises BadInput if the settings differ from those of the record that is continued: a replay has one plan for
+        all steps.
+        """
+        kept = [entry for entry in read(path) if entry.step < start] if path.exists() else []
+        if kept:
+            _check_same_plan(path, config, "--resume", "keep it, or go on with train.record = false")
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            file.write(msgspec.msgpack.encode({"plan": plan(config)}))
+            file.writelines(map(msgspec.msgpack.encode, kept))
+        partial.rename(path)
+        self._file = path.open("ab")
+
+    def add(self, step: int, unit: int, given: Window | EarlyWork) -> None:
+        """Append a window or early work of a unit."""
+        groups, landed = (given.groups, ()) if isinstance(given, Window) else ((), given.landed)
+        self._file.write(msgspec.msgpack.encode(RecordEntry(unit=unit, step=step, groups=groups, landed=landed)))
+
+    def flush(self) -> None:
+        """Pass the added entries on to the operating system; called once a step."""
+        self._file.flush()
+
+
+def plan(config: Config) -> dict[str, Any]:
+    """Return the settings of `PLAN` by key, as JSON values, and the hash of the base model, whose files are read.
+
+    They include train.steps if the learning rate falls towards the last step.
+    """
+    flat = flatten(config.model_dump(mode="json"))
+    found: dict[str, Any] = {"content of model.path": content_hash(Path(config.model.path))}
+    falls = config.train.schedule != "constant"
+    for key in (*PLAN, "train.steps") if falls else PLAN:
+        found |= {name: value for name, value in flat.items() if f"{name}.".startswith(f"{key}.")}
+    return found
+
+
+def _unpack_items(path: Path) -> Iterator[Any]:
+    try:
+        with path.open("rb") as file:
+            yield from msgpack.Unpacker(file)
+    except FileNotFoundError:
+        raise BadInput(f"--replay {path}: no such file; a run with train.record = true writes record.msgpack") from None
+    except (msgpack.UnpackException, ValueError) as error:
+        raise BadInput(f"--replay {path}: not a record of train.record ({error})") from None
+
+
+def read(path: Path) -> Iterator[RecordEntry]:
+    """Iterate over the entries of a record. Raises BadInput for a file that is no record, or is damaged."""
+    items = _unpack_items(path)
+    header = next(items, None)
+    if not isinstance(header, dict) or not isinstance(header.get("plan"), dict):
+        raise BadInput(f"--replay {path}: not a record of train.record (it does not begin with a run's settings)")
+    for number, entry in enumerate(items):
+        try:
+            yield msgspec.convert(entry, RecordEntry)
+        except msgspec.ValidationError as error:
+            raise BadInput(
+                f"--replay {path}: entry {number} is damaged ({error}); replay with a whole copy of record.msgpack"
+            ) from None
+
+
+def check(path: Path, config: Config) -> None:
+    """Raise BadInput unless the file is a record of a run with the settings that a replay needs."""
+    for _ in read(path):
+        pass  # read it to the end, so that a damaged entry is refused now
+    _check_same_plan(path, config, f"--replay {path}", "replay with the recorded run's own config.toml")
+
+
+def _check_same_plan(path: Path, config: Config, what: str, remedy: str) -> None:
+    recorded = current_names(next(_unpack_items(path))["plan"])
+    for key, value in plan(config).items():
+        if recorded.get(key) != value:
+            raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")

@@ -1,0 +1,249 @@
+"""vLLM's backend behind the routes, over an engine that only plays vLLM's: what pauses, updates and faults do."""
+
+import asyncio
+import json
+import sys
+import types
+
+import httpx
+import pytest
+
+from engine.instance.http import InstanceApp
+from engine.instance.vllm.backend import VllmBackend
+
+PROMPT = [5, 9, 2]
+ASKED = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
+
+
+class Engine:
+    """Answers when it is let; its worker's weights are a version and whether they are whole."""
+
+    def __init__(self, folder):
+        (folder / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+        model = types.SimpleNamespace(model=str(folder), max_model_len=20, get_vocab_size=lambda: 50)
+        self.vllm_config = types.SimpleNamespace(
+            model_config=model,
+            parallel_config=types.SimpleNamespace(world_size_across_dp=1),
+            scheduler_config=types.SimpleNamespace(max_num_seqs=1),
+        )
+        self.running = {}
+        self.asked = []
+        self.dropped = []
+        self.logprob = -0.5
+        self.state = {"weight_version": 0, "damaged": False, "updating": False}
+        self.refuses = None
+        self.dies = False
+
+    async def generate(self, prompt, params, request_id):
+        if self.dies:
+            raise RuntimeError("EngineCore is gone")
+        self.asked.append((prompt, params.given))
+        ended = self.running[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            reason = await ended
+        except asyncio.CancelledError:
+            self.dropped.append(request_id)
+            raise
+        finally:
+            del self.running[request_id]
+        tokens = [7, 8] if reason == "length" else [7]
+        scored = [{token: types.SimpleNamespace(logprob=self.logprob)} for token in tokens]
+        sampled = types.SimpleNamespace(token_ids=tokens, logprobs=scored, finish_reason=reason)
+        prompt_logprobs = [None, *({token: types.SimpleNamespace(logprob=-1.5)} for token in PROMPT[1:])]
+        yield types.SimpleNamespace(
+            finished=True,
+            outputs=[sampled],
+            prompt_token_ids=PROMPT,
+            prompt_logprobs=prompt_logprobs if "prompt_logprobs" in params.given else None,
+            num_cached_tokens=0,
+        )
+
+    def end(self, reason="length"):
+        for ended in self.running.values():
+            ended.set_result(reason)
+
+    async def pause_generation(self, mode):
+        if mode == "abort":
+            self.end("abort")
+
+    async def resume_generation(self):
+        pass
+
+    async def reset_prefix_cache(self):
+        return True
+
+    async def check_health(self):
+        if self.dies:
+            raise RuntimeError("EngineCore is gone")
+
+    async def collective_rpc(self, method, args):
+        action, argument = args
+        if action == self.refuses:
+            return [{"error": "model.norm was corrupted on its way", "kind": "BadRequestError", "status": 400}]
+        if action == "finish":
+            self.state |= {"weight_version": argument, "damaged": False}
+        return [{"result": {"state": dict(self.state), "poll": True}.get(action)}]
+
+
+class Params:
+    def __init__(self, **given):
+        self.given = given
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    vllm = types.ModuleType("vllm")
+    vllm.SamplingParams = Params
+    settings = types.ModuleType("vllm.sampling_params")
+    settings.RequestOutputKind = types.SimpleNamespace(FINAL_ONLY=2)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", settings)
+    monkeypatch.delenv("METRONOME_TOKEN", raising=False)
+    return Engine(tmp_path)
+
+
+@pytest.fixture
+async def client(engine):
+    app = InstanceApp(VllmBackend(engine), open_requests=8, read_s=5.0)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://instance") as made:
+        yield made
+
+
+async def post(client, route, status=200, **body):
+    reply = await client.post(route, json=body)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def begin(client, **more):
+    return asyncio.create_task(post(client, "/v1/completions", **ASKED | more))
+
+
+async def runs(engine, count):
+    async with asyncio.timeout(5):
+        while len(engine.running) != count:
+            await asyncio.sleep(0)
+
+
+async def until(client, **expected):
+    async with asyncio.timeout(5):
+        while not expected.items() <= (await client.get("/load")).json().items():
+            await asyncio.sleep(0)
+
+
+async def test_vllm_gets_the_checked_request_and_its_output_becomes_our_reply(client, engine, tmp_path):
+    task = begin(client, seed=3, prompt_logprobs=0, stop_token_ids=[9])
+    await runs(engine, 1)
+    engine.end()
+    reply = await task
+    ((prompt, given),) = engine.asked
+    assert prompt["prompt_token_ids"] == PROMPT
+    wanted = {"max_tokens": 2, "temperature": 1.0, "seed": 3, "stop_token_ids": [9], "ignore_eos": True}
+    assert wanted.items() <= given.items()
+    [choice] = reply["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == ([7, 8], "length")
+    assert choice["logprobs"] == {"token_logprobs": [-0.5, -0.5], "tokens": ["token_id:7", "token_id:8"]}
+    assert choice["prompt_logprobs"] == [None, {"9": {"logprob": -1.5}}, {"2": {"logprob": -1.5}}]
+    assert (reply["model"], reply["weight_versions"]) == (str(tmp_path), [[0, 0]])
+    await until(client, generated_tokens=2, prefills=1, running=0)
+
+
+async def test_a_version_that_changes_meanwhile_is_seen_in_the_reply(client, engine):
+    task = begin(client)
+    await runs(engine, 1)
+    engine.state["weight_version"] = 4
+    engine.end()
+    reply = await task
+    assert (reply["weight_version"], reply["weight_versions"]) == (4, [[0, 0], [1, 4]])
+
+
+async def test_a_pause_holds_back_and_an_abort_also_ends_what_is_held(client, engine):
+    await post(client, "/pause?mode=wait")
+    early = begin(client)
+    await until(client, waiting=1)
+    await post(client, "/resume")
+    await until(client, running=1)
+    late = begin(client)
+    await runs(engine, 2)
+    await until(client, running=1, waiting=1)  # one slot
+    draining = asyncio.create_task(post(client, "/pause?mode=wait"))
+    held = begin(client)
+    await until(client, waiting=2)
+    error = await post(client, "/resume", status=409)
+    assert "still draining" in error["error"]["message"]
+    await post(client, "/pause?mode=abort")
+    assert await draining == {"status": "paused"}
+    choices = [(await task)["choices"][0] for task in (early, late, held)]
+    assert [choice["finish_reason"] for choice in choices] == ["abort"] * 3
+    assert [len(choice["token_ids"]) for choice in choices] == [1, 1, 0]
+    await post(client, "/resume")
+
+
+async def test_a_mixture_of_weights_answers_nothing_until_a_whole_update(client, engine):
+    await post(client, "/start_weight_update", status=409)  # not paused
+    await post(client, "/pause")
+    await post(client, "/update_weights", status=409, update_info={"transport": "base"})
+    await post(client, "/start_weight_update")
+    held = begin(client)
+    await until(client, waiting=1)
+    engine.refuses = "begin"
+    engine.state["damaged"] = True
+    error = await post(client, "/update_weights", status=400, update_info={"transport": "base"})
+    assert "model.norm" in error["error"]["message"]
+    assert (await held)["choices"][0]["finish_reason"] == "abort"
+    await post(client, "/resume", status=409)
+    error = await post(client, "/v1/completions", status=409, **ASKED)
+    assert "half-way" in error["error"]["message"]
+    engine.refuses = None
+    await post(client, "/start_weight_update")
+    await post(client, "/update_weights", update_info={"transport": "base"})
+    assert await post(client, "/finish_weight_update", weight_version=3) == {"weight_version": 3}
+    await post(client, "/resume")
+    assert (await client.get("/weight_version")).json() == {"weight_version": 3}
+
+
+async def test_a_refused_bucket_of_which_nothing_was_loaded_leaves_the_old_weights(client, engine):
+    await post(client, "/pause")
+    await post(client, "/start_weight_update")
+    engine.refuses = "begin"
+    await post(client, "/update_weights", status=400, update_info={"transport": "base"})
+    await post(client, "/finish_weight_update", status=409, weight_version=3)
+    await post(client, "/resume")
+
+
+async def test_a_client_that_leaves_makes_vllm_drop_its_request(engine):
+    app = InstanceApp(VllmBackend(engine), open_requests=8, read_s=5.0)
+    left = asyncio.Event()
+    sent = []
+    messages = [{"type": "http.request", "body": json.dumps(ASKED).encode()}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    task = asyncio.create_task(app(scope, receive, send))
+    await runs(engine, 1)
+    left.set()
+    await asyncio.wait_for(task, 5)
+    assert len(engine.dropped) == 1
+    assert sent == []
+
+
+@pytest.mark.parametrize("how", ["nan", "dies"])
+async def test_faults_of_the_engine_are_500_in_our_form(client, engine, how):
+    engine.dies = how == "dies"
+    engine.logprob = float("nan")
+    task = asyncio.create_task(post(client, "/v1/completions", status=500, **ASKED))
+    if how == "nan":
+        await runs(engine, 1)
+        engine.end()
+    error = (await task)["error"]
+    assert (error["type"], error["code"]) == ("InternalServerError", 500)
+    assert ("not finite" if how == "nan" else "EngineCore is gone") in error["message"]
+    assert (await client.get("/health")).status_code == (500 if how == "dies" else 200)
