@@ -1,25 +1,26 @@
-"""End to end against TRL's GRPOTrainer on two cores: `python benchmarks/against_trl.py [--pairs 2] [--steps 4]`
+"""Compares Metronome with TRL's GRPOTrainer, end to end on two cores: `python benchmarks/against_trl.py [--pairs 2]
+[--steps 4]`
 
-The same tiny Qwen3 (hidden 128, 4 layers, vocabulary 512, fp32), the same 110-token prompts, 16 prompts x 8 responses x
-128 new tokens, temperature 1, kl_coef 0.04, the same reward, learning rate and optimizer (AdamW, no weight decay). TRL
-1.16 runs in an environment of its own, which the script makes once (runs/environments, about 1 GB, by pip). Runs
-alternate: TRL, ours with old_policy "behavior", ours with "previous", and again. All responses have full length on both
-sides because of the model itself: its end token has a probability of 1e-12 (`out_of_reach`); the lengths of both sides
-are checked.
+Both train the same tiny Qwen3 (hidden 128, 4 layers, vocabulary 512, fp32) with the same 110-token prompts, 16 prompts
+x 8 responses x 128 new tokens, temperature 1, kl_coef 0.04, the same reward, learning rate and optimizer (AdamW, no
+weight decay). TRL 1.16 runs in an environment of its own, which the script makes once (runs/environments, about 1 GB,
+by pip). Runs alternate: TRL, Metronome with old_policy "behavior", Metronome with "previous", and again. All responses
+have full length on both sides, because the model's end token has a probability of 1e-12 (`out_of_reach`). The lengths
+of both sides are checked.
 
-The measure: trained tokens/s, prompt and response tokens of every response over the time from one update's end to the
-next; the first steps of a run are dropped. Required: 2.0 times TRL's with "behavior" (which is what TRL computes: ratio
-1, no third copy) and 1.7 with "previous" (one model's forward more than TRL).
+The measure is trained tokens/s: prompt and response tokens of every response, over the time from the end of one update
+to the end of the next. The first steps of a run do not count. With "behavior" Metronome computes the same as TRL (ratio
+1, no third copy); with "previous" it computes one forward pass more.
 
-What was tuned. Ours: one computing thread per process, and how processes share the cores (`--layout`): "one each" is a
-trainer on one core and an instance on the other; "two each" (default) a trainer replica and an instance on both, so
-that no core waits for the other, and half of the step's groups in flight on each instance, since large batches decode
-faster; train.micro_batch_tokens, see LAYOUTS. TRL: two threads; fp32 (bf16, its default, is slower on this CPU); no
-gradient checkpointing (it is on by default); micro-batch, cache and generation, see TRL; no vLLM.
+These settings were tuned. Metronome: one computing thread per process, train.micro_batch_tokens (see LAYOUTS), and the
+use of the cores (`--layout`). "one each" is a trainer on one core and an instance on the other. "two each" (default) is
+a trainer replica and an instance on each core, so that no core waits for the other, and half of the step's groups in
+flight on each instance, because large batches decode faster. TRL: two threads; fp32 (bf16, its default, is slower on
+this CPU); no gradient checkpointing (it is on by default); micro-batch, cache and generation (see TRL); no vLLM.
 
-Printed besides: where the time goes, and the ceiling: the step if both cores were always busy with nothing but
-generation, forward and backward, each at its speed in a sync run of the same layout (where generation and training take
-turns). Last line: RESULT {json}.
+The output also shows the parts of a step's time, and the ceiling: the speed if both cores were always busy with
+generation, forward and backward, each at its speed in a sync run of the same layout (in which generation and training
+take turns). Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ PROMPT_TOKENS = 110
 RATE = 1e-6
 KL = 0.04
 WARM_UP = 2
-"""First steps of a run, not counted."""
+"""Number of first steps of a run that do not count."""
 REQUIRED = {"behavior": 2.0, "previous": 1.7}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one each": {
@@ -76,7 +77,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "train.micro_batch_tokens": 1200,
     },
 }
-"""A group is 1134 tokens with its prompt once."""
+"""Settings of each layout. A group has 1134 tokens if its prompt counts once."""
 TRL = {"--micro-batch": 32, "--threads": 2}
 
 
@@ -111,8 +112,8 @@ def main() -> None:
 def measure(
     python: Path, model: Path, problems: Path, arguments: argparse.Namespace, folder: Path
 ) -> dict[str, list[list[Step]]]:
-    """Steady steps of every run, runs alternating: {side: runs}.
-    A sync run of each kind at the end, for the ceiling."""
+    """The steady steps of every run, by side; the runs alternate. At the end there is a sync run of each kind, for the
+    ceiling."""
     found: dict[str, list[list[Step]]] = {"trl": [], **{name: [] for name in REQUIRED}}
     count = arguments.steps + WARM_UP
     tuned = LAYOUTS[arguments.layout] | dict(item.split("=", 1) for item in arguments.set)
@@ -150,10 +151,10 @@ def make_model(folder: Path) -> Path:
 
 @torch.no_grad()
 def out_of_reach(model: Qwen3ForCausalLM, ids: list[int], size: float = 4.0) -> None:
-    """Take the last hidden dimension as a bias: embeddings have `size` there, those of `ids` −`size`, and no layer
-    writes to it.
+    """Lower the logits of `ids` so far that they are never sampled.
 
-    With tied embeddings their logits fall by 2 · size² / rms, here by about 22, so that they are never sampled.
+    The last hidden dimension becomes a bias: embeddings have `size` there, those of `ids` have −`size`, and no layer
+    writes to it. With tied embeddings the logits of `ids` fall by 2 · size² / rms, here by about 22.
     """
     embedding = model.get_input_embeddings().weight
     embedding[:, -1] = size
@@ -164,7 +165,7 @@ def out_of_reach(model: Qwen3ForCausalLM, ids: list[int], size: float = 4.0) -> 
 
 
 def make_problems(path: Path, steps: int) -> Path:
-    """Different prompts for every step, all of PROMPT_TOKENS letters and spaces: no side has to pad."""
+    """Different prompts for every step. All have PROMPT_TOKENS letters and spaces, so no side needs padding."""
     draw = random.Random(0)
     texts = [
         "".join(draw.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(PROMPT_TOKENS))
@@ -178,7 +179,7 @@ def make_problems(path: Path, steps: int) -> Path:
 
 
 def environment() -> Path:
-    """The Python of TRL's own environment; made first if it isn't there or holds other packages."""
+    """The Python of TRL's environment, which is made first if it is missing or has other packages."""
     folder = CACHE / "environments/trl"
     python = folder / "bin/python"
     marker = folder / "packages.json"
@@ -191,7 +192,7 @@ def environment() -> Path:
 
 
 def run_trl(python: Path, model: Path, problems: Path, steps: int, changes: dict[str, Any] | None = None) -> list[Step]:
-    """One run of TRL, with these options of trl_side.py changed; its steady steps."""
+    """Run TRL once; returns its steady steps. `changes`: options of trl_side.py."""
     options = {
         "--model": model,
         "--problems": problems,
@@ -240,7 +241,7 @@ def check_lengths(side: str, means: list[float]) -> None:
 
 
 def run_ours(model: Path, problems: Path, steps: int, folder: Path, changes: dict[str, Any]) -> list[Step]:
-    """One run of the launcher; its steady steps."""
+    """Run the launcher once; returns its steady steps."""
     config = run_launcher(
         {
             "run.output": folder,
@@ -272,7 +273,7 @@ def run_ours(model: Path, problems: Path, steps: int, folder: Path, changes: dic
 
 
 def update_ends(spans: list[dict[str, Any]]) -> Iterator[float]:
-    """When each step's update was done, in order of steps; with several replicas when the last was."""
+    """The end of each step's update, in order of steps; with several replicas that of the last one."""
     ends: dict[int, float] = {}
     for span in spans:
         if span["name"] == "update":
@@ -289,7 +290,7 @@ def tokens_per_s(steps: list[Step]) -> float:
 
 
 def figures(found: dict[str, list[list[Step]]], cores: int) -> dict[str, Any]:
-    """Rates, ratios, ceilings. `cores`: on how many each kind of work is spread."""
+    """Rates, ratios and ceilings. `cores`: the number of cores on which each kind of work runs."""
     result: dict[str, Any] = {"trl_tokens_per_s": tokens_per_s(sum(found["trl"], []))}
     for old, required in REQUIRED.items():
         rate = tokens_per_s(sum(found[old], []))
@@ -309,8 +310,7 @@ def figures(found: dict[str, list[list[Step]]], cores: int) -> dict[str, Any]:
 
 
 def core_seconds(sync: list[Step], old: str, cores: int) -> dict[str, float]:
-    """What a step's work takes of all cores together;
-    the policy's forward is taken to cost what a frozen model's does."""
+    """Core-seconds of the parts of a step. The policy's forward pass is assumed to cost as much as a frozen model's."""
     frozen = 2 if old == "previous" else 1
     mean = {key: cores * statistics.mean(step.parts[key] for step in sync) for key in sync[0].parts}
     forward = mean["score_s"] / frozen
@@ -324,7 +324,7 @@ def core_seconds(sync: list[Step], old: str, cores: int) -> dict[str, float]:
 
 
 def show(found: dict[str, list[list[Step]]], result: dict[str, Any]) -> None:
-    """For people."""
+    """Print the result as text."""
     print("\nseconds of a step, mean:")
     for side, runs in found.items():
         steps = sum(runs, [])

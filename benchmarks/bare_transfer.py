@@ -1,6 +1,6 @@
-"""What benchmarks/weight_sync.py holds its syncs against: the same bytes moved with nothing around them.
+"""The bare transfers with which benchmarks/weight_sync.py compares its syncs: only the same bytes are moved.
 
-gloo: broadcast to receivers in processes of their own; file: written, and read by as many readers.
+gloo: a broadcast to receivers in processes of their own. file: the bytes are written, and read by as many readers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from engine.wire.weights.groups import Rendezvous, join
 def bare_transfer(
     transport: str, sizes: list[int], count: int, folder: Path, timeout_s: float
 ) -> Iterator[tuple[Callable[[], None], list[int]]]:
-    """A function that moves buckets of these sizes to `count` receivers once, and the receivers' process ids; the
-    memory is reused on both sides."""
+    """A function that moves buckets of these sizes to `count` receivers once, and the receivers' process ids. Both
+    sides use their memory again."""
     buffer = torch.ones(max(sizes), dtype=torch.uint8)
     if transport == "file":
         readers = [torch.ones(max(sizes), dtype=torch.uint8) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What the benchmarks share: models, runs of the launcher, and the few places where they reach into the engine."""
+"""Functions that several benchmarks use: models, runs of the launcher, and access to internals of the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.trainer.policy import Policy
 
 CACHE = HOME / "runs"
-"""Ignored by git: models and environments that benchmarks make once."""
+"""Folder for models and environments that benchmarks make once. git ignores it."""
 
 
 def quickstart_model() -> Path:
@@ -36,7 +36,7 @@ def quickstart_model() -> Path:
 
 
 def run_launcher(settings: Mapping[str, Any], recipe: str | None = None, timeout_s: float = 600.0) -> Config:
-    """One run of the real launcher in processes of its own, to its end; raises if it fails. Returns its config."""
+    """Run the real launcher, in processes of its own, to its end. Returns its config; raises if it fails."""
     config = load(recipe, [f"{key}={value}" for key, value in settings.items()])
     path = Path(config.run.output) / f"{config.run.name}.toml"
     dump(config, path)
@@ -57,8 +57,8 @@ def one_rank() -> Iterator[None]:
 
 
 def random_qwen3(folder: Path, hidden: int, layers: int, vocabulary: int, context: int = 16384) -> Path:
-    """A random tied Qwen3 with heads of 64 (of hidden / 8 when small), two queries a key, MLP of 3 · hidden;
-    no tokenizer."""
+    """A random tied Qwen3 with heads of size 64 (hidden / 8 if that is smaller), two queries per key, an MLP of
+    3 · hidden, and no tokenizer."""
     torch.manual_seed(0)
     head_dim = min(64, hidden // 8)
     config = Qwen3Config(
@@ -80,7 +80,7 @@ def random_qwen3(folder: Path, hidden: int, layers: int, vocabulary: int, contex
 
 
 def build_policy(model: Path, shared_prompt: bool, micro_batch_tokens: int) -> Policy:
-    """The trainer's policy alone: no frozen copies, so that `accumulate` is one forward, loss and backward."""
+    """The trainer's policy without frozen copies, so that `accumulate` is one forward, loss and backward."""
     from engine.trainer.policy import Policy
 
     config = load(
@@ -97,7 +97,7 @@ def build_policy(model: Path, shared_prompt: bool, micro_batch_tokens: int) -> P
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    """What `accumulate` has added up, by Hugging Face's names; the step's denominator is not applied."""
+    """The gradients that `accumulate` has added up, by Hugging Face's names, without the step's denominator."""
     from engine.model.hf_weights import export
 
     found = {name: parameter.main_grad for name, parameter in policy.models.policy.named_parameters()}
@@ -105,7 +105,7 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def random_group(prompt: int, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> Group:
-    """A prompt of `prompt` random tokens with responses of these lengths, rewards random."""
+    """A prompt of `prompt` random tokens with responses of these lengths and random rewards."""
     draw = random.Random(seed)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -134,10 +134,10 @@ def random_group(prompt: int, lengths: Sequence[int], vocabulary: int, seed: int
 
 
 def alternating(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of each side's calls, taken in turn; a first call of each warms up and is not counted.
+    """CPU seconds of each side's calls. The sides take turns; a first call of each warms up and does not count.
 
-    With one computing thread they are what a call takes on a free core, and other jobs on the machine disturb them
-    less.
+    With one computing thread, CPU seconds are the time of a call on a free core. Other jobs on the machine disturb them
+    less than wall time.
     """
     found: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(repeats + 1):
@@ -150,5 +150,5 @@ def alternating(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[s
 
 
 def result(figures: Mapping[str, Any]) -> None:
-    """The last line of every benchmark."""
+    """Print the last line of a benchmark."""
     print("RESULT " + json.dumps(figures), flush=True)

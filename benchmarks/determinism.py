@@ -1,6 +1,6 @@
-"""What determinism costs: the embedded engine with `rollout.deterministic` off and on, on the quickstart's workload.
+"""The cost of determinism: the embedded engine with `rollout.deterministic` off and on, on the quickstart's workload.
 
-`python benchmarks/determinism.py [--model DIR]` samples the same prompts in groups of 8 with both, alternating, and
+`python benchmarks/determinism.py [--model DIR]` samples the same prompts in groups of 8 with both settings in turn, and
 compares tokens per CPU-second. Last line: RESULT {json}.
 """
 
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def sample(engine: Engine, prompts: tuple[Prompt, ...], group_size: int, limit: int, stop: tuple[int, ...]) -> float:
-    """Generate a group for each prompt; sampled tokens per CPU-second."""
+    """Generate a group for each prompt; returns sampled tokens per CPU-second."""
     done: list[Result] = []
     for prompt in prompts:
         for number in range(group_size):

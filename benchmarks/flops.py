@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Sizes(Protocol):
-    """What counts of `engine.model.shape.ModelShape`."""
+    """The sizes of `engine.model.shape.ModelShape` that matter here."""
 
     layers: int
     hidden: int
@@ -20,8 +20,8 @@ class Sizes(Protocol):
 def forward(sizes: Sizes, tokens: int, pairs: float, scored: int) -> float:
     """2 · S · (weights of the layers' linear maps) + 4 · A · layers · heads · head_dim + 2 · T · hidden · vocabulary
 
-    for S tokens computed, A visible (query, key) pairs and T tokens scored; a multiply-add is two operations. Norms,
-    rotary positions, activations and the softmax are left out: a few per cent of it.
+    for S computed tokens, A visible (query, key) pairs and T scored tokens. A multiply-add is two operations. Norms,
+    rotary positions, activations and the softmax are left out; they are a few per cent.
     """
     attention = sizes.hidden * sizes.head_dim * (2 * sizes.heads + 2 * sizes.kv_heads)
     weights = sizes.layers * (attention + 3 * sizes.hidden * sizes.intermediate)
@@ -30,9 +30,10 @@ def forward(sizes: Sizes, tokens: int, pairs: float, scored: int) -> float:
 
 
 def micro_step(sizes: Sizes, prompt: int, response: int, group: int, shared: bool) -> float:
-    """Forward and backward (twice the forward) of a group whose responses have equal length, whatever is recomputed.
+    """Operations of forward and backward (twice the forward) of a group whose responses have equal length, without
+    recomputation.
 
-    With prompt P and G responses of R tokens (Periodic Asynchrony §4.2, eq. 10-13), T = G·R and
+    With a prompt of P tokens and G responses of R tokens (Periodic Asynchrony §4.2, eq. 10-13), T = G·R and
 
         shared    S = P + G·R     A = P(P+1)/2 + G·(R·P + R(R+1)/2)
         separate  S = G·(P + R)   A = G·(P(P+1)/2 + R·P + R(R+1)/2)

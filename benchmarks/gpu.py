@@ -1,19 +1,19 @@
-"""The CUDA path of training on one GPU.
+"""Checks and measures the CUDA path of training on one GPU.
 
 `python benchmarks/gpu.py [--shapes 0.6b 1.7b] [--prompt 1024] [--response 1024]`
 
-Needs torch and megatron-core only. **Its CUDA numbers have not been taken yet: no GPU has been at hand.** What has run
-is the correctness part on the CPU, with a small shape: `--device cpu --tiny` (the kernel is then the CPU's, not
-FlexAttention).
+Needs torch and megatron-core only. **It has not run on CUDA yet, because no GPU was available.** The correctness part
+has run on the CPU with a small shape: `--device cpu --tiny` (with the CPU's kernel, not FlexAttention).
 
-1. Correctness: log-probabilities and gradients of a small random Qwen3 with a shared prompt, against the same model
-   written plainly in this file (each response on its own, full mask), in fp32 (without TF32) and in bf16. Required:
-   fp32 gradients within 1e-4 (relative norm per tensor); bf16 log-probabilities within 0.02 on average of the fp32
-   reference. The formula for operations (flops.py) is held against those that torch counts in the plain model.
-2. Speed in bf16: a micro-step (forward, loss, backward) of Qwen3-0.6B- and 1.7B-shaped models with random weights, one
-   group, shared prompt on and off. Tokens/s counts prompt and response of every response, whatever was computed; model
-   FLOP utilisation counts what the computed tokens need, over the device's dense bf16 peak. Activations are kept, or
-   layers recomputed with `--recompute` (recomputation is not counted).
+1. Correctness: log-probabilities and gradients of a small random Qwen3 with a shared prompt are compared with the same
+   model written plainly in this file (each response by itself, full mask), in fp32 (without TF32) and in bf16. The
+   limits are 1e-4 for fp32 gradients (relative norm per tensor), and 0.02 for the mean difference of bf16
+   log-probabilities to the fp32 reference. The formula for operations (flops.py) is compared with the operations that
+   torch counts in the plain model.
+2. Speed in bf16: a micro-step (forward, loss, backward) of models of Qwen3-0.6B's and 1.7B's shapes with random
+   weights, one group, shared prompt on and off. Tokens/s counts prompt and response of every response, even if the
+   prompt was computed once. Model FLOP utilisation counts the operations of the computed tokens, over the device's
+   dense bf16 peak. Activations are kept, or layers are recomputed with `--recompute` (recomputation does not count).
 
 Last line: RESULT {json}.
 """
@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs without being installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs without installation
 
 from flops import forward, micro_step
 
@@ -66,7 +66,7 @@ SHAPES = {
 }
 """The published sizes of Qwen3-0.6B and Qwen3-1.7B."""
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}
-"""Dense bf16 operations per second (1e12) by a part of the device's name, as their maker publishes them."""
+"""Dense bf16 operations per second (1e12), as published by the maker, by a part of the device's name."""
 Groups = list[tuple[list[int], list[list[int]]]]
 
 
@@ -116,7 +116,8 @@ def name_of(device: torch.device) -> str:
 
 
 def correctness(kernel: str, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Our model with a shared prompt against the plain one. Raises SystemExit where a requirement is missed."""
+    """Compare the trainer's model with a shared prompt with the plain model. Raises SystemExit if a limit is
+    exceeded."""
     from engine.model.hf_weights import export
 
     model = build(TINY, kernel, device, dtype, recompute=False)
@@ -150,7 +151,7 @@ def speed(
     shared: bool,
     peak: float | None,
 ) -> dict[str, Any]:
-    """Median seconds of a micro-step, and what follows from it."""
+    """Median seconds of a micro-step, with tokens/s and FLOP utilisation."""
     shape = SHAPES[name]
     model = build(
         shape=shape, kernel=machine.attention, device=device, dtype=torch.bfloat16, recompute=arguments.recompute
@@ -175,7 +176,7 @@ def speed(
 
 
 def timed(call: Callable[[], None], machine: platform.Platform, repeats: int) -> float:
-    """Median wall seconds; the first two calls (compilation) are not counted."""
+    """Median wall seconds of a call. The first two calls (compilation) do not count."""
     taken = []
     for _ in range(repeats + 2):
         machine.synchronize()
@@ -187,8 +188,8 @@ def timed(call: Callable[[], None], machine: platform.Platform, repeats: int) ->
 
 
 def check_flops(device: torch.device) -> None:
-    """Raises SystemExit unless the formula gives what torch counts in the plain model,
-    which computes hidden pairs too."""
+    """Raises SystemExit unless the formula agrees with torch's count in the plain model, which also computes hidden
+    pairs."""
     from torch.utils.flop_counter import FlopCounterMode
 
     weights = {name: torch.zeros(size, device=device) for name, size in sizes(TINY).items()}
@@ -206,7 +207,7 @@ def check_flops(device: torch.device) -> None:
 
 
 def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Of the plain model's tensors, by Hugging Face's names."""
+    """Sizes of the plain model's tensors, by Hugging Face's names."""
     hidden = shape.hidden
     dim = shape.head_dim
     queries = shape.heads * shape.head_dim
@@ -245,7 +246,7 @@ def build(shape: ModelShape, kernel: str, device: torch.device, dtype: torch.dty
 
 
 def chosen(model: torch.nn.Module, groups: Groups, shared: bool) -> Tensor:
-    """[T] log-probabilities of all response tokens, with gradient."""
+    """[T] log-probabilities of all response tokens, with gradients."""
     from engine.model.build import logits
     from engine.model.layout import layout
     from engine.model.logprobs import token_logprobs
@@ -255,7 +256,7 @@ def chosen(model: torch.nn.Module, groups: Groups, shared: bool) -> Tensor:
 
 
 def reference(weights: dict[str, Tensor], prompt: list[int], response: list[int], shape: ModelShape) -> Tensor:
-    """[T] log-probabilities of one response by a Qwen3 written out: fp32, one sequence, the full causal mask."""
+    """[T] log-probabilities of one response by a plainly written Qwen3: fp32, one sequence, the full causal mask."""
     device = weights["model.norm.weight"].device
     ids = torch.tensor(prompt + response, device=device)
     angle = torch.outer(torch.arange(len(ids), device=device).float(), frequencies(shape).to(device)).repeat(1, 2)

@@ -1,8 +1,8 @@
 """The trainer's loop with an embedded engine in the same process: no launcher, no HTTP, one core, no start-up for each
 run.
 
-The loop, the policy, the losses and the engine are those of `metronome train`. Only the way between them is short: a
-batch is generated when the loop starts it, under the weights just published, so batch t has version max(0, t − s)
+The loop, the policy, the losses and the engine are those of `metronome train`; only their connection is direct. A batch
+is generated when the loop starts it, with the weights that were just published, so batch t has version max(0, t − s)
 (train.exact_lag).
 """
 
@@ -47,7 +47,7 @@ class InProcess:
         self._ready: dict[int, list[Group]] = {}
 
     def prompts(self, path: str) -> list[Prompt]:
-        """A file's problems in the config's template."""
+        """The problems of a file as prompts, in the config's template."""
         rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
         texts = [self._config.data.prompt_template.replace("{problem}", row["problem"]) for row in rows]
         ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -66,13 +66,13 @@ class InProcess:
         return 0.0
 
     def verify(self, models: TriModel, version: int) -> None:
-        """Nothing to compare: the engine got the policy's own tensors, in this process."""
+        """Does nothing, because the engine got the policy's own tensors in this process."""
 
     def settle(self) -> None:
-        """Nothing was published in the background."""
+        """Does nothing, because nothing is published in the background."""
 
     def start(self, step: int) -> None:
-        """Generate the step's batch, now."""
+        """Generate the step's batch at once."""
         prompts = self._loader.batch(step)
         size = self._config.rollout.group_size
         seeds = [
@@ -115,21 +115,21 @@ class InProcess:
         return found
 
     def heartbeat(self) -> None:
-        """Nobody listens."""
+        """Does nothing, because no process waits for signs of life."""
 
     def work(self, step: int) -> Iterator[Work]:
         """The whole batch as one window."""
         yield self._ready.pop(step)
 
     def failed(self, error: MetronomeError) -> None:
-        """Nobody else to tell: the loop raises it."""
+        """Does nothing, because the loop raises the error in this process."""
 
 
 def train(config: Config, folder: Path) -> tuple[list[dict[str, Any]], float]:
-    """Run the loop: (the figures of its steps, mean reward of the final policy on the held-out problems, one response
-    each).
+    """Run the loop. Returns the figures of its steps, and the mean reward of the final policy on the held-out problems
+    (one response each).
 
-    Inside `common.one_rank`.
+    Call it inside `common.one_rank`.
     """
     rollouts = InProcess(config)
     figures = []

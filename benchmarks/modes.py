@@ -3,13 +3,13 @@
 `python benchmarks/modes.py`
 
 A random Qwen3 (hidden 128, 4 layers, vocabulary 512) stops at any of a few tokens, so response lengths are geometric
-with a long tail, cut at `--longest`; the learning rate is too small to change that. Trainer and instance have a core
-each; runs of all modes in turn. Beside each mode stands its bound from the sync runs' own times: I rollout, T training,
-w weight sync and update that nobody overlaps.
+with a long tail, cut at `--longest`. The learning rate is too small to change that. Trainer and instance have a core
+each, and the modes take turns. Each mode is printed beside its bound from the times of the sync runs: I rollout, T
+training, w weight sync and update, which do not overlap with anything.
 
 * sync: I + T + w. periodic: max(I, T) + w.
 * one_step_off, bounded: max(I, T) + w; with staged weights max(I, T). "partial" cuts responses at a weight boundary.
-* staggered: two instances share the instance's core and swap one after the other. Same bound as staged.
+* staggered: two instances share the instance's core and swap one after the other. The bound is that of staged.
 
 Last line: RESULT {json}.
 """
@@ -29,9 +29,9 @@ from engine.run.files import read_lines
 from engine.tools.quickstart_model.byte_tokenizer import build
 
 WARM_UP = 3
-"""First steps of a run, not counted: until the modes that keep batches in flight have filled up."""
+"""Number of first steps of a run that do not count: until then, some modes have not filled their batches in flight."""
 STOP = ["a", "b", "c", "d"]
-"""Tokens that end a response: about one in a hundred."""
+"""Tokens that end a response; about one token in a hundred is one of them."""
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"train.mode": "sync"},
     "periodic": {"train.mode": "periodic"},
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--longest", type=int, default=384)
     parser.add_argument(
-        "--modes", nargs="+", choices=MODES, default=list(MODES), help="sync, for the bounds, is always run"
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="sync always runs, for the bounds"
     )
     arguments = parser.parse_args()
     found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES if mode in ("sync", *arguments.modes)}
@@ -113,7 +113,7 @@ def _toml(value: Any) -> str:  # noqa: ANN401
 
 
 def report(found: dict[str, list[dict[str, Any]]]) -> None:
-    """A table of medians over steps, beside the bounds."""
+    """Print a table of medians over steps, beside the bounds."""
 
     def median(mode: str, key: str) -> float:
         return statistics.median(line[key] for line in found[mode])

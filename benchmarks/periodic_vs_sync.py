@@ -1,11 +1,13 @@
 """How much faster is periodic than sync, on the same work? `python benchmarks/periodic_vs_sync.py [--pairs 3]`
 
-Runs both modes in turn, trainer and rollout instance each on a core of its own, and compares the measured ratio of
+Runs both modes in turn, with trainer and rollout instance each on a core of its own, and compares the measured ratio of
 trained tokens/s/device with two bounds:
 
-* ideal bound: (I + T + w) / (max(I, T) + w), I rollout time, T training time, w exposed sync and update of sync steps.
-* schedule bound: a group can't be trained before it is there. The sync runs' own arrivals and costs are put through
-  end_k = max(end_{k-1}, arrive_k) + train_k, each scaled by the slow-down seen when both cores are busy.
+* ideal bound: (I + T + w) / (max(I, T) + w), where I is the rollout time, T the training time, and w the exposed sync
+  and update of sync steps.
+* schedule bound: a group cannot be trained before it arrives. The bound is computed from the arrivals and costs in the
+  sync runs by end_k = max(end_{k-1}, arrive_k) + train_k, each scaled by the measured slow-down when both cores are
+  busy.
 
 Last line: RESULT {json}.
 """
@@ -35,27 +37,27 @@ BALANCED = {
     "algorithm.old_policy": "behavior",
     "algorithm.kl_coef": 0.0,
 }
-"""Over the quickstart recipe: 96 groups a step; one model, so that training costs about what rollouts cost; a group per
-window, so that both modes do the very same work (packing favours sync, where all groups are there)."""
+"""Changes to the quickstart recipe: 96 groups a step; one model, so that training takes about as long as rollouts; one
+group per window, so that both modes do exactly the same work (packing favours sync, where all groups are there)."""
 
 WARM_UP = 2
-"""First steps of a run, not counted: allocators and caches settle."""
+"""Number of first steps of a run that do not count, because allocators and caches are cold."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Figures of one measured step; seconds."""
+    """Figures of one measured step, in seconds."""
 
     tokens: int
     step_s: float
     rollout_s: float
     train_s: float
     fixed_s: float
-    """Sync and update: what neither mode overlaps."""
+    """Sync and update, which do not overlap with anything in either mode."""
     arrivals: list[float]
-    """When each group was ready, from the step's first dispatch on, in that order."""
+    """The time at which each group was ready, since the step's first dispatch, in order."""
     windows: int
-    """Windows that the groups were trained in."""
+    """Number of windows in which the groups were trained."""
     costs: list[float]
     """Training time of each group (its share of its window's), in the order of training."""
 
@@ -76,7 +78,7 @@ def main() -> None:
 
 
 def measure(name: str, overrides: dict[str, Any], model: str, pairs: int, steps: int) -> dict[str, list[Step]]:
-    """Measured steps of both modes, runs alternating."""
+    """The measured steps of both modes; the runs alternate."""
     found: dict[str, list[Step]] = {"sync": [], "periodic": []}
     with tempfile.TemporaryDirectory() as output:
         for pair in range(pairs):
@@ -103,7 +105,7 @@ def measure(name: str, overrides: dict[str, Any], model: str, pairs: int, steps:
 
 
 def run(settings: dict[str, Any], output: Path) -> list[Step]:
-    """One run of the launcher; its measured steps."""
+    """Run the launcher once; returns its measured steps."""
     config = load("infra/recipes/quickstart.toml", [f"{key}={value}" for key, value in settings.items()])
     path = output / f"{config.run.name}.toml"
     dump(config, path)
@@ -157,7 +159,8 @@ def figures(sync: list[Step], periodic: list[Step]) -> dict[str, float]:
 
 
 def schedule(step: Step, slow_rollout: float, slow_train: float) -> float:
-    """When the last group would be trained if training took groups as they arrive: seconds after the first dispatch."""
+    """The time at which the last group is trained if training takes groups as they arrive, in seconds after the first
+    dispatch."""
     end = 0.0
     for arrival, cost in zip(step.arrivals, step.costs, strict=True):
         end = max(end, arrival * slow_rollout) + cost * slow_train
@@ -165,22 +168,22 @@ def schedule(step: Step, slow_rollout: float, slow_train: float) -> float:
 
 
 def rate(steps: list[Step]) -> float:
-    """Trained tokens per second and device; two devices, a core each."""
+    """Trained tokens per second and device, for two devices of one core each."""
     return sum(step.tokens for step in steps) / sum(step.step_s for step in steps) / 2
 
 
 def groups_per_window(steps: list[Step]) -> float:
-    """Mean; where the modes differ, part of the slow-down is lost packing rather than two busy cores."""
+    """Mean number of groups per window. If it differs between the modes, a part of the slow-down is worse packing."""
     return sum(len(step.costs) for step in steps) / sum(step.windows for step in steps)
 
 
 def median(steps: list[Step], key: str) -> float:
-    """Of one figure over steps."""
+    """The median of one figure over steps."""
     return statistics.median(getattr(step, key) for step in steps)
 
 
 def show(name: str, found: dict[str, float]) -> None:
-    """For people."""
+    """Print the result as text."""
     print(
         f"\n{name}: periodic {found['periodic_tokens_per_s_per_device']:.0f}, sync "
         f"{found['sync_tokens_per_s_per_device']:.0f} trained tokens/s/device: ratio {found['ratio']:.2f}"
@@ -193,7 +196,7 @@ def show(name: str, found: dict[str, float]) -> None:
         flush=True,
     )
     if not 0.8 <= found["train_over_rollout"] <= 1.25:
-        print("  T/I is outside 0.8 ... 1.25: the bounds are far from 2 whatever the schedule")
+        print("  T/I is outside 0.8 ... 1.25, so the bounds are far from 2 for any schedule")
     print()
 
 

@@ -1,4 +1,4 @@
-"""A reward that Metronome and TRL both compute on the same texts; cheap, and different for each response of a group."""
+"""A reward for Metronome and TRL. It is cheap to compute, and differs between the responses of a group."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 
 def share_of_letters(text: str) -> float:
-    """ASCII letters among the characters."""
+    """The share of ASCII letters among the characters."""
     return sum(character.isascii() and character.isalpha() for character in text) / max(1, len(text))
 
 
 def letters(prompt: Any, responses: list[Any]) -> list[float]:  # noqa: ANN401
-    """For Metronome."""
+    """The reward in Metronome's form."""
     return [share_of_letters(response.text) for response in responses]
 
 
 def letters_for_trl(completions: list[str], **unused: Any) -> list[float]:  # noqa: ANN401
-    """For TRL."""
+    """The reward in TRL's form."""
     return [share_of_letters(completion) for completion in completions]

@@ -1,21 +1,21 @@
-"""What a rollout engine generates per CPU-second: embedded, vLLM and transformers' `generate` on the same ragged
-workload.
+"""Tokens per CPU-second of rollout engines: embedded, vLLM and transformers' `generate` on the same workload of mixed
+lengths.
 
 `python benchmarks/rollout_engines.py [--groups 24] [--rounds 3]`
 
-Prompts of 16 to 128 tokens in groups of 8, response lengths log-normal (median 64, at most 256) and fixed per request,
-so that all engines sample the same number of tokens; every engine returns the log-probability of each. The model is a
-random Qwen3 of hidden 128, 4 layers, vocabulary 512 and heads of 32 (vLLM's CPU attention knows no smaller ones), in
-fp32. Servers are real processes behind HTTP and count user and system time of all their processes; 64 responses at a
-time, one computing thread.
+Prompts have 16 to 128 tokens, in groups of 8. Response lengths are log-normal (median 64, at most 256) and fixed per
+request, so all engines sample the same number of tokens. Every engine returns the log-probability of each token. The
+model is a random fp32 Qwen3 of hidden 128, 4 layers, vocabulary 512 and heads of 32 (vLLM's CPU attention supports no
+smaller heads). Servers are real processes behind HTTP, and user and system time of all their processes count. There are
+64 responses at a time and one computing thread.
 
-`generate` has no queue: it runs batches, each until its longest response is done. Once with the requests in order of
-arrival (whole groups together), as a trainer calls it, which cannot know the lengths; and once sorted by response
-length, which takes an oracle and is its best case. Prompts are padded on the left, as it wants them; sampling is its
-own, with attention by SDPA; log-probabilities come from its `output_logits`. The batch of 16 is the best of 16, 32, 64
-and 128 for both (--batch).
+`generate` has no queue: it runs batches, each until its longest response is done. It runs once with the requests in
+order of arrival (whole groups together), as a trainer would call it without knowing the lengths, and once sorted by
+response length, which is its best case. Prompts are padded on the left, as it requires. Sampling is its own, with
+attention by SDPA; log-probabilities come from its `output_logits`. The batch size 16 is the best of 16, 32, 64 and 128
+for both (--batch).
 
-Last line: RESULT {json}; vLLM is null when its environment (`make vllm`) isn't there.
+Last line: RESULT {json}; vLLM is null if its environment (`make vllm`) is missing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ VLLM = HOME / ".venv-vllm/bin/python"
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample, of exactly so many tokens."""
+    """One response to sample, of exactly `tokens` tokens."""
 
     prompt: tuple[int, ...]
     tokens: int
@@ -104,7 +104,7 @@ def random_model(folder: Path) -> Path:
 
 
 def workload(groups: int) -> list[Request]:
-    """The same for everybody: prompts are equal within a group, lengths are not."""
+    """The requests, the same for all engines. Prompts are equal within a group; lengths differ."""
     draw = random.Random(0)
     requests = []
     for number in range(groups):
@@ -117,7 +117,7 @@ def workload(groups: int) -> list[Request]:
 
 
 Side = Callable[[], float]
-"""Runs the workload once; gives the CPU seconds it took."""
+"""A function that runs the workload once and returns its CPU seconds."""
 
 
 def every_side(
@@ -136,12 +136,12 @@ def every_side(
     if VLLM.is_file():
         sides["vllm"] = lambda: served(vllm, model, requests)
     else:
-        print("vLLM is left out: its environment isn't there (make vllm)")
+        print("vLLM is left out: its environment is missing (make vllm)")
     return sides
 
 
 def measure(sides: dict[str, Side], tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens per CPU-second of each side and round; the sides take turns, and a first round warms up."""
+    """Tokens per CPU-second of each side and round. The sides take turns, and a first round warms up."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, side in sides.items():
@@ -174,7 +174,7 @@ def report(requests: list[Request], rates: dict[str, list[float]]) -> None:
 
 @contextmanager
 def served(command: Sequence[str], model: Path, requests: list[Request]) -> Iterator[Side]:
-    """A server process, and what runs the workload on it."""
+    """Start a server process; yields the function that runs the workload on it."""
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder) / "port.json"
         log = Path(folder) / "log"
@@ -232,7 +232,7 @@ def used(tree: list[psutil.Process]) -> float:
 
 
 async def complete_all(address: str, requests: list[Request]) -> None:
-    """All at once, as the engine has a queue; equal prompts are computed once, but not kept from the round before."""
+    """Send all requests at once, because the engine has a queue. Equal prompts are computed once per round."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(address, connector=connector, timeout=aiohttp.ClientTimeout(ROUND_S)) as session:
         async with session.post("/reset_prefix_cache", json={}) as reply:

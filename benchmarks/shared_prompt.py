@@ -1,16 +1,15 @@
-"""What computing a group's prompt once saves in training.
+"""The gain in training from computing a group's prompt once.
 
 `python benchmarks/shared_prompt.py [--repeats 3] [--hidden 512]`
 
 A micro-step is `Policy.accumulate` of one group in one micro-batch: the policy's forward, loss and backward. It is
-timed with `attention.shared_prompt` on, and off: then every response carries its own copy of the prompt, all of them
-*packed* into one row without padding. So the comparison is with the best one can do without sharing. fp32, one thread,
-a random Qwen3 (by default hidden 512, 4 layers, 8 heads of 64, 4 key-value heads, MLP 1536, vocabulary 4096), large
-enough that kernels cost more than calls. Calls alternate; medians of CPU seconds, one computing thread.
+timed with `attention.shared_prompt` on and off. With it off, every response has its own copy of the prompt, and all of
+them are *packed* into one row without padding, which is the fastest way without sharing. The model is a random fp32
+Qwen3 (by default hidden 512, 4 layers, 8 heads of 64, 4 key-value heads, MLP 1536, vocabulary 4096), large enough that
+kernels cost more than calls. Calls alternate. The figures are medians of CPU seconds with one computing thread.
 
-The bound is the ratio of the floating-point operations of both; the formula is in flops.py. Required: at least 0.85 of
-the bound for (1024, 64, 8). Peak memory is the largest resident size of a fresh process in such a micro-step minus what
-it had before it. Last line: RESULT {json}.
+The bound is the ratio of the floating-point operations of both sides; the formula is in flops.py. Peak memory is the
+largest resident size of a fresh process in such a micro-step, minus its size before. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def parse() -> argparse.Namespace:
 
 
 def as_point(text: str) -> tuple[int, int, int]:
-    """Of the command line: three numbers."""
+    """A point from the command line: three numbers."""
     prompt, response, group = map(int, text.split(","))
     return prompt, response, group
 
@@ -121,15 +120,15 @@ def measure(model: Path, shape: ModelShape, point: tuple[int, int, int], repeats
 
 
 def peak_of_process(model: Path, side: str, point: tuple[int, int, int]) -> int:
-    """Bytes that a micro-step needs at its peak, in a process of its own."""
+    """Peak memory of a micro-step in bytes, measured in a process of its own."""
     command = [sys.executable, __file__, "--model", str(model), "--memory", ",".join(map(str, (side, *point)))]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     return int(json.loads(done.stdout.splitlines()[-1]))
 
 
 def peak(model: Path, shared: bool, point: tuple[int, ...]) -> int:
-    """Largest resident size during one micro-step minus that before it, bytes;
-    a tiny one has loaded all code before."""
+    """Largest resident size during one micro-step minus the size before it, in bytes. A tiny micro-step before has
+    loaded all code."""
     prompt, response, size = point
     with one_rank():
         policy = build_policy(model, shared, size * (prompt + response))

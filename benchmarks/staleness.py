@@ -1,9 +1,9 @@
-"""What staleness does to grpo, m2po, bapo and grpo with gradient control: `python benchmarks/staleness.py`
+"""The effect of staleness on grpo, m2po, bapo and grpo with gradient control: `python benchmarks/staleness.py`
 
-Staleness 0, 4, 16 updates (mode bounded, exact lag: batch t is sampled by version max(0, t − s)) × five algorithms ×
-seeds, each a whole run of the loop from the quickstart's base model (benchmarks/in_process.py). Each cell's file is
-kept under --output, and cells that are there are not run again. `--cell 4:m2po:0` runs one, `--report` none. Writes a
-table and a plot.
+The cells are staleness 0, 4, 16 updates (mode bounded, exact lag: batch t is sampled by version max(0, t − s)) × five
+algorithms × seeds. Each cell is a whole run of the loop from the quickstart's base model (benchmarks/in_process.py).
+Its file is stored in --output, and existing cells are not run again. `--cell 4:m2po:0` runs one cell, `--report` runs
+none. The script writes a table and a plot.
 
 * final: mean reward of the final policy on 256 held-out problems, one response each.
 * drop: largest fall of the training reward (mean over 5 steps) below its highest value before.
@@ -38,10 +38,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo+gac": {"algorithm.gradient_control": "gac"},
     "grpo+gac-auto": {"algorithm.gradient_control": "gac", "algorithm.gac_low": "auto", "algorithm.gac_high": "auto"},
 }
-"""At a staleness "auto" is refused: there the thresholds are those that it finds on-policy, in the first steps of the
-same seed's grpo cell at staleness 0, which is run first if need be."""
+"""Settings of the algorithms. With staleness above 0 "auto" is refused. Then the thresholds are those that "auto" finds
+in the first steps of the grpo cell with the same seed at staleness 0, which is run first if needed."""
 SMOOTH = 5
-"""Steps that a point of the reward curve is the mean of."""
+"""Number of steps over which a point of the reward curve is the mean."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6, help="prompts per step, of 8 responses each")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--cell", help="STALENESS:ALGORITHM:SEED, only this one")
-    parser.add_argument("--report", action="store_true", help="only the table and the plot of the cells that are there")
+    parser.add_argument("--report", action="store_true", help="only the table and the plot of existing cells")
     parser.add_argument("--output", type=Path, default=Path("runs/staleness"))
     parser.add_argument("--plot", type=Path, help="PNG file; default: staleness.png in --output")
     arguments = parser.parse_args()
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def chosen(arguments: argparse.Namespace) -> list[tuple[int, str, int]]:
-    """The cells to run: one seed of everything first, so that a run that is broken off shows something."""
+    """The cells to run. One seed of each comes first, so that an interrupted run has a result for each."""
     if arguments.cell:
         staleness, algorithm, seed = arguments.cell.split(":")
         return [(int(staleness), algorithm, int(seed))]
@@ -76,7 +76,7 @@ def chosen(arguments: argparse.Namespace) -> list[tuple[int, str, int]]:
 
 
 def run(staleness: int, algorithm: str, seed: int, arguments: argparse.Namespace, model: Path) -> None:
-    """One cell, into its file, unless it is there."""
+    """Run one cell and write its file, unless the file exists."""
     from in_process import train
 
     file = arguments.output / f"{staleness}-{algorithm}-{seed}.json"
@@ -131,7 +131,7 @@ def run(staleness: int, algorithm: str, seed: int, arguments: argparse.Namespace
 
 
 def on_policy(cell: dict[str, Any]) -> dict[str, float]:
-    """The thresholds that "auto" takes from a cell's cosines."""
+    """The thresholds that "auto" computes from a cell's cosines."""
     cosines = [abs(line["grad_cosine"]) for line in cell["steps"] if line["grad_cosine"] is not None]
     found = Thresholds(None, None, cosines[:WARM_UP]).now()
     if found is None:
@@ -183,7 +183,7 @@ def drop(cell: dict[str, Any]) -> float:
 
 
 def summaries(cells: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, Any]]:
-    """By (staleness, algorithm): means over the seeds, and the range of the final rewards."""
+    """Means over the seeds and the range of the final rewards, by (staleness, algorithm)."""
     found = {}
     for staleness, algorithm in product(STALENESS, ALGORITHMS):
         same = [cell for cell in cells if (cell["staleness"], cell["algorithm"]) == (staleness, algorithm)]
@@ -205,7 +205,7 @@ def summaries(cells: list[dict[str, Any]]) -> dict[tuple[int, str], dict[str, An
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """The summaries as a Markdown table."""
     rows = [
         "| staleness | algorithm | seeds | final reward (range) | drop: mean, worst | cosine: mean, spread | tokens "
         "clipped or masked | largest ratio | updates skipped |",
@@ -222,8 +222,8 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def plot(cells: list[dict[str, Any]], path: Path) -> None:
-    """The smoothed training reward of every algorithm, mean over the seeds with their range;
-    a panel for each staleness."""
+    """Plot the smoothed training reward of every algorithm (mean over the seeds, with their range) in a panel for each
+    staleness."""
     import matplotlib
 
     matplotlib.use("Agg")

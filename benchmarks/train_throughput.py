@@ -1,16 +1,16 @@
-"""Our micro-step against Hugging Face's forward and backward: `python benchmarks/train_throughput.py [--repeats 5]`
+"""Compares the trainer's micro-step with Hugging Face's forward and backward: `python benchmarks/train_throughput.py
+[--repeats 5]`
 
-The same samples of native length, the same loss (ratio 1, so its gradient is that of −A · mean log π over the
-response's tokens), fp32, one thread, a random Qwen3. Hugging Face computes one sample at a time without padding (sdpa
-attention, logits of the response's positions only), which is its fastest exact way for samples of unequal length. Ours
-is `Policy.accumulate`:
+Both sides have the same samples of native length, the same loss (ratio 1, so its gradient is that of −A · mean log π
+over the response's tokens), fp32, one thread and a random Qwen3. Hugging Face computes one sample at a time without
+padding (sdpa attention, logits of the response's positions only), which is its fastest exact way for samples of unequal
+length. The trainer's side is `Policy.accumulate`:
 
-* one sample per micro-batch (required: 1.0 times Hugging Face's tokens/s), on samples of 128 to 512 tokens;
-* packed into micro-batches of `--budget` tokens (required: 1.5 times), on a mixed batch of short samples, 16 to 96
-  tokens.
+* one sample per micro-batch, on samples of 128 to 512 tokens;
+* packed into micro-batches of `--budget` tokens, on a mixed batch of short samples of 16 to 96 tokens.
 
-No prompt is shared: every sample is computed as a whole on both sides. Gradients of both are compared before anything
-is timed. Calls alternate; medians of CPU seconds, one computing thread. Last line: RESULT {json}.
+No prompt is shared: both sides compute every sample as a whole. The gradients of both are compared before the timing.
+Calls alternate. The figures are medians of CPU seconds with one computing thread. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.types import Group
 
 PROMPT = 8
-"""Tokens of every sample that are not trained."""
+"""Number of tokens of every sample that are not trained."""
 GROUP = 8
 CASES = {"one sample per micro-batch": (24, 128, 512, 1.0), "packed, short samples": (128, 16, 96, 1.5)}
 """Samples, shortest, longest, required ratio."""
@@ -107,7 +107,7 @@ def measure(
 
 
 def samples(count: int, shortest: int, longest: int, vocabulary: int) -> list[Group]:
-    """Groups whose responses with their prompt have lengths drawn evenly from shortest … longest."""
+    """Groups of one response. The length of prompt and response together is uniform in shortest … longest."""
     draw = random.Random(0)
     lengths = [draw.randint(shortest, longest) - PROMPT for _ in range(count)]
     return [random_group(PROMPT, lengths[i : i + GROUP], vocabulary, seed=i) for i in range(0, count, GROUP)]
@@ -127,7 +127,7 @@ def hugging_face(model: PreTrainedModel, groups: list[Group]) -> None:
 
 
 def compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Both sides must have computed the same thing."""
+    """Exit with an error unless both sides have computed the same gradients."""
     for name, gradient in theirs.items():
         difference = float(torch.norm(ours[name] - gradient) / torch.norm(gradient))
         if not difference < 1e-4:

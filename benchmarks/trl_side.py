@@ -1,7 +1,7 @@
-"""TRL's half of against_trl.py: GRPOTrainer in TRL's own environment, one line `TRL {json}` with the times of its
-steps.
+"""TRL's side of against_trl.py: runs GRPOTrainer in TRL's own environment and prints one line `TRL {json}` with the
+times of its steps.
 
-Nothing of Metronome is imported here. What was tried for speed is told in against_trl.py.
+Nothing of Metronome is imported here. against_trl.py describes what was tuned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class Timed(GRPOTrainer):
-    """The trainer as it is, with the seconds spent in generation and in forward-only passes added up."""
+    """TRL's trainer, which also adds up the seconds of generation and of forward-only passes."""
 
     generate_s = 0.0
     score_s = 0.0
@@ -43,18 +43,18 @@ class Timed(GRPOTrainer):
 
 
 class Clock(TrainerCallback):
-    """When each update was done, and what had been added up by then."""
+    """Records the time at the end of each update, and the sums of `Timed` at that time."""
 
     def __init__(self) -> None:
         self.trainer: Timed
         self.marks: list[tuple[float, float, float]] = []
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """The first step starts."""
+        """Record the start of the first step."""
         self._mark()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """An update is done."""
+        """Record the end of an update."""
         self._mark()
 
     def _mark(self) -> None:
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, output: str) -> dict[str, Any]:
-    """Train; seconds of each step: all, generation, forward-only passes; and the mean response length of each."""
+    """Train. Returns for each step the seconds (all, generation, forward-only passes) and the mean response length."""
     clock = Clock()
     trainer = Timed(
         model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
@@ -113,7 +113,7 @@ def rows(problems: Path) -> list[dict[str, str]]:
 
 
 def settings(arguments: argparse.Namespace, output: str) -> GRPOConfig:
-    """The same algorithm as ours; of TRL's own choices those that are fast here."""
+    """The same algorithm as Metronome's, with the settings of TRL that are fast here."""
     responses = arguments.prompts * arguments.group_size
     return GRPOConfig(
         output_dir=output,

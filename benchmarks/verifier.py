@@ -1,11 +1,11 @@
-"""The math verifier on real answers: 20 spellings of each must match, changed answers never, hostile strings must not
-hang it.
+"""Tests the math verifier on real answers: 20 spellings of each should match, changed answers should not, and hostile
+strings should not hang it.
 
     python benchmarks/verifier.py [FOLDER_OR_FILES...] [--rows N] [--hostile N] [--show N]
 
 Each call goes through the verifier processes of a run, with their limits of time and memory. Figures are per row of the
-files (equal answers are tried once). `tests/support/spellings.py`, `changed_answers.py` and `hostile_strings.py` there
-have them.
+files (equal answers are tried once). The spellings, changed answers and hostile strings are in
+`tests/support/spellings.py`, `changed_answers.py` and `hostile_strings.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TIMEOUT_S = 10.0
 
 
 class Asker:
-    """Asks the pool, several questions at a time, and keeps the slowest answer (seconds) and how many hit the limit."""
+    """Calls the pool, several calls at a time. Records the slowest call (seconds) and the number that hit the limit."""
 
     def __init__(self, pool: VerifierPool) -> None:
         self._pool = pool
@@ -75,7 +75,8 @@ class Asker:
 
 
 async def spellings(ask: Asker, answers: Counter[str], show: int) -> dict[str, Any]:
-    """Rows of which all spellings match, and of which no changed answer does."""
+    """The share of rows of which all spellings match, and the number of changed answers that were tried and that
+    match."""
     failed: Counter[str] = Counter()
     wrong: list[str] = []
     missed: list[str] = []
@@ -109,8 +110,8 @@ async def spellings(ask: Asker, answers: Counter[str], show: int) -> dict[str, A
 
 
 async def hostility(ask: Asker, count: int) -> dict[str, Any]:
-    """Hostile strings as responses to ordinary answers:
-    how many scored, hit the limit, failed, and the slowest in seconds."""
+    """Use hostile strings as responses to ordinary answers. Returns how many scored, hit the limit and failed, and the
+    slowest in seconds."""
     answers = ["7", "\\frac{1}{2}", "(1, 2)", "x^2+1", "[0,\\infty)", "2^{10}", "\\sqrt{2}", "1,2,3"]
     statuses: Counter[str] = Counter()
 
@@ -132,7 +133,7 @@ async def hostility(ask: Asker, count: int) -> dict[str, Any]:
 
 @contextmanager
 def memory() -> Iterator[list[float]]:
-    """MiB that the largest child process held at any time: its high-water mark, read 20 times a second."""
+    """Peak memory in MiB of the largest child process, from its high-water mark, which is read 20 times a second."""
     peak = [0.0]
     stop = threading.Event()
 
@@ -168,7 +169,7 @@ def _answers(file: Path, rows: int) -> Counter[str]:
 
 
 async def run(files: Sequence[Path], rows: int, strings: int, show: int) -> dict[str, Any]:
-    """Everything; also what the tests call."""
+    """Run all parts. The tests call this, too."""
     figures: dict[str, Any] = {}
     with memory() as peak:
         async with VerifierPool("math", workers=2, timeout_s=TIMEOUT_S, on_error="zero") as pool:
@@ -192,7 +193,7 @@ async def run(files: Sequence[Path], rows: int, strings: int, show: int) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", type=Path)
-    parser.add_argument("--rows", type=int, default=0, help="so many rows of each file, drawn at random; 0 takes all")
+    parser.add_argument("--rows", type=int, default=0, help="number of rows of each file, drawn at random; 0 takes all")
     parser.add_argument("--hostile", type=int, default=10_000)
     parser.add_argument("--show", type=int, default=0, help="1 prints each miss")
     given = parser.parse_args()

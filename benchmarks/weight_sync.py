@@ -1,16 +1,18 @@
-"""Weight sync: from the last gradient applied to all instances serving the new version, beside a bare transfer.
+"""Measures a weight sync, from the last applied gradient until all instances serve the new version, beside a bare
+transfer.
 
 `python benchmarks/weight_sync.py [--tiny]` publishes a random model of Qwen3-0.6B's shape (fp32, tied) from one trainer
-rank to embedded instances in processes of their own, with the trainer's own publisher and the launcher's own handlers,
-over each transport to 1 and 2 instances. `sync_s` ends when all instances serve the version, every byte checked;
-`verify_s` is the comparison of the fixed tokens, which follows while they generate (what they generate waits for it).
-In turn with every sync the same bytes, in buckets of the same sizes, go over a bare transfer: gloo by broadcast, file
-by writing and reading. Staged: the same while the instance generates, and how much of the sync it does not notice.
+rank to embedded instances in processes of their own, over each transport to 1 and 2 instances. It uses the trainer's
+publisher and the launcher's handlers. `sync_s` ends when all instances serve the version, with every byte checked.
+`verify_s` is the comparison of the fixed tokens, which follows while they generate (their responses wait for it). In
+turn with every sync, the same bytes in buckets of the same sizes are moved by a bare transfer: gloo by broadcast, file
+by writing and reading. "Staged" measures the same while the instance generates, and the share of the sync in which it
+generates.
 
-`bound` is the least ratio that a sync with our checks can have on this machine's cores: the bare transfer's CPU seconds
-on all ends and a checksum of every byte on each end (`checks_s`), spread evenly over the cores, over the bare
-transfer's time. `sync_cpu_s` and `bare_cpu_s` are CPU seconds on all ends: what other work on the machine disturbs less
-than seconds. Needs about 14 GiB of memory with 2 instances. Last line: RESULT {json}.
+`bound` is the smallest ratio that a sync with these checks can have on this machine's cores. It is the CPU seconds of
+the bare transfer on all ends plus a checksum of every byte on each end (`checks_s`), spread evenly over the cores, over
+the time of the bare transfer. `sync_cpu_s` and `bare_cpu_s` are CPU seconds on all ends; other work on the machine
+disturbs them less than seconds. Needs about 14 GiB of memory with 2 instances. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a model of 16 million parameters, for a quick look")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="syncs that are measured; one more comes first and warms up"
+        "--rounds", type=int, default=3, help="number of measured syncs; another one comes first and warms up"
     )
     parser.add_argument("--transports", default="file,gloo")
     parser.add_argument("--instances", default="1,2")
@@ -91,7 +93,7 @@ def main() -> None:
 
 
 def random_model(tiny: bool) -> Path:
-    """Cached under runs/."""
+    """A random model's folder, cached in runs/."""
     sizes = (
         {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, "vocab_size": 40000}
         if tiny
@@ -143,7 +145,7 @@ def policy(config: Config) -> TriModel:
 
 
 def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict[str, float]:
-    """Medians, in seconds, of syncs and bare transfers in turn."""
+    """Medians in seconds of syncs and bare transfers, which take turns."""
     from engine.trainer.rank_group import RankGroup
 
     transport = config.weights.transport
@@ -192,7 +194,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
 
 
 def seconds_of_checks(models: TriModel) -> float:
-    """What one end's checksums of every tensor take on one core."""
+    """Seconds for the checksums of all tensors on one end, on one core."""
     tensors = [tensor for _, tensor in models.tensors()]
     began = time.thread_time()
     for tensor in tensors:
@@ -238,13 +240,13 @@ def one_round(
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Of this process and those, so far."""
+    """CPU seconds of this process and of `pids` so far."""
     times = [psutil.Process(pid).cpu_times() for pid in (os.getpid(), *pids)]
     return sum(one.user + one.system for one in times)
 
 
 def bucket_sizes(models: TriModel, limit: int) -> list[int]:
-    """As engine.wire.weights.buckets makes them."""
+    """Sizes of the buckets that engine.wire.weights.buckets makes."""
     sizes = [0]
     for _, tensor in small_first(models.tensors(), limit):
         if sizes[-1] and sizes[-1] + 4 * tensor.numel() > limit:
@@ -257,7 +259,7 @@ def bucket_sizes(models: TriModel, limit: int) -> list[int]:
 
 
 class Launcher:
-    """The coordinator's handlers over real instances."""
+    """The coordinator's handlers with real instances."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
@@ -271,7 +273,7 @@ class Launcher:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def run(self) -> None:
-        """Until `stop`."""
+        """Serve until `stop` is set."""
         try:
             asyncio.run(self._serve())
         except BaseException as error:  # noqa: BLE001 - told to the main thread
@@ -319,7 +321,7 @@ class Launcher:
 
     @property
     def pids(self) -> list[int]:
-        """Of the instances."""
+        """Process ids of the instances."""
         assert self.pool is not None
         return [one.child.process.pid for one in self.pool.instances if one.child is not None]
 
@@ -330,7 +332,7 @@ class Launcher:
         return asyncio.run_coroutine_threadsafe(call, self.loop).result(TIMEOUT_S)
 
     def generated(self) -> int:
-        """Tokens of the first instance so far."""
+        """Number of tokens that the first instance has generated so far."""
         return self._call(GetLoad()).generated_tokens
 
     @contextmanager

@@ -6,11 +6,11 @@ class MetronomeError(Exception):
 
 
 class BadInput(MetronomeError):
-    """The user's input (file, key, value, model, reward) can't be used; the command line exits with 2."""
+    """The user's input (file, key, value, model, reward) cannot be used; the command line exits with 2."""
 
 
 class StaleRolloutError(MetronomeError):
-    """A response was sampled from another weight version than the step's mode accepts
+    """A response was sampled from a weight version that the mode does not accept for the step
     (docs/architecture.md, On-policy is checked)."""
 
 
@@ -19,15 +19,15 @@ class RatioGapError(MetronomeError):
 
 
 class Stopped(MetronomeError):
-    """The run was told to end, by a signal."""
+    """A signal has ended the run."""
 
 
 class DeadlineError(MetronomeError):
-    """A wait ran into its deadline; the message names what was waited for."""
+    """A wait reached its deadline; the message names what it waited for."""
 
 
 class RewardError(MetronomeError):
-    """A reward function raised, or returned something that is no score for each response."""
+    """A reward function raised, or did not return a score for each response."""
 
 
 class CheckpointError(MetronomeError):
@@ -35,13 +35,14 @@ class CheckpointError(MetronomeError):
 
 
 class ProcessDied(MetronomeError):
-    """A process of the run ended when it should not have."""
+    """A process of the run ended unexpectedly."""
 
 
 class TransferError(MetronomeError):
-    """Weights did not come whole from the trainer: a member of the transfer died or was closed.
-    It may be tried again."""
+    """The transfer of weights from the trainer was interrupted: a member of the transfer died or was closed. The
+    transfer may be tried again."""
 
 
 class WeightSyncError(MetronomeError):
-    """An instance does not hold what the trainer sent; the message names the instance and the tensor or the figures."""
+    """An instance does not have the weights that the trainer sent. The message names the instance and the tensor, or
+    the figures that differ."""

@@ -1,4 +1,4 @@
-"""What distinguishes the modes: when a batch is started, and which weight versions its responses may carry."""
+"""The difference between the modes: when a batch is started, and which weight versions its responses may carry."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from engine.types import Group, Response
 
 @dataclass(frozen=True)
 class Schedule:
-    """When batches are started, seen from the step that is trained."""
+    """When batches are started, relative to the step that is trained, and which versions are accepted."""
 
     mode: str
     ahead: int = 0
-    """So many batches beyond the step's own are in flight while it trains; also the largest staleness."""
+    """Number of batches in flight during a step, in addition to the step's own; also the largest staleness."""
     exact: bool = True
-    """Weights move only when every batch in flight is generated, so each batch has one version:
+    """Whether new weights wait until every batch in flight is generated. Then each batch has one version:
     max(0, step − ahead)."""
 
     @staticmethod
     def of(train: Train, partial: bool = False) -> Schedule:
-        """`sync` and `periodic` train what the step's weights sampled; `one_step_off` (verl's recipe) and `bounded`
-        (AsyncFlow §4.2) keep batches in flight, on purpose. `partial` is rollout.partial's: weights never wait for a
-        response then."""
+        """The schedule of a mode.
+
+        `sync` and `periodic` train responses of the step's own weights. `one_step_off` (verl's recipe) and `bounded`
+        (AsyncFlow §4.2) keep batches in flight. `partial`: rollout.partial, with which weights never wait for a
+        response.
+        """
         if train.mode == "one_step_off":
             return Schedule(train.mode, 1, not partial)
         if train.mode == "bounded":
@@ -32,14 +35,14 @@ class Schedule:
         return Schedule(train.mode)
 
     def due(self, step: int, start: int, steps: int) -> range:
-        """Batches to start once the step's weights are published; the run began, or was resumed, with step `start`."""
+        """Batches to start when the step's weights are published. The run began, or was resumed, with step `start`."""
         first = step if step == start else step + self.ahead
         return range(first, min(step + self.ahead, steps - 1) + 1)
 
     def accepted(self, step: int) -> range:
         """Weight versions that responses of a step may carry: at most `ahead` before the step's own.
 
-        A batch that was in flight when a run stopped is generated anew by the resumed run, under newer weights.
+        A resumed run generates the batches that were in flight again, with newer weights.
         """
         return range(max(0, step - self.ahead), step + 1)
 
@@ -57,6 +60,6 @@ class Schedule:
 
 
 def staleness(step: int, response: Response) -> int:
-    """Updates between the weights that sampled the response's oldest token and those that train it;
-    0 for an empty one."""
+    """Number of updates between the weights that sampled the response's oldest token and the weights that it trains; 0
+    for an empty response."""
     return step - min((version for _, version in response.versions), default=step)

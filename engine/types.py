@@ -1,4 +1,4 @@
-"""The nouns that every part of the engine passes around: Prompt, Response, Score, Group, StepReport."""
+"""The data types that all parts of the engine use: Prompt, Response, Score, Group, StepReport."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ class Prompt:
     """One problem, ready to be sent to a rollout instance."""
 
     id: str
-    """Content hash of problem and answer (hex); part of the sampling seed, so it never depends on file order."""
+    """Hash of problem and answer (hex). It is part of the sampling seed, so the seed does not depend on the order of
+    the file."""
     problem: str
-    """The problem's text as it stands in the data, before the prompt template."""
+    """The problem's text in the data, before the prompt template."""
     answer: str
-    """The gold answer that a verifier compares with."""
+    """The gold answer that a reward compares with."""
     token_ids: tuple[int, ...]
-    """The templated problem as token ids; the only thing that crosses to a rollout instance."""
+    """The templated problem as token ids. Nothing else of the prompt is sent to a rollout instance."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every column of the row in the data file, for the user's own reward."""
 
@@ -31,17 +32,18 @@ class Response:
     """One sampled continuation of a prompt."""
 
     token_ids: tuple[int, ...]
-    """Sampled ids; the stop token, if one was sampled, is the last and is trained."""
+    """Sampled ids. A sampled stop token is the last one, and is trained."""
     logprobs: tuple[float, ...]
-    """log softmax(logits / temperature) of each id, as the instance computed it; same length as token_ids."""
+    """log softmax(logits / temperature) of each id, computed by the instance; same length as token_ids."""
     versions: tuple[tuple[int, int], ...]
-    """Runs of (first token index, weight version); one run unless the response crossed a weight boundary."""
+    """Pairs of (first token index, weight version). There is one pair unless the response continued under new
+    weights."""
     loss_mask: tuple[bool, ...]
     """Which tokens are trained; same length as token_ids."""
     finish_reason: str
     """"stop" (a stop token was sampled), "length" (a limit cut it) or "abort"."""
     text: str
-    """The decoded response without special tokens; what verifiers read."""
+    """The decoded response without special tokens, for rewards."""
     seed: int
     """Seed of this response's own random stream."""
     instance: str
@@ -55,28 +57,29 @@ class Response:
 
 @dataclass(frozen=True)
 class Score:
-    """A verifier's verdict on one response."""
+    """A reward's result for one response."""
 
     value: float
     """The reward R."""
     status: str = "ok"
-    """"ok", "timeout" (the verifier was killed at its limit) or "error" (it raised, with reward.on_error = "zero")."""
+    """"ok", "timeout" (the reward was killed at its time limit) or "error" (it raised, with reward.on_error =
+    "zero")."""
     detail: str = ""
-    """For people: why the status is not ok, or what the verifier extracted."""
+    """A remark: why the status is not ok, or the answer that the reward extracted."""
 
 
 @dataclass(frozen=True)
 class BatchScores:
-    """The scores and lengths of a step's whole batch, for advantages whose statistics are over all of it."""
+    """The scores and lengths of a step's whole batch, for advantages of batch scope."""
 
     values: tuple[tuple[float, ...], ...]
-    """[B][G] rewards R of the groups' responses, in the order of the groups' indices."""
+    """[B][G] rewards of the groups' responses, in the order of the groups' indices."""
     lengths: tuple[tuple[int, ...], ...]
-    """[B][G] response tokens."""
+    """[B][G] lengths of the responses in tokens."""
 
     @staticmethod
     def of(groups: Sequence[Group]) -> BatchScores:
-        """Of all groups of a step, given in any order."""
+        """The scores of all groups of a step, which may be given in any order."""
         ordered = sorted(groups, key=lambda group: group.index)
         values = tuple(tuple(score.value for score in group.scores) for group in ordered)
         return BatchScores(
@@ -86,29 +89,29 @@ class BatchScores:
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt with all its responses and scores: what the sample queue holds and a replica leases."""
+    """A prompt with all its responses and scores. The sample queue holds groups, and a unit leases them."""
 
     step: int
     index: int
-    """Position of the prompt in the step's batch, 0 … B−1; groups are trained in this order under "prompt_order"."""
+    """Position of the prompt in the step's batch, 0 … B−1. With "prompt_order" groups are trained in this order."""
     prompt: Prompt
     responses: tuple[Response, ...]
     scores: tuple[Score, ...]
     batch: BatchScores | None = None
-    """Of the whole batch, where advantages depend on it."""
+    """The scores of the whole batch, if the advantages depend on them."""
     advantages: tuple[float, ...] | None = None
-    """Only of a record of an older release, whose launcher computed those that depend on the whole batch."""
+    """Only in records of an older release, whose launcher computed the advantages of batch scope."""
 
 
 @dataclass(frozen=True)
 class Landed:
-    """A response whose group is not complete yet: all that scoring it early needs."""
+    """A response whose group is not complete yet, with the data that early scoring needs."""
 
     step: int
     group: int
     """Its group's index."""
     number: int
-    """Its own number in the group."""
+    """The response's number in the group."""
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
 
@@ -168,19 +171,20 @@ class StepReport:
     weight_version: int
     versions_seen: list[int]
     staleness_mean: float
-    """Updates between the weights that sampled a response and those that train it; 0 on-policy."""
+    """Mean number of updates between the weights that sampled a response and the weights that it trains; 0
+    on-policy."""
     pool_size: int
-    """Instances that take prompts, or are being given weights, when the step ends."""
+    """Number of instances that take prompts or receive weights when the step ends."""
     reward_mean: float
-    """Over the trained responses: with algorithm.dynamic_sampling those of the kept groups
-    alone (`reward_tried` is over all)."""
+    """Mean over the trained responses. With algorithm.dynamic_sampling these are the responses of the kept groups only
+    (`reward_tried` is over all)."""
     reward_std: float
     response_length_mean: float
     truncated: int
     reward_timeouts: int
     reward_errors: int
     equal_groups: int
-    """Groups whose rewards are all equal: they teach nothing but the KL."""
+    """Number of groups whose rewards are all equal. They train only the KL term."""
     trained_tokens: int
     computed_tokens: int
     step_s: float
@@ -192,7 +196,7 @@ class StepReport:
     wait_s: float
     sync_s: float
     check_s: float
-    """The comparison of the instances' log-probabilities with the trainer's, beside the first responses."""
+    """The trainer's wait for the comparison of the instances' log-probabilities with its own."""
     tokens_per_s_per_device: float
     loss: float
     kl: float
@@ -204,15 +208,15 @@ class StepReport:
     grad_norm: float
     learning_rate: float
     memory_peak_gib: list[float]
-    """Of each trainer rank: of its device, on a CPU of its process."""
+    """Peak memory of each trainer rank: of its device, or on a CPU of its process."""
     grad_cosine: float | None = None
-    """Of this step's gradient with the last one; left out where it is not measured."""
+    """Cosine of this step's gradient and the previous one; left out if it is not measured."""
     skipped_updates: int | None = None
-    """In a row, by gradient control; left out without it."""
+    """Number of consecutive updates that gradient control has skipped; left out without it."""
     prompts_used: int | None = None
-    """Prompts up to the last one that was kept, with algorithm.dynamic_sampling;
-    left out without it, and by a replay."""
+    """Number of prompts up to the last one that was kept, with algorithm.dynamic_sampling; left out without it, and in
+    a replay."""
     reward_tried: float | None = None
-    """Mean over the responses to those prompts, kept or not."""
+    """Mean reward over the responses to these prompts, kept or not."""
     continued: int = 0
-    """Responses with tokens of more than one weight version (rollout.partial)."""
+    """Number of responses with tokens of more than one weight version (rollout.partial)."""

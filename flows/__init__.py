@@ -1,4 +1,4 @@
-"""Prefect flows and the `metronome` command line: what happens when, no logic."""
+"""Prefect flows and the `metronome` command line. They say in which order things happen; the work is in `tasks`."""
 
 import tasks  # noqa: F401  switches telemetry off before Prefect is imported
 

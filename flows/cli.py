@@ -36,7 +36,7 @@ def run(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
     resume: Annotated[
-        bool, typer.Option("--resume", help="go on with the run of this run.name; what is done stays")
+        bool, typer.Option("--resume", help="continue the run of this run.name; finished stages are not repeated")
     ] = False,
 ) -> None:
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
@@ -63,10 +63,10 @@ def run(
 def train(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this run.name")] = False,
-    replay: Annotated[Path | None, typer.Option("--replay", help="train on a record (train.record) again")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run of this run.name")] = False,
+    replay: Annotated[Path | None, typer.Option("--replay", help="repeat a recorded run (train.record)")] = None,
 ) -> None:
-    """Train only, without Prefect; tracked in MLflow all the same."""
+    """Train only, without Prefect; the run is tracked in MLflow."""
     from tasks.input_checks import check_inputs, check_run_folder, with_model_folder
     from tasks.tracking.registered_policies import as_begun
 
@@ -100,7 +100,7 @@ def _train(config: Config, resume: bool, replay: Path | None) -> None:
         tracked_run.log_step(row)
         evaluated()
 
-    # before MLflow: the run there may be that of a living process
+    # the lock comes before MLflow: a living process may be using the MLflow run
     locked = hold_lock(folder.lock, f"run folder {folder.path}", 0.0)
     with locked, tracked_run.tracked(config), console.stage("train") as say:
         mlflow_run.log_model_input(Path(config.model.path))
@@ -156,7 +156,7 @@ def serve(
     join: Annotated[str, typer.Option(help="join this run: its launcher's host:port, or its run folder")] = "",
     name: Annotated[str, typer.Option(help="its name in the run (default: host and process id)")] = "",
 ) -> None:
-    """One rollout instance in the foreground, as the recipe describes it; Ctrl-C lets it leave a run."""
+    """Run one rollout instance of the recipe in the foreground. On Ctrl-C it leaves its run and ends."""
     from engine.instance.join import default_name, serve_alone, serve_joined
     from tasks.input_checks import with_model_folder
 
@@ -176,7 +176,7 @@ def deploy(
     overrides: Set = [],  # noqa: B006
     pool: Annotated[str, typer.Option(help="work pool of training and evaluation: a file of infra/pools")] = "cpu",
     rollout_pool: Annotated[str, typer.Option(help="work pool of rollout instances that join a run")] = "cpu",
-    timezone: Annotated[str, typer.Option(help="of the schedules, e.g. Asia/Shanghai")] = "Etc/UTC",
+    timezone: Annotated[str, typer.Option(help="time zone of the schedules, e.g. Asia/Shanghai")] = "Etc/UTC",
     training: Annotated[str, typer.Option(help="cron line of the nightly training; empty: no schedule")] = "0 22 * * *",
     evaluation: Annotated[
         str, typer.Option(help="cron line of the nightly evaluation; empty: no schedule")
@@ -211,14 +211,14 @@ def deploy(
 @app.command()
 def compare(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="run folders and MLflow run ids; all against the first")
+        list[str], typer.Argument(metavar="RUN...", help="run folders and MLflow run ids; compared with the first")
     ],
     out: Annotated[Path, typer.Option("--out", help="the page to write")] = Path("compare.html"),
     tracking_uri: Annotated[
         str, typer.Option(help="MLflow store of run ids (default: MLFLOW_TRACKING_URI or runs/)")
     ] = "",
 ) -> None:
-    """Which run is faster, and is it as good? Curves, wall time, benchmarks with intervals, as one page and a table."""
+    """Compare runs: curves, wall time and benchmarks with intervals, as one page and a table."""
     with _exit_codes():
         from tasks import compare as comparison
 
@@ -227,7 +227,7 @@ def compare(
 
 @app.command()
 def doctor() -> None:
-    """What is installed, what fits together, what is missing."""
+    """Say which versions are installed, whether they fit together, and what is missing."""
     from tasks.cluster.doctor import findings
 
     lines, healthy = findings()
@@ -237,7 +237,7 @@ def doctor() -> None:
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Turn errors into one message and an exit code; end the children however the body ends."""
+    """Turn errors into one message and an exit code. The children end in any case."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
@@ -260,12 +260,12 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def main() -> None:
-    """Console script."""
+    """Entry point of the console script."""
     watch_lifeline()
     try:
         app(prog_name="metronome")
     finally:
-        gc.freeze()  # else the interpreter collects the modules of torch and Prefect one by one: two seconds
+        gc.freeze()  # without it the interpreter collects the modules of torch and Prefect one by one, in two seconds
 
 
 if __name__ == "__main__":

@@ -29,18 +29,18 @@ def evaluate(
     run: str = "",
     on_rollout_pool: PoolInstances = 0,
 ) -> str:
-    """Accuracy of a model with its interval; a line in the evaluations.jsonl of a run folder and in its MLflow run.
+    """Accuracy of a model with its interval; adds it to the evaluations.jsonl of a run folder and to its MLflow run.
 
-    What a run has already said of its own policy, by the same protocol and seed, is not sampled again.
+    If the run has evaluated the same policy already, with the same protocol and seed, nothing is sampled.
 
     Args:
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example evaluate.samples=8.
-        settings: The keys that differ from run to run; what is left out is as the recipe says.
-        model: A Hugging Face folder, or nightly, latest or champion for a registered policy of this recipe. Empty takes
+        settings: The keys that differ from run to run; a key that is left out is as in the recipe.
+        model: A Hugging Face folder, or nightly, latest or champion for a registered policy of this recipe. Empty means
             model.path.
-        run: Name of the run that the figures belong to (its folder under run.output). Empty takes run.name.
-        on_rollout_pool: Rollout instances started on the rollout pool for the time of the evaluation, beside
+        run: Name of the run that the figures belong to (its folder under run.output). Empty means run.name.
+        on_rollout_pool: Number of rollout instances on the rollout pool during the evaluation, in addition to
             rollout.instances.
     """
     given = [f"run.name={run}"] if run else []

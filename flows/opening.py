@@ -1,4 +1,4 @@
-"""How the flows that train begin: settings, folder, devices, MLflow run."""
+"""The start of a flow that trains: settings, folder, devices, MLflow run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tasks.tracking.registered_policies import started_from
 
 @dataclass(frozen=True)
 class Opened:
-    """A run that is under way."""
+    """A run that has started."""
 
     config: Config
     folder: RunFolder
     entry: Entry
     overrides: list[str]
-    """Its settings, its overrides and its seed, as `--set` takes them."""
+    """The settings, overrides and seed of the run, in the form of `--set`."""
 
 
 @contextmanager
@@ -37,7 +37,10 @@ def opened(
     resume: bool,
     pool_instances: int = 0,
 ) -> Iterator[Opened]:
-    """The body in its run folder, with all its devices, tracked. Raises BadInput before anything slow."""
+    """During the body the run folder is locked, the devices are held and the run is tracked in MLflow.
+
+    Raises BadInput before anything slow starts.
+    """
     with crashed_without_tracking():
         config, begun = started_from(settled(configured(recipe, settings, overrides)), recipe, continue_from)
     check_inputs(config)

@@ -43,20 +43,20 @@ def pipeline(
     on_rollout_pool: PoolInstances = 0,
     resume: bool = False,
 ) -> dict[str, str]:
-    """Run every stage; returns the closing table. Raises BadInput before anything slow, MetronomeError later.
+    """Run every stage; returns the table of results. Raises BadInput before anything slow, MetronomeError later.
 
-    A flow run that is started again after a crash goes on in its run folder: what is done is not done again.
+    A flow run that is started again after a crash continues in its run folder and does not repeat finished stages.
 
     Args:
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example rollout.temperature=0.9.
-        settings: The keys that differ from run to run; what is left out is as the recipe says.
-        continue_from: base is model.path; latest the newest registered policy of this recipe (base if there is none);
-            nightly the newest that a run with nightly has registered (likewise); champion the registered one with that
-            alias.
-        on_rollout_pool: Rollout instances started on the rollout pool for the time of the training and of each
-            evaluation, beside rollout.instances.
-        resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed
+        settings: The keys that differ from run to run; a key that is left out is as in the recipe.
+        continue_from: Where the run starts. base is model.path; latest is the newest registered policy of this recipe;
+            nightly is the newest policy whose run was itself started with nightly; champion is the policy with that
+            alias. latest and nightly mean base while there is no such policy.
+        on_rollout_pool: Number of rollout instances on the rollout pool during the training and each evaluation,
+            in addition to rollout.instances.
+        resume: Continue the run of this run.name, which was cancelled or has failed. A run that crashed is resumed
             without it.
     """
     with opened(
@@ -96,7 +96,8 @@ def pipeline(
 
 
 def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Config:
-    """Everything up to the accuracy of the untrained model."""
+    """The stages before training, up to the accuracy of the untrained model. Returns the config with the model's
+    folder."""
     with stage("prepare data") as say:
         say(describe(entry.once("prepare data", lambda: _prepared(config))))
     with stage("base model") as say:

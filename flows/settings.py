@@ -1,4 +1,4 @@
-"""What people fill in to start a flow: the parameters of all deployments, as the Prefect UI shows them in its form."""
+"""Parameters of the flows, as the Prefect UI shows them in the form of a deployment."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.config.recipe import load
 Recipe = str
 Overrides = Sequence[str]
 PoolInstances = NonNegativeInt
-# What they mean is in the flows' docstrings: that is where Prefect takes the form's texts from.
+# The flows' docstrings explain them, because Prefect takes the texts of the form from there.
 
 
 def _key(name: str) -> Any:  # noqa: ANN401
-    """An optional field for a key of the configuration, with that key's own description."""
+    """An optional field for a key of the configuration, with the description of that key."""
     table, _, key = name.partition(".")
     described = Config.model_fields[table].annotation.model_fields[key].description  # type: ignore[union-attr]
-    return Field(default=None, title=name, description=f"{described} Left out: as the recipe says.")
+    return Field(default=None, title=name, description=f"{described} If left out: as in the recipe.")
 
 
 class Settings(BaseModel):
@@ -43,14 +43,14 @@ class Settings(BaseModel):
     experiment: str | None = _key("tracking.experiment")
 
     def overrides(self) -> list[str]:
-        """As `--set` takes them: key=value for what was filled in."""
+        """KEY=VALUE for each key that was filled in, in the form of `--set`."""
         return [f"{type(self).model_fields[name].title}={value}" for name, value in self if value is not None]
 
 
 AS_RECIPE = Settings()
-"""Nothing filled in."""
+"""Settings with no key filled in."""
 
 
 def configured(recipe: str, settings: Settings, overrides: Sequence[str]) -> Config:
-    """The configuration of a run; `overrides` win. Raises BadInput."""
+    """The configuration of a run; `overrides` take precedence over `settings`. Raises BadInput."""
     return load(recipe, [*settings.overrides(), *overrides])

@@ -1,5 +1,4 @@
-"""Single stages of the pipeline as flows: prepare the data, try the conversion,
-hold rollout instances or ranks for a run."""
+"""Flows of a single stage: prepare the data, check the conversion, run rollout instances or ranks for another run."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def prepare(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
     Args:
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example data.prompt_template=chat.
-        settings: The keys that differ from run to run; what is left out is as the recipe says.
+        settings: The keys that differ from run to run; a key that is left out is as in the recipe.
     """
     found = prepare_data(configured(recipe, settings, overrides))
     say("prepare data", describe(found))
@@ -44,7 +43,7 @@ def convert(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
     Args:
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example model.path=/models/Qwen3-8B.
-        settings: The keys that differ from run to run; what is left out is as the recipe says.
+        settings: The keys that differ from run to run; a key that is left out is as in the recipe.
     """
     config = with_model_folder(configured(recipe, settings, overrides))
     model = Path(config.model.path)
@@ -63,15 +62,15 @@ def serve_rollouts(
     instances: int = 1,
     host: str = "127.0.0.1",
 ) -> None:
-    """Rollout instances on this flow's work pool that join a run under way and end when the run ends.
+    """Rollout instances on this flow's work pool that join a running run and end when the run ends.
 
     Args:
-        join: The run; host:port of its launcher, or its run folder where this node sees it.
+        join: The run: host:port of its launcher, or its run folder if this node sees it.
         recipe: The run's recipe; those that ship are found by infra/recipes/NAME.toml.
         overrides: The run's other keys, one KEY=VALUE each.
         settings: The run's settings.
         instances: How many instances this node starts.
-        host: Address that they listen on; others than loopback need METRONOME_TOKEN in the pool's environment.
+        host: Address that they listen on; any but loopback needs METRONOME_TOKEN in the pool's environment.
     """
     config = with_model_folder(configured(recipe, settings, overrides))
     serve_until_the_run_ends(config, join, instances, host)
@@ -79,10 +78,10 @@ def serve_rollouts(
 
 @flow(name="join-training")
 def join_training(folder: str, wait_s: float = 600.0) -> None:
-    """Trainer ranks of a run with parallel.nodes above 1 on this flow's node, until the run has trained.
+    """Trainer ranks on this flow's node, for a run with parallel.nodes above 1, until its training is done.
 
     Args:
-        folder: The run folder, which this node shares with the run's own.
+        folder: The run folder, which this node and the run's own node share.
         wait_s: Seconds to wait for the run to begin, or to begin again after a crash.
     """
     run_node(Path(folder), wait_s)

@@ -1,4 +1,4 @@
-"""Training only, as a flow: no evaluation, no registration. The automation of `evaluate` starts when it is finished."""
+"""Training as a flow, without evaluation and registration. When it has finished, an automation starts `evaluate`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def train(
     Args:
         recipe: TOML file with the run's configuration; those that ship are found by infra/recipes/NAME.toml.
         overrides: Any other key of the configuration, one KEY=VALUE each, for example rollout.temperature=0.9.
-        settings: The keys that differ from run to run; what is left out is as the recipe says.
-        continue_from: base is model.path; latest the newest registered policy of this recipe (base if there is none);
-            nightly the newest that a run with nightly has registered (likewise); champion the registered one with that
-            alias.
-        on_rollout_pool: Rollout instances started on the rollout pool for the time of the training, beside
+        settings: The keys that differ from run to run; a key that is left out is as in the recipe.
+        continue_from: Where the run starts. base is model.path; latest is the newest registered policy of this recipe;
+            nightly is the newest policy whose run was itself started with nightly; champion is the policy with that
+            alias. latest and nightly mean base while there is no such policy.
+        on_rollout_pool: Number of rollout instances on the rollout pool during the training, in addition to
             rollout.instances.
-        resume: Go on with the run of this run.name, which was cancelled or has failed; one that crashed is resumed
+        resume: Continue the run of this run.name, which was cancelled or has failed. A run that crashed is resumed
             without it.
     """
     with opened(

@@ -10,4 +10,4 @@ for _switch, _value in {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "PREFECT_LOGGING_TO_API_ENABLED": "false",  # each line a request: seconds per run
 }.items():
-    os.environ.setdefault(_switch, _value)  # here, because the libraries read them when they are imported
+    os.environ.setdefault(_switch, _value)  # set here, because the libraries read them when they are imported

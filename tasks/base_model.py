@@ -1,4 +1,4 @@
-"""Base model: the folder that training starts from, made first if it is the quickstart's."""
+"""Base model: the folder that training starts from. The quickstart's model is made first if needed."""
 
 from __future__ import annotations
 

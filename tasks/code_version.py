@@ -1,5 +1,4 @@
-"""Which code a result comes from: what a cached one depends on beside a task's inputs,
-and what a policy's lineage names."""
+"""Identifies the code that a result comes from, for the cache of tasks and for the lineage of a policy."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from pathlib import Path
 from engine.config.recipe import HOME
 
 OURS = ("engine", "tasks", "flows", "infra")
-"""Folders of the code that runs in production, recipes and pool templates among it."""
+"""Folders of the code that runs in production, including recipes and pool templates."""
 GIT_S = 60.0
-"""Git looks at every file for "-dirty"; on a shared disk that takes a while."""
+"""Time limit of git, which reads every file to decide on "-dirty". This is slow on a shared disk."""
 
 
 def code_hash(*packages: str) -> str:
@@ -27,14 +26,13 @@ def code_hash(*packages: str) -> str:
 
 
 def code_version() -> str:
-    """The installed version, the git commit where there is one ("-dirty" if files differ from it),
-    and the code's hash."""
+    """The installed version, the git commit if there is one ("-dirty" if files differ from it), and the code's hash."""
     commit = _commit(HOME)
     return " ".join([installed("metronome"), *([f"commit {commit}"] if commit else []), f"code {tree_hash(HOME)}"])
 
 
 def tree_hash(home: Path) -> str:
-    """Hash (hex) of names and contents of all files in `OURS` under a folder, but of those that Python compiled."""
+    """Hash (hex) of names and contents of all files in `OURS` under a folder, without compiled Python files."""
     digest = hashlib.sha256()
     for folder in OURS:
         files = (path for path in (home / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
@@ -44,12 +42,12 @@ def tree_hash(home: Path) -> str:
 
 
 def _commit(home: Path) -> str:
-    """Of a folder that is itself a git checkout, "unknown" if git won't say;
-    "" for an installed package or without git."""
+    """Commit of a folder that is itself a git checkout; "unknown" if git fails. "" for an installed package or without
+    git."""
     if not (home / ".git").exists() or shutil.which("git") is None:
         return ""
     command = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()
-    except subprocess.SubprocessError:  # somebody else's checkout, or a slow disk: no reason to lose a policy
+    except subprocess.SubprocessError:  # another user's checkout, or a slow disk: no reason to lose a policy
         return "unknown"

@@ -32,14 +32,15 @@ ROWS = "evaluations.jsonl"
 EVALUATIONS = "evaluations"
 """File and folder of tables, in a run folder and among a run's artifacts."""
 ENDS = {"FAILED": "MLflow has it as FAILED", "KILLED": "MLflow has it as KILLED"}
-"""What is said of a run by its status in MLflow."""
+"""Text about a failed run, by its status in MLflow."""
 
 
 def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
-    """Write the page about some runs (run folders, MLflow run ids; the first is what the others are held against).
+    """Write the page that compares some runs with the first. Returns the text for the console.
 
-    uri: the MLflow store of run ids; default MLFLOW_TRACKING_URI, else runs/mlflow.db. Returns the text for the
-    console. Raises BadInput for fewer than two runs, one given twice, and what is no run.
+    given: run folders or MLflow run ids. uri: the MLflow store of the run ids; by default MLFLOW_TRACKING_URI, else
+    runs/mlflow.db. Raises BadInput for fewer than two runs, for a run that is given twice, and for anything that is not
+    a run.
     """
     if len(given) < 2:
         raise BadInput(f"compare needs at least two runs (run folders or MLflow run ids), not {len(given)}")
@@ -59,7 +60,7 @@ def _told(verdict: Verdict) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text in columns."""
+    """Rows as text in aligned columns."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -86,7 +87,7 @@ def _read(given: str, uri: str) -> ComparedRun:
 
 
 def from_folder(path: Path) -> ComparedRun:
-    """A run as its folder has it. Raises BadInput if there are no steps in it."""
+    """A run, read from its folder. Raises BadInput if it has no steps."""
     folder = RunFolder(path)
     try:
         steps = once(list(read_lines(folder.steps)))
@@ -114,7 +115,7 @@ def _line(text: str) -> str:
 
 
 def from_mlflow(run_id: str, uri: str = "") -> ComparedRun:
-    """A run as MLflow has it. Raises BadInput for an unknown id, a store that does not answer, a run without steps."""
+    """A run, read from MLflow. Raises BadInput for an unknown id, a store that does not answer, a run without steps."""
     store = _store(uri)
     client = mlflow.MlflowClient(store)
     try:
@@ -152,12 +153,14 @@ def _store(uri: str) -> str:
 
 
 def _text(config: JsonObject) -> dict[str, str]:
-    """Values as MLflow keeps them, under the keys' present names; what is not set is left out, as in config.toml."""
+    """Values as text, as in MLflow, under the present names of the keys. Keys that are not set are left out, as in
+    config.toml."""
     return {key: str(value) for key, value in current_names(config).items() if str(value) != "None"}
 
 
 def _steps(client: mlflow.MlflowClient, run_id: str, names: Sequence[str]) -> list[JsonObject]:
-    """Lines of steps.jsonl again, from the histories of the metrics; of a value logged twice the later."""
+    """The lines of steps.jsonl, rebuilt from the histories of the metrics. If a value was logged twice, the later
+    counts."""
     rows: dict[int, JsonObject] = {}
     for name in names:
         for point in sorted(client.get_metric_history(run_id, name), key=lambda point: point.timestamp):
@@ -170,8 +173,8 @@ def _evaluations(
     run: Any,  # noqa: ANN401
     store: str,
 ) -> tuple[list[JsonObject], dict[str, dict[str, float]]]:
-    """Rows of evaluations.jsonl and their tables from the artifacts;
-    of a run that has not ended, rows from the metrics."""
+    """Rows of evaluations.jsonl and their tables, from the artifacts. A run that has not ended has no artifacts: then
+    the rows come from the metrics."""
     there = {item.path for item in client.list_artifacts(run.info.run_id)}
     if not {ROWS, EVALUATIONS} <= there:
         return _from_metrics(client, run), {}
@@ -182,7 +185,7 @@ def _evaluations(
 
 
 def _with_tables(folder: Path) -> tuple[list[JsonObject], dict[str, dict[str, float]]]:
-    """Rows of a folder's evaluations.jsonl, and by their `table` prompt id → mean score."""
+    """Rows of a folder's evaluations.jsonl, and for each table, by the row's `table`, prompt id → mean score."""
     rows = list(read_lines(folder / ROWS))
     files = {
         row["table"]: folder / row["table"] for row in rows if "table" in row and (folder / row["table"]).is_file()

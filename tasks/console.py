@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: plain lines, readable in a terminal and in a log file alike."""
+"""The console output of a run: plain lines, readable in a terminal and in a log file."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from contextlib import contextmanager
 from typing import Any
 
 LINES_PER_RUN = 20
-"""About so many step lines are printed, more when steps are slow."""
+"""Approximate number of step lines per run; there are more if steps are slow."""
 QUIET_S = 10.0
-"""Seconds after which a step line is printed in any case."""
+"""If the last line is older than this, the next step prints a line in any case. In seconds."""
 
 
 def say(stage: str, text: str) -> None:
-    """Print one line, at once. Whoever reads us being gone
-    (a Prefect worker that was killed) ends us as a crash does."""
+    """Print one line, at once. If no process reads the output any more (a Prefect worker was killed), this process ends
+    as in a crash."""
     try:
         print(f"{stage:<12} {text}", flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter fails at its end, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter also fails at its end
         raise SystemExit("nobody reads the output any more") from None
 
 
 @contextmanager
 def stage(name: str) -> Iterator[Callable[[str], None]]:
-    """Announce a stage; call the yielded function with its result, which is printed with the seconds it took."""
+    """Print the start of a stage, and at its end the result and the seconds. Call the yielded function with the
+    result."""
     started = time.monotonic()
     result = ["done"]
     say(name, "...")
@@ -36,7 +37,7 @@ def stage(name: str) -> Iterator[Callable[[str], None]]:
 
 
 class StepLines:
-    """Prints a line for the first, the last and about every `steps / 20`th step."""
+    """Prints a line for the first, the last and about every `steps / 20`th step, and more if steps are slow."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -67,11 +68,11 @@ def duration(seconds: float) -> str:
 
 
 def table(title: str, rows: Mapping[str, str]) -> None:
-    """Print a short two-column table."""
+    """Print a two-column table."""
     width = max(map(len, rows))
     print(f"\n{title}\n" + "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()), flush=True)
 
 
 def complain(message: str) -> None:
-    """The one message of a failed command, on stderr."""
+    """Print a message on stderr: the error of a failed command, or a warning."""
     print(message, file=sys.stderr, flush=True)

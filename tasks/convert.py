@@ -19,14 +19,14 @@ from engine.types import JsonObject
 from tasks.launcher_process import last_error
 
 LIMIT_S = 1800.0
-"""A tiny model takes 10 s; a large one is read from disk three times."""
+"""Time limit of the conversion. A tiny model takes 10 s; a large one is read from disk three times."""
 
 
 @task(name="convert", cache_policy=INPUTS - "log" + TASK_SOURCE, persist_result=True, result_serializer="json")
 def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
-    """The report of `engine.tools.conversion`, run in a process of its own. The hashes only key the cache.
+    """Run `engine.tools.conversion` in a process of its own; returns its report. The hashes are only cache keys.
 
-    Raises BadInput for an unusable folder, MetronomeError when logits or tensors differ.
+    Raises BadInput for an unusable folder, MetronomeError if logits or tensors differ, DeadlineError.
     """
     child = Child("convert", conversion_command(model), log)
     try:
@@ -42,7 +42,8 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
 
 
 def describe(report: Mapping[str, Any]) -> str:
-    """The report in one line for people, and as an artifact (here, because a cached task's body does not run)."""
+    """The report in one line for the console. Also creates the artifact; the task cannot, because a cached task's body
+    does not run."""
     create_markdown_artifact(
         "\n".join(f"- {name}: {value}" for name, value in report.items()),
         key="conversion",

@@ -1,4 +1,4 @@
-"""`run.dry`: print what a recipe comes to, and start nothing."""
+"""`run.dry`: print the layout, memory and arithmetic of a recipe, and start nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tasks import console
 
 
 def dry_run(config: Config) -> None:
-    """Print the plan. Raises BadInput with every reason why the recipe can't run."""
+    """Print the plan. Raises BadInput with every reason why the recipe cannot run."""
     for title, rows in sections(plan(config)).items():
         console.table(title, rows)
     print("\nNothing was started. Memory is computed, not measured: docs/ascend.md says what it covers.")

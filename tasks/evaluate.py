@@ -26,16 +26,17 @@ from tasks.tracking import evaluations
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
-    """An instance that died may live the second time; wrong input stays wrong."""
+    """Whether the evaluation is tried again: yes after a dead process or a missed deadline, no after wrong input."""
     return isinstance(state.result(raise_on_failure=False), ProcessDied | DeadlineError)
 
 
 @task(name="evaluate", cache_policy=NO_CACHE, retries=1, retry_condition_fn=_worth_retrying)
 def evaluate(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> Mapping[str, Any]:
-    """The new row of evaluations.jsonl; of several benchmarks the first one's, the others are printed here.
+    """Evaluate a model folder; returns the new row of evaluations.jsonl. With several benchmarks it returns the row of
+    the first and prints the others.
 
-    `pool_instances`: on the rollout pool, beside rollout.instances. It needs no MLflow: `tasks.tracking.evaluations`
-    logs what is in evaluations.jsonl.
+    `pool_instances`: instances on the rollout pool, in addition to rollout.instances. MLflow is not needed, because
+    `tasks.tracking.evaluations` logs evaluations.jsonl afterwards.
     """
     folder = RunFolder(config.folder)
     meeting = folder.path / "evaluations" / f"instances-{flow_run.id}-{weight_version}"
@@ -53,15 +54,14 @@ def evaluate(config: Config, model: Path, weight_version: int, pool_instances: i
 
 
 def evaluate_once(config: Config, model: Path, weight_version: int, pool_instances: int = 0) -> Mapping[str, Any]:
-    """The same for a flow run that may be started again, when MLflow was away, say: what it has evaluated is not done
-    again.
+    """`evaluate` for a flow run that may be started again, for example because MLflow did not answer.
 
-    Nor what the run itself has evaluated: its pipeline does so and then tells the automation, which starts this. Takes
-    the devices that it needs for its time.
+    An evaluation that an earlier attempt has completed is not repeated. Nor is one that the run itself has completed: a
+    pipeline evaluates its policy, and then an automation starts this. The evaluation holds the NPUs that it needs.
     """
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
-        say("evaluate", "done by an attempt before")
+        say("evaluate", "done by an earlier attempt")
         found: JsonObject = json.loads(file.read_text())
         return found
     known = done_before(config, model, weight_version, RunFolder(config.folder))
@@ -69,7 +69,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
         say(
             "evaluate",
             f"run {config.run.name} has this evaluation of its version {weight_version} already, nothing is sampled; "
-            "another run.seed or protocol would be",
+            "with another run.seed or protocol it is sampled again",
         )
         return known[0]
     with hold_npus(npus(config, pool_instances, training=False)):

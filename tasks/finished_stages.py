@@ -1,4 +1,4 @@
-"""What a run has behind it, kept in its run folder: a stage that is done is not done again when the run is resumed."""
+"""The finished stages of a run, stored in its run folder. A resumed run does not repeat them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Result = TypeVar("Result")
 
 
 class Stages:
-    """The finished stages of a run by name, each with its result (anything that JSON keeps)."""
+    """The finished stages of a run by name, each with its result (anything that JSON can store)."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._file = folder.stages
         self.done: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
 
     def once(self, name: str, work: Callable[[], Result]) -> Result:
-        """The stage's result, from when it was done; else its work is done now."""
+        """The stored result of a stage. If the stage is not done, its work is done now."""
         if name not in self.done:
             self.done[name] = work()
             self._write()
@@ -31,7 +31,7 @@ class Stages:
         return found
 
     def forget(self, *names: str) -> None:
-        """Let stages be done again."""
+        """Remove stages, so that they are done again."""
         self.done = {name: result for name, result in self.done.items() if name not in names}
         self._write()
 
@@ -40,10 +40,10 @@ class Stages:
 
 
 def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: bool = False) -> None:
-    """Keep a record of a start of the flow or of its training (`what`). `why`: what ended the one before.
+    """Record a start of the flow or of its training (`what`). `why`: what ended the previous one.
 
-    Raises MetronomeError if it would be more than `limit` resumes in a row without a stage or a checkpoint between
-    them; a person's own start (`by_hand`) begins a new count.
+    Raises MetronomeError if this is more than `limit` resumes in a row without a new stage or checkpoint between them.
+    A start by a person (`by_hand`) begins a new count.
     """
     here = progress(folder)
     starts = 0 if by_hand else _starts_from(folder, what, here)
@@ -57,13 +57,13 @@ def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: b
 
 
 def progress(folder: RunFolder) -> list[int]:
-    """How far a run is: stages done, and the step of its newest complete checkpoint (-1: none)."""
+    """The progress of a run: number of finished stages, and step of its newest complete checkpoint (-1: none)."""
     checkpoint = latest(folder.checkpoints)
     return [len(Stages(folder).done), -1 if checkpoint is None else step_of(checkpoint)]
 
 
 def _starts_from(folder: RunFolder, what: str, here: list[int]) -> int:
-    """Starts of it in a row, up to now, from this point; since a person started the run."""
+    """Number of the latest consecutive starts of `what` from the point `here`, since a person started the run."""
     starts = 0
     for row in reversed(list(read_lines(folder.attempts))):
         starts += row["what"] == what and row["progress"] == here
@@ -73,10 +73,10 @@ def _starts_from(folder: RunFolder, what: str, here: list[int]) -> int:
 
 
 def last_end(folder: RunFolder) -> str:
-    """Why the run has to be started again, as far as it is known."""
+    """Why the last attempt of the run ended, as far as it is known."""
     if folder.failure.exists():
         return str(json.loads(folder.failure.read_text())["message"])
-    return "its process died without a word (killed, out of memory, or its node was lost)"
+    return "its process died without a message (killed, out of memory, or its node was lost)"
 
 
 def _named(here: list[int]) -> str:

@@ -1,5 +1,5 @@
-"""How a flow run enters its run folder: for the first time, again after a crash,
-or to go on with a run by a person's wish."""
+"""How a flow run enters its run folder: for the first time, again after a crash, or because a person resumes the
+run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tasks.input_checks import check_run_folder
 from tasks.tracking.retry import TrackingAway
 
 TAKEOVER_S = 600.0
-"""How long the attempt before may go on: a flow that was taken for dead may be alive
-on a node cut off from the server."""
+"""Seconds to wait for the previous attempt to end. A flow that counts as dead may be alive on a node that has lost its
+connection to the server."""
 NAMES = ".flow-runs"
-"""Folder in `run.output` with a file for each Prefect flow run: the run.name that it got."""
+"""Folder in `run.output` with a file for each Prefect flow run, which has the flow run's run.name."""
 
 
 def settled(config: Config) -> Config:
-    """The config that this flow run began with, from its run folder: the recipe may have been edited since.
+    """The config that this flow run began with, from its run folder. (The recipe may have been edited since.)
 
-    On its first entry it is the config as given; its run.name is kept, since one made of the time must not change.
+    On the first entry it is the given config. Its run.name is stored: a name made from the time must not change.
     """
     file = _name_file(config)
     if file is None:
@@ -45,21 +45,21 @@ def settled(config: Config) -> Config:
 
 
 class Entry(Stages):
-    """A run folder that a flow run is in, with the stages that are done."""
+    """A run folder that a flow run has entered, with its finished stages."""
 
     def __init__(self, folder: RunFolder, resumed: bool) -> None:
         super().__init__(folder)
         self.resumed = resumed
-        """Whether training goes on from a checkpoint, if there is one."""
+        """Whether training continues from a checkpoint, if there is one."""
 
 
 @contextmanager
 def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
-    """Hold the run folder during the body; it keeps config and `begun`.
+    """Hold the lock of the run folder during the body. The folder stores the config and `begun`.
 
-    A flow run may enter its own folder again; another one needs `resume`. Raises BadInput (the folder is another run's,
-    or in use), MetronomeError when the run does not get any further (`tasks.finished_stages.count_attempt`). Without
-    MLflow: see `crashed_without_tracking`.
+    A flow run may enter its own folder again; any other flow run needs `resume`. Raises BadInput if the folder belongs
+    to another run or is in use, and MetronomeError if the run makes no progress
+    (`tasks.finished_stages.count_attempt`). If MLflow does not answer, see `crashed_without_tracking`.
     """
     folder = RunFolder(config.folder)
     again = begun_by_this_flow(folder)
@@ -72,14 +72,14 @@ def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
         why = last_end(folder) if again else "started by a person or a schedule"
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
         if not folder.config.exists():
-            _sign(folder)  # before the config: a folder with one and no flow run would be taken for another run's
+            _sign(folder)  # before the config: a folder with a config and no flow run would count as another run's
         begun.write(folder.path)
         folder.create(config, resume=again or resume)
-        _sign(folder)  # after it: the config before may be that of the flow run before, with other settings
+        _sign(folder)  # after it: until here the config may be that of the previous flow run, with other settings
         if again:
-            say("resume", f"the attempt before ended: {why}")
+            say("resume", f"the previous attempt ended: {why}")
         entry = Entry(folder, again or resume)
-        if entry.done.get("train", config.train.steps) != config.train.steps:  # a person wants more steps of it
+        if entry.done.get("train", config.train.steps) != config.train.steps:  # train.steps was raised
             entry.forget("train", "publish", "register", "announce")
         with crashed_without_tracking():
             try:
@@ -91,8 +91,8 @@ def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
 
 @contextmanager
 def crashed_without_tracking() -> Iterator[None]:
-    """A flow run of a deployment that MLflow is away from ends as crashed:
-    that is what is resumed (tasks.cluster.watchdog)."""
+    """Let a flow run of a deployment end as crashed if MLflow does not answer, because crashed runs are resumed
+    (tasks.cluster.watchdog)."""
     try:
         yield
     except TrackingAway as error:
@@ -103,7 +103,7 @@ def crashed_without_tracking() -> Iterator[None]:
 
 
 def begun_by_this_flow(folder: RunFolder) -> bool:
-    """Whether this flow run was in the folder before."""
+    """Whether this flow run has entered the folder before."""
     file = folder.path / "flow_run_id"
     return file.exists() and file.read_text() == str(flow_run.root_flow_run_id)
 

@@ -1,4 +1,4 @@
-"""Cheap checks of everything that a run is given, before anything slow starts; and the base model as a folder."""
+"""Quick checks of all inputs of a run, before anything slow starts; and the base model as a folder."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ QUICKSTART = "quickstart"
 
 
 def check_run_folder(config: Config, resume: bool = False) -> None:
-    """A new run wants a new folder, a resumed one an old folder or, when that is lost, its checkpoints in
-    `checkpoint.path`.
+    """Check that a new run has a new folder, and that a resumed run has a folder, or checkpoints in `checkpoint.path`.
 
-    Raises BadInput; CheckpointError when that place can't be read.
+    Raises BadInput if not, and CheckpointError if `checkpoint.path` cannot be read.
     """
     folder = RunFolder(config.folder)
     if resume and not folder.config.exists() and not published(config):
@@ -34,25 +33,24 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
             f", and {place_of(config)} (checkpoint.path) holds no complete checkpoint" if config.checkpoint.path else ""
         )
         raise BadInput(
-            f"--resume: {folder.path} is no run folder{lost}; name the run to go on with by --set run.name=NAME"
+            f"--resume: {folder.path} is no run folder{lost}; name the run to continue by --set run.name=NAME"
         )
     if folder.config.exists() and not resume:
         raise BadInput(
             f"run folder {folder.path} exists already; give another --set run.name=NAME, "
-            "or go on with that run by --resume"
+            "or continue that run with --resume"
         )
 
 
 def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> None:
     """Read the problems, load the reward, read the model's configuration. Raises BadInput for the first that fails.
 
-    Without `training` (an evaluation) the trainer's layout does not matter; without `sampling` (a replay) nor do the
-    run's own instances.
+    Without `training` (an evaluation) the trainer's layout is not checked. Without `sampling` (a replay) the run's own
+    instances are not checked.
     """
-    if config.run.dry:  # its commands never come here
+    if config.run.dry:  # the commands that allow it do not call this
         raise BadInput(
-            "run.dry only prints what a recipe comes to: `metronome run RECIPE --set run.dry=true`; "
-            "set it to false here"
+            "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
     if training:
         prepare(config)
@@ -79,15 +77,14 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
 
 
 async def _try_reward(config: Config) -> None:
-    """Load the reward where it will run, in a worker:
-    what it does when imported can neither end nor hang this process."""
+    """Load the reward in a worker process, as in a run. So its import can neither end nor hang this process."""
     async with VerifierPool(config.reward.function, start_timeout_s=config.rollout.timeout_s):
         pass
 
 
 def with_model_folder(config: Config) -> Config:
-    """The config with `model.path` an absolute folder.
-    A quickstart model that is not cached is made, with a word on it."""
+    """The config with `model.path` as an absolute folder. If the quickstart's model is not cached, it is made, and a
+    line says so."""
     if config.model.path == QUICKSTART:
         from engine.tools.quickstart_model.warmup import ensure_quickstart_model  # imports torch: seconds
 

@@ -1,4 +1,4 @@
-"""Starts the launcher and follows what it writes; whatever ends this function ends the launcher with it."""
+"""Starts the launcher and follows its steps.jsonl. However `run_training` ends, the launcher ends with it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from engine.tools.timeline import draw
 from engine.types import JsonObject
 
 POLL_S = 0.3
-"""How often steps.jsonl is looked at."""
+"""Seconds between two looks at steps.jsonl."""
 STOP_S = 9.0
-"""What the launcher may take to end its own children before it is killed (and they with it, by their lifelines)."""
+"""Time in which the launcher must end its own children; then it is killed, and they end by their lifelines."""
 
 
 class LineFollower:
-    """New whole lines of a JSON-lines file that another process appends to, and may cut back (a resumed run does)."""
+    """Reads new complete lines of a JSON-lines file to which another process appends. A resumed run may also shorten
+    the file."""
 
     def __init__(self, path: Path) -> None:
-        """Lines that are in the file already are not new."""
+        """Lines that are already in the file do not count as new."""
         self._path = path
         self._inode = 0
         self._position = 0
@@ -36,7 +37,8 @@ class LineFollower:
         self.new()
 
     def new(self) -> list[JsonObject]:
-        """Lines not seen before. A half-written last line waits for its end; a file that is not there yet is empty."""
+        """Lines that are new since the last call. A half-written last line is left for later. A missing file is
+        empty."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -50,7 +52,8 @@ class LineFollower:
         return [json.loads(line) for line in fresh]
 
     def _rewind_if_replaced(self, descriptor: int) -> None:
-        """A cut file is a new file: read it from its start, where the kept lines are known by their text."""
+        """A file that was shortened is a new file. Read it from its start; the lines that were kept are known by their
+        text."""
         inode = os.fstat(descriptor).st_ino
         if inode != self._inode:
             self._inode = inode
@@ -63,9 +66,10 @@ def run_training(
     replay: Path | None = None,
     on_step: Callable[[JsonObject], None] = lambda row: None,
 ) -> RunFolder:
-    """Train in a launcher process; `on_step` gets each line of steps.jsonl as it appears. `model.path` is a folder.
+    """Train in a launcher process. `on_step` gets each new line of steps.jsonl. `model.path` must be a folder.
 
-    Raises what ended the run: BadInput, or another MetronomeError with the launcher's message. No process is left.
+    Raises the error that ended the run: BadInput, or another MetronomeError with the launcher's message. No process is
+    left behind.
     """
     folder = RunFolder(config.folder)
     folder.failure.unlink(missing_ok=True)  # of an earlier attempt
@@ -85,7 +89,7 @@ def run_training(
 
 
 def _follow(child: Child, follower: LineFollower, on_step: Callable[[JsonObject], None]) -> int:
-    """Hand on every new line until the launcher ends; its exit status."""
+    """Pass every new line to `on_step` until the launcher ends; returns its exit status."""
     while True:
         try:
             code: int | None = child.process.wait(POLL_S)
@@ -98,8 +102,8 @@ def _follow(child: Child, follower: LineFollower, on_step: Callable[[JsonObject]
 
 
 def _failure(child: Child, folder: RunFolder, code: int) -> MetronomeError:
-    """The error that the launcher left behind, or how it died if it could not leave one."""
-    if code == 2:  # perhaps before the run folder was touched: a reason in there may be an earlier run's
+    """The error that the launcher wrote, or how it died if it wrote none."""
+    if code == 2:  # perhaps before it wrote to the run folder: a reason there may be an earlier run's
         return BadInput(last_error(child))
     if folder.failure.exists():
         told = json.loads(folder.failure.read_text())

@@ -1,5 +1,5 @@
-"""Prepare data: read, clean, split and compare the problem sets, encode them for a model;
-say what was left out and why."""
+"""Prepare data: read, clean, split and compare the problem sets, encode them for a model, and report what was left out
+and why."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.types import JsonObject
 from tasks.code_version import code_hash
 
 REPORT = "data.json"
-"""File in the run folder with everything that `engine.data.problem_statistics.report` says."""
+"""File in the run folder with the report of `engine.data.problem_statistics.report`."""
 
 COMPARED = (
     "source",
@@ -37,14 +37,14 @@ COMPARED = (
     "difficulty",
     "skipped",
 )
-"""Figures that the artifact shows of both sets."""
+"""Figures of both sets that the artifact shows."""
 
 SHOWN = 25
 """Rejected rows and overlaps that the artifact lists; data.json has up to a thousand of each."""
 
 
 class PromptFigures(TypedDict):
-    """Of the training prompts, in tokens."""
+    """Figures of the training prompts; lengths are in tokens."""
 
     prompts: int
     skipped: dict[str, int]
@@ -54,9 +54,10 @@ class PromptFigures(TypedDict):
 
 
 def prepare_data(config: Config) -> DataReport:
-    """The report on the run's problem sets, from the cache if nothing that it depends on has changed.
+    """The report on the run's problem sets, from the cache if the data, the settings and the code are unchanged.
 
-    Writes it to data.json in the run folder and as an artifact (here, because a cached task's body does not run).
+    Writes the report to data.json in the run folder and as an artifact. The task cannot, because a cached task's body
+    does not run.
     """
     found = prepare(_settings(config), prepared.file_hashes(config), code_hash("data", "reward"))
     config.folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,10 @@ def prepare_data(config: Config) -> DataReport:
 
 
 def encode_data(config: Config, model: Path) -> PromptFigures:
-    """Usable prompts, all skips by reason, and the length of prompts in tokens; cached and shown as `prepare_data`."""
+    """Number and lengths (tokens) of the usable prompts, and the number of skipped ones by reason.
+
+    Cached and written as an artifact, like `prepare_data`.
+    """
     hashes = prepared.file_hashes(config)
     code = code_hash("data", "reward")
     found = encode_prompts(
@@ -79,7 +83,7 @@ def encode_data(config: Config, model: Path) -> PromptFigures:
 
 @task(name="prepare data", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
 def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -> DataReport:
-    """`statistics.report` of the sets that some tables of a config describe. The hashes only key the cache."""
+    """The report on the sets that some tables of a config describe. The hashes are only cache keys."""
     return report(prepared.prepare(Config.model_validate(settings)))
 
 
@@ -87,7 +91,7 @@ def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -
 def encode_prompts(
     settings: Mapping[str, Any], model: str, max_context: int, hashes: Mapping[str, str], code: str
 ) -> PromptFigures:
-    """Figures of the training prompts in tokens. The hashes only key the cache."""
+    """Figures of the training prompts in tokens. The hashes are only cache keys."""
     problems = prepared.training_problems(Config.model_validate(settings))
     encoded = encode(problems, Tokenizer(Path(model)).hf, settings["data"]["prompt_template"], max_context)
     lengths = [len(prompt.token_ids) for prompt in encoded.prompts]
@@ -101,7 +105,7 @@ def encode_prompts(
 
 
 def describe(found: DataReport) -> str:
-    """A report in one line for people."""
+    """A report in one line for the console."""
     train = found["train"]
     heldout = found["heldout"]
     skips = f"; skipped {counts(train['skipped'])}" if train["skipped"] else ""
@@ -114,14 +118,14 @@ def describe(found: DataReport) -> str:
 
 
 def describe_prompts(found: PromptFigures) -> str:
-    """The figures of `encode_data` in one line for people."""
+    """The figures of `encode_data` in one line for the console."""
     skips = f"; skipped {counts(found['skipped'])}" if found["skipped"] else ""
     lengths = f"{found['tokens_median']:.0f} tokens ({found['tokens_min']}-{found['tokens_max']})"
     return f"{found['prompts']} prompts of {lengths}{skips}"
 
 
 def page(found: DataReport) -> str:
-    """A report as Markdown: sets side by side, difficulty, what was left out."""
+    """A report as Markdown: the two sets side by side, their overlaps, and the rows that were left out."""
     sets = (found["train"], found["heldout"])
     rows = [[what, *(_cell(figures, what) for figures in sets)] for what in COMPARED]
     parts = ["# Data", _table(["", "training", "held out"], rows)]
@@ -129,9 +133,9 @@ def page(found: DataReport) -> str:
     overlaps = [[row["row"], row["overlaps_with"], f"{row['share']:.0%}"] for row in found["overlaps"][:SHOWN]]
     parts += [f"## Compared with {', '.join(found['compared_with']) or 'no other set'}"]
     parts += (
-        [_table(["training row", "stands as", "share"], overlaps)]
+        [_table(["training row", "overlaps with", "share"], overlaps)]
         if overlaps
-        else ["No training problem stands there."]
+        else ["No training problem is in another set."]
     )
     rejected = [row for figures in sets for row in figures["rejected"]]
     if rejected:
@@ -140,7 +144,7 @@ def page(found: DataReport) -> str:
 
 
 def _settings(config: Config) -> JsonObject:
-    """What `prepared.prepare` reads of a config: nothing else may key its cache."""
+    """The tables of a config that `prepared.prepare` reads. Nothing else may be in its cache key."""
     return {
         "data": config.data.model_dump(mode="json"),
         "reward": {"function": "math" if config.reward.function == "math" else "exact"},

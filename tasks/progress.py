@@ -1,6 +1,7 @@
-"""How far training is, in the Prefect UI: a progress bar and a page with step, reward, speed and time left.
+"""Progress of the training in the Prefect UI: a progress bar, and a page with step, reward, speed and time left.
 
-A thread of its own tells the server, seldom: a server that is slow or away holds up neither training nor MLflow.
+A thread of its own sends it, every 10 s. So a server that is slow or does not answer delays neither training nor
+MLflow.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ from engine.run.folder import RunFolder
 from tasks.console import duration, say
 
 UPDATE_S = 10.0
-"""Seconds between updates: each is two requests to the Prefect server."""
+"""Seconds between updates. Each is two requests to the Prefect server."""
 END_S = 5.0
-"""What the last update may take when training ends."""
+"""Time limit of the last update when training ends."""
 
 
 class Progress:
-    """Takes the lines of steps.jsonl and keeps the artifacts `training` and
-    `training-status` of the flow run up to date."""
+    """Takes the lines of steps.jsonl and updates the artifacts `training` and `training-status` of the flow run."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -47,7 +47,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        if kind is None or issubclass(kind, Exception):  # who cancels does not wait for the server
+        if kind is None or issubclass(kind, Exception):  # a cancelled run does not wait for the server
             self._thread.join(END_S)
 
     def __call__(self, row: Mapping[str, Any]) -> None:
@@ -77,8 +77,7 @@ class Progress:
 
 
 def page(config: Config, rows: list[Mapping[str, Any]]) -> str:
-    """A Markdown table: the newest of some lines of steps.jsonl,
-    and the time left at the mean of their steps' times."""
+    """A Markdown table of the last of some lines of steps.jsonl. The time left uses the mean step time of the lines."""
     row = rows[-1]
     done = rows[-1]["step"] + 1
     steps = config.train.steps

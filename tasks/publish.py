@@ -1,5 +1,4 @@
-"""Publish: the final policy put beside the final checkpoint in `checkpoint.path`,
-where the trainer has published it."""
+"""Publish: copies the final checkpoint with the final policy to `checkpoint.path`."""
 
 from __future__ import annotations
 
@@ -17,7 +16,10 @@ from engine.run.folder import RunFolder
 
 @task(name="publish", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5)
 def publish(config: Config) -> str:
-    """Where the final checkpoint lies: `<checkpoint.path>/<run.name>/step-N`, or the run folder if the key is empty."""
+    """Publish the final checkpoint; returns its place.
+
+    That is `<checkpoint.path>/<run.name>/step-N`, or the folder in the run folder if the key is empty.
+    """
     folder = RunFolder(config.folder)
     checkpoint = folder_of(folder.checkpoints, config.train.steps)
     place = str(checkpoint)
@@ -30,8 +32,8 @@ def publish(config: Config) -> str:
 
 
 def copy_checkpoint(checkpoint: Path, policy: Path, place: str) -> None:
-    """Copy a complete checkpoint, with the policy's Hugging Face folder as `policy/` in it, to a folder or s3:// URL.
+    """Copy a complete checkpoint to a folder or s3:// URL, with the policy's Hugging Face folder as `policy/` in it.
 
-    Raises MetronomeError naming the place; no marker is left then.
+    Raises MetronomeError naming the place; then no marker is left there.
     """
     upload(checkpoint, place, {f"policy/{path.name}": path for path in sorted(policy.iterdir()) if path.is_file()})

@@ -1,5 +1,4 @@
-"""Register: the trained policy as a version of a model in MLflow's registry,
-as champion if it is better than the present one."""
+"""Register: adds the trained policy to MLflow's registry, as champion if it is better than the present champion."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from tasks.tracking.retry import retry_while_away
 
 @task(name="register", cache_policy=NO_CACHE)
 def register(name: str, policy: Path) -> str:
-    """Store the policy's folder with the active MLflow run and register it with its lineage; returns the version.
+    """Store the policy's folder in the active MLflow run and register it with its lineage; returns the version.
 
-    A second time goes on where the first was ended. Raises TrackingAway.
+    A repeated call continues where the first one was interrupted. Raises TrackingAway.
 
-    `policy` is the `policy/` of a run folder, whose config and evaluations are read.
+    `policy`: the folder `policy/` of a run folder, whose config and evaluations are read.
     """
     what = f"registering {name}"
     version = retry_while_away(what, lambda: tracked_run.register(name, policy))

@@ -1,4 +1,4 @@
-"""What a finished run came to, read from its run folder."""
+"""The results of a finished run, read from its run folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasks.tracking.tracked_run import ui_command
 
 
 def outcome(config: Config, published: str, registered: str) -> dict[str, str]:
-    """The rows of the closing table: accuracy, reward, speed, places."""
+    """The rows of the table at the end of a run: accuracy, reward, speed, places."""
     folder = RunFolder(config.folder)
     return {
         **evaluations.closing(folder),
@@ -28,7 +28,7 @@ def outcome(config: Config, published: str, registered: str) -> dict[str, str]:
 
 
 def training(config: Config) -> dict[str, str]:
-    """Reward, speed and places of the training alone."""
+    """The rows about the training: reward, speed, places."""
     folder = RunFolder(config.folder)
     steps = list(read_lines(folder.steps))
     return {
@@ -40,7 +40,7 @@ def training(config: Config) -> dict[str, str]:
 
 
 def _figures(steps: list[JsonObject]) -> dict[str, str]:
-    """A run whose folder was lost after its last checkpoint has no steps any more."""
+    """Rows with reward and speed. If the run folder was lost after the last checkpoint, there are no steps."""
     if not steps:
         return {"reward": "not known: the steps were lost with the run folder"}
     reward = " to ".join(f"{row['reward_mean']:.3f} (step {row['step']})" for row in (steps[0], steps[-1]))
@@ -48,23 +48,23 @@ def _figures(steps: list[JsonObject]) -> dict[str, str]:
 
 
 def accuracy(row: Mapping[str, Any]) -> str:
-    """One evaluation for people: accuracy with its 95 % interval."""
+    """One evaluation as text: accuracy with its 95 % interval."""
     return evaluations.describe(row)
 
 
 def weight_version(model: Path) -> int:
-    """The version of a model folder: the number of updates if it is the policy of a run, 0 for any other."""
+    """The weight version of a model folder: the number of updates if it is the policy of a run, 0 for any other."""
     if model.name != "policy":
         return 0
     folder = RunFolder(model.parent)
-    checkpoint = latest(folder.checkpoints)  # that of a run whose folder was lost, and its steps with it
+    checkpoint = latest(folder.checkpoints)  # for a run whose folder was lost, and with it steps.jsonl
     return max(
         [step_of(checkpoint) if checkpoint is not None else 0, *(row["step"] + 1 for row in read_lines(folder.steps))]
     )
 
 
 def _speed(steps: list[JsonObject]) -> str:
-    """Means over all steps but the first, which warms caches up."""
+    """Mean speed over all steps but the first, in which caches are cold."""
     counted = steps[1:] or steps
     seconds = sum(row["step_s"] for row in counted)
     tokens = sum(row["tokens_per_s_per_device"] * row["step_s"] for row in counted)

@@ -1,5 +1,4 @@
-"""Train: the launcher, with its steps on the console, in MLflow and as Prefect artifacts;
-started again when it dies."""
+"""Train: runs the launcher, sends its steps to the console, MLflow and Prefect, and starts it again if it dies."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ from tasks.tracking import tracked_run
 from tasks.tracking.evaluations import InRun
 
 RETRIES = 1_000_000
-"""Prefect's count of retries never decides: `run.resumes` does, which counts those that got no further."""
+"""Prefect's retries are practically unlimited. The limit is `run.resumes`, which counts attempts without progress."""
 DELAY_S = 3.0
-"""Between a death and the next start."""
+"""Seconds between a death and the next start."""
 
 
 def _worth_resuming(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
-    """What died, or was ended from outside, may live the second time; a wrong reward or wrong input stays wrong."""
+    """Whether the training is started again: yes after a death or a signal, no after a wrong reward or wrong input."""
     error = state.result(raise_on_failure=False)
     return isinstance(error, ProcessDied | Stopped | DeadlineError | TransferError | CheckpointError)
 

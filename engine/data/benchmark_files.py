@@ -1,5 +1,5 @@
-"""Benchmarks by name or file: where their files are looked for, which columns they have,
-and the form they are brought to."""
+"""Benchmarks by name or file: where their files are searched, which columns they have, and how they are converted to
+the columns problem and answer."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from engine.run.files import write_atomically
 from engine.types import JsonObject
 
 PROBLEM = ("problem", "question")
-"""Columns with the problem's text, in order of preference."""
+"""Names of the column with the problem's text, in order of preference."""
 ANSWER = ("answer", "final_answer")
-"""Columns with the gold answer; a list of several is joined by commas."""
+"""Names of the column with the gold answer; a list of several answers is joined by commas."""
 SOLUTION = ("solution",)
-r"""Columns whose last \boxed{…} is the answer where there is no column of answers."""
+r"""Names of the column whose last \boxed{…} is the answer if there is no answer column."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """What is known of a benchmark."""
+    """A known benchmark: its dataset on the hub and the names of its local files."""
 
     hub: str
     """Its id on the Hugging Face hub."""
     split: str
     problems: int
-    """How many the hub's version has; another number is reported, not refused (AMC comes in two versions)."""
+    """Number of problems in the hub's version. A different number is reported, not refused (AMC has two versions)."""
     files: tuple[str, ...]
-    """Names of its local files, without suffix; also of folders with a test file in them."""
+    """Names of its local files, without suffix, or of folders with a test file."""
 
 
 FORMATS: dict[str, Format] = {
@@ -48,15 +48,15 @@ FORMATS: dict[str, Format] = {
     "minerva": Format("math-ai/minervamath", "test", 272, ("minerva", "minerva_math", "minervamath")),
     "olympiadbench": Format("math-ai/olympiadbench", "test", 674, ("olympiadbench", "olympiad_bench", "OlympiadBench")),
 }
-"""By the name that `evaluate.benchmark` takes. Hub ids and sizes: as the datasets' pages had them in October 2026."""
+"""The benchmarks by the name in `evaluate.benchmark`. Hub ids and sizes are from the datasets' pages in October
+2026."""
 
 
 def benchmark_paths(config: Config) -> dict[str, str]:
-    """Name → problem set that `read_problems` reads, of all that `evaluate.benchmark` names, in order; {} if it is
-    empty.
+    """Name → path for `read_problems`, for each entry of `evaluate.benchmark`, in order; {} if it is empty.
 
-    A file's name is its own without suffix. Raises BadInput for one that is named twice or can't be found; the message
-    says where it was looked for.
+    The name of a file is its file name without suffix. Raises BadInput for a name that occurs twice or cannot be found;
+    the message lists the places that were searched.
     """
     found: dict[str, str] = {}
     for given in config.evaluate.benchmarks:
@@ -79,7 +79,7 @@ def _path(given: str, config: Config) -> str:
 
 
 def _candidates(known: Format, config: Config) -> Iterator[Path]:
-    """Local files that a benchmark may lie in: in evaluate.folder, else beside the problem sets of `data`."""
+    """Possible local files of a benchmark: in evaluate.folder, else beside the problem sets of `data`."""
     for folder in _folders(config):
         for stem in known.files:
             for suffix in SUFFIXES:
@@ -100,9 +100,9 @@ def _cache(config: Config) -> Path:
 
 
 def _normal(path: str, config: Config) -> str:
-    """A file with the columns problem and answer: the path itself, or a copy of it brought to that form."""
+    """A file with the columns problem and answer: the path itself, or a converted copy."""
     if "://" in path or not (found := find(path)).is_file():
-        return path  # `read_problems` reads it, or says what is wrong
+        return path  # `read_problems` reads it, or reports what is wrong
     (file,) = read_files(path)
     rows = [row for _, row in parse(file)]
     if not rows or all("problem" in row and "answer" in row for row in rows):
@@ -113,9 +113,9 @@ def _normal(path: str, config: Config) -> str:
 
 
 def brought_to_form(row: Mapping[str, Any]) -> JsonObject:
-    r"""A row with the columns problem and answer, beside those it has.
+    r"""The row with the columns problem and answer in addition to its own.
 
-    The answer is the column's text (a list of several joined by commas), else the last \boxed{…} of the solution.
+    The answer is the text of the answer column (a list is joined by commas), else the last \boxed{…} of the solution.
     """
     problem = next((row[key] for key in PROBLEM if row.get(key)), None)
     answer = next((row[key] for key in ANSWER if row.get(key) not in (None, "", [])), None)
@@ -133,7 +133,7 @@ def _write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _fetched(name: str, known: Format, config: Config) -> Path:
-    """Fetch it from the hub, once; kept under run.output."""
+    """The benchmark's file under run.output, downloaded from the hub the first time. Raises BadInput."""
     try:
         rows = read_hub(f"{known.hub}:{known.split}")
     except BadInput as error:

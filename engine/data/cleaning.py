@@ -1,5 +1,5 @@
-"""Cleaning a problem set: duplicates, and for the math verifier answers that no rule can
-check or that contradict another."""
+"""Cleans a problem set: removes duplicates and, for the math verifier, answers that no rule can check or that
+contradict each other."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from engine.reward.answers import tidy, ungradable
 
 
 def clean(problems: Problems, math: bool) -> Problems:
-    """Without duplicate rows; with `math` answers are unwrapped (`tidy`) and must be checkable, and one per problem.
+    """The set without duplicate rows.
 
-    Without `math` an answer may be anything that a user's reward reads: then only equal rows are duplicates.
-    Raises BadInput when no row is left.
+    With `math` the answers are also unwrapped (`tidy`), must be checkable, and there must be one per problem. Without
+    `math` an answer may be anything that a user's reward reads, so only equal rows are duplicates. Raises BadInput if
+    no row is left.
     """
     rejected = list(problems.rejected)
     rows = list(_gradable(problems.rows, rejected) if math else problems.rows)
@@ -24,7 +25,7 @@ def clean(problems: Problems, math: bool) -> Problems:
 
 
 def with_rows(problems: Problems, rows: Iterable[Row], rejected: Iterable[Rejected]) -> Problems:
-    """The set with these rows, others rejected. Raises BadInput when no row is left."""
+    """The set with these rows, and `rejected` added to its rejected rows. Raises BadInput if no row is left."""
     kept = tuple(rows)
     out = tuple(rejected)
     if not kept:
@@ -33,7 +34,7 @@ def with_rows(problems: Problems, rows: Iterable[Row], rejected: Iterable[Reject
 
 
 def text_key(problem: str) -> str:
-    """What two spellings of one problem have in common: everything but blanks."""
+    """The text of a problem without blanks, which is the same for two spellings of one problem."""
     return " ".join(problem.split())
 
 
@@ -50,7 +51,7 @@ def _gradable(rows: Iterable[Row], rejected: list[Rejected]) -> Iterable[Row]:
 
 
 def _once(rows: list[Row], rejected: list[Rejected], math: bool) -> Iterable[Row]:
-    """The first of equal rows; with `math` none of those that give one problem several answers."""
+    """The first of equal rows. With `math`, no row of a problem that has several answers."""
     answers: dict[str, set[str]] = {}
     for row in rows:
         answers.setdefault(text_key(row.problem), set()).add(_answer_key(row.answer))

@@ -1,4 +1,4 @@
-"""Public datasets of the Hugging Face hub, by id, through `datasets`."""
+"""Reads public datasets of the Hugging Face hub by id, with the library `datasets`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from engine.types import JsonObject
 
 _ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<split>[\w.-]+))?")
 REACH_S = 10.0
-"""How long the hub may take to say that it knows a dataset;
-without a network `datasets` itself tries for half a minute."""
+"""Time limit in seconds for the hub to say whether it has a dataset. Without a network `datasets` itself tries for half
+a minute."""
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether it reads as owner/name or owner/name:split and is nothing that stands here."""
+    """Whether the path has the form owner/name or owner/name:split and is not a file or folder on this machine."""
     return _ID.fullmatch(path) is not None and not path.endswith(SUFFIXES) and not find(path).exists()
 
 
 def read_hub(path: str) -> list[tuple[str, JsonObject]]:
-    """("row 3", columns) for each row of the split ("train" unless named, or the only one there is).
+    """("row 3", columns) for each row of the split. Without a name it is "train", or the only split.
 
-    Raises BadInput if there is no such dataset or split, or the hub can't be reached and the dataset is not in the
+    Raises BadInput if there is no such dataset or split, or if the hub cannot be reached and the dataset is not in the
     cache.
     """
-    import datasets  # here, not above: five seconds
+    import datasets  # imported here, because it takes five seconds
 
     match = _ID.fullmatch(path)
     if match is None:
-        raise BadInput(f"problem set {path}: no dataset id; expected owner/name or owner/name:split")
+        raise BadInput(f"problem set {path}: not a dataset id; expected owner/name or owner/name:split")
     name = match["name"]
     _check_reachable(name)
     try:
@@ -42,7 +42,7 @@ def read_hub(path: str) -> list[tuple[str, JsonObject]]:
 
 
 def rows_of(path: str, splits: Any, split: str | None) -> list[tuple[str, JsonObject]]:  # noqa: ANN401
-    """The numbered rows of one split of a `datasets.DatasetDict`. Raises BadInput if there is no such split."""
+    """The rows of one split of a `datasets.DatasetDict`, numbered. Raises BadInput if there is no such split."""
     wanted = split or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
     if wanted not in splits:
         raise BadInput(

@@ -1,7 +1,7 @@
-"""The order of prompts and the seeds of their responses: pure functions of run seed and position.
+"""The order of prompts and the seeds of their responses, as pure functions of run seed and position.
 
-Nothing here has a state. A step's position is a function of the step, but under dynamic sampling, where the coordinator
-counts the prompts that were used.
+Nothing here has state. The position of a step follows from its number. Only with dynamic sampling it does not: then the
+coordinator counts the used prompts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from engine.types import Prompt
 
 
 class PromptLoader:
-    """Batches of prompts, shuffled anew each epoch; a batch runs over the end of an epoch, so no prompt is dropped."""
+    """Batches of prompts, in a new random order each epoch. A batch may cross the end of an epoch, so no prompt is
+    dropped."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, batch_size: int) -> None:
         if not prompts or batch_size < 1:
@@ -30,7 +31,8 @@ class PromptLoader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the prompts' ids in their order: with the run seed it fixes the prompts of every step."""
+        """SHA-256 over the prompts' ids in order. Together with the run seed it determines the prompts of every
+        step."""
         return hashlib.sha256("\0".join(prompt.id for prompt in self._prompts).encode()).hexdigest()
 
     def epoch_of(self, step: int, index: int) -> int:
@@ -44,11 +46,11 @@ class PromptLoader:
 
 
 def sampling_seed(run_seed: int, epoch: int, prompt_id: str, response_index: int) -> int:
-    """The seed of one response, 0 ≤ seed < 2^63; the same whenever and wherever the response is sampled."""
+    """The seed of one response, 0 ≤ seed < 2^63. It does not depend on the time and the instance of sampling."""
     return _hash("response", run_seed, epoch, prompt_id, response_index)
 
 
-@lru_cache(maxsize=4)  # a batch may touch several epochs; more than a few only when it is far larger than the set
+@lru_cache(maxsize=4)  # a batch may cover several epochs, but more than a few only if it is far larger than the set
 def _order(seed: int, epoch: int, count: int) -> tuple[int, ...]:
     order = list(range(count))
     random.Random(_hash("order", seed, epoch)).shuffle(order)
@@ -56,6 +58,6 @@ def _order(seed: int, epoch: int, count: int) -> tuple[int, ...]:
 
 
 def _hash(*parts: int | str) -> int:
-    """63 bits of SHA-256: Python's own hash differs between processes and versions."""
+    """63 bits of SHA-256. Python's own hash differs between processes and versions."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

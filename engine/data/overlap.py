@@ -1,9 +1,10 @@
-"""Finding training problems that also stand in an evaluation set, copied or edited.
+"""Finds training problems that are also in an evaluation set, copied or edited.
 
 The rule is that of the Qwen2.5 report (arXiv 2412.15115, section 3): a common run of 13 words, and a longest common
-subsequence of at least 0.6 of the shorter problem; the run alone would also find phrases such as "where m and n are
-relatively prime positive integers". Ours on top: the numbers of one must be among those of the other, else two problems
-made from one template would count as one. Problems shorter than 13 words overlap when their words are equal.
+subsequence of at least 0.6 of the shorter problem. The run alone would also find phrases such as "where m and n are
+relatively prime positive integers". Metronome adds a rule: the numbers of one problem must be among those of the other.
+Without it two problems made from one template would count as one. Problems of fewer than 13 words overlap if their
+words are equal.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from dataclasses import dataclass
 from engine.data.problems import Row
 
 RUN = 13
-"""Words in a row."""
+"""Number of consecutive common words of an overlap."""
 PHRASE = 20
-"""Distinct evaluation problems with the same run beyond which it is a phrase of their
-template and points to none of them."""
+"""A run of words in more than this many distinct evaluation problems is a phrase of their template and is ignored."""
 SHARE = 0.6
-"""Of the shorter problem's words, in order."""
+"""Smallest longest common subsequence of an overlap, as a share of the shorter problem's words."""
 _WORD = re.compile(r"[a-z]+|\d+(?:\.\d+)?|[+\-*/=<>^]|[^\W\d_]")
 _DRAWING = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")
@@ -43,13 +43,13 @@ class Overlap:
 
 
 class Index:
-    """The problems of evaluation sets, ready to be compared with."""
+    """An index of the problems of evaluation sets, for the comparison with training rows."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self._whole: dict[tuple[str, ...], int] = {}
         self._rows: list[tuple[Row, tuple[str, ...]]] = []
         self._runs: dict[tuple[str, ...], list[int]] = {}
-        for row in rows:  # each problem once: a file that holds it 32 times makes no phrase of it
+        for row in rows:  # each problem once: 32 copies of it in a file do not make its words a phrase
             text = tuple(words(row.problem))
             if text and text not in self._whole:
                 self._whole[text] = len(self._rows)
@@ -59,7 +59,7 @@ class Index:
                 self._runs.setdefault(run, []).append(number)
 
     def find(self, row: Row) -> Overlap | None:
-        """The problem with the largest overlap, the first of several; None if there is none."""
+        """The evaluation problem with the largest overlap (of several the first); None if there is none."""
         text = tuple(words(row.problem))
         found_runs = (self._runs.get(run, ()) for run in runs(text))
         candidates = {number for numbers in found_runs if len(numbers) <= PHRASE for number in numbers}
@@ -70,8 +70,8 @@ class Index:
 
 
 def words(problem: str) -> list[str]:
-    """Lower-case words, numbers (10,000 as 10000) and operators;
-    LaTeX commands are words, layout and Asymptote are left out."""
+    """Lower-case words, numbers (10,000 as 10000) and operators. LaTeX commands are words; layout and Asymptote are
+    left out."""
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), _DRAWING.sub(" ", problem).lower())
     text = _SHORT_FRACTION.sub(r" frac \1 \2", text)
     found = _WORD.findall(text)
@@ -79,12 +79,12 @@ def words(problem: str) -> list[str]:
 
 
 def runs(text: Sequence[str]) -> set[tuple[str, ...]]:
-    """All runs of 13 words; the whole of a shorter text."""
+    """All runs of 13 words; for a shorter text, the whole text."""
     return {tuple(text[start : start + RUN]) for start in range(max(1, len(text) - RUN + 1))} if text else set()
 
 
 def share(one: Sequence[str], other: Sequence[str]) -> float:
-    """Common subsequence over the shorter length; 0 where each has a number that the other lacks."""
+    """Longest common subsequence over the shorter length; 0 if each has a number that the other lacks."""
     first = _numbers(one)
     second = _numbers(other)
     if not (first <= second or second <= first):
@@ -93,7 +93,8 @@ def share(one: Sequence[str], other: Sequence[str]) -> float:
 
 
 def common(one: Sequence[str], other: Sequence[str]) -> int:
-    """Length of the longest common subsequence, by bits (Hyyrö 2004): one addition of long integers per word."""
+    """Length of the longest common subsequence, by bit operations (Hyyrö 2004): one addition of long integers per
+    word."""
     places: dict[str, int] = {}
     for index, word in enumerate(one):
         places[word] = places.get(word, 0) | 1 << index

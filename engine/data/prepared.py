@@ -1,6 +1,7 @@
-"""From the config to the problems that a run trains on and those it never sees: read, clean, split, decontaminate.
+"""From the config to the training problems and the held-out problems of a run: read, clean, split, decontaminate.
 
-A pure function of the config and the files: launcher, evaluation and tasks each call it and get the same rows.
+`prepare` is a pure function of the config and the files. Launcher, evaluation and tasks each call it and get the same
+rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.data.split import split
 from engine.errors import BadInput
 
 BENCHMARK = "benchmark"
-"""In `data.decontaminate`: whatever is held out and evaluated."""
+"""Entry of `data.decontaminate` that stands for the held-out rows and `evaluate.benchmark`."""
 
 IN_BENCHMARK = "in an evaluation set"
 """Reason of a training row that was left out because of an overlap."""
@@ -30,19 +31,19 @@ class Prepared:
     """The problem sets of a run."""
 
     train: Problems
-    """Clean, without what is held out or evaluated."""
+    """The cleaned training rows, without rows that are held out or evaluated."""
     heldout: Problems
-    """Held out of training: the file as it is, or the share of the training file."""
+    """The rows held out of training: those of data.heldout, unchanged, or a share of the training file."""
     against: tuple[str, ...]
     """The evaluation sets that `train` was compared with, by their source."""
     overlaps: tuple[Overlap, ...]
-    """The rows that left `train` for it."""
+    """The training rows that were left out because they overlap, with the rows that they overlap with."""
     notes: tuple[str, ...] = ()
-    """What people should know: a set that was not compared with, and why."""
+    """Remarks for the user: a set with which `train` was not compared, and why."""
 
 
 def prepare(config: Config) -> Prepared:
-    """All problem sets of a run. Raises BadInput as `read_problems`, and when no training row is left."""
+    """All problem sets of a run. Raises BadInput like `read_problems`, and if no training row is left."""
     train, heldout = _sides(config)
     sets, notes = _evaluation_sets(config, train, heldout)
     overlaps = _overlaps(train, [row for problems in sets for row in problems.rows])
@@ -56,29 +57,29 @@ def prepare(config: Config) -> Prepared:
 
 
 def training_problems(config: Config) -> Problems:
-    """What a run trains on."""
+    """The problems that a run trains on."""
     return prepare(config).train
 
 
 def heldout_problems(config: Config) -> Problems:
-    """What it is evaluated on where `evaluate.benchmark` names nothing else."""
+    """The problems that a run is evaluated on if `evaluate.benchmark` is empty."""
     return read_problems(config.data.heldout) if config.data.heldout else _sides(config)[1]
 
 
 def version(problems: Problems) -> str:
-    """SHA-256 (hex) over problem and answer of each row, in order:
-    the same rows give the same, whatever file they came from."""
+    """SHA-256 (hex) over problem and answer of each row, in order. The same rows in another file have the same
+    version."""
     ids = (prompt_id(row.problem, row.answer) for row in problems.rows)
     return hashlib.sha256("\n".join(ids).encode()).hexdigest()
 
 
 def file_hashes(config: Config) -> dict[str, str]:
-    """Content hash of every problem set that `prepare` reads: what a cached result depends on beside the config."""
+    """Content hash of every problem set that `prepare` reads. A cached result depends on them and on the config."""
     return {path: content_hash(path) for path in _paths(config)}
 
 
 def _sides(config: Config) -> tuple[Problems, Problems]:
-    """Training and held-out problems before any comparison."""
+    """Training and held-out problems, before decontamination."""
     data = config.data
     train = clean(read_problems(data.train), math=config.reward.function == "math")
     return (train, read_problems(data.heldout)) if data.heldout else split(train, data.heldout_fraction)
@@ -92,7 +93,8 @@ def _paths(config: Config) -> list[str]:
 
 
 def _evaluation_sets(config: Config, train: Problems, heldout: Problems) -> tuple[list[Problems], tuple[str, ...]]:
-    """The sets to compare with. One that is the training file itself is left out with a note: nothing would be left."""
+    """The sets to compare with, and notes. The training file itself is left out with a note: no training row would be
+    left."""
     wanted = config.data.decontaminate
     evaluated = list(benchmark_paths(config).values())
     paths = [path for name in wanted for path in (evaluated if name == BENCHMARK else [name])]
@@ -119,8 +121,8 @@ def _without(train: Problems, overlaps: Sequence[Overlap]) -> Problems:
     out = {rejection.where for rejection in rejected}
     if len(overlaps) == len(train.rows):
         raise BadInput(
-            f"problem set {train.source}: every row also stands in an evaluation set (the first: {rejected[0]}); "
-            "give other data, or data.decontaminate = [] to train on them all the same"
+            f"problem set {train.source}: every row is also in an evaluation set (the first: {rejected[0]}); "
+            "give other data, or set data.decontaminate = [] to train on these rows anyway"
         )
     rows = [row for row in train.rows if row.where not in out]
     return with_rows(train, rows, [*train.rejected, *rejected])

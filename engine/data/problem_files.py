@@ -1,6 +1,6 @@
-"""The files of a problem set, on this machine or on s3://, and the rows in them: JSON, JSON lines, Parquet.
+"""Reads the files of a problem set, on this machine or on s3://, and their rows: JSON, JSON lines, Parquet.
 
-Files are parsed here and not by `datasets`: a mistake must be named with its line, and a column may mix numbers and
+Files are parsed here and not by `datasets`, because an error must name its line, and a column may mix numbers and
 texts.
 """
 
@@ -16,26 +16,26 @@ from engine.errors import BadInput
 from engine.types import JsonObject
 
 SUFFIXES = (".json", ".jsonl", ".parquet")
-"""What can be read."""
+"""Suffixes of the files that can be read."""
 
 SCHEME = "s3://"
-"""Of what can be read that is not on this machine."""
+"""Scheme of addresses on S3."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file as it was read."""
+    """A file and its contents."""
 
     name: str
-    """Its path or address; the head of every message about it."""
+    """Its path or address; every message about it begins with this."""
     content: bytes
 
 
 def read_files(path: str) -> list[File]:
-    """The file, or those of the folder sorted by name; a relative path as `recipe.find`, an address under s3://.
+    """The file at a path, or the files of a folder sorted by name. A relative path is looked up as in `recipe.find`.
 
-    Raises BadInput for a missing or unknown one. The endpoint and credentials of s3:// are those of the AWS_*
-    variables.
+    `path` may also be an s3:// address; its endpoint and credentials are in the AWS_* variables. Raises BadInput for a
+    missing file or an unknown suffix.
     """
     if path.startswith(SCHEME):
         return _s3_files(path)
@@ -48,8 +48,8 @@ def read_files(path: str) -> list[File]:
 
 
 def parse(file: File) -> list[tuple[str, JsonObject]]:
-    """(where, columns) for each row, `where` as "row 3" or "line 3", counted from 1.
-    Raises BadInput naming file and line."""
+    """(where, columns) for each row. `where` is "row 3" or "line 3", counted from 1. Raises BadInput naming file and
+    line."""
     if file.name.endswith(".parquet"):
         rows: list[tuple[str, Any]] = _numbered(_parquet(file))
     else:
@@ -62,7 +62,7 @@ def parse(file: File) -> list[tuple[str, JsonObject]]:
 
 
 def kind(value: object) -> str:
-    """What JSON calls the type of a value."""
+    """The type of a value, as JSON names it."""
     if isinstance(value, bool):
         return "a truth value"
     names = {dict: "an object", list: "an array", str: "a text", int: "a number", float: "a number"}
@@ -70,7 +70,7 @@ def kind(value: object) -> str:
 
 
 def plain(row: JsonObject) -> JsonObject:
-    """With dates, decimals and bytes as text, so that a row means the same whatever it came from."""
+    """The row with dates, decimals and bytes as text, so that it is the same in every file format."""
     return dict(json.loads(json.dumps(row, default=str)))
 
 
@@ -87,11 +87,11 @@ def _local(path: str) -> list[Path]:
 
 
 def _s3_files(path: str) -> list[File]:
-    import botocore.exceptions  # here, not above: seconds that a local file need not wait for
+    import botocore.exceptions  # imported here, because it takes seconds, which local files do not need
     import s3fs
 
     try:
-        store = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)  # others may just have written
+        store = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True)  # a file may be new
         if store.isfile(path):
             _check_suffix(path)
             return [File(path, store.cat_file(path))]
@@ -101,15 +101,15 @@ def _s3_files(path: str) -> list[File]:
         raise BadInput(f"problem set {path}: no such file or folder on S3") from None
     except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
         raise BadInput(
-            f"problem set {path}: S3 can't be read ({error}); AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY say where it is and who asks"
+            f"problem set {path}: S3 cannot be read ({error}); AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY give its address and your credentials"
         ) from None
 
 
 def _in_folder(folder: str, names: list[str]) -> list[str]:
     files = sorted(name for name in names if name.endswith(SUFFIXES))
     if not files:
-        raise BadInput(f"problem set {folder}: the folder holds no {', '.join(SUFFIXES)} file")
+        raise BadInput(f"problem set {folder}: the folder has no {', '.join(SUFFIXES)} file")
     return files
 
 
@@ -134,7 +134,7 @@ def _numbered(rows: list[Any]) -> list[tuple[str, Any]]:
 
 
 def _lines(file: File, text: str) -> list[tuple[str, Any]]:
-    # Only "\n" ends a line of JSON lines: str.splitlines would also cut at U+2028, which may stand inside a text.
+    # Only "\n" ends a line of JSON lines: str.splitlines would also cut at U+2028, which may be inside a text.
     lines = enumerate(text.split("\n"), start=1)
     return [(f"line {number}", _parse(file, line, number)) for number, line in lines if line.strip()]
 
@@ -153,7 +153,7 @@ def _parse(file: File, text: str, line: int) -> Any:  # noqa: ANN401
 
 
 def _parquet(file: File) -> list[JsonObject]:
-    import pyarrow  # here, not above: it takes a third of a second that a JSON file need not wait for
+    import pyarrow  # imported here, because it takes a third of a second, which JSON files do not need
     import pyarrow.parquet
 
     try:

@@ -1,4 +1,4 @@
-"""What is in a problem set, in figures: lengths, difficulty, kinds of answers, what was left out and why."""
+"""Statistics of a problem set: lengths, difficulty, kinds of answers, what was left out and why."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.data.prepared import Prepared, version
 from engine.data.problems import Problems, Row
 
 DIFFICULTY = ("difficulty", "level")
-"""Columns that say how hard a problem is, the first that a row has."""
+"""Names of the column with the difficulty of a problem; the first that a row has counts."""
 
 LISTED = 1000
-"""Rejected rows that a report lists one by one; all are counted."""
+"""Number of rejected rows that a report lists one by one; all are counted."""
 
 _KINDS = (
     ("whole number", re.compile(r"[+-]?[\d,\\! ]*\d")),
@@ -26,7 +26,7 @@ _KINDS = (
 
 
 class SetFigures(TypedDict):
-    """Of one problem set; lengths are in characters."""
+    """Statistics of one problem set; lengths are in characters."""
 
     source: str
     content_hash: str
@@ -41,7 +41,7 @@ class SetFigures(TypedDict):
 
 
 class OverlapRow(TypedDict):
-    """A training problem that stands in another set too."""
+    """A training problem that is in another set too."""
 
     row: str
     problem: str
@@ -51,7 +51,7 @@ class OverlapRow(TypedDict):
 
 
 class DataReport(TypedDict):
-    """Of all sets of a run, as data.json keeps it."""
+    """Statistics of all sets of a run: data.json in the run folder."""
 
     train: SetFigures
     heldout: SetFigures
@@ -61,7 +61,7 @@ class DataReport(TypedDict):
 
 
 def report(prepared: Prepared) -> DataReport:
-    """Everything about the sets of a run that people want to know of, as JSON."""
+    """The statistics of a run's problem sets, as JSON: data.json in the run folder."""
     return {
         "train": describe(prepared.train),
         "heldout": describe(prepared.heldout),
@@ -72,7 +72,7 @@ def report(prepared: Prepared) -> DataReport:
 
 
 def describe(problems: Problems) -> SetFigures:
-    """Figures of one set; lengths are in characters."""
+    """Statistics of one set; lengths are in characters."""
     return {
         "source": problems.source,
         "content_hash": problems.content_hash,
@@ -102,7 +102,7 @@ def difficulties(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def difficulty(columns: Mapping[str, Any]) -> str | None:
-    """Of one row, as text; None without one."""
+    """The difficulty of a row as text; None if it has none."""
     value = next((columns[name] for name in DIFFICULTY if columns.get(name) is not None), None)
     if isinstance(value, int | float) and value == value:
         return str(round(value))
@@ -110,7 +110,7 @@ def difficulty(columns: Mapping[str, Any]) -> str | None:
 
 
 def answer_kind(answer: str) -> str:
-    """Roughly what an answer is."""
+    """The approximate kind of an answer, such as "fraction" or "words"."""
     bare = answer.strip()
     return next((name for name, pattern in _KINDS if pattern.fullmatch(bare)), "formula")
 

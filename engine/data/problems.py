@@ -1,6 +1,7 @@
-"""Reading problem sets: DeepScaleR's schema (problem, answer, anything else) from JSON, JSON lines or Parquet.
+"""Reads problem sets with DeepScaleR's columns (problem, answer, and any others) from JSON, JSON lines or Parquet.
 
-A broken file is one `BadInput` with file and line; a row that can't be used is left out, with its reason and its place.
+A broken file raises one `BadInput` with file and line. A row that cannot be used is left out, with its reason and its
+place.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from engine.errors import BadInput
 from engine.types import JsonObject
 
 _SHOWN = 80
-"""Characters of a value that a rejection shows."""
+"""Number of characters of a value that a rejection shows."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Row:
     """One usable row of a problem set."""
 
     problem: str
-    """As it stands in the file."""
+    """The problem's text, unchanged from the file."""
     answer: str
     """The gold answer; a number in the file is its text here (5 → "5", 142.0 → "142.0")."""
     columns: Mapping[str, Any]
@@ -42,15 +43,15 @@ class Rejected:
     """A row that was left out."""
 
     where: str
-    """As of `Row`."""
+    """Like `Row.where`."""
     column: str
-    """The column at fault."""
+    """The wrong column."""
     reason: str
-    """What is counted: "no answer", "duplicate" …"""
+    """The reason by which rejections are counted: "no answer", "duplicate" …"""
     found: str
-    """What stands there, shortened."""
+    """The value that was found, shortened."""
     expected: str
-    """What would be right."""
+    """The value that is expected."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.column}: {self.reason} (found {self.found}; expected {self.expected})"
@@ -58,7 +59,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Problems:
-    """The usable rows of a problem set, in the order of the file (of the files sorted by name, for a folder)."""
+    """The usable rows of a problem set, in the order of the file. The files of a folder are sorted by name."""
 
     rows: tuple[Row, ...]
     skipped: Mapping[str, int]
@@ -66,18 +67,18 @@ class Problems:
     source: str
     """The path, address or dataset id that was read."""
     content_hash: str
-    """SHA-256 (hex) of the file as `sha256sum` prints it; of a folder, of its files' digests sorted by name; of a
-    dataset of the hub, of its rows as JSON lines."""
+    """SHA-256 (hex) of the file, as `sha256sum` prints it. For a folder it is over the digests of its files sorted by
+    name; for a dataset of the hub, over its rows as JSON lines."""
     rejected: tuple[Rejected, ...] = ()
-    """The rows that `skipped` counts, one by one, in their order."""
+    """The rows that `skipped` counts, in order."""
 
 
 def read_problems(path: str) -> Problems:
-    """Read a .json (array or lines), .jsonl or .parquet file, a folder of them, either on s3://, or a dataset of the
-    hub.
+    """Read a .json (array or lines), .jsonl or .parquet file, or a folder of such files, on this machine or on s3://,
+    or a dataset of the hub.
 
-    Relative paths as `recipe.find`. Raises BadInput for a missing or malformed file (with its line), an unknown suffix,
-    an unreachable address, or a set without a usable row.
+    Relative paths are looked up as in `recipe.find`. Raises BadInput for a missing or malformed file (with its line),
+    an unknown suffix, an address that cannot be reached, or a set without a usable row.
     """
     source, raw, content_hash = _raw(path)
     rows, rejected = _usable(raw)
@@ -89,28 +90,28 @@ def read_problems(path: str) -> Problems:
 
 
 def content_hash(path: str) -> str:
-    """`Problems.content_hash` without parsing a row (but of a dataset of the hub)."""
+    """`Problems.content_hash`, without parsing rows (except for a dataset of the hub)."""
     return _raw(path)[2] if is_hub_id(path) else _hash(read_files(path))
 
 
 def counts(skipped: Mapping[str, int]) -> str:
-    """The skips for people: "2 × no answer, 1 × over-long"."""
+    """The skips as text: "2 × no answer, 1 × over-long"."""
     return ", ".join(f"{number} × {reason}" for reason, number in sorted(skipped.items()))
 
 
 def reasons(rejected: Iterable[Rejected]) -> dict[str, int]:
-    """Reason → number of rows."""
+    """Reason → number of rejected rows."""
     return dict(Counter(row.reason for row in rejected))
 
 
 def short(value: object) -> str:
-    """A value of a row as JSON, cut to what a message can take."""
+    """A value of a row as JSON, cut to `_SHOWN` characters."""
     text = json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
 def _raw(path: str) -> tuple[str, list[tuple[str, JsonObject]], str]:
-    """Source, (place, columns) of every row, content hash."""
+    """The source, (place, columns) of every row, and the content hash."""
     if is_hub_id(path):
         rows = [(f"{path}, {place}", columns) for place, columns in read_hub(path)]
         lines = "".join(json.dumps(columns, sort_keys=True) + "\n" for _, columns in rows)
@@ -140,7 +141,7 @@ def _usable(raw: Iterable[tuple[str, JsonObject]]) -> tuple[list[Row], list[Reje
 
 
 def _fault(columns: Mapping[str, Any]) -> tuple[str, str, str, str] | None:
-    """Why a row can't be used: column, reason, found, expected; None if it can."""
+    """Why a row cannot be used (column, reason, found, expected); None if it can be used."""
     for name, expected in (("problem", "a text"), ("answer", "a text or a number")):
         reason = _wrong(name, columns.get(name))
         if reason:
@@ -164,7 +165,7 @@ def _missing(value: object) -> bool:
 
 
 def _lone_surrogate(text: str) -> bool:
-    """JSON can spell half a character ("\\ud800"), which no tokenizer takes."""
+    """Whether the text has half a character, which JSON can spell ("\\ud800") and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""From problems to prompts: the template, token ids, and what is left out."""
+"""Turns problems into prompts: fills the template, encodes the text, and leaves out prompts that cannot be used."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ class EncodedPrompts:
 
     prompts: tuple[Prompt, ...]
     skipped: Mapping[str, int]
-    """Reason → rows left out, while reading ("no answer" …) or here ("duplicate", "over-long", "no token")."""
+    """Reason → number of rows left out, during reading ("no answer" …) or here ("duplicate", "over-long", "no
+    token")."""
 
 
 def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str, max_context: int) -> EncodedPrompts:
-    """Put every problem into the template and tokenize it; `max_context` is in tokens, prompt and response together.
+    """Put every problem into the template and tokenize it.
 
-    `template` is a text with `{problem}`, taken as it is without special tokens, or "chat" for the tokenizer's chat
-    template around one user message. Raises BadInput when no prompt is left or the tokenizer has no chat template.
+    `template` is a text with `{problem}`, to which no special tokens are added, or "chat" for the tokenizer's chat
+    template with one user message. `max_context` is the limit of prompt and response together, in tokens. Raises
+    BadInput if no prompt is left, or if the tokenizer has no chat template.
     """
     if template == "chat" and not tokenizer.chat_template:
         raise BadInput(
@@ -38,13 +40,13 @@ def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str
         )
     rows: dict[str, Row] = {}
     for row in problems.rows:
-        rows.setdefault(prompt_id(row.problem, row.answer), row)  # of duplicates the first stays
+        rows.setdefault(prompt_id(row.problem, row.answer), row)  # the first of duplicates stays
     texts = [_fill(template, row.problem, tokenizer) for row in rows.values()]
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     prompts, skipped = _fitting(rows, ids, max_context)
     skipped.update(problems.skipped)
     skipped["duplicate"] += len(problems.rows) - len(rows)
-    skipped = +skipped  # drops the zeros
+    skipped = +skipped  # removes zeros
     if not prompts:
         raise BadInput(
             f"problem set {problems.source}: no prompt is left of {len(problems.rows)} rows "
@@ -60,7 +62,7 @@ def prompt_id(problem: str, answer: str) -> str:
 
 def _fill(template: str, problem: str, tokenizer: PreTrainedTokenizerBase) -> str:
     if template != "chat":
-        return template.replace("{problem}", problem)  # not str.format: problems and templates are full of braces
+        return template.replace("{problem}", problem)  # not str.format: problems and templates have many braces
     message = [{"role": "user", "content": problem}]
     return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
 

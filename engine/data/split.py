@@ -1,4 +1,4 @@
-"""Holding problems out of training, by their content: adding, removing or reordering rows moves no other row."""
+"""Holds problems out of training by their content, so that adding, removing or reordering rows moves no other row."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from engine.errors import BadInput
 
 
 def split(problems: Problems, fraction: float) -> tuple[Problems, Problems]:
-    """Training rows and held-out rows, both in order; each row is held out with probability `fraction`, 0 < fraction <
-    1.
+    """Training rows and held-out rows, both in order. A row is held out with probability `fraction` (0 < fraction < 1).
 
-    What decides is the hash of the problem's text, blanks aside, so all rows of one problem fall on the same side.
-    Raises BadInput if a side is empty.
+    The hash of the problem's text without blanks decides, so all rows of one problem are on the same side. Raises
+    BadInput if a side is empty.
     """
     sides: dict[bool, list[Row]] = {True: [], False: []}
     for row in problems.rows:
@@ -30,6 +29,6 @@ def split(problems: Problems, fraction: float) -> tuple[Problems, Problems]:
 
 
 def place(problem: str) -> float:
-    """Where a problem stands in [0, 1): 53 bits of SHA-256 of its text."""
+    """A number in [0, 1) for a problem: 53 bits of SHA-256 of its text."""
     digest = hashlib.sha256(text_key(problem).encode()).digest()
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53

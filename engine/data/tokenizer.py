@@ -1,4 +1,4 @@
-"""The model's tokenizer, as far as rollouts need it."""
+"""The model's tokenizer, with the functions that rollouts need."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """Loads the tokenizer of a model folder; never runs code that comes with a model."""
+    """The tokenizer of a model folder. It never runs code that comes with a model."""
 
     def __init__(self, model: Path) -> None:
-        from transformers import AutoTokenizer  # seconds, in which the processes of a run can start
+        from transformers import AutoTokenizer  # takes seconds, during which the processes of a run can start
 
         try:
             self.hf: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -26,11 +26,11 @@ class Tokenizer:
             raise BadInput(f"model.path {model}: no tokenizer that AutoTokenizer can load there: {error}") from None
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a response, special tokens left out."""
+        """The text of a response, without special tokens."""
         return self.hf.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def stop_ids(self, stop: Sequence[str]) -> tuple[int, ...]:
-        """Ids of `rollout.stop`, beside the end of sequence. Raises BadInput for a string that is not one token."""
+        """The ids of `rollout.stop` and of the end of sequence. Raises BadInput for a string that is not one token."""
         ids = [] if self.hf.eos_token_id is None else [self.hf.eos_token_id]
         for text in stop:
             encoded = self.hf.encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The problem sets that are evaluated, and their prompts."""
+"""The problem sets of evaluations, and their prompts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Benchmark:
     """A problem set to evaluate on."""
 
     name: str
-    """Of `engine.data.benchmark_files.FORMATS`, or the file's name without suffix."""
+    """A name of `engine.data.benchmark_files.FORMATS`, or the file's name without suffix."""
     problems: Problems
 
     @property
     def note(self) -> str:
-        """What is unusual about it, for people; empty if nothing is."""
+        """A remark if the number of problems is unusual, else empty."""
         known = FORMATS.get(self.name)
         found = len(self.problems.rows)
         if known is None or found == known.problems:
@@ -34,9 +34,10 @@ class Benchmark:
 
 
 def read_benchmarks(config: Config) -> list[Benchmark]:
-    """Those that `evaluate.benchmark` names, else the held-out problems; the first decides where one must.
+    """The benchmarks that `evaluate.benchmark` names, else the held-out problems. The first one decides on the
+    champion.
 
-    Raises BadInput as `benchmark_paths` and `read_problems`.
+    Raises BadInput like `benchmark_paths` and `read_problems`.
     """
     named = [Benchmark(name, read_problems(path)) for name, path in benchmark_paths(config).items()]
     return named or [Benchmark(Path(config.data.heldout).stem or "heldout", heldout_problems(config))]
@@ -44,7 +45,7 @@ def read_benchmarks(config: Config) -> list[Benchmark]:
 
 @dataclass(frozen=True)
 class EncodedBenchmark:
-    """A benchmark's prompts, and what was left out of it (reason → rows)."""
+    """A benchmark's prompts, and the number of rows left out by reason."""
 
     name: str
     prompts: tuple[Prompt, ...]
@@ -52,8 +53,8 @@ class EncodedBenchmark:
 
 
 def with_evaluation_context(config: Config) -> Config:
-    """The config for instances that are started for an evaluation:
-    `evaluate.max_context`, if given, is their context."""
+    """The config for instances that are started for an evaluation. If `evaluate.max_context` is set, it is their
+    context."""
     if not config.evaluate.max_context:
         return config
     rollout = config.rollout.model_copy(update={"max_context": config.evaluate.max_context})

@@ -1,7 +1,7 @@
-"""Whether a new policy takes the champion's place: only if a paired comparison on the same benchmark says that it is
+"""Decides whether a new policy becomes champion: only if a paired comparison on the same benchmark says that it is
 better.
 
-The first champion is compared with its base model.
+If there is no champion yet, the new policy is compared with its base model.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from engine.types import JsonObject
 
 @dataclass(frozen=True)
 class Results:
-    """What is kept of a registered policy's evaluation."""
+    """The stored evaluation of a registered policy."""
 
     protocol: Mapping[str, Any]
-    """How it was sampled and scored (`tables.protocol`)."""
+    """How the responses were sampled and scored (`tables.protocol`)."""
     means: Mapping[str, float]
     """Prompt id → mean score."""
 
     def as_dict(self) -> JsonObject:
-        """For JSON."""
+        """The results as JSON."""
         return {"protocol": dict(self.protocol), "means": dict(self.means)}
 
     @staticmethod
     def of(stored: object) -> Results:
-        """From what `as_dict` gave. Raises BadInput for anything else."""
+        """Read the result of `as_dict`. Raises BadInput for anything else."""
         if not isinstance(stored, dict) or not all(isinstance(stored.get(key), dict) for key in ("protocol", "means")):
-            raise BadInput("the stored results are none: expected protocol and means")
+            raise BadInput("the stored results are not results: expected protocol and means")
         return Results(stored["protocol"], {str(key): float(value) for key, value in stored["means"].items()})
 
 
 @dataclass(frozen=True)
 class ChampionVerdict:
-    """What became of a challenge."""
+    """The outcome of a challenge."""
 
     wins: bool
     reason: str
-    """For people."""
+    """Why the policy wins or not, as text."""
     comparison: Paired | None = None
 
 
 def first(ours: Results | None, base: Results | None, confidence: float) -> ChampionVerdict:
-    """Whether a new policy becomes the first champion: only if it is better than the model that it was trained from.
+    """Whether a new policy becomes the first champion: only if it is better than its base model.
 
-    Without a comparable evaluation of that one (`base` None) any policy that was evaluated does, and the reason says
-    so.
+    If the base model has no comparable evaluation (`base` is None), any policy with an evaluation becomes champion, and
+    the reason says so.
     """
     if ours is not None and base is None:
         return ChampionVerdict(
@@ -66,10 +66,9 @@ def first(ours: Results | None, base: Results | None, confidence: float) -> Cham
 def challenge(
     ours: Results | None, theirs: Results | None, confidence: float, whom: str = "champion"
 ) -> ChampionVerdict:
-    """Compare a new policy with the champion, or with another model that is called `whom`.
+    """Compare a new policy with the champion, or with another model; `whom` is its name in messages.
 
-    Evaluations of other problems, or sampled or scored otherwise, are not compared: the champion stays, with the
-    reason.
+    Evaluations with other problems, sampling or scoring are not compared: the champion stays, and the reason says so.
     """
     if ours is None:
         return ChampionVerdict(False, "the new policy was not evaluated on the run's first benchmark")

@@ -1,4 +1,4 @@
-"""avg@k, pass@k and maj@k with intervals; problems are the independent units, the samples of one problem are not."""
+"""avg@k, pass@k and maj@k with intervals. The problems are independent units; the samples of one problem are not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TypedDict
 
 CONFIDENCE = 0.95
-"""Of the intervals in evaluations.jsonl."""
+"""Confidence of the intervals in evaluations.jsonl."""
 
 
 class _MajorityAccuracy(TypedDict, total=False):
@@ -32,9 +32,9 @@ class Accuracy(_MajorityAccuracy):
 def accuracy(values: Sequence[Sequence[float]], majorities: Sequence[float] | None = None) -> Accuracy:
     """avg@k, pass@k and maj@k over problems, each with its 95 % interval.
 
-    values: per problem its scores (all have the same number, k); a score of 1 or more is a right answer. majorities:
-    per problem what its majority vote is worth (0 … 1, `engine.evaluation.votes`), None where votes can't be counted;
-    then maj@k is left out.
+    values: the scores of each problem (k scores for each); a score of 1 or more is a right answer. majorities: the
+    value of each problem's majority vote (0 … 1, `engine.evaluation.votes`); None if votes cannot be counted, and then
+    maj@k is left out.
     """
     samples = max(len(row) for row in values)
     mean, low, high = _figure([statistics.fmean(row) for row in values], samples)
@@ -53,12 +53,12 @@ def accuracy(values: Sequence[Sequence[float]], majorities: Sequence[float] | No
 
 
 def right(scores: Sequence[float]) -> int:
-    """How many scores stand for a right answer (1 or more)."""
+    """The number of right answers among the scores (1 or more)."""
     return sum(score >= 1.0 for score in scores)
 
 
 def pass_at(samples: int, correct: int, k: int) -> float:
-    """Probability that k of a problem's samples, drawn without replacement, hold a right one: 1 − C(n−c, k) / C(n, k).
+    """Probability that k samples of a problem, drawn without replacement, have a right one: 1 − C(n−c, k) / C(n, k).
 
     The unbiased estimator of Chen et al. 2021 (Evaluating Large Language Models Trained on Code, eq. 1).
     """
@@ -68,20 +68,21 @@ def pass_at(samples: int, correct: int, k: int) -> float:
 
 
 def pass_curve(values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}: means over problems;
-    pass@1 of right and wrong answers is avg@k."""
+    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}, as means over problems. If all scores are 0 or 1, pass@1 is
+    avg@k."""
     samples = min(len(row) for row in values)
     ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
     return {str(k): statistics.fmean(pass_at(len(row), right(row), k) for row in values) for k in ks}
 
 
 def interval(values: Sequence[float], samples: int = 1, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Interval of the mean of one value per problem, each from so many samples.
+    """Interval of the mean of one value per problem; each value is from `samples` samples.
 
-    Values in [0, 1]: Wilson's (1927) with the effective sample size of a clustered proportion (Korn and Graubard 1998):
-    n_eff = n · p(1 − p) / s² · (z / t(n − 1))², s² the variance of the values, at least n, at most n · samples. With
-    one sample per problem n_eff = n, the binomial interval; likewise where all values are 0, or all are 1, so that the
-    interval has a width. Other values (a user's reward): Student's t over the values.
+    For values in [0, 1] it is Wilson's interval (1927) with the effective sample size of a clustered proportion (Korn
+    and Graubard 1998): n_eff = n · p(1 − p) / s² · (z / t(n − 1))², where s² is the variance of the values; n_eff is at
+    least n and at most n · samples. With one sample per problem n_eff = n, which is the binomial interval. n_eff is
+    also n if all values are 0, or all are 1, so that the interval has a width. For other values (a user's reward) it is
+    Student's t over the values.
     """
     mean = statistics.fmean(values)
     if not all(0.0 <= value <= 1.0 for value in values):
@@ -117,7 +118,7 @@ def _effective(values: Sequence[float], mean: float, samples: int, confidence: f
 @lru_cache
 def _t(freedom: int, confidence: float) -> float:
     """The two-sided quantile of Student's t."""
-    from scipy import stats  # a second, which most of the package's users need not wait for
+    from scipy import stats  # imported here, because it takes a second and is rarely needed
 
     return float(stats.t.ppf(0.5 + confidence / 2, freedom))
 

@@ -1,4 +1,4 @@
-"""Which evaluations of a run's own policy are done: not the same one twice."""
+"""Finds evaluations of a run's own policy that are done already, so that none is repeated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from engine.run.folder import RunFolder
 
 
 def done_before(config: Config, model: Path, weight_version: int, folder: RunFolder) -> list[EvaluationRow] | None:
-    """The newest row per benchmark that `evaluate` would only repeat: same policy, version, problems, sampling and
-    seed.
+    """For each benchmark the newest row with the same policy, version, problems, sampling and seed.
 
-    None if one of the benchmarks has none, and for any model but the run's own policy: that one is fixed by run and
-    version, while another folder may have got other weights meanwhile.
+    None if a benchmark has no such row, and for any model but the run's own policy. Run and version determine the run's
+    own policy, while the weights in another folder may have changed.
     """
     if model.resolve() != folder.policy.resolve():
         return None

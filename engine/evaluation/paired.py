@@ -1,4 +1,4 @@
-"""Two models on the same problems: is the difference more than chance?"""
+"""Compares two models on the same problems: is the difference more than chance?"""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.errors import BadInput
 from engine.evaluation.intervals import CONFIDENCE, t_interval
 
 FLIPS = 50_000
-"""Random sign flips where the exact distribution can't be counted;
-the p-value's error is then at most 0.0045 (95 %)."""
+"""Number of random sign flips if the exact distribution cannot be counted. The error of the p-value is then at most
+0.0045 (95 %)."""
 CHUNK = 1_000
-"""Flips at a time: bounds memory."""
+"""Number of flips at a time, which limits the memory."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Paired:
     confidence: float
     problems: int
     better: int
-    """Problems on which our mean is higher."""
+    """Number of problems on which our mean is higher."""
     worse: int
 
     @property
@@ -41,15 +41,15 @@ class Paired:
         return self.difference > 0 and self.p_value <= 1 - self.confidence + 1e-12
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """The figures as JSON."""
         return asdict(self)
 
 
 def compare(
     ours: Mapping[str, float], theirs: Mapping[str, float], samples: int = 1, confidence: float = CONFIDENCE
 ) -> Paired:
-    """Compare per-problem means (prompt id → mean of `samples` scores).
-    Raises BadInput unless both have the same problems."""
+    """Compare per-problem means (prompt id → mean of `samples` scores). Raises BadInput unless both have the same
+    problems."""
     if ours.keys() != theirs.keys() or not ours:
         raise BadInput(
             f"a paired comparison needs the same problems: {len(ours.keys() & theirs.keys())} are in both, "
@@ -73,10 +73,10 @@ def compare(
 
 
 def sign_flip(differences: Sequence[float], samples: int = 1) -> float:
-    """Two-sided p-value: how often |Σ ±d| ≥ |Σ d| when each difference's sign is a fair coin (Fisher 1935).
+    """Two-sided p-value: how often |Σ ±d| ≥ |Σ d| if the sign of each difference is a fair coin (Fisher 1935).
 
-    Exact where differences are multiples of 1/samples, as means of that many right or wrong answers are; else by
-    `FLIPS` random flips with a fixed seed, the observed one counted among them.
+    It is exact if the differences are multiples of 1/samples, which holds for means of right or wrong answers.
+    Otherwise it uses `FLIPS` random flips with a fixed seed, and counts the observed signs as one of them.
     """
     whole = [round(value * samples) for value in differences]
     if all(math.isclose(value * samples, unit, abs_tol=1e-6) for value, unit in zip(differences, whole, strict=True)):
@@ -85,7 +85,7 @@ def sign_flip(differences: Sequence[float], samples: int = 1) -> float:
 
 
 def _exact(units: Sequence[int]) -> float:
-    """By counting: the distribution of Σ ±u, one difference after the other."""
+    """The exact p-value: computes the distribution of Σ ±u, one difference after the other."""
     steps = [abs(unit) for unit in units if unit]
     reach = sum(steps)
     chance = np.zeros(2 * reach + 1)

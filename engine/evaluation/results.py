@@ -1,5 +1,5 @@
-"""From an evaluation's scored groups to its results:
-vote, compute, compare with the base, say how sure the figures are."""
+"""From the scored groups of an evaluation to its results: votes, figures with intervals, and the comparison with the
+first evaluation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from engine.types import Group, JsonObject
 
 @dataclass(frozen=True)
 class Subject:
-    """Which weights are evaluated."""
+    """The weights that are evaluated."""
 
     model: str
-    """The folder they were loaded from (for those of a running training, the base model's)."""
+    """The folder from which they were loaded; for the weights of a running training, the base model's folder."""
     version: int
 
 
@@ -39,7 +39,10 @@ async def record(
     verifier: Scorer,
     more: Mapping[str, Any],
 ) -> JsonObject:
-    """Vote, compute, write the table, compare with the base, append the row and return it. `more`: further keys."""
+    """Compute the results, write the table, compare with the first evaluation, and append the row to evaluations.jsonl.
+
+    Returns the row. `more`: further keys of the row.
+    """
     votes = await majorities(groups, config.reward.function, verifier)
     how = tables.protocol(config, benchmark.name, [group.prompt for group in groups])
     table = tables.path_of(folder, subject.model, subject.version, how)
@@ -68,15 +71,16 @@ async def record(
 
 
 def against(row: EvaluationRow, base: EvaluationRow, folder: Path, confidence: float) -> JsonObject:
-    """The paired comparison of two rows of evaluations.jsonl whose tables lie in the folder,
-    with what it is against."""
+    """The paired comparison of two rows of evaluations.jsonl whose tables are in the folder, with the model and version
+    of `base`."""
     ours, theirs = (tables.means(folder / one["table"]) for one in (row, base))
     found = paired.compare(ours, theirs, row["samples"], confidence)
     return {"weight_version": base["weight_version"], "model": base["model"], **found.as_dict()}
 
 
 def _lengths(groups: Sequence[Group], limit: int) -> LengthFigures:
-    """Mean length in tokens, how many a limit cut, and how many the context cut before max_new_tokens was reached."""
+    """Mean length in tokens, the number of responses that a limit has cut, and the number that the context has cut
+    before max_new_tokens."""
     responses = [response for group in groups for response in group.responses]
     cut = [response for response in responses if response.truncated]
     return {

@@ -1,4 +1,4 @@
-"""What an evaluation leaves behind: a line of evaluations.jsonl, and a table with every problem and response."""
+"""The files of an evaluation: a line of evaluations.jsonl, and a table with every problem and response."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAME = (
     "max_context",
     "stop",
 )
-"""What must be equal in two evaluations that are compared: the protocol's keys but the seed."""
+"""The keys of the protocol that must be equal in two evaluations that are compared: all but the seed."""
 
 
 class EvaluationProtocol(TypedDict):
@@ -119,7 +119,8 @@ def path_of(folder: RunFolder, model: str, version: int, how: Mapping[str, Any])
 
 
 def write(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None) -> None:
-    """One JSON object per problem: what was asked, how often it was right, what the majority says, every response."""
+    """Write one JSON object per problem: the problem, the number of right responses, the majority's answer, and every
+    response."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [_row(group, votes[number] if votes is not None else None) for number, group in enumerate(groups)]
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -159,7 +160,7 @@ def _row(group: Group, vote: Majority | None) -> dict[str, object]:
 
 
 def means(table: Path) -> dict[str, float]:
-    """Prompt id → mean score, of a table. Raises BadInput if it is not there or is none."""
+    """Prompt id → mean score, from a table. Raises BadInput if the file is missing or is not a table."""
     try:
         found = {row["prompt_id"]: float(row["mean"]) for row in read_lines(table)}
     except (KeyError, ValueError, TypeError) as error:
@@ -170,13 +171,13 @@ def means(table: Path) -> dict[str, float]:
 
 
 def rows_of(folder: RunFolder) -> list[EvaluationRow]:
-    """The run folder's evaluations, in the order in which they were written."""
+    """The evaluations in the run folder, in the order in which they were written."""
     return list(read_lines(folder.evaluations))
 
 
 def baseline(folder: RunFolder, row: EvaluationRow) -> EvaluationRow | None:
-    """The first evaluation in the run folder that the row can be compared with, of another model or version;
-    else None."""
+    """The first evaluation in the run folder that is comparable with the row and has another model or version; None if
+    there is none."""
     for earlier in rows_of(folder):
         same = "protocol" in earlier and not differing(earlier["protocol"], row["protocol"])
         other = (earlier["weight_version"], earlier.get("model")) != (row["weight_version"], row["model"])

@@ -1,9 +1,9 @@
-r"""maj@k: what a majority vote over a problem's sampled answers is worth.
+r"""maj@k: the value of a majority vote over a problem's sampled answers.
 
 A response votes for the answer that the verifier reads in it: `\boxed{…}` for "math", the text after the last "#" for
-"exact". Votes for answers that the verifier takes for equal are counted together; every right response votes for the
-right answer, however it spells it. A response without an answer abstains. Answers that tie share the vote: with t
-answers at the top the right one is worth 1/t, which is the mean over fair draws among them.
+"exact". Votes for answers that the verifier considers equal are counted together. Every right response votes for the
+right answer, in whatever spelling. A response without an answer abstains. If t answers tie at the top and the right one
+is among them, the value is 1/t, which is the mean over fair draws among them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Majority:
     """The outcome of one problem's vote."""
 
     answer: str
-    """What most responses say (of tied ones the first that was voted for); empty if all abstained."""
+    """The answer with the most votes (of tied answers, the first that got a vote); empty if all responses abstained."""
     votes: int
     tied: int
-    """Answers with that many votes."""
+    """Number of answers with that many votes."""
     value: float
     """1/tied if the right answer is among them, else 0."""
 
@@ -50,12 +50,13 @@ def _marked(text: str) -> str | None:
 
 
 READ: dict[str, Callable[[str], str | None]] = {"math": _boxed, "exact": _marked}
-"""By reward.function: the answer in a response's text; None: it abstains. Other rewards have no maj@k."""
+"""For each reward.function, the function that reads the answer in a response's text; None means that the response
+abstains. Other rewards have no maj@k."""
 
 
 async def majorities(groups: Sequence[Group], reward: str, verifier: Scorer) -> list[Majority] | None:
-    """The vote of each group, or None for a reward whose answers can't be read.
-    `verifier` tells which answers are equal."""
+    """The vote of each group; None for a reward whose answers cannot be read. `verifier` decides which answers are
+    equal."""
     if reward not in READ:
         return None
     return list(await asyncio.gather(*(_majority(group, reward, verifier) for group in groups)))
@@ -79,8 +80,8 @@ async def _majority(group: Group, reward: str, verifier: Scorer) -> Majority:
 
 
 async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: Scorer) -> _Answer | None:
-    """The answer that this vote is for: right ones are one answer;
-    wrong ones are equal by text, else by the verifier."""
+    """The answer that this vote is for; None if it is new. All right answers are one answer. Wrong answers are equal by
+    text, else by the verifier."""
     alike = [answer for answer in answers if answer.right == is_right]
     if is_right:
         return alike[0] if alike else None
@@ -95,7 +96,8 @@ async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: s
 
 
 async def _equal(gold: str, text: str, verifier: Scorer) -> bool:
-    """By the math verifier, in its killable workers; one that ran into its time limit says no."""
+    """Whether the math verifier, in its worker processes, considers the answers equal. A call that reaches its time
+    limit says no."""
     response = Response(
         token_ids=(),
         logprobs=(),

@@ -1,4 +1,4 @@
-"""Gold answers of mathematics as problem sets write them: brought to one form, or refused. Texts only, no SymPy."""
+"""Converts the gold answers of mathematical problem sets to one form, or refuses them. Works on text, without SymPy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import ast
 import re
 
 LONGEST = 300
-"""Characters of an answer that can be checked by rule; the longest of MATH has 159."""
+"""Largest number of characters of an answer that a rule can check; the longest in MATH has 159."""
 _WORDS = 12
-"""Words outside formulas that make an answer prose: nobody writes the same sentence twice."""
+"""Largest number of words outside formulas. A longer answer is prose, which no response repeats word for word."""
 _WHOLE = re.compile(r"([+-]?\d+)\.0+")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 _FORMULA = re.compile(r"\\[a-zA-Z]+|\$[^$]*\$")
@@ -17,14 +17,14 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def tidy(answer: str) -> str:
-    r"""Without what wraps the answer: blanks, `['9.6\n']`, dollar signs; "142.0" becomes "142"."""
+    r"""The answer without blanks around it, `['…']` and dollar signs; "142.0" becomes "142"."""
     bare = strip_delimiters(_unlisted(answer.strip()))
     whole = _WHOLE.fullmatch(bare)
     return whole[1] if whole else bare
 
 
 def ungradable(answer: str) -> str:
-    """Why no rule can check a response against this answer; empty if one can. What it finds and what would be right."""
+    """Why no rule can check a response against this answer; empty if a rule can."""
     if len(answer) > LONGEST:
         return f"answer of more than {LONGEST} characters"
     if _PICTURE.search(answer):
@@ -37,7 +37,7 @@ def ungradable(answer: str) -> str:
 
 
 def balanced(latex: str) -> bool:
-    r"""Whether every `{` has its `}`; escaped ones don't count."""
+    r"""Whether every `{` has a matching `}`; escaped braces do not count."""
     depth = 0
     for token in re.findall(r"\\.|[{}]", latex, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(token, 0)
@@ -47,7 +47,7 @@ def balanced(latex: str) -> bool:
 
 
 def strip_delimiters(latex: str) -> str:
-    """Without blanks and one pair of formula delimiters around."""
+    """The text without blanks around it and without one pair of formula delimiters."""
     bare = latex.strip()
     for left, right in _DELIMITERS:
         if bare.startswith(left) and bare.endswith(right) and len(bare) > len(left) + len(right):
@@ -57,8 +57,7 @@ def strip_delimiters(latex: str) -> str:
 
 
 def _unlisted(answer: str) -> str:
-    """`['9.6\\n']` → "9.6"; `['1', '2']` → "1, 2".
-    A list of Python is how some exports write the texts of an answer."""
+    """`['9.6\\n']` → "9.6"; `['1', '2']` → "1, 2". Some exports write the answer as a Python list of texts."""
     if not (answer.startswith("[") and answer.endswith("]")) or not ("'" in answer or '"' in answer):
         return answer
     try:

@@ -1,8 +1,8 @@
-r"""Whether two answers in LaTeX are the same: structure here, formulas by math-verify.
+r"""Decides whether two answers in LaTeX are equal: structure is compared here, formulas by math-verify.
 
-Numbers, words, numerals with a base, tuples, intervals, lists, sets, unions and matrices are taken apart and compared
-exactly, in order where order counts. Only what is left, one formula against another, goes to SymPy: it would take
-tuples for intervals, words for products of letters (so anagrams for equal) and drop the base of a numeral.
+Numbers, words, numerals with a base, tuples, intervals, lists, sets, unions and matrices are split and compared
+exactly, in order if order matters. Only single formulas go to SymPy, because SymPy would read tuples as intervals, read
+words as products of letters (so anagrams would be equal), and drop the base of a numeral.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from engine.reward.formulas import LONGEST, equal
 from engine.reward.quantities import number, scaled
 
 TOLERANCE = Fraction(1, 2_000_000)
-"""Of a decimal: six places, as math-verify rounds. Fractions and whole numbers are compared exactly."""
+"""Absolute tolerance of a decimal: six places, as in math-verify. Fractions and whole numbers are compared exactly."""
 RELATIVE = Fraction(1, 10_000)
-"""Of a decimal, too, as a share of the gold value: six places of 0.0000003 would be nothing."""
+"""Tolerance of a decimal relative to the gold value, for small values: 0.0000003 has no digit in six places."""
 MOST = 12
-"""Entries of a list that may come in any order; a longer one must come in order."""
+"""Largest number of entries of a list that may be in any order; a longer list must be in order."""
 
 _SIZES = r"left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad"
 _SOFT = re.compile(rf"\\(?:{_SIZES})(?![a-zA-Z])\s*|(?<!\\)\\[!,;: ]|~")
@@ -82,8 +82,8 @@ _AND = re.compile(r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:an
 
 
 def same(gold: str, found: str) -> bool:
-    """Whether `found` states the answer `gold`. Not symmetric:
-    names, units and brackets that gold has may be left out."""
+    """Whether `found` states the answer `gold`. Not symmetric: `found` may leave out names, units and brackets of
+    `gold`."""
     first = canonical(tidy(gold))
     second = canonical(found)
     return bool(second) and _same(first, second, 4)
@@ -95,7 +95,7 @@ def canonical(latex: str) -> str:
     text = _TEXT.sub(r"\\text", strip_delimiters(latex.strip().rstrip(".,;").strip()))
     text = _SOFT.sub(" ", _GROUPED.sub("", text))
     text = _REPLACE.sub(lambda match: _REPLACED[match[0]], text)
-    if not re.search(r"[(\[]", text):  # in brackets a comma parts entries
+    if not re.search(r"[(\[]", text):  # in brackets a comma separates entries
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     text = re.sub(r"\\text\s*\{([^{}]*)\}", lambda match: f"\\text{{{'~'.join(match[1].split())}}}", text)
     text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", r"\1~", text)  # \pi r is not \pir
@@ -108,7 +108,7 @@ def canonical(latex: str) -> str:
 
 
 def _same(gold: str, found: str, depth: int) -> bool:
-    """Both canonical. The first way of comparing that fits gold decides."""
+    """Whether two canonical texts are equal. The first comparison that applies to `gold` decides."""
     if gold == found:
         return True
     if not depth:
@@ -133,9 +133,11 @@ def _same(gold: str, found: str, depth: int) -> bool:
 
 
 def _units(gold: str, found: str, depth: int) -> bool | None:
-    """False for two different units that everybody knows; one may be left out, and others are not looked at.
+    """False if both have a known unit and these differ; None otherwise. A unit may be left out; unknown units are
+    ignored.
 
-    And for formulas of which one is so many hundreds or millions: only numbers are multiplied out.
+    Also False if one formula has a factor such as million that the other lacks: factors are multiplied out for numbers
+    only.
     """
     one, other = (_unit(text) for text in (gold, found))
     if one and other and one != other:
@@ -152,7 +154,7 @@ def _unit(text: str) -> str:
 
 
 def _numbers(gold: str, found: str, depth: int) -> bool | None:
-    """Two numbers, perhaps with units."""
+    """Compare numbers, with or without units."""
     one = number(gold)
     other = number(found)
     if one is None or other is None:
@@ -168,7 +170,7 @@ def _numbers(gold: str, found: str, depth: int) -> bool | None:
 
 
 def _numerals(gold: str, found: str, depth: int) -> bool | None:
-    """A numeral with a base: the digits count, and the base if it is given."""
+    """Compare numerals with a base: by their digits, and by the base if both have one."""
     one = _BASE.fullmatch(gold)
     if one is None:
         return None
@@ -195,7 +197,7 @@ def _matrices(gold: str, found: str, depth: int) -> bool | None:
 
 
 def _words(gold: str, found: str, depth: int) -> bool | None:
-    """Words, letters of a choice, names of points in their order: no formula."""
+    """Compare texts that are not formulas: words, letters of a choice, names of points in order."""
     if not _WORDS.fullmatch(gold):
         return None
     return _letters(gold) == _letters(found)
@@ -207,7 +209,7 @@ def _letters(text: str) -> str:
 
 
 def _relations(gold: str, found: str, depth: int) -> bool | None:
-    """1 < x <= 3, also as 3 >= x > 1; what one relation alone means is SymPy's to say."""
+    """Compare chains of relations: 1 < x <= 3 equals 3 >= x > 1. A single relation is left to SymPy."""
     ours, theirs = (_RELATION.split(text) for text in (gold, found))
     if len(ours) == 1:
         return None
@@ -219,8 +221,8 @@ def _relations(gold: str, found: str, depth: int) -> bool | None:
 
 
 def _chains(gold: str, found: str, depth: int) -> bool | None:
-    r"""0.56 = 56\%: any of the numbers will do, and no other may stand beside it, nor a sum of another value:
-    3 = 5 is not 5."""
+    r"""Compare equations. If gold is a chain of numbers (0.56 = 56\%), each side of `found` must equal one of them. If
+    not, no side but the last may have another value than gold (3 = 5 is not 5)."""
     ours, theirs = (re.split(r"=|\\approx(?![a-z])", text) for text in (gold, found))
     if len(ours) == 1 or not all(number(part) for part in ours):
         value = gold[name.end() :] if (name := _NAMED.match(gold)) else gold
@@ -247,7 +249,8 @@ def _other_value(gold: str, part: str, depth: int) -> bool:
 
 
 def _named(gold: str, found: str, depth: int) -> bool | None:
-    r"""x = 5 and x \in [0, 1] for 5 and [0, 1]; of two names both must be the same."""
+    r"""Compare answers with a name: x = 5 and x \in [0, 1] equal 5 and [0, 1]. If both have a name, it must be the
+    same."""
     one = _NAMED.match(gold)
     other = _NAMED.match(found)
     ours = gold[one.end() if one else 0 :]
@@ -265,7 +268,7 @@ def _unions(gold: str, found: str, depth: int) -> bool | None:
 
 
 def _brackets(gold: str, found: str, depth: int) -> bool | None:
-    """(a, b), [a, b), {a, b}: kinds of brackets and entries, in order but in sets."""
+    """Compare (a, b), [a, b), {a, b} by their brackets and entries; the order matters except in sets."""
     one = bracketed(gold)
     other = bracketed(found)
     if one is None:
@@ -283,7 +286,8 @@ def _brackets(gold: str, found: str, depth: int) -> bool | None:
 
 
 def bracketed(text: str) -> tuple[str, list[str]] | None:
-    """Kind and entries of a text in brackets with a comma, or of a set; None for anything else, as (a + 1)(b, c)."""
+    """Kind and entries of a text in brackets with a comma, or of a set; None for anything else, such as (a + 1)(b,
+    c)."""
     for left, right in (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             inner = text[len(left) : -len(right)]
@@ -294,7 +298,7 @@ def bracketed(text: str) -> tuple[str, list[str]] | None:
 
 
 def _lists(gold: str, found: str, depth: int) -> bool | None:
-    r"""1, 2 and 3 in any order; \pm is two entries; braces around may come or go."""
+    r"""Compare lists such as 1, 2 and 3 in any order. \pm stands for two entries; braces around are optional."""
     ours = _entries(gold)
     theirs = _entries(found)
     if len(ours) == 1 and len(theirs) == 1:
@@ -311,7 +315,7 @@ def _entries(text: str) -> list[str]:
 
 
 def _spread(parts: Sequence[str]) -> list[str]:
-    r"""With a \pm b as a + b and a - b."""
+    r"""The parts, with a \pm b replaced by a + b and a - b."""
     pairs = [[part.replace("\\pm", sign) for sign in "+-"] if part.count("\\pm") == 1 else [part] for part in parts]
     return [entry.lstrip("+") for pair in pairs for entry in pair]
 
@@ -321,7 +325,7 @@ def _in_order(ours: Sequence[str], theirs: Sequence[str], depth: int) -> bool:
 
 
 def _matched(ours: Sequence[str], theirs: Sequence[str], depth: int) -> bool:
-    """Whether each of ours is one of theirs and none is left."""
+    """Whether each of ours equals exactly one of theirs."""
     if len(ours) != len(theirs) or len(ours) > MOST:
         return len(ours) == len(theirs) and _in_order(ours, theirs, depth)
     left = list(theirs)
@@ -334,7 +338,7 @@ def _matched(ours: Sequence[str], theirs: Sequence[str], depth: int) -> bool:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """The parts between separators that stand in no bracket."""
+    """The parts between separators that are outside brackets."""
     parts = []
     depth = 0
     start = 0
@@ -347,7 +351,7 @@ def split(text: str, separator: str) -> list[str]:
 
 
 def _closed(inner: str) -> bool:
-    """Whether no bracket inside closes what was opened outside."""
+    """Whether no bracket inside closes one that was opened outside."""
     depth = 0
     for token in re.finditer(r"\\[{}]|[()\[\]{}]", inner):
         depth += 1 if token[0] in ("(", "[", "{", "\\{") else -1

@@ -1,4 +1,4 @@
-"""One formula against another: by math-verify, which is SymPy, where that takes no minutes and no gigabytes."""
+"""Compares two formulas with math-verify (SymPy), unless that would take minutes or gigabytes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from functools import lru_cache
 from typing import Any
 
 LONGEST = 1_000
-"""Characters of a formula that is given to SymPy."""
+"""Largest number of characters of a formula that is given to SymPy."""
 
 _TOWER = re.compile(
     r"\^\{?[^{}^]{0,20}\^|\^\{?\(?-?\d{5}|[+-][^()]*\)\^\{?\d{3}|\d{4,}\)?!|!!|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}"
 )
-"""What takes SymPy minutes: powers of powers, high powers of sums, large factorials and binomials."""
+"""Expressions that take SymPy minutes: powers of powers, high powers of sums, large factorials and binomials."""
 _HEAVY = re.compile(r"\\(?:sum|prod|int|lim|oint|iint)(?![a-z])")
 
 
 def equal(gold: str, found: str) -> bool:
-    """Whether two formulas are the same; False, unseen,
-    for a found one that would take minutes or gigabytes to evaluate."""
+    """Whether two formulas are equal. If `found` would take minutes or gigabytes to evaluate, the result is False
+    without evaluation."""
     if (
         len(found) > LONGEST
         or nesting(found) > 30
@@ -27,13 +27,13 @@ def equal(gold: str, found: str) -> bool:
         or (_HEAVY.search(found) and not _HEAVY.search(gold))
     ):
         return False
-    from math_verify import verify  # here, not above: SymPy takes half a second that `exact` need not wait for
+    from math_verify import verify  # imported here: SymPy takes half a second, which `exact` does not need
 
     return bool(verify(_expression(gold), _parsed(found), timeout_seconds=None))
 
 
 def nesting(text: str) -> int:
-    """How deep brackets go."""
+    """The depth of nested brackets."""
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -47,16 +47,17 @@ def _expression(gold: str) -> list[Any]:
 
 
 def _parsed(latex: str) -> list[Any]:
-    # A "$" that is left inside separates text from formulas: then the whole is a sentence, not a formula.
+    # A remaining "$" separates text from formulas: then the whole is a sentence, not a formula.
     return extract(latex if "$" in latex else f"${latex}$")
 
 
 def extract(text: str) -> list[Any]:
-    """math-verify's candidates for the expression meant: SymPy objects and the text itself; empty if there is none.
+    """math-verify's candidates for the expression in a text: SymPy objects and the text itself; empty if there is none.
 
-    Without its own time limit, which needs SIGALRM and so the user's main thread: the worker's limit ends a call.
+    math-verify's own time limit is switched off, because it uses SIGALRM, which works in the main thread only. The
+    worker's limit ends a call.
     """
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the limit we switch off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about the limit that is switched off
     return list(parse(text, parsing_timeout=None))

@@ -1,4 +1,5 @@
-"""Lone numbers of answers: decimals, fractions, mixed numbers, with units, per cent signs and words such as million."""
+"""Reads answers that are one number: decimals, fractions and mixed numbers, with units, per cent signs and words such
+as million."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ _MIXED = re.compile(r"([+-]?)(\d+)\\frac\{(\d+)\}\{(\d+)\}")
 
 
 def number(text: str) -> tuple[Fraction, bool] | None:
-    r"""The value of a lone decimal, fraction or mixed number, and whether a per cent sign follows; None for anything
-    else.
+    r"""The value of a text that is one decimal, fraction or mixed number, and whether a per cent sign follows; None for
+    any other text.
 
-    A unit is left out, but a word for a number in its place counts: 5\text{ million dollars} is 5000000.
+    A unit is ignored, but a number word in its place counts: 5\text{ million dollars} is 5000000.
     """
     text, scale = scaled(text) if len(text) <= LONGEST else ("", 1)
     found = _plain(_UNIT.sub("", text.replace("\\$", "$")))
@@ -31,8 +32,8 @@ def number(text: str) -> tuple[Fraction, bool] | None:
 
 
 def scaled(text: str) -> tuple[str, int]:
-    r"""The text without such words as million after it, and what they multiply it by:
-    5\text{ million euros} → 5\text{euros}."""
+    r"""The text without number words such as million, and their factor:
+    5\text{ million euros} → 5\text{euros}, 1000000."""
     if len(text) > LONGEST or (match := _SCALED.fullmatch(text)) is None:
         return text, 1
     bare, inside, words, rest = match.groups()
@@ -41,7 +42,7 @@ def scaled(text: str) -> tuple[str, int]:
 
 
 def _plain(bare: str) -> tuple[Fraction, bool] | None:
-    """As `number`, of a text without unit."""
+    """Like `number`, for a text without a unit."""
     if mixed := _MIXED.fullmatch(bare):
         sign, whole, above, below = mixed.groups()
         return _signed(sign, int(whole) + Fraction(int(above), int(below))) if int(below) else None

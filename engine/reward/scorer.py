@@ -1,4 +1,4 @@
-"""What scores responses, as those see it that need scores."""
+"""The interface of an object that scores responses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from engine.types import Prompt, Response, Score
 
 
 class Scorer(Protocol):
-    """The verifier processes (engine.launcher.verifier_pool)."""
+    """Scores responses. engine.launcher.verifier_pool implements it with worker processes."""
 
     @property
     def per_response(self) -> bool:
-        """Whether responses are scored one by one, as they land."""
+        """Whether responses are scored one by one, as they arrive."""
 
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
         """Scores of the responses, in order."""

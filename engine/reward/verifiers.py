@@ -1,4 +1,4 @@
-"""The built-in verifiers. They read `prompt.answer` and `response.text` only and give 1 or 0."""
+"""The built-in rewards. They read only `prompt.answer` and `response.text`, and return 1 or 0."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from engine.reward.formulas import extract
 from engine.types import Prompt, Response, Score
 
 _TAIL = 2_000
-"""Characters of an unboxed response that are searched: math-verify's patterns take quadratic time (24 s for 64,000)."""
+"""Number of characters at the end of an unboxed response that are searched. math-verify's patterns take quadratic time
+(24 s for 64,000 characters)."""
 _DETAIL = 200
-"""Characters of the extracted answer that a score keeps."""
+"""Number of characters of the extracted answer in a score's detail."""
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _FORMULA = re.compile(r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
 _AND = re.compile(r"\s*,?\s*(?:and|or)?\s*")
 _NEAR = 100
-"""Characters within which a formula follows the word "answer"."""
+"""Largest distance in characters between the word "answer" and the formula that belongs to it."""
 
 
 def per_response(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a reward that is called as `(prompt, response) -> float | Score`, once for each response as it lands."""
+    """Mark a reward that is called as `(prompt, response) -> float | Score`, once for each response when it arrives."""
     function.per_response = True  # type: ignore[attr-defined]
     return function
 
 
 @per_response
 def exact(prompt: Prompt, response: Response) -> Score:
-    """1 if the text after the last "#", else the last line with anything in it, is the answer; blanks around aside."""
+    """1 if the text after the last "#" is the answer; without "#", if the last non-empty line is. Blanks around are
+    ignored."""
     marked = response.text.rpartition("#")
     found = marked[2].strip() if marked[1] else (response.text.strip().splitlines() or [""])[-1].strip()
     return Score(float(found == prompt.answer.strip()), detail=found[:_DETAIL])
@@ -37,18 +39,20 @@ def exact(prompt: Prompt, response: Response) -> Score:
 
 @per_response
 def math(prompt: Prompt, response: Response) -> Score:
-    r"""1 if the last `\boxed{…}` of the response, else its final expression, is the answer (`equality.same`)."""
+    r"""1 if the last `\boxed{…}` of the response is the answer; without one, if its final expression is
+    (`equality.same`)."""
     found = last_boxed(response.text)
     shown = found if found is not None else stated(response.text[-_TAIL:])
     try:
         right = _right(prompt.answer, shown, plain=found is None)
-    except (RecursionError, MemoryError) as error:  # nothing an answer would need, see engine.verifier.worker.MEMORY
+    except (RecursionError, MemoryError) as error:  # no answer needs this much, see engine.verifier.worker.MEMORY
         return Score(0.0, detail=f"{type(error).__name__}: {shown[:_DETAIL].strip()}")
     return Score(float(right), detail=shown[-_DETAIL:].strip())
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the `\boxed{…}` that closes last, braces balanced; None without one. Linear in the text."""
+    r"""The content of the `\boxed{…}` that closes last, with balanced braces; None if there is none. Takes linear
+    time."""
     opened: list[tuple[bool, int]] = []  # for each open brace: whether \boxed opened it, where its content starts
     found: str | None = None
     for token in _BRACES.finditer(text):
@@ -61,8 +65,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def stated(text: str) -> str:
-    """The formulas behind the last "answer", else the last formula, else the text behind the last "answer",
-    else the text."""
+    """The formulas after the last "answer", else the last formula, else the text after the last "answer", else the
+    whole text."""
     anchor = text.lower().rfind("answer")
     behind = text[anchor + len("answer") :] if anchor >= 0 else text
     formulas = list(_FORMULA.finditer(behind))
@@ -74,7 +78,7 @@ def stated(text: str) -> str:
 
 
 def _joined(text: str, formulas: list[re.Match[str]]) -> str:
-    """The first formula, with those that follow after nothing but a comma or "and"."""
+    """The first formula, and the formulas that follow it after only a comma or "and"."""
     parts = [formulas[0]]
     for formula in formulas[1:]:
         if not _AND.fullmatch(text[parts[-1].end() : formula.start()]):
@@ -94,4 +98,4 @@ def _right(answer: str, shown: str, plain: bool) -> bool:
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"math": math, "exact": exact}
-"""Verifiers that are named without a module."""
+"""Rewards that are named without a module."""

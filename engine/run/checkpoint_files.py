@@ -1,9 +1,10 @@
-"""What makes a folder a checkpoint: its name, its marker, and which ones are kept. Files only, no ranks, no tensors.
+"""Checkpoints as folders of files: their names, their markers, and which ones are kept. Nothing here needs ranks or
+tensors.
 
-The marker is written last and names every file with its size: readers trust a folder only if the marker is there and
-every file is as it says. It also holds a checksum of each file, which is compared when the checkpoint is loaded: XXH3
-of the tensors (as fast as a disk reads), SHA-256 of the small files, since Megatron's format keeps its index as a
-pickle.
+The marker is written last and names every file with its size. Readers trust a folder only if the marker is there and
+every file has the size in it. The marker also has a checksum of each file, which is compared when the checkpoint is
+loaded: XXH3 for the tensors (as fast as a disk reads), and SHA-256 for the small files, because the index in Megatron's
+format is a pickle.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from engine.errors import CheckpointError
 
 MARKER = "_SUCCESS.json"
 INDEX = ".metadata"
-"""Megatron's (torch's) list of the tensors in the files."""
+"""Name of Megatron's (torch's) index of the tensors in the files."""
 DATA = ".distcp"
-"""Ending of the files that hold the tensors."""
+"""Suffix of the files with the tensors."""
 BEST_BY = "reward_mean"
 """The figure of the last step by which checkpoints are ranked for `checkpoint.keep_best`."""
 
@@ -62,21 +63,21 @@ PLAIN = {
         "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING")),
 }  # fmt: skip
-"""What an index of tensors consists of, and nothing else: no code runs when such a pickle is read."""
+"""The only names to which an index of tensors may refer. No code runs when such a pickle is read."""
 
 
 def folder_of(root: Path, step: int) -> Path:
-    """Folder of the checkpoint taken before step `step` (weight version = step)."""
+    """Folder of the checkpoint before step `step` (weight version = step)."""
     return root / f"step-{step:06d}"
 
 
 def partial_of(folder: Path) -> Path:
-    """Where a checkpoint stands while it is written."""
+    """Folder of a checkpoint while it is written."""
     return folder.with_name(f".{folder.name}.partial")
 
 
 def fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
-    """Why files of these sizes (bytes, by name) are no complete checkpoint, or None if they are one."""
+    """Why files of these sizes (bytes, by name) are not a complete checkpoint; None if they are."""
     if marker is None:
         return f"no {MARKER}"
     for name, size in marker["files"].items():
@@ -88,7 +89,7 @@ def fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
 
 
 def parse(text: bytes) -> Marker | None:
-    """A marker from its file; None if the file was cut off."""
+    """A marker from the text of its file; None if the file is cut off."""
     try:
         marker: Marker = json.loads(text)
     except ValueError:
@@ -102,35 +103,35 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def fault_of(folder: Path) -> str | None:
-    """Why the folder is no complete checkpoint, or None if it is one."""
+    """Why the folder is not a complete checkpoint; None if it is."""
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     return fault(read_marker(folder), sizes)
 
 
 def complete(folder: Path) -> bool:
-    """Whether the checkpoint is whole: marker there, every file of the size that the marker says."""
+    """Whether the checkpoint is complete: it has its marker, and every file has the size in the marker."""
     return fault_of(folder) is None
 
 
 def all_complete(root: Path) -> list[Path]:
-    """The complete checkpoints under a root folder, oldest first."""
+    """The complete checkpoints in a root folder, oldest first."""
     return sorted(folder for folder in root.glob("step-*") if complete(folder))
 
 
 def latest(root: Path) -> Path | None:
-    """The newest complete checkpoint under a root folder."""
+    """The newest complete checkpoint in a root folder; None if there is none."""
     found = all_complete(root)
     return found[-1] if found else None
 
 
 def step_of(folder: Path) -> int:
-    """The step with which a run goes on from this checkpoint."""
+    """The step with which a run continues from this checkpoint."""
     return int(json.loads((folder / MARKER).read_text())["step"])
 
 
 def incomplete(root: Path) -> dict[Path, str]:
-    """Half-written checkpoints under a root folder, oldest first,
-    each with a sentence that names it and says what is wrong."""
+    """Incomplete checkpoints in a root folder, oldest first, each with a sentence that names it and says what is
+    wrong."""
     broken = {folder: fault_of(folder) for folder in (*root.glob("step-*"), *root.glob(".step-*.partial"))}
     names = {folder: folder.name.removeprefix(".").removesuffix(".partial") for folder in broken}
     return {
@@ -141,9 +142,10 @@ def incomplete(root: Path) -> dict[Path, str]:
 
 
 def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float], run: str = "") -> None:
-    """Make a finished folder the checkpoint of a run (its number, `engine.run.identity`): renamed, then marked.
+    """Turn a finished folder into a checkpoint: rename it, then write the marker. An incomplete one at `target` is
+    removed.
 
-    One that stood there before without a marker goes.
+    `run`: number of the run (`engine.run.identity`).
     """
     files = sorted(path for path in partial.iterdir() if path.is_file())
     marker: Marker = {
@@ -174,7 +176,7 @@ def kept(markers: Mapping[str, Marker], last: int, best: int) -> set[str]:
 
 
 def prune(root: Path, last: int, best: int) -> None:
-    """Delete the complete checkpoints that are not kept, and half-written ones from before the newest complete one."""
+    """Delete complete checkpoints that are not kept, and incomplete ones from before the newest complete one."""
     markers = {folder.name: json.loads((folder / MARKER).read_text()) for folder in all_complete(root)}
     keep = kept(markers, last, best)
     half = [folder for folder in incomplete(root) if markers and folder.name.strip(".") < max(markers)]
@@ -184,10 +186,10 @@ def prune(root: Path, last: int, best: int) -> None:
 
 
 def check(folder: Path) -> None:
-    """Refuse a checkpoint whose files are not those that its marker was written for, or whose index is no plain one.
+    """Refuse a checkpoint whose files differ from its marker, or whose index refers to anything but `PLAIN`.
 
-    Raises CheckpointError naming the file. To be called before Megatron reads the folder, which unpickles the index.
-    Reads every file once.
+    Raises CheckpointError naming the file. Call it before Megatron reads the folder, because Megatron unpickles the
+    index. Reads every file once.
     """
     if wrong := damage(folder, json.loads((folder / MARKER).read_text())):
         raise CheckpointError(f"checkpoint {folder}: {wrong}; delete this checkpoint to go on from the one before")
@@ -196,13 +198,12 @@ def check(folder: Path) -> None:
     for name, entry in entries.items():
         if type(entry).__name__ != "TensorStorageMetadata":
             raise CheckpointError(
-                f"checkpoint {folder}: {name} is no tensor; Metronome's checkpoints hold tensors only"
+                f"checkpoint {folder}: {name} is not a tensor; Metronome's checkpoints have tensors only"
             )
 
 
 def damage(folder: Path, marker: Marker) -> str | None:
-    """Which file of a folder is not the one that a marker was written for, by its checksum; None: all are.
-    Reads every file."""
+    """A sentence that names a file whose checksum differs from the marker; None if there is none. Reads every file."""
     small = {INDEX: None, **marker.get("sha256", {})}
     kinds = (("SHA-256", _sha256, small), ("XXH3", _xxh3, marker.get("xxh3_128", {})))
     for kind, checksum, expected in kinds:
@@ -213,24 +214,24 @@ def damage(folder: Path, marker: Marker) -> str | None:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads an index without running anything that is not in PLAIN."""
+    """Reads an index, and refuses names that are not in PLAIN."""
 
     def __init__(self, file: Any, folder: Path) -> None:  # noqa: ANN401
         super().__init__(file)
         self._folder = folder
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
-        """What the pickle refers to, if it may."""
+        """The object to which the pickle refers. Raises CheckpointError if it is not in PLAIN."""
         if (module, name) not in PLAIN:
             raise CheckpointError(
                 f"checkpoint {self._folder}: {INDEX} refers to {module}.{name}, which no checkpoint of "
-                "Metronome does; it was not written by this program and is not read"
+                "Metronome does; this program did not write it and does not read it"
             )
         return super().find_class(module, name)
 
 
 def write_json(path: Path, content: Mapping[str, Any] | Iterable[Any]) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a JSON file atomically: it is complete or absent."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(content, indent=1))
     partial.rename(path)

@@ -1,6 +1,6 @@
-"""Checkpoints in the place that `checkpoint.path` names, a folder or s3://: files first, marker last.
+"""Checkpoints in `checkpoint.path`, which is a folder or an s3:// address. Files are written first, the marker last.
 
-Any file system of fsspec would do; a folder and s3:// are tested.
+Any file system of fsspec should work; a folder and s3:// are tested.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from engine.run.checkpoint_files import (
 
 
 def place_of(config: Config) -> str:
-    """Where the run's checkpoints are published: `<checkpoint.path>/<run.name>`,
-    or "" if they stay in the run folder."""
+    """The place where the run's checkpoints are published: `<checkpoint.path>/<run.name>`, or "" if they stay in the
+    run folder."""
     return f"{config.checkpoint.path.rstrip('/')}/{config.run.name}" if config.checkpoint.path else ""
 
 
 def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = None) -> None:
-    """Copy a complete checkpoint, and files `beside` it by name, to a folder or URL.
+    """Copy a complete checkpoint, and further files `beside` (by name), to a folder or URL.
 
-    A marker that is there already is removed first; files that it names are left as they are if it is this
-    checkpoint's. The new one is written when the place lists every file in its size. Raises CheckpointError naming the
-    place; what is there then looks complete only if it is. Another run's checkpoint is not overwritten, that is a
-    CheckpointError too.
+    An existing marker is removed first. If it is the marker of this checkpoint, files that it names are not copied
+    again. The new marker is written when the place lists every file with its size. Raises CheckpointError naming the
+    place. A failure never leaves an incomplete checkpoint that looks complete. A checkpoint of another run is not
+    overwritten: that also raises CheckpointError.
     """
     marker = read_marker(checkpoint)
     if marker is None:
@@ -51,11 +51,11 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
     files = {name: checkpoint / name for name in marker["files"]} | dict(beside or {})
     with _named(f"publishing the checkpoint to {place}"):
         store, root = _open(place)
-        store.invalidate_cache()  # a listing from before may not have the marker that must go first
+        store.invalidate_cache()  # an old listing may lack the marker that must be removed first
         there = _marker(store, root)
         if there is not None and not _is_of(there, marker.get("run", "")):
             raise CheckpointError(
-                f"{place} (checkpoint.path and run.name) holds a checkpoint of another run, which is not "
+                f"{place} (checkpoint.path and run.name) has a checkpoint of another run, which is not "
                 "overwritten; delete it, or give one of the two runs another run.name or checkpoint.path"
             )
         if there is not None:
@@ -74,7 +74,7 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
 def survey(place: str, run: str | None = None) -> tuple[dict[str, Marker], list[str]]:
     """The complete checkpoints of a place by name, and a sentence about each incomplete one.
 
-    `run`: only this run's (the number in the markers); None: all.
+    `run`: only the checkpoints of the run with this number; None: all.
     """
     complete, broken = _look(place)
     if run is not None:
@@ -83,7 +83,7 @@ def survey(place: str, run: str | None = None) -> tuple[dict[str, Marker], list[
 
 
 def _look(place: str) -> tuple[dict[str, Marker], dict[str, str]]:
-    """The complete checkpoints of a place by name, and what is wrong with the others."""
+    """The complete checkpoints of a place by name, and for each other one, by name, what is wrong."""
     complete: dict[str, Marker] = {}
     broken: dict[str, str] = {}
     with _named(f"looking for checkpoints in {place}"):
@@ -104,10 +104,9 @@ def _look(place: str) -> tuple[dict[str, Marker], dict[str, str]]:
 
 
 def download(place: str, name: str, marker: Marker, root: Path) -> Path:
-    """Copy a published checkpoint under a root folder, marker last; what lies beside it in folders of its own is left
-    out.
+    """Copy a published checkpoint into a root folder, marker last, without files in its subfolders.
 
-    Raises CheckpointError if a file arrives with another size or checksum than the marker says.
+    Raises CheckpointError if the size or the checksum of a file differs from the marker.
     """
     target = root / name
     partial = partial_of(target)
@@ -129,11 +128,12 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
 
 
 def prune(place: str, last: int, best: int, run: str = "") -> None:
-    """Delete a run's complete checkpoints in a place that are not kept, each marker first, and what is left of others
-    before.
+    """Delete a run's complete checkpoints in a place that are not kept, each marker first, and incomplete ones from
+    before the newest.
 
-    Those that a failure left without a marker, or half deleted, go with the next call, as does what S3 has of files
-    whose upload broke off. Another run's stay and count for nothing. Raises CheckpointError.
+    An interrupted call may leave checkpoints without a marker or half deleted; the next call deletes them. The next
+    call also aborts interrupted uploads to S3. Checkpoints of other runs are neither deleted nor counted. Raises
+    CheckpointError.
     """
     found, broken = _look(place)
     markers = {name: marker for name, marker in found.items() if _is_of(marker, run)}
@@ -151,8 +151,7 @@ def prune(place: str, last: int, best: int, run: str = "") -> None:
 
 
 def _abort_uploads(store: Any, root: str, newest: str) -> None:  # noqa: ANN401
-    """Give back the parts of files, of checkpoints up to the newest, whose upload was killed:
-    no listing of files shows them."""
+    """Abort multipart uploads that were killed, of checkpoints up to the newest. No file listing shows their parts."""
     bucket, _, folder = root.partition("/")
     begun = store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{folder}/step-")
     for upload in begun.get("Uploads") or ():
@@ -161,7 +160,7 @@ def _abort_uploads(store: Any, root: str, newest: str) -> None:  # noqa: ANN401
 
 
 def _sizes(store: Any, root: str) -> dict[str, int]:  # noqa: ANN401
-    """Size of every file under a folder, by its name from there."""
+    """Size of every file in a folder and its subfolders, by its path relative to the folder."""
     return {name.removeprefix(f"{root}/"): int(entry["size"]) for name, entry in store.find(root, detail=True).items()}
 
 
@@ -181,7 +180,8 @@ def _is_of(marker: Marker, run: str) -> bool:
 
 
 def _is_name(name: str) -> bool:
-    """Whether it names a file in the folder itself: the marker comes from outside and must not lead out of it."""
+    """Whether the name is a file in the folder itself. The marker comes from outside and must not name files
+    elsewhere."""
     return "/" not in name and name not in ("", ".", "..", MARKER)
 
 

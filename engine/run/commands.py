@@ -1,4 +1,4 @@
-"""How each process of a run is started: its command line, and what its environment needs beside the parent's."""
+"""The command line of each process of a run, and the variables that its environment needs in addition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.run.process import python
 
 
 def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[str]:
-    """Of the launcher, which trains what a resolved config file says."""
+    """Command line of the launcher. `config`: a resolved config file."""
     arguments = ["--config", str(config), *(["--resume"] if resume else [])]
     return python("engine.launcher.launch", *arguments, *(["--replay", str(replay)] if replay is not None else []))
 
@@ -18,8 +18,8 @@ def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[st
 def rank_arguments(
     config: Config, folder: Path, control: str, weights: Path, resume: bool, replay: Path | None
 ) -> list[str]:
-    """Of every trainer rank. `control`: the launcher's control channel; `weights`:
-    folder for snapshots of the weights."""
+    """Arguments of every trainer rank. `control`: the launcher's control channel; `weights`: folder for snapshots of
+    the weights."""
     arguments = ["--folder", str(folder.resolve()), "--control", control]
     arguments += ["--weights", str(weights), "--threads", str(config.trainer_threads)]
     arguments += ["--resume"] if resume else []
@@ -27,35 +27,35 @@ def rank_arguments(
 
 
 def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) -> list[str]:
-    """Of the elastic agent on the launcher's node, which starts the trainer ranks there. `run_id`:
-    with several nodes."""
+    """Command line of the elastic agent on the launcher's node, which starts the trainer ranks there. `run_id`: given
+    if there are several nodes."""
     parallel = config.parallel
     nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
     return python("engine.trainer.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
 
 
 def training_node_command(folder: Path, wait_s: float) -> list[str]:
-    """Of the trainer ranks on another node, which shares the run folder."""
+    """Command line that runs trainer ranks on another node, which shares the run folder."""
     return python("engine.trainer.nodes", str(folder), "--wait", str(wait_s))
 
 
 def verifier_command(connection: int, lifeline: int, spec: str) -> list[str]:
-    """Of a verifier process: its end of the socket pair and of the lifeline (file descriptors),
-    and `reward.function`."""
+    """Command line of a verifier process: its ends of the socket pair and of the lifeline (file descriptors), and
+    `reward.function`."""
     return python("engine.verifier.worker", str(connection), str(lifeline), spec)
 
 
 def conversion_command(model: str) -> list[str]:
-    """Of the check of a model folder's conversion."""
+    """Command line that checks the conversion of a model folder."""
     return python("engine.tools.conversion", model)
 
 
 def instance_command(
     config: Config, model: Path, name: str, number: int, port_file: Path, port: int = 0, host: str = ""
 ) -> tuple[list[str], dict[str, str]]:
-    """Command line and additional environment of the process of one instance; it writes its address to `port_file`.
+    """Command line and additional environment of the process of one instance. It writes its address to `port_file`.
 
-    `number` picks its share of rollout.devices; port 0 takes a free one, an empty host the loopback address.
+    `number` selects its share of rollout.devices. Port 0 means any free port, and an empty host means loopback.
     """
     start = _vllm if config.rollout.engine == "vllm" else _embedded
     command, env = start(config=config, model=model, name=name, number=number, port_file=port_file)

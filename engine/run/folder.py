@@ -1,4 +1,4 @@
-"""The folder that a run writes: made once, appended to line by line, cut back on resume."""
+"""The folder of a run: created once, appended to line by line, and cut on resume."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ FIXED = (
     "algorithm.kl_coef",
     "algorithm.dynamic_sampling",
 )
-"""Keys that a resumed run may not change."""
+"""Keys that must be the same in a resumed run."""
 
 SAMPLED_GROUPS = 2
-"""Groups per step whose prompts, responses and scores are kept for people to read."""
+"""Number of groups per step whose prompts, responses and scores are kept for reading."""
 
 
 class RunFolder:
-    """`<run.output>/<run.name>/` and what stands where in it."""
+    """`<run.output>/<run.name>/` and the paths of the files in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,10 +61,11 @@ class RunFolder:
         self.launcher_lock = self.logs / "launcher.lock"
 
     def create(self, config: Config, resume: bool) -> None:
-        """Make the folder and write the resolved config. Without `resume` a folder with steps in it is bad input."""
+        """Create the folder and write the resolved config. Raises BadInput if the folder has steps and `resume` is
+        False."""
         if self.steps.exists() and not resume:
             raise BadInput(
-                f"run folder {self.path} holds a run already; give --resume to go on with it, or another run.name"
+                f"run folder {self.path} has a run already; give --resume to continue it, or another run.name"
             )
         if resume and self.config.exists():
             check_same_run(config, load(self.config))
@@ -76,7 +77,7 @@ class RunFolder:
         dump(config, self.config)
 
     def cut(self, step: int) -> None:
-        """Drop what was written of steps from `step` on: those steps are done again."""
+        """Remove everything about steps from `step` on, because these steps are done again."""
         if self.steps.exists():
             kept = [line for line in read_lines(self.steps) if line["step"] < step]
             write_atomically(self.steps, "".join(json.dumps(line) + "\n" for line in kept))
@@ -89,7 +90,7 @@ class RunFolder:
         append_line(self.steps, {key: value for key, value in asdict(report).items() if value is not None})
 
     def add_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep a step's first groups, one JSON object per response."""
+        """Write the first `SAMPLED_GROUPS` groups of a step, one JSON object per response."""
         rows = [
             {
                 "step": step,
@@ -108,27 +109,27 @@ class RunFolder:
         write_atomically(self.responses / f"step-{step:06d}.jsonl", text)
 
     def fail(self, error: Exception) -> None:
-        """Leave the reason of a failure for whoever started the run."""
+        """Write the reason of a failure to failure.json, for the process that started the run."""
         write_atomically(self.failure, json.dumps({"error": type(error).__name__, "message": str(error)}))
 
 
 def check_same_run(config: Config, before: Config) -> None:
-    """Refuse to resume under settings that change what the run's checkpoints mean. Raises BadInput with the key."""
+    """Refuse to resume with settings that change what the run's checkpoints mean. Raises BadInput naming the key."""
     check_same_keys(config, before.model_dump(mode="json"))
 
 
 def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> None:
-    """The same, with the settings before as they stand in a checkpoint: plain tables.
-    A key that these lack may be anything."""
+    """Like `check_same_run`, with the earlier settings as plain tables from a checkpoint. A key that they lack may have
+    any value."""
     ours = config.model_dump(mode="json")
     for key in FIXED:
         table, _, name = key.partition(".")
         now = ours[table][name]
         then = before.get(table, {}).get(name, now)
         if now != then:
-            raise BadInput(f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps it")
+            raise BadInput(f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps its value")
 
 
 def dump(config: Config, path: Path) -> None:
-    """Write the resolved config as TOML, whole or not at all; `load(path)` gives an equal tree."""
+    """Write the resolved config as TOML, atomically. `load(path)` gives an equal config."""
     write_atomically(path, tomli_w.dumps(config.model_dump(mode="json")))

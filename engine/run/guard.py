@@ -1,9 +1,9 @@
-"""Runs a program that knows nothing of our lifelines and ends it with its parent.
+"""Runs a program that does not know lifelines, and ends it with its parent.
 
 `python -m engine.run.guard PROGRAM ARGUMENT...`
 
-Servers and workers of other projects outlive a killed parent. This process leads their process group, watches the
-lifeline (engine.run.process) and passes the program's exit status on.
+Servers and workers of other projects outlive a killed parent. The guard leads their process group, watches the lifeline
+(engine.run.process) and passes on the program's exit status.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def guarded(arguments: Sequence[str]) -> list[str]:
 
 
 def main() -> int:
-    """Run the program to its end; its exit status, 128 + number for a signal."""
+    """Run the program to its end; returns its exit status, or 128 + number for a signal."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)  # the program hears them too, it is in our group: its end is ours
+        signal.signal(number, lambda *_: None)  # the program in this group gets them too; the guard ends when it ends
     watch_lifeline()
     code = subprocess.Popen(sys.argv[1:]).wait()
     return code if code >= 0 else 128 - code

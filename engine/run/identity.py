@@ -1,7 +1,8 @@
-"""Who a run is: a number of its own in its run folder and in each of its checkpoints.
+"""The identity of a run: a number in its run folder and in each of its checkpoints.
 
-A `run.name` may be used again (a run folder was deleted, another `run.output`) with the same `checkpoint.path`. By its
-number a run knows its own checkpoints there: it resumes from them only, and deletes no others.
+A `run.name` may be used again (after a run folder was deleted, or with another `run.output`) with the same
+`checkpoint.path`. The number identifies a run's own checkpoints there: it resumes only from them, and deletes no
+others.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ FILE = "run_id"
 
 
 def identity(folder: Path) -> str:
-    """The number of the run in a folder, as `claim` wrote it; "" for one that has none."""
+    """The number of the run in a folder, written by `claim`; "" if it has none."""
     file = folder / FILE
     return file.read_text() if file.exists() else ""
 
 
 def claim(folder: Path, config: Config, resume: bool) -> None:
-    """Give the run in a folder its number, if it has none yet. To be called before it trains, with the folder's lock
+    """Give the run in a folder its number, if it has none yet. Call it before the run trains, with the folder's lock
     held.
 
-    With `resume` it is the number of its newest complete checkpoint, in the folder or else in `checkpoint.path`: the
-    run whose folder was lost goes on. Without, a place in `checkpoint.path` that holds checkpoints is another run's.
-    Raises BadInput naming it; CheckpointError when the place can't be read.
+    With `resume` it is the number of the newest complete checkpoint in the folder, or else in `checkpoint.path`: this
+    continues a run whose folder was lost. Without `resume`, checkpoints at the run's place in `checkpoint.path` belong
+    to another run. Raises BadInput in that case, and CheckpointError if the place cannot be read.
     """
     if (folder / FILE).exists():
         return
@@ -38,9 +39,9 @@ def claim(folder: Path, config: Config, resume: bool) -> None:
     if before is None and (there := published(config)):
         if not resume:
             raise BadInput(
-                f"{place_of(config)} (checkpoint.path and run.name) holds checkpoints of another run: "
+                f"{place_of(config)} (checkpoint.path and run.name) has checkpoints of another run: "
                 f"{', '.join(sorted(there))}; give another --set run.name=NAME or checkpoint.path, delete them there, "
-                "or go on with that run by --resume"
+                "or continue that run with --resume"
             )
         before = max(there.values(), key=lambda marker: int(marker["step"]))
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,7 @@ def claim(folder: Path, config: Config, resume: bool) -> None:
 
 
 def published(config: Config) -> dict[str, Marker]:
-    """The complete checkpoints, of whatever run, where this one publishes its own; none without `checkpoint.path`."""
+    """The complete checkpoints, of any run, at the place where this run publishes; none without `checkpoint.path`."""
     return survey(place_of(config))[0] if config.checkpoint.path else {}
 
 

@@ -1,4 +1,4 @@
-"""The process of a rollout instance, and the address that it writes once it serves."""
+"""The process of a rollout instance, and the address that it writes when it is ready."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.errors import DeadlineError
 from engine.run.process import Child
 
 LOOK_S = 0.05
-"""How often an instance's address is looked for."""
+"""Seconds between two looks for an instance's address."""
 
 
 @dataclass(eq=False)
 class InstanceProcess:
-    """One instance of the recipe, through all its restarts."""
+    """One instance of the recipe, across all its restarts."""
 
     number: int
     child: Child
@@ -30,14 +30,14 @@ class InstanceProcess:
         return self.child.name
 
     def address(self) -> tuple[str, int] | None:
-        """Host and port where it serves; None before it does."""
+        """Host and port on which it serves; None before it is ready."""
         if not self.port_file.exists():
             return None
         address = json.loads(self.port_file.read_text())
         return address["host"], address["port"]
 
     async def serves(self, timeout_s: float) -> tuple[str, int]:
-        """Wait for its address. Raises ProcessDied or DeadlineError with its name."""
+        """Wait for its address and return it. Raises ProcessDied or DeadlineError with its name."""
         deadline = time.monotonic() + timeout_s
         while (address := self.address()) is None:
             self.child.check()

@@ -1,4 +1,4 @@
-"""A lock on a folder that goes with its holder, however that ends: no one else writes a run while it is held."""
+"""A lock on a run folder. Only its holder writes the run. The kernel releases it when the holder ends, in any way."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 from engine.errors import BadInput
 
 LOOK_S = 0.5
-"""How often a lock that another process has is tried again."""
+"""Seconds between two tries to take a lock that another process holds."""
 
 
 @contextmanager
 def hold_lock(
     file: Path, what: str, wait_s: float, waiting: Callable[[str], None] = lambda message: None
 ) -> Iterator[None]:
-    """Hold the lock file (made if need be) during the body; the kernel gives it back when this process dies.
+    """Hold the lock file during the body; it is created if needed. The kernel releases it when this process dies.
 
-    Waits up to `wait_s` seconds for another holder to end, and tells `waiting` so once. Raises BadInput naming `what`
-    is locked and who has it. Works across nodes where the file system has flock (NFS has).
+    Waits up to `wait_s` seconds for another holder to end, and calls `waiting` once with a message. Raises BadInput
+    naming `what` is locked and the holder. Works across nodes if the file system supports flock (NFS does).
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

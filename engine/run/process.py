@@ -1,8 +1,8 @@
 """Child processes that never outlive their parent, however it ends (docs/architecture.md).
 
-A parent keeps a named pipe open for writing (its *lifeline*); every child opens it for reading and ends its own process
-group when the pipe closes. That works through `kill -9`, through intermediate processes that close file descriptors
-(torch elastic), and for grandchildren: whatever a process spawns watches that process, so death travels down the tree.
+A parent keeps a named pipe open for writing (its *lifeline*). Every child opens it for reading, and ends its own
+process group when the pipe closes. This also works after `kill -9`, and with intermediate processes that close file
+descriptors (torch elastic). Grandchildren watch the lifeline of their own parent, so they end as well.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ LIFELINE = "METRONOME_LIFELINE"
 """Environment variable with the path of the parent's pipe."""
 
 SHARED_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""Where the pipe, and the weights on their way to the instances, lie; None: the system's temporary folder."""
+"""Folder for the pipe and for weights on the way to the instances; None means the system's temporary folder."""
 
 PREFIX = "metronome-"
-"""Of the folders there."""
+"""Prefix of the folders there."""
 YOUNG_S = 60.0
-"""A folder younger than this may be about to get its pipe."""
+"""A folder younger than this (seconds) may not have its pipe yet."""
 
 _held: tuple[int, str] | None = None
 _lock = threading.Lock()
 
 
 def hold_lifeline() -> str:
-    """Open this process's own lifeline (once) and return its path, for children's environment."""
+    """Open this process's own lifeline (once). Returns its path, for the environment of children."""
     global _held
     with _lock:
         if _held is None:
@@ -53,17 +53,17 @@ def hold_lifeline() -> str:
 
 
 def sweep(place: Path) -> None:
-    """Remove what processes that were killed left there: memory of a model's size for each launcher."""
+    """Remove folders that killed processes have left there. Each launcher's may have the size of a model in memory."""
     for pipe in place.glob(f"{PREFIX}*/lifeline"):
         try:
             if time.time() - pipe.stat().st_mtime > YOUNG_S and not _is_held(pipe):
                 shutil.rmtree(pipe.parent, ignore_errors=True)
-        except OSError:  # another user's, or gone meanwhile
+        except OSError:  # another user's, or removed in between
             continue
 
 
 def _is_held(pipe: Path) -> bool:
-    """Whether a process has the named pipe open for reading, as its holder and all that watch it do."""
+    """Whether a process has the named pipe open for reading. Its holder and all that watch it have."""
     try:
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
     except OSError as error:
@@ -84,9 +84,10 @@ def drop_lifeline() -> None:
 
 
 def watch_lifeline(on_close: Callable[[], None] | None = None) -> None:
-    """Watch the parent's lifeline in a thread; when it closes, `on_close` (default: SIGKILL to the own process group).
+    """Watch the parent's lifeline in a thread. When it closes, call `on_close` (default: SIGKILL to the own process
+    group).
 
-    Does nothing when no parent set one (a process started by hand).
+    Does nothing if no parent has set a lifeline (a process started by hand).
     """
     path = os.environ.get(LIFELINE)
     if path is None:
@@ -99,7 +100,7 @@ def _watch(path: str, end: Callable[[], None]) -> None:
     try:
         pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with contextlib.suppress(BlockingIOError):
-            if os.read(pipe, 1) == b"":  # no writer any more: the parent died before we looked
+            if os.read(pipe, 1) == b"":  # no writer: the parent died before this look
                 end()
         os.set_blocking(pipe, True)
         while os.read(pipe, 1):
@@ -118,7 +119,8 @@ def _end_group() -> None:
 
 
 class Child:
-    """A child in a session of its own, tied to this process by the lifeline, its output in a log file."""
+    """A child process in a session of its own. It ends with this process by the lifeline; its output is in a log
+    file."""
 
     def __init__(
         self,
@@ -150,21 +152,21 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id, also the id of its process group."""
+        """Process id, which is also the id of its process group."""
         return self.process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether the process still runs."""
         return self.process.poll() is None
 
     def check(self) -> None:
-        """Raise ProcessDied, with how it ended and the end of its log, unless it runs."""
+        """Raise ProcessDied, with how it ended and the end of its log, if it has ended."""
         if not self.alive:
             raise ProcessDied(f"{self.name} {self.how_it_ended()}")
 
     def how_it_ended(self) -> str:
-        """For messages: exit status or signal (or that it is running), and the last lines of the log."""
+        """Text for messages: exit status or signal (or that it is running), and the last lines of the log."""
         code = self.process.poll()
         if code is None:
             how = "is running"
@@ -182,7 +184,7 @@ class Child:
         return "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, grace_s: float = 3.0) -> None:
-        """SIGTERM to its group, SIGKILL to what is left after `grace_s` seconds."""
+        """Send SIGTERM to its group, and SIGKILL after `grace_s` seconds."""
         signal_group(self.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
@@ -191,13 +193,13 @@ class Child:
 
 
 def signal_group(group: int, number: signal.Signals) -> None:
-    """Send a signal to a process group; one that is gone already is fine."""
+    """Send a signal to a process group. Does nothing if the group has ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
 
 def stop_all(children: Sequence[Child], grace_s: float = 3.0) -> None:
-    """Stop several children, all within the same grace period."""
+    """Stop several children within one grace period."""
     for child in children:
         signal_group(child.pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
@@ -208,12 +210,12 @@ def stop_all(children: Sequence[Child], grace_s: float = 3.0) -> None:
 
 
 def python(module: str, *arguments: str) -> list[str]:
-    """Command line that runs one of our modules with this interpreter."""
+    """Command line that runs a module with this interpreter."""
     return [sys.executable, "-m", module, *arguments]
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Bind this process (and its later threads) to CPU cores;
-    nothing for an empty list or where there is no such call."""
+    """Bind this process and its later threads to CPU cores. Does nothing for an empty list, or if the system has no
+    such call."""
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(cores))

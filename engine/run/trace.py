@@ -1,4 +1,4 @@
-"""Spans of every role of a run, one JSON line each, later drawn on one time axis (`engine.tools.timeline`)."""
+"""Spans of every process of a run, one JSON line each. `engine.tools.timeline` draws them on one time axis."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Span(_Attributes):
 
 
 class Trace:
-    """Appends spans of one process to `<folder>/<role>.jsonl`; times are seconds since the epoch.
+    """Appends spans of one process to `<folder>/<role>.jsonl`. Times are seconds since the epoch.
 
-    Lines are buffered and written at `flush` (once a step), so that tracing costs microseconds a span.
+    Lines are buffered and written by `flush`, once a step, so a span costs microseconds.
     """
 
     def __init__(self, folder: Path, role: str) -> None:
@@ -40,13 +40,13 @@ class Trace:
         self._lines: list[str] = []
 
     def add(self, name: str, start: float, end: float, lane: str = "", **attributes: Any) -> None:  # noqa: ANN401
-        """Record a span that is over. `lane` names the row it is drawn in (default: the role)."""
+        """Record a span that has ended. `lane`: name of the row in which it is drawn (default: the role)."""
         span = {"lane": lane or self.role, "name": name, "start": start, "end": end, **attributes}
         self._lines.append(json.dumps(span))
 
     @contextmanager
     def span(self, name: str, **attributes: Any) -> Iterator[None]:  # noqa: ANN401
-        """Record the body as a span, also when it raises."""
+        """Record the body as a span, also if it raises."""
         start = time.time()
         try:
             yield
@@ -54,7 +54,7 @@ class Trace:
             self.add(name, start, time.time(), **attributes)
 
     def flush(self) -> None:
-        """Write what has been recorded since the last flush."""
+        """Write the spans since the last flush."""
         if self._lines:
             with self._path.open("a") as file:
                 file.write("\n".join(self._lines) + "\n")
@@ -62,7 +62,7 @@ class Trace:
 
 
 def read_spans(folder: Path) -> list[Span]:
-    """All spans of a run's trace folder, by start. A last line cut off by a kill is left out."""
+    """All spans in a run's trace folder, sorted by start. A last line that a kill has cut off is left out."""
     spans: list[Span] = []
     for path in sorted(folder.glob("*.jsonl")):
         lines = path.read_text().split("\n")

@@ -1,5 +1,5 @@
-"""Advantages, losses and gradient controls by their name,
-or a user's own by "file.py:function", tried once before it trains."""
+"""Loads advantages, losses and gradient controls by name, or a user's own by "file.py:function". A user's own is tried
+once before training."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from engine.run.user_code import UserCode, describe, load_function
 
 @cache
 def advantage_of(spec: str) -> Advantage:
-    """The advantage of `algorithm.advantage`. A user's function takes (rewards [G], lengths [G]) and gives [G].
+    """The advantage of `algorithm.advantage`. A user's function takes (rewards [G], lengths [G]) and returns [G].
 
-    Raises BadInput with the reason for one that can't be loaded, or that fails on a group of four, or wants the whole
-    batch.
+    Raises BadInput with the reason if the function cannot be loaded, fails on a group of four, or has batch scope.
     """
     if spec in ADVANTAGES:
         return ADVANTAGES[spec]
@@ -33,18 +32,18 @@ def advantage_of(spec: str) -> Advantage:
     _check("algorithm.advantage", spec, file, attempt)
     if found.scope == "batch":
         raise BadInput(
-            f'algorithm.advantage = "{spec}": scope "batch" is for the advantages that ship; your own takes a group'
+            f'algorithm.advantage = "{spec}": scope "batch" is for built-in advantages; your own takes a group'
         )
     return found
 
 
 @cache
 def loss_of(spec: str) -> PolicyLoss:
-    """The loss of `algorithm.loss`. A user's function takes (terms, coefficients) and gives ([T] gains, [T] bool
+    """The loss of `algorithm.loss`. A user's function takes (terms, coefficients) and returns ([T] gains, [T] bool
     clipped).
 
-    It is summed as "grpo" is, unless its file registers it with `@loss(name, aggregation, statistics)`. Raises BadInput
-    as `advantage_of`.
+    Its gains are summed like those of "grpo", unless its file registers it with `@loss(name, aggregation, statistics)`.
+    Raises BadInput like `advantage_of`.
     """
     if spec in LOSSES:
         return LOSSES[spec]
@@ -58,10 +57,11 @@ def loss_of(spec: str) -> PolicyLoss:
 
 @cache
 def control_of(spec: str) -> Control:
-    """The gradient control of `algorithm.gradient_control`. A user's function takes a Step and gives a factor, or None.
+    """The gradient control of `algorithm.gradient_control`. A user's function takes a Step and returns a factor or
+    None.
 
-    Raises BadInput as `advantage_of`, for one that fails at any of a few cosines or gives neither None nor a finite
-    number.
+    Raises BadInput like `advantage_of`, also if the function fails at one of a few cosines, or returns neither None nor
+    a finite number.
     """
     if spec in CONTROLS:
         return CONTROLS[spec]
@@ -74,7 +74,7 @@ def control_of(spec: str) -> Control:
 
 
 def try_algorithms(advantage: str, loss: str, control: str) -> None:
-    """Load a run's advantage, loss and gradient control and try those that are a user's own. Raises BadInput."""
+    """Load a run's advantage, loss and gradient control, and try the user's own. Raises BadInput."""
     advantage_of(advantage)
     loss_of(loss)
     if control != "none":
@@ -82,19 +82,19 @@ def try_algorithms(advantage: str, loss: str, control: str) -> None:
 
 
 def decided(decide: Control, step: Step) -> float | None:
-    """What a gradient control decides. Raises ValueError unless it is None or a finite number."""
+    """The decision of a gradient control. Raises ValueError unless it is None or a finite number."""
     found = decide(step)
     if found is None:
         return None
     if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
         raise ValueError(
-            f"a gradient control gives a finite number or None, got {found!r} for the cosine {step.cosine:g}"
+            f"a gradient control returns a finite number or None, got {found!r} for the cosine {step.cosine:g}"
         )
     return float(found)
 
 
 def _try(loss: PolicyLoss) -> None:
-    """Two responses of two tokens and one."""
+    """Call the loss on two responses, of two tokens and one. Raises ValueError for a wrong result."""
     logprobs = torch.tensor([-1.0, -0.5, -2.0], requires_grad=True)
     old = torch.tensor([-1.1, -0.5, -1.9])
     ones = torch.ones(3)
@@ -119,7 +119,7 @@ def _try(loss: PolicyLoss) -> None:
     gain, clipped = loss.gain(terms, coefficients)
     if gain.shape != (3,) or clipped.shape != (3,):
         raise ValueError(
-            f"for 3 tokens it gave gains of shape {list(gain.shape)} and clipped of shape {list(clipped.shape)}"
+            f"for 3 tokens it returned gains of shape {list(gain.shape)} and clipped of shape {list(clipped.shape)}"
         )
     result: Loss = loss(terms, coefficients)
     result.total.backward()

@@ -1,4 +1,4 @@
-"""Loading a user's function: "file.py:function" or "package.module:function". It runs a user's code."""
+"""Loads a user's function, named "file.py:function" or "package.module:function". This runs the user's code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.errors import BadInput
 
 
 class UserCode:
-    """`with UserCode() as attempt:` whatever a user's code raises ends the block and is kept in `attempt.error`.
+    """`with UserCode() as attempt:` stores any error of the user's code in `attempt.error` and ends the block.
 
-    A user's code may raise anything, and to us that is data; SystemExit still ends the process.
+    The user's code may raise any error, and here errors are data. SystemExit still ends the process.
     """
 
     error: Exception | None = None
@@ -30,10 +30,10 @@ class UserCode:
 
 
 def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[Callable[..., Any], str]:
-    """The function that `key = "spec"` names, and its file; a file's path is looked up as `recipe.find` does.
+    """The function that `key = "spec"` names, and its file. The path of a file is looked up as in `recipe.find`.
 
-    Raises BadInput naming key, spec, file and the original error. `expected`: the other values that the key takes, and
-    `signature` what the function must be, for messages.
+    Raises BadInput naming key, spec, file and the original error. For messages, `expected` has the other values of the
+    key, and `signature` the arguments of the function.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
@@ -51,7 +51,8 @@ def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[C
 
 
 def describe(error: BaseException, file: str = "") -> str:
-    """One line: the error's type, message, and the innermost line of `file` (else of any not ours) it came through."""
+    """One line with the error's type and message, and the innermost line of `file` in its traceback (else of any file
+    that is not Metronome's)."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = (__file__, importlib.__file__)
     foreign = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<frozen")]
@@ -61,7 +62,7 @@ def describe(error: BaseException, file: str = "") -> str:
 
 
 def _load_file(where: str, place: str) -> ModuleType:
-    # here, not above: Pydantic takes a third of a second, at every start of a worker
+    # imported here: Pydantic takes a third of a second, at every start of a worker
     from engine.config.recipe import find
 
     path = find(place)
@@ -70,9 +71,9 @@ def _load_file(where: str, place: str) -> ModuleType:
     file = path.resolve()
     found = importlib.util.spec_from_file_location(f"metronome_user_{file.stem}", file)
     if found is None or found.loader is None:
-        raise BadInput(f"{where}: {file} is no Python file")
+        raise BadInput(f"{where}: {file} is not a Python file")
     module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module  # dataclasses and typing look a class's module up there
+    sys.modules[found.name] = module  # dataclasses and typing look up a class's module there
     sys.path.append(str(file.parent))  # so that it may import the files beside it
     with UserCode() as attempt:
         found.loader.exec_module(module)

@@ -1,5 +1,5 @@
-"""How the launcher starts a rollout instance with vLLM, in vLLM's own environment.
-Runs in the trainer's environment."""
+"""Composes the command that starts a rollout instance with vLLM, in vLLM's own environment. Runs in the trainer's
+environment."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from engine.config.cores import foreign_cores
 from engine.errors import BadInput
 
 PYTHON = "METRONOME_VLLM_PYTHON"
-"""Environment variable: the interpreter of an environment with vLLM, instead of the one that `make vllm` builds."""
+"""Environment variable with the interpreter of an environment with vLLM, to be used instead of `make vllm`'s."""
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / ".venv-vllm"
 LISTS = ROOT / "infra" / "vllm"
 MARKER = "metronome-vllm"
-"""File in the environment, written last by infra/vllm/install.sh:
-the device it was built for, a checksum, the packages."""
+"""File in the environment that infra/vllm/install.sh writes last: the device, a checksum, and the packages."""
 
 DEVICES = ("cpu", "cuda", "npu")
 GIB = 2**30
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""Environment variable that says which devices a process sees."""
+"""Environment variable with the devices that a process sees, by kind of device."""
 CPU_CACHE_GIB = 16
-"""At most so much memory for the key-value cache on a CPU; more responses than fit take turns."""
+"""Largest size of the key-value cache on a CPU. If the responses need more, they take turns."""
 
 
 def command(config: Config, model: Path, name: str, number: int, port_file: Path) -> tuple[list[str], dict[str, str]]:
     """Command line and extra environment of instance `number` (0 …). It writes {"host", "port", "pid"} to `port_file`.
 
-    Raises BadInput where there is no environment with vLLM (it says how to get one), or the devices do not suffice.
+    Raises BadInput if there is no environment with vLLM (the message says how to get one), or if there are too few
+    devices.
     """
     rollout = config.rollout
     python = interpreter()
@@ -70,8 +70,8 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
 
 
 def interpreter() -> str:
-    """Python of the environment with vLLM. BadInput when there is none,
-    or `make vllm` built it from a list that has changed."""
+    """The interpreter of the environment with vLLM. Raises BadInput if there is none, or if `make vllm` built it from a
+    list of packages that has changed since."""
     if given := os.environ.get(PYTHON):
         if not os.access(given, os.X_OK):
             raise BadInput(
@@ -95,37 +95,37 @@ def interpreter() -> str:
 
 
 def _packages(lines: Iterable[str]) -> set[str]:
-    """What a list asks for, without its remarks."""
+    """The packages in a list, without comments."""
     return {wanted for line in lines if (wanted := line.strip()) and not wanted.startswith("#")}
 
 
 def visible_devices(device: str) -> list[str]:
-    """Devices that the environment lets this process see, in its order; empty where it does not say so."""
+    """Devices that the environment variable lets this process see, in order; empty if it is not set."""
     return [name for part in os.environ.get(VISIBLE[device], "").split(",") if (name := part.strip())]
 
 
 def check_cores(config: Config) -> None:
-    """Raises BadInput when rollout.devices, which are cores where vLLM computes on them,
-    names others than this process has."""
+    """Raises BadInput if rollout.devices names cores that this process does not have. On a CPU vLLM's devices are
+    cores."""
     if wrong := foreign_cores("rollout.devices", config.rollout.devices):
         raise BadInput(wrong)
 
 
 def device_of(python: str, configured: str = "auto") -> str:
-    """What that environment's vLLM was built for: cpu, cuda or npu."""
+    """The device for which the environment's vLLM was built: cpu, cuda or npu."""
     marker = Path(python).parent.parent / MARKER
     if marker.is_file():
         return marker.read_text().split("\n")[0]
     if configured == "auto":
         raise BadInput(
-            f"{python}: `make vllm` did not build this environment, so what its vLLM runs on is not known; "
+            f"{python}: `make vllm` did not build this environment, so the device of its vLLM is not known; "
             "set platform.device to cpu, cuda or npu"
         )
     return configured
 
 
 def _cache_gib(config: Config, model: Path) -> int:
-    """GiB for the keys and values of all responses at full length, at least 1, at most CPU_CACHE_GIB."""
+    """Size in GiB of the keys and values of all responses at full length; at least 1, at most CPU_CACHE_GIB."""
     shape = json.loads((model / "config.json").read_text())
     heads = shape["num_attention_heads"]
     width = max(32, shape.get("head_dim") or shape["hidden_size"] // heads)  # vLLM's narrowest there

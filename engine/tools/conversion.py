@@ -1,7 +1,7 @@
 """Checks a conversion: `python -m engine.tools.conversion FOLDER` prints one JSON line (see ConversionReport).
 
-The Megatron model built from a Hugging Face folder must give the Hugging Face model's logits and convert back to the
-very same tensors. Runs in a process of its own, because it sets up Megatron's parallel state.
+The Megatron model that is built from a Hugging Face folder must give the logits of the Hugging Face model, and convert
+back to identical tensors. The check runs in a process of its own, because it sets up Megatron's parallel state.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from engine.run.process import watch_lifeline
 from engine.wire.weights.hf_folder import Reader, open_folder
 
 TOLERANCE = 1e-4
-"""Largest difference of fp32 logits that is rounding."""
+"""Largest difference of fp32 logits that counts as rounding."""
 TOKENS = 64
 """Length of the random text whose logits are compared."""
 
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was found; `check` raises instead when a tolerance is broken."""
+    """The result of a check. (If a tolerance is exceeded, `check` raises instead.)"""
 
     architecture: str
     parameters: int
@@ -36,9 +36,9 @@ class ConversionReport:
     max_logit_error: float
     round_trip_identical: bool
     weight_bytes: int
-    """The converted weights, in fp32."""
+    """Size of the converted weights in fp32."""
     peak_bytes: int
-    """Most memory of the process while it converted, there and back: libraries, the weights, and what came on top."""
+    """Peak memory of the process during both conversions, including libraries and weights."""
 
 
 def check(folder: Path) -> ConversionReport:
@@ -50,7 +50,7 @@ def check(folder: Path) -> ConversionReport:
     sizes = [parameter.numel() for parameter in model.parameters()]
     ids = torch.randint(shape.vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     ours = _ours(model, ids)
-    del model  # before another of its size comes
+    del model  # free it before the next model of this size is built
     error = float((ours - _theirs(folder, ids)).abs().max())
     if not error <= TOLERANCE:
         raise MetronomeError(f"{folder}: conversion is wrong: logits differ by {error:.3g} (limit {TOLERANCE:g})")
@@ -76,24 +76,25 @@ def _convert(folder: Path, shape: ModelShape) -> torch.nn.Module:
 
 
 def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -> None:
-    """Every tensor of the folder comes back bit by bit, and no other."""
+    """Check that the model converts back to the tensors of the folder, bit for bit, and to no others."""
     from engine.model.hf_weights import export
 
     with open_folder(folder) as files:
         left = set(files.names)
         for name, tensor in export(dict(model.named_parameters()), model, shape):
             if not torch.equal(tensor, files.read(name).float()):
-                raise MetronomeError(f"{folder}: conversion is wrong: tensor {name} does not come back as it was")
+                raise MetronomeError(f"{folder}: conversion is wrong: tensor {name} does not come back unchanged")
             left.remove(name)
         if unknown := sorted(name for name in left if not _redundant(name, files, shape)):
             raise BadInput(
-                f"{folder}: tensor {unknown[0]} is not one of a {shape.architecture}"
+                f"{folder}: tensor {unknown[0]} does not belong to a {shape.architecture}"
                 + (f" (nor are {len(unknown) - 1} others)" if unknown[1:] else "")
             )
 
 
 def _redundant(name: str, files: Reader, shape: ModelShape) -> bool:
-    """Some folders hold a tied embedding twice, or the rotary frequencies, which config.json gives already."""
+    """Whether a tensor repeats information: some folders have a tied embedding twice, or the rotary frequencies, which
+    follow from config.json."""
     if name == "lm_head.weight" and shape.tied:
         return torch.equal(files.read(name), files.read("model.embed_tokens.weight"))
     return name.endswith(".rotary_emb.inv_freq")
@@ -116,7 +117,8 @@ def _theirs(folder: Path, ids: list[int]) -> Tensor:
 
 
 def main() -> int:
-    """Print the report as JSON; 2 on bad input, 1 when the conversion is wrong, with the reason on stderr."""
+    """Print the report as JSON. Returns 0, or 2 on bad input, or 1 if the conversion is wrong; the reason is on
+    stderr."""
     watch_lifeline()
     try:
         with single(get("cpu")):

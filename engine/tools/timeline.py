@@ -1,5 +1,6 @@
-"""Draws the spans of a run on one time axis: `timeline.html`, one file that opens offline (a canvas and 150 lines of
-script; plotly's own script alone is 4.8 MB and slow at 30,000 spans).
+"""Draws the spans of a run on one time axis: `timeline.html`, one file that opens offline.
+
+It uses a canvas and 150 lines of script, because plotly's script has 4.8 MB and is slow with 30,000 spans.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ COLORS = {
     "draining": "#d4a6c8",
     "silent": "#79706e",
 }
-"""By the span's name; what is not here is drawn black."""
+"""Colours by the name of the span; other spans are black."""
 WINDOW_STEPS = 3
-"""Steps in view when the page opens."""
+"""Number of visible steps when the page opens."""
 
 
 def draw(run_folder: Path) -> Path:
@@ -48,9 +49,9 @@ def draw(run_folder: Path) -> Path:
 
 
 def overlapped(spans: Sequence[Span]) -> dict[int, bool]:
-    """Per step, whether its first train span starts before its last rollout ends.
+    """For each step, whether its first train span starts before its last rollout ends.
 
-    Rollouts outside the step's own time (first sync … update) belong to an evaluation.
+    Rollouts outside the time of the step (first sync … update) belong to an evaluation and do not count.
     """
     starts = dict(step_starts(spans))
     ends = {span["step"]: span["end"] for span in spans if span["name"] == "update"}
@@ -67,14 +68,13 @@ def overlapped(spans: Sequence[Span]) -> dict[int, bool]:
 
 
 def step_starts(spans: Iterable[Span]) -> list[tuple[int, float]]:
-    """(step, time of its weight sync on the trainer) in order of time; a step that was redone counts the last time."""
+    """(step, start of its weight sync on the trainer) in order of time. For a repeated step the last time counts."""
     starts = {span["step"]: span["start"] for span in spans if span["name"] == "sync" and span["lane"] != "instances"}
     return sorted(starts.items(), key=lambda item: item[1])
 
 
 def lanes_of(spans: Sequence[Span]) -> list[str]:
-    """Trainers first, then instances, the weight sync as the instances see it,
-    who is in the pool, verifiers, the rest."""
+    """The lanes in order: trainers, instances, the weight sync in the instances, the pool, verifiers, the rest."""
     order = ("trainer", "instance-", "instances", "pool ", "verifier")
     found = {span["lane"] for span in spans}
 
@@ -85,7 +85,7 @@ def lanes_of(spans: Sequence[Span]) -> list[str]:
 
 
 def rows_of(spans: Sequence[Span]) -> list[int]:
-    """A row for each span of one lane (sorted by start) such that spans in a row don't overlap; few rows."""
+    """A row number for each span of a lane (sorted by start). Spans in a row do not overlap, and there are few rows."""
     busy: list[tuple[float, int]] = []
     free: list[int] = []
     rows = []
@@ -99,13 +99,14 @@ def rows_of(spans: Sequence[Span]) -> list[int]:
 
 
 def _content(name: str, spans: Sequence[Span], sizes: Mapping[int, int]) -> dict[str, Any]:
-    """What the page's script reads; times in seconds from the first span. `sizes`: pool_size of the finished steps."""
+    """The data for the page's script, with times in seconds from the first span. `sizes`: pool_size of finished
+    steps."""
     zero = min((span["start"] for span in spans), default=0.0)
     end = max((span["end"] for span in spans), default=1.0) - zero
     starts = [(step, start - zero) for step, start in step_starts(spans)]
     lanes, bars = _bars(spans, zero)
     return {
-        "title": f"{name}: who did what, when",
+        "title": f"{name}: timeline",
         "summary": _summary(overlapped(spans)),
         "kinds": [{"name": kind, "color": COLORS.get(kind, "#000000")} for kind in _kinds(spans)],
         "lanes": lanes,
@@ -154,7 +155,8 @@ def _summary(steps: dict[int, bool]) -> str:
 
 
 def _window(starts: Sequence[float], end: float) -> tuple[float, float]:
-    """Three steps from the middle of the run, with a little on either side; the whole run when it is shorter."""
+    """The start and end of three steps in the middle of the run, with a small margin; the whole run if it is
+    shorter."""
     if len(starts) <= WINDOW_STEPS:
         return 0.0, end
     first = max(0, len(starts) // 2 - WINDOW_STEPS // 2)

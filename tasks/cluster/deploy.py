@@ -1,6 +1,6 @@
-"""Everything that the Prefect server must know: work pools, the limit on NPUs, deployments with schedules, automations.
+"""Creates work pools, the limit on NPUs, deployments with schedules, and automations on the Prefect server.
 
-A second deploy brings all of it up to date; nothing is made twice.
+A second deploy updates all of them; nothing is created twice.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ FILE = HOME / "infra/prefect.yaml"
 POOLS = HOME / "infra/pools"
 """A base job template per work pool."""
 TRAINING = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training")
-"""Deployments that go to the training pool: their runs start rollout instances and,
-but for evaluations, trainer ranks."""
+"""Deployments on the training pool. Their runs start rollout instances, and trainer ranks unless they only evaluate."""
 WITH_ROLLOUTS = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation")
-"""Those of them that can take instances from the rollout pool."""
+"""Deployments of the training pool that can take instances from the rollout pool."""
 ROLLOUTS = "serve-rollouts"
 DEPLOY_S = 300.0
-"""What `prefect deploy` may take: 2 s on an idle machine."""
+"""Time limit of `prefect deploy`, which takes 2 s on an idle machine."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a deploy can choose beside the recipe."""
+    """The options of a deploy, in addition to the recipe."""
 
     pool: str = "cpu"
-    """Of everything that trains or evaluates."""
+    """Work pool of everything that trains or evaluates."""
     rollout_pool: str = "cpu"
-    """Of rollout instances that join a run."""
+    """Work pool of rollout instances that join a run."""
     timezone: str = "Etc/UTC"
-    """Of the schedules (IANA name)."""
+    """Time zone of the schedules (IANA name)."""
     training: str = "0 22 * * *"
     """Cron line of the nightly training; empty: no schedule."""
     evaluation: str = "0 6 * * *"
@@ -58,12 +57,12 @@ class Choices:
     npus: int = 0
     """Slots of the limit ascend-npus; 0 leaves the limit as it is."""
     on_rollout_pool: int = 0
-    """Instances that a training or an evaluation takes from the rollout pool when nobody says otherwise,
-    the scheduled too."""
+    """Default number of instances that a training or an evaluation takes from the rollout pool, also when it is
+    scheduled."""
 
 
 def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
-    """Bring the server that PREFECT_API_URL names up to date; rows for people. Raises BadInput, MetronomeError."""
+    """Update the server that PREFECT_API_URL names; returns rows for the console. Raises BadInput, MetronomeError."""
     tree = deployments(recipe, overrides, choices)
     pools = sorted({one["work_pool"]["name"] for one in tree["deployments"]})
     templates = {name: template(name) for name in pools}
@@ -151,7 +150,7 @@ def _make_pools(templates: Mapping[str, tuple[str, JsonObject]]) -> None:
 
 
 def _deploy(tree: Mapping[str, Any]) -> None:
-    """By Prefect's own command, which knows how to update schedules and triggers."""
+    """Deploy with Prefect's own command, which updates schedules and triggers correctly."""
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
         file = Path(scratch) / "prefect.yaml"
         file.write_text(yaml.safe_dump(tree, sort_keys=False))

@@ -1,4 +1,4 @@
-"""The NPUs of the cluster as one global concurrency limit: a run takes all that it needs at once, or waits."""
+"""The NPUs of the cluster as one global concurrency limit: a run takes all the NPUs that it needs at once, or waits."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from engine.errors import BadInput, DeadlineError
 LIMIT = "ascend-npus"
 """Name of the limit; `metronome deploy --npus N` makes it."""
 LEASE_S = 120.0
-"""A run that was killed gives its NPUs back after so long; Prefect's default is 300 s. A living run renews after 90 s,
-and tries three times within some seconds: a server that is away longer than that at that moment costs the run its
-lease."""
+"""After this time the NPUs of a killed run are free again; Prefect's default is 300 s. A living run renews its lease
+every 90 s, with three tries within some seconds. If the server does not answer them, the run loses its lease."""
 WAIT_S = 24 * 3600.0
-"""A run that got no NPUs within a day gives up."""
+"""A run that gets no NPUs within a day gives up."""
 TOO_MANY = 422
-"""HTTP status of Prefect's server for more slots than a limit has in all."""
+"""HTTP status of Prefect's server for a request of more slots than the limit has in total."""
 NPU_MANAGER = Path("/dev/davinci_manager")
 """Device file of Ascend's driver."""
 
 
 def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
-    """NPUs that a run holds: those of its trainer ranks and rollout instances, or of its evaluations if they are more;
-    0 on other devices.
+    """The number of NPUs that a run holds: for its trainer ranks and rollout instances, or for its evaluations if these
+    need more; 0 on other devices.
 
-    `pool_instances`: those on the rollout pool. Without `training` the run only evaluates. An evaluation for which no
-    instance is asked starts one (engine.launcher.rollout_service).
+    `pool_instances`: instances on the rollout pool. Without `training` the run only evaluates. An evaluation without
+    any instance starts one itself (engine.launcher.rollout_service).
     """
     device = config.platform.device
     if device not in ("npu", "auto") or (device == "auto" and not NPU_MANAGER.exists()):
@@ -44,11 +43,10 @@ def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
 
 @contextmanager
 def hold_npus(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Hold `count` slots of a limit for the time of the body, all taken in one go: two runs never wait for each other's
-    rest.
+    """Hold `count` slots of a limit during the body. They are taken at once, so two runs cannot block each other.
 
-    A run that loses its lease is ended: two runs on one NPU would both fail. Raises DeadlineError, and BadInput for a
-    limit that does not exist or is less than `count`.
+    A run that loses its lease is ended, because two runs on one NPU would both fail. Raises DeadlineError after
+    `wait_s`, and BadInput if the limit does not exist or is less than `count`.
     """
     if not count:
         yield
@@ -62,13 +60,13 @@ def hold_npus(count: int, limit: str = LIMIT, wait_s: float = WAIT_S) -> Iterato
         except ConcurrencySlotAcquisitionError as error:
             if error.__cause__ is None:  # the server has answered
                 raise BadInput(
-                    f"Prefect has no limit {limit}, of which this run takes {count}: `metronome deploy --npus N` "
-                    "makes it, N being the cluster's NPUs"
+                    f"Prefect has no limit {limit}, of which this run takes {count}: create it by `metronome deploy "
+                    "--npus N`, where N is the number of NPUs of the cluster"
                 ) from None
             if getattr(getattr(error.__cause__, "response", None), "status_code", None) != TOO_MANY:
                 raise
             raise BadInput(
-                f"this run takes {count} of Prefect's limit {limit}, which is less in all: give it fewer ranks and "
-                "instances, or raise the limit by `metronome deploy --npus N` if the cluster has more NPUs"
+                f"this run needs {count} slots of Prefect's limit {limit}, which has fewer in total: use fewer ranks "
+                "and instances, or raise the limit by `metronome deploy --npus N` if the cluster has more NPUs"
             ) from None
         yield

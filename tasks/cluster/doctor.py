@@ -1,4 +1,4 @@
-"""What is installed against what Metronome asks for, in both environments, and what the machine offers."""
+"""Compares the installed versions in both environments with those that Metronome needs, and checks the machine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ LIST = (
     "print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
 )
 LIST_S = 60.0
-"""Seconds the other environment's interpreter may take."""
+"""Time limit in seconds of the other environment's interpreter."""
 
 FINE = ("ok", "slow", "hint", "warning")
-"""How lines begin that do not keep a run from working."""
+"""First words of lines that do not prevent a run."""
 
 
 def findings(engine: str = "embedded") -> tuple[list[str], bool]:
-    """Lines for people, and whether everything that a run needs is there. `engine`: rollout.engine of that run."""
+    """Lines for the console, and whether everything that a run needs is installed. `engine`: the run's
+    rollout.engine."""
     try:
         required = [Requirement(text) for text in metadata.requires("metronome") or []]
     except metadata.PackageNotFoundError:
@@ -70,14 +71,14 @@ def _shared_memory() -> str:
 
 
 def _accelerator() -> list[str]:
-    """This environment's packages against each other and CANN; nothing where all fit and there is no NPU."""
+    """Lines on this environment's NPU packages and CANN: what is installed and what does not fit. Empty without any."""
     installed = _with_cann({canonicalize_name(each.name): each.version for each in metadata.distributions()})
     shown = [f"ok        {name} {installed[name]}" for name in ("torch-npu", "mindspeed", "CANN") if name in installed]
     return shown + versions.mismatches(versions.TRAINER, installed, "this environment")
 
 
 def _vllm(engine: str) -> list[str]:
-    """The other environment."""
+    """Lines on vLLM's environment: whether it exists, its versions, and what does not fit."""
     where = "vLLM's environment"
     try:
         python = interpreter()
@@ -87,7 +88,7 @@ def _vllm(engine: str) -> list[str]:
         return [
             f"hint      {error}"
             if (vllm_command.ENVIRONMENT / MARKER).is_file()
-            else 'hint      no environment with vLLM, which rollout.engine = "vllm" would need: `make vllm` builds it'
+            else 'hint      no environment with vLLM, which rollout.engine = "vllm" needs: `make vllm` builds it'
         ]
     try:
         installed = _with_cann(_installed(python))
@@ -104,7 +105,7 @@ def _vllm(engine: str) -> list[str]:
 
 
 def _installed(python: str) -> dict[str, str]:
-    """Versions by package name, told by an environment's interpreter."""
+    """Versions by package name, as the interpreter of an environment reports them."""
     done = subprocess.run([python, "-I", "-c", LIST], capture_output=True, text=True, timeout=LIST_S, check=True)
     return {canonicalize_name(name): version for name, version in json.loads(done.stdout) if name}
 
@@ -115,9 +116,10 @@ def _with_cann(installed: Mapping[str, str]) -> dict[str, str]:
 
 
 def cann_version() -> str | None:
-    """Of the CANN whose set_env.sh was sourced, from its *-linux/ascend_toolkit_install.info (a line version=9.1.0).
+    """Version of the CANN whose set_env.sh was sourced; None if there is none.
 
-    None where there is none. Written from CANN's documentation; not run on an NPU machine.
+    It is read from *-linux/ascend_toolkit_install.info in CANN's folder (a line version=9.1.0). Written from CANN's
+    documentation; not run on an NPU machine.
     """
     for home in filter(None, map(os.environ.get, CANN_HOMES)):
         for path in sorted(Path(home).glob("*/ascend_toolkit_install.info")):

@@ -12,7 +12,7 @@ TRAINED = "metronome.training.finished"
 
 
 def training_finished(recipe: str, run: str, policy: Path, overrides: Sequence[str], pool_instances: int) -> None:
-    """Tell the server: the deployment `evaluate` is triggered by it and reads its parameters from the payload."""
+    """Emit the event that triggers the deployment `evaluate`, which reads its parameters from the payload."""
     emit_event(
         TRAINED,
         resource={"prefect.resource.id": f"metronome.run.{run}", "prefect.resource.name": run},

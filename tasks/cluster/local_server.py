@@ -1,7 +1,7 @@
-"""A Prefect API server of our own for the time of one run: `python -m tasks.cluster.local_server FD` serves on an open
-socket.
+"""A Prefect API server for the time of one run: `python -m tasks.cluster.local_server FD` serves on an open socket.
 
-Prefect's own ephemeral server is a plain subprocess that outlives a killed flow; this one holds our lifeline.
+Prefect's own ephemeral server is a plain subprocess that outlives a killed flow. This one has a lifeline and ends with
+the flow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.errors import MetronomeError
 from engine.run.process import Child, python, watch_lifeline
 
 STARTUP_S = 180.0
-"""7 s on an idle machine, 14 s the first time (the database is made)."""
+"""Time limit of the start, which takes 7 s on an idle machine, and 14 s the first time (it creates the database)."""
 
 
 class LocalServer:
@@ -31,7 +31,7 @@ class LocalServer:
         self._url = url
 
     def wait(self) -> None:
-        """Until it serves. Raises MetronomeError with how it ended if it does not."""
+        """Wait until the server answers. Raises MetronomeError, with how the server ended, if it does not answer."""
         try:
             urllib.request.urlopen(f"{self._url}/health", timeout=STARTUP_S).close()
         except (urllib.error.URLError, OSError) as error:
@@ -41,10 +41,10 @@ class LocalServer:
 
 @contextmanager
 def local_server(output: Path) -> Iterator[LocalServer | None]:
-    """Start a server with its database under `<output>/prefect`; None when PREFECT_API_URL names one already.
+    """Start a server with its database in `<output>/prefect`; None if PREFECT_API_URL already names a server.
 
-    Enter it before Prefect is imported: Prefect hears of it by environment variables, which it reads then.
-    The parent opens the socket, so that there is no port to guess and a request before start-up waits in the backlog.
+    Enter this before Prefect is imported, because Prefect reads its environment variables at the import. The parent
+    opens the socket: so the port is known, and a request before the start is complete waits in the backlog.
     """
     if os.environ.get("PREFECT_API_URL"):
         yield None
@@ -72,7 +72,7 @@ def local_server(output: Path) -> Iterator[LocalServer | None]:
 
 
 def log_prefect_to(path: Path) -> None:
-    """Prefect's own lines (tracebacks among them) go to a file: the console is for the run. Call after the import."""
+    """Send Prefect's log lines and tracebacks to a file; the console is for the run. Call after Prefect's import."""
     handler = logging.FileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger = logging.getLogger("prefect")

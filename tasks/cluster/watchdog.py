@@ -1,12 +1,12 @@
-"""Automations of the Prefect server that bring crashed runs back: nobody has to be awake.
+"""Automations of the Prefect server that resume crashed runs without a person.
 
-A worker reports a flow process that died as Crashed; where the worker died too, its silence does (flow heartbeats). A
-crashed run is scheduled again as the same flow run, which goes on where its run folder says (flows.pipeline). They act
-on flow runs with the tag `resumable` only: deployments carry it.
+A worker reports a flow process that died as Crashed. If the worker died as well, the missing heartbeats of the flow
+show it. A crashed run is scheduled again as the same flow run, which continues from its run folder (flows.pipeline).
+The automations act only on flow runs with the tag `resumable`, which their deployments set.
 
-Automations hear events, and a server that is killed or whose database is locked may lose one. The watchdog
-(`python -m tasks.cluster.watchdog`) beside the server looks every minute for crashed runs that no automation has
-brought back; `make services` and infra/compose run it.
+Automations react to events, and a server that is killed, or whose database is locked, may lose an event. So the
+watchdog (`python -m tasks.cluster.watchdog`) looks every minute for crashed runs that no automation has resumed.
+`make services` and infra/compose start it beside the server.
 """
 
 from __future__ import annotations
@@ -32,34 +32,35 @@ from prefect.settings import get_current_settings
 from prefect.states import AwaitingRetry, StateType
 
 TAG = "resumable"
-"""Tag of deployments whose crashed runs are to be scheduled again."""
+"""Tag of deployments whose crashed runs are scheduled again."""
 SILENCE_S = 300.0
-"""Silence after which a flow run is taken for dead: longer than a Prefect server takes to be back."""
+"""A flow run without a heartbeat for this time counts as dead. A restart of a Prefect server takes less."""
 PENDING_S = 2400.0
-"""After which a run that was handed to a worker and did not begin is taken for dead: its worker's node was lost in that
-moment. Longer than a pod may wait for its image and its NPUs (pod_watch_timeout_seconds in infra/pools)."""
+"""A run that a worker took and that did not begin within this time counts as dead: the worker's node was lost at that
+moment. It is longer than a pod may wait for its image and its NPUs (pod_watch_timeout_seconds in infra/pools)."""
 DELAY_S = 30.0
-"""How long a crashed run rests before it is scheduled again. A worker reports a death twice, up to 15 s apart; the
-second report would crash a run that is scheduled again between them, and a second process be started for it."""
+"""Time between a crash and the next schedule. A worker reports a death twice, up to 15 s apart. If the run were
+scheduled again in between, the second report would crash it again, and a second process would be started for it."""
 CRASHES = 10
-"""So many starts within `CRASHES_WITHIN_S` end a run that dies before it can count
-its attempts itself (run.resumes)."""
+"""This many starts within `CRASHES_WITHIN_S` end a run that dies before it can count its attempts itself
+(run.resumes)."""
 CRASHES_WITHIN_S = 1800.0
 
 SWEEP_S = 60.0
-"""Seconds between looks for crashed runs that no automation has brought back."""
+"""Seconds between two looks for crashed runs that no automation has resumed."""
 FORGOTTEN_S = 3600.0
-"""A run that crashed longer ago is left to people."""
+"""A run that crashed longer ago is not resumed by the watchdog."""
 
 _RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
 _ENDS = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelling", "Cancelled", "Crashed")}
-"""What a run that ended, or that somebody ends, says: one that is being cancelled must not come back as crashed."""
+"""Events of a run that has ended or is being cancelled. A cancelled run must not be resumed as a crashed one."""
 _BEGUN = {
     f"prefect.flow-run.{sign}"
     for sign in ("Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot")
 }
-"""Any of them says that a run that was handed to a worker began, or was taken back: one event may be lost."""
+"""Each of these events says that a run began on its worker, or was taken back. There are several, because one may be
+lost."""
 _LEFT = {
     f"prefect.flow-run.{state}"
     for state in (
@@ -74,11 +75,11 @@ _LEFT = {
         "Failed",
     )
 }
-"""A run that is no longer crashed: somebody has scheduled it, say."""
+"""Events of a run that is no longer crashed, for example because a person has scheduled it."""
 
 
 def install(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[str]:
-    """Create the automations on the server that PREFECT_API_URL names, or bring them up to date; their names."""
+    """Create or update the automations on the server that PREFECT_API_URL names; returns their names."""
     wanted = automations(delay_s, silence_s, crashes)
     for automation in wanted:
         try:
@@ -91,15 +92,18 @@ def install(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int
 
 
 def automations(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes: int = CRASHES) -> list[Automation]:
-    """What `install` creates. `silence_s` must be longer than two heartbeats; `crashes`:
-    bound on starts in half an hour."""
+    """The automations that `install` creates.
+
+    `delay_s`: seconds before a resume; `silence_s`: must be longer than two heartbeats; `crashes`: the limit of starts
+    in half an hour.
+    """
     return [_resume(delay_s), _silent(silence_s), _not_begun(), _loop(crashes)]
 
 
 def _resume(delay_s: float) -> Automation:
     return Automation(
         name="metronome: resume a crashed run",
-        description="A run whose process died is scheduled again; it goes on from its last published checkpoint.",
+        description="A run whose process died is scheduled again; it continues from its last complete checkpoint.",
         trigger=EventTrigger(
             after={"prefect.flow-run.Crashed"},
             expect=_LEFT,
@@ -117,7 +121,7 @@ def _resume(delay_s: float) -> Automation:
 def _silent(silence_s: float) -> Automation:
     return Automation(
         name="metronome: a run is silent",
-        description=f"A run whose flow sent no heartbeat for {silence_s:.0f} s, nor ended, is taken for crashed.",
+        description=f"A run that has not ended and sent no heartbeat for {silence_s:.0f} s counts as crashed.",
         trigger=EventTrigger(
             after={"prefect.flow-run.heartbeat"},
             expect={"prefect.flow-run.heartbeat", *_ENDS},
@@ -133,10 +137,10 @@ def _silent(silence_s: float) -> Automation:
 
 
 def _not_begun() -> Automation:
-    """A run sends its first heartbeat when it begins: until then its silence says nothing."""
+    """A run sends its first heartbeat when it begins, so `_silent` cannot act before."""
     return Automation(
         name="metronome: a run does not begin",
-        description=f"A run that a worker took and that did not begin within {PENDING_S / 60:.0f} minutes is taken for "
+        description=f"A run that a worker took and that did not begin within {PENDING_S / 60:.0f} minutes counts as "
         "crashed.",
         trigger=EventTrigger(
             after={"prefect.flow-run.Pending"},
@@ -155,12 +159,12 @@ def _not_begun() -> Automation:
 
 
 def _loop(crashes: int) -> Automation:
-    """A run that gets as far as its run folder ends itself before this one acts."""
+    """A run that reaches its run folder counts its attempts itself and ends before this automation acts."""
     often = f"Crashed {crashes - 1} times in {CRASHES_WITHIN_S / 60:.0f} minutes"
-    message = f"{often}: not resumed any more; see the worker's log"
+    message = f"{often}: not resumed again; see the worker's log"
     return Automation(
         name="metronome: a run crashes again and again",
-        description="A run that can't even start (its code can't be imported, say) ends as failed.",
+        description="A run that cannot start (for example because its code cannot be imported) ends as failed.",
         trigger=EventTrigger(
             expect={"prefect.flow-run.Pending"},
             match=_RUNS,
@@ -175,7 +179,7 @@ def _loop(crashes: int) -> Automation:
 
 
 def sweep(older_than_s: float = 2 * DELAY_S) -> list[str]:
-    """Schedule crashed runs again that have been crashed for longer than the automation takes; their names."""
+    """Schedule the runs again that have been crashed for `older_than_s` to `FORGOTTEN_S`; returns their names."""
     now = datetime.now(UTC)
     window = FlowRunFilterEndTime(
         after_=now - timedelta(seconds=FORGOTTEN_S), before_=now - timedelta(seconds=older_than_s)
@@ -192,23 +196,23 @@ def sweep(older_than_s: float = 2 * DELAY_S) -> list[str]:
 
 
 def _ask() -> None:
-    """Raises httpx.HTTPError while the server is away:
-    Prefect's client says so by a bare RuntimeError the first time."""
+    """Raises httpx.HTTPError while the server does not answer. (Prefect's own client raises a bare RuntimeError the
+    first time.)"""
     httpx.get(f"{get_current_settings().api.url}/health", timeout=30).raise_for_status()
 
 
 def main() -> None:
-    """Sweep for ever; a server that is away is looked for again."""
-    parser = argparse.ArgumentParser(description="schedules crashed runs again that no automation has brought back")
+    """Sweep for ever. While the server does not answer, try again."""
+    parser = argparse.ArgumentParser(description="schedules crashed runs again that no automation has resumed")
     parser.add_argument(
-        "--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between looks (default: %(default)s)"
+        "--every", type=float, default=SWEEP_S, metavar="SECONDS", help="between two looks (default: %(default)s)"
     )
     parser.add_argument(
         "--after",
         type=float,
         default=2 * DELAY_S,
         metavar="SECONDS",
-        help="that a run has been crashed (default: %(default)s, longer than the automation takes)",
+        help="for which a run must have been crashed (default: %(default)s, longer than the automation takes)",
     )
     arguments = parser.parse_args()
     while True:
@@ -216,7 +220,7 @@ def main() -> None:
             _ask()
             for name in sweep(arguments.after):
                 print(f"resumed {name}", flush=True)
-        except (httpx.HTTPError, ObjectNotFound) as error:  # away, or the run was deleted meanwhile
+        except (httpx.HTTPError, ObjectNotFound) as error:  # no answer, or the run was deleted in between
             print(f"the Prefect server does not answer as it should: {type(error).__name__}: {error}", flush=True)
         time.sleep(arguments.every)
 

@@ -1,5 +1,5 @@
-"""The alias `champion` of a registered model: moved to a new version only if a paired
-comparison says that it is better."""
+"""The alias `champion` of a registered model. It moves to a new version only if a paired comparison says that the new
+version is better."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.write_queue import first_line
 
 RESULTS = "policy_evaluation-{}.json"
-"""Artifact of the run beside `policy/`, by the version:
-the protocol and every problem's mean, for later comparisons."""
+"""Artifact of the run beside `policy/`, by version: the protocol and the mean score of every problem, for later
+comparisons."""
 REASON = "metronome.champion"
-"""Tag of a version: why it became champion, or did not."""
+"""Tag of a version: why it became champion, or why not."""
 TAG_LIMIT = 5000
-"""Characters of a tag's value that MLflow takes."""
+"""The largest number of characters in a tag's value that MLflow accepts."""
 
 
 def crown(name: str, version: str, folder: RunFolder, config: Config) -> ChampionVerdict:
-    """Store the new version's lineage and results with it, and move the alias to it if it is better than the champion.
+    """Store the lineage and results of a new version, and give it the alias if it is better than the champion.
 
-    May be repeated: a version that has the alias keeps it, with the reason of the first time.
+    The call may be repeated: a version that has the alias keeps it, with the reason of the first time.
     """
     client = mlflow.MlflowClient()
     own = results(folder, config)
@@ -54,7 +54,7 @@ def crown(name: str, version: str, folder: RunFolder, config: Config) -> Champio
 
 
 def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
-    """Where a policy comes from: base model, data, config, code, steps, and what its evaluation said."""
+    """The origin of a policy (base model, data, config, code, steps), and the figures of its evaluation."""
     base = Path(config.model.path)
     row = final_evaluation(folder, config)
     report = folder.path / REPORT
@@ -104,12 +104,12 @@ def results(folder: RunFolder, config: Config) -> Results | None:
 
 
 def base_results(folder: RunFolder, config: Config, own: Results | None) -> Results | None:
-    """Those of the model that the run began with, evaluated as the final policy was; None if it was not."""
+    """Per-problem results of the base model, evaluated in the same way as the final policy; None if it was not."""
     if own is None:
         return None
     base = Path(config.model.path).resolve()
     for row in tables.rows_of(folder):
-        trained = row.get("in_run") and row["weight_version"] > 0  # such rows name the base model, too
+        trained = row.get("in_run") and row["weight_version"] > 0  # such rows also name the base model
         if trained or "protocol" not in row or Path(row["model"]).resolve() != base:
             continue
         if not tables.differing(own.protocol, row["protocol"]) and (folder.path / row["table"]).is_file():
@@ -133,6 +133,6 @@ def _verdict(
 
 
 def _champion(client: mlflow.MlflowClient, name: str) -> ModelVersion | None:
-    """The version that has the alias now; None if none has."""
+    """The version that has the alias now; None if no version has it."""
     aliases = client.get_registered_model(name).aliases
     return client.get_model_version(name, aliases[CHAMPION]) if CHAMPION in aliases else None

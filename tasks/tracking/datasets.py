@@ -1,4 +1,4 @@
-"""The problem sets of a run as MLflow datasets: which rows it was trained on and which it never saw."""
+"""The problem sets of a run as MLflow datasets: training rows and held-out rows."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from engine.data.problem_statistics import DataReport
 from tasks.tracking.mlflow_run import write_queue
 
 DIGEST = 32
-"""Hex digits of a version that MLflow keeps (it takes up to 36)."""
+"""Number of hex digits of a version in MLflow's digest (MLflow accepts up to 36)."""
 
 
 def log_datasets(found: DataReport) -> None:
-    """Log a report of `tasks.prepare.prepare_data` as inputs of the tracked run: contexts "training" and "evaluation".
+    """Log a report of `tasks.prepare.prepare_data` as inputs of the tracked run, in the contexts "training" and
+    "evaluation".
 
-    The digest is the version: a hash of the rows themselves. Whole hashes and counts are tags.
+    The digest is the version, which is a hash of the rows. The whole hashes and the counts are tags.
     """
     client = mlflow.MlflowClient()
     own = write_queue()
@@ -43,7 +44,7 @@ def _source(source: str) -> DatasetSource:
     if "://" not in whole and not Path(whole).exists():
         return HuggingFaceDatasetSource(path=whole.partition(":")[0])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that two of MLflow's own classes could hold the address
+        warnings.simplefilter("ignore", UserWarning)  # MLflow warns that two of its own classes fit the address
         return resolve_dataset_source(whole)
 
 

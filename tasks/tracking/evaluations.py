@@ -1,4 +1,4 @@
-"""Evaluations in MLflow and in words: each row of evaluations.jsonl once, its table as an artifact."""
+"""Evaluations in MLflow and as text. Each row of evaluations.jsonl is logged once, with its table as an artifact."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tasks.tracking.mlflow_run import write_queue
 from tasks.tracking.retry import TrackingAway
 
 ARTIFACTS = "evaluations"
-"""Folder of the MLflow run's artifacts with a table per evaluation."""
+"""Folder among the MLflow run's artifacts with a table per evaluation."""
 POLL_S = 0.5
-"""Between looks whether MLflow has got everything."""
+"""Seconds between two checks whether MLflow has everything."""
 
 _queued: set[str] = set()
-"""Tables that this process has handed to the write queue."""
+"""Tables that this process has put into the write queue."""
 
 
 def log_new(folder: RunFolder) -> list[EvaluationRow]:
     """Log the rows of evaluations.jsonl that the tracked MLflow run does not have yet; returns them.
 
-    What has been written is noted in the run folder, so that a step that is redone after a crash is not logged twice.
+    A note in the run folder says which rows were written, so that a crash does not lead to rows that are logged twice.
     """
     new = [row for row in missing(folder) if str(folder.path / row["table"]) not in _queued]
     for row in new:
@@ -40,17 +40,17 @@ def log_new(folder: RunFolder) -> list[EvaluationRow]:
 
 
 def missing(folder: RunFolder) -> list[EvaluationRow]:
-    """The rows of evaluations.jsonl that MLflow has not got, as far as the run folder knows."""
+    """The rows of evaluations.jsonl that are missing in MLflow, according to the notes in the run folder."""
     known = {note["table"] for note in read_lines(_notes(folder))}
     return [row for row in rows_of(folder) if row.get("table", None) not in {None, *known}]
 
 
 def log_finished(config: Config, tracked: Callable[..., AbstractContextManager[str]] = tracked_run.tracked) -> None:
-    """Log what a finished evaluation has written, in the run folder's MLflow run.
+    """Log a finished evaluation in the run folder's MLflow run.
 
-    Waits for MLflow's store of artifacts as long as for MLflow itself (tasks.tracking.retry): an attempt that gave up
-    sooner would be resumed so often that it is ended (tasks.cluster.watchdog). Raises TrackingAway when either is away
-    for longer: nothing is lost, the next one to log in this run folder writes it.
+    Waits for MLflow's artifact store for the same time as for MLflow itself (tasks.tracking.retry). With a shorter wait
+    a flow run would be resumed so often that it is ended (tasks.cluster.watchdog). Raises TrackingAway if either does
+    not answer for longer. Nothing is lost then: the next log in this run folder writes the rows.
     """
     folder = RunFolder(config.folder)
     with tracked(config, evaluation=True):
@@ -63,12 +63,12 @@ def log_finished(config: Config, tracked: Callable[..., AbstractContextManager[s
 
 
 def log_or_say(config: Config) -> None:
-    """The same for a command, whose work is done: an MLflow that is away is a warning."""
+    """`log_finished` for a command. The evaluation is done by then, so an MLflow that does not answer is a warning."""
     try:
         log_finished(config)
     except TrackingAway as error:
         complain(
-            f"warning: {error}. The figures are in {RunFolder(config.folder).evaluations}, the next evaluation or "
+            f"warning: {error}. The figures are in {RunFolder(config.folder).evaluations}; the next evaluation or "
             "resume of this run logs them"
         )
 
@@ -78,9 +78,9 @@ def _notes(folder: RunFolder) -> Path:
 
 
 def _log(row: Mapping[str, Any], folder: RunFolder, notes: Path) -> None:
-    """Table, figures and, once both are written, the note of it: the write queue keeps their order.
+    """Log the table, then the figures, then write the note. The write queue keeps this order.
 
-    The figures come second: a table may be written again, figures would stand there twice.
+    The figures come after the table: a table can be written again, but repeated figures would be in MLflow twice.
     """
     write_queue().artifact(folder.path / row["table"], ARTIFACTS)
     tracked_run.log_evaluation({key: value for key, value in row.items() if key not in ("protocol", "skipped")})
@@ -88,14 +88,14 @@ def _log(row: Mapping[str, Any], folder: RunFolder, notes: Path) -> None:
 
 
 class InRun:
-    """Says and logs what was evaluated inside a run since the last call; called after each step."""
+    """Prints and logs the evaluations inside a run that are new since the last call. Call it after each step."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._told = len(list(read_lines(dropped(folder))))
 
     def __call__(self) -> None:
-        """Look into the run folder."""
+        """Read the run folder; print and log what is new."""
         for row in log_new(self._folder):
             if row.get("in_run"):
                 say(
@@ -113,7 +113,7 @@ class InRun:
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """One evaluation for people: avg@k, pass@k and maj@k with their 95 % intervals, and what limited it."""
+    """One evaluation as text: avg@k, pass@k and maj@k with their 95 % intervals, and how many responses were cut."""
     k = row["samples"]
     figures = [f"avg@{k} {_with_interval(row, 'avg_at_k', '')}"]
     if "pass_ci_low" in row and k > 1:
@@ -123,7 +123,7 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def _cut(row: Mapping[str, Any]) -> str:
-    """What a length limit ended, which may be why the figures are low; empty if it was nothing."""
+    """How many responses a length limit has cut, which may explain low figures; empty if none."""
     if not row.get("truncated"):
         return ""
     by_context = f", {row['context_cut']} of them by the context" if row["context_cut"] else ""
@@ -131,7 +131,7 @@ def _cut(row: Mapping[str, Any]) -> str:
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Evaluations for people, with the paired comparison where there is one; a line each."""
+    """Evaluations as text, a line each, with the paired comparison if there is one."""
     lines = [
         describe(row)
         + (
@@ -149,7 +149,7 @@ def _with_interval(row: Mapping[str, Any], name: str, prefix: str) -> str:
 
 
 def difference(found: Mapping[str, Any]) -> str:
-    """A paired comparison for people."""
+    """A paired comparison as text."""
     return (
         f"{found['difference']:+.3f} [{found['ci_low']:+.3f}, {found['ci_high']:+.3f}], p = {found['p_value']:.2g}; "
         f"better on {found['better']}, worse on {found['worse']} of {found['problems']} problems"
@@ -157,8 +157,8 @@ def difference(found: Mapping[str, Any]) -> str:
 
 
 def closing(folder: RunFolder) -> dict[str, str]:
-    """Rows of the closing table: each benchmark's first and last evaluation, their paired difference,
-    and the cost in the run."""
+    """Rows of the table at the end of a run: each benchmark's first and last evaluation, their paired difference, and
+    the cost of evaluations inside the run."""
     rows = rows_of(folder)
     names = list(dict.fromkeys(row["benchmark"] for row in rows))
     table: dict[str, str] = {}
@@ -181,7 +181,7 @@ def _before_and_after(rows: Sequence[Mapping[str, Any]], which: str) -> dict[str
 
 
 def _cost(rows: Iterable[Mapping[str, Any]], lost: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What evaluation inside the run cost; nothing where there was none."""
+    """A row with the cost of evaluations inside the run; empty if there were none."""
     rounds = {row["weight_version"]: row for row in rows if row.get("in_run")}
     if not rounds and not lost:
         return {}

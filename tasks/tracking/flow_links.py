@@ -1,4 +1,4 @@
-"""Ties a flow run and its MLflow run together: a tag there, a link artifact here."""
+"""Links a flow run and its MLflow run: tags in MLflow, a link artifact in Prefect."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from tasks.tracking.mlflow_run import write_queue
 from tasks.tracking.retry import retry_while_away
 
 UI = "http://127.0.0.1:5000"
-"""Where `mlflow ui` serves a store that has no server of its own."""
+"""Address of `mlflow ui`, for a store without a server."""
 
 
 @contextmanager
 def tracked_flow(config: Config, evaluation: bool = False) -> Iterator[str]:
-    """`tasks.tracking.tracked_run.tracked` inside a flow run: the two know each other. Yields the MLflow run's id.
+    """`tasks.tracking.tracked_run.tracked` inside a flow run, with links in both directions. Yields the MLflow run's
+    id.
 
-    An evaluation has tags of its own: those of the flow run that trained stay.
+    An evaluation has tags of its own, so that the tags of the training's flow run stay.
     """
     with tracked_run.tracked(config, evaluation) as run_id:
         _tag(run_id, "prefect.evaluation_flow_run" if evaluation else "prefect.flow_run")
@@ -52,7 +53,7 @@ def _tag(run_id: str, prefix: str) -> None:
 def _link(config: Config, run_id: str) -> None:
     description = "The run in MLflow."
     if not tracked_run.tracking_uri(config).startswith("http"):
-        description += f" Its store has no server; this shows it there:\n\n    {tracked_run.ui_command(config)}"
+        description += f" Its store has no server; start one with:\n\n    {tracked_run.ui_command(config)}"
     create_link_artifact(
         run_url(config, run_id), link_text=f"{config.run.name} in MLflow", key="mlflow", description=description
     )

@@ -1,8 +1,9 @@
-"""Which steps an MLflow run has, so that no step is logged twice and none is left out, whatever was killed.
+"""Logs each step to MLflow exactly once, even if processes were killed.
 
-Steps are logged as they end, before a checkpoint covers them. A crash may lose the last ones (logging is asynchronous),
-and the steps after the checkpoint are done again: on resume what MLflow lacks is logged from steps.jsonl, and a redone
-step that it has keeps the figures it got first. The tag `metronome.redone_steps` says which those are.
+Steps are logged when they end, before a checkpoint covers them. A crash may lose the last ones, because logging is
+asynchronous, and the steps after the checkpoint are done again. On resume, figures that are missing in MLflow are
+logged from steps.jsonl. A repeated step that MLflow already has keeps its first figures. The tag
+`metronome.redone_steps` names these steps.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import mlflow
 from tasks.tracking.mlflow_run import write_queue
 
 REDONE = "metronome.redone_steps"
-"""Tag of an MLflow run: steps whose figures are those of an attempt that was cut off before its next checkpoint."""
+"""Tag of an MLflow run: the steps whose figures are from an attempt that ended before its next checkpoint."""
 
 
 class MetricLog:
-    """Logs every number of each step once to an MLflow run, beside what is in it already."""
+    """Logs every number of each step once to an MLflow run, unless the run has it already."""
 
     def __init__(self, run_id: str, resumed: bool = False) -> None:
-        """`resumed`: the run may have steps already; reads the whole history of its metrics.
+        """`resumed`: the MLflow run may have steps already. Then the whole history of its metrics is read.
 
-        Which these are, the run says itself: steps.jsonl may have been cut to nothing.
+        They are read from MLflow and not from steps.jsonl, which may have been cut to nothing.
         """
         self._client = mlflow.MlflowClient()
         self._run_id = run_id
@@ -33,7 +34,7 @@ class MetricLog:
         self._redone: set[int] = set()
 
     def __call__(self, step: int, figures: Mapping[str, float]) -> None:
-        """Log a step's figures that are not in the run; asynchronously."""
+        """Log a step's figures that are not in the run yet, asynchronously."""
         fresh = {name: value for name, value in figures.items() if step not in self._logged.get(name, ())}
         for name in fresh:
             self._logged.setdefault(name, set()).add(step)
@@ -43,7 +44,7 @@ class MetricLog:
             self._tag(step)
 
     def fill(self, rows: Iterable[tuple[int, Mapping[str, float]]]) -> None:
-        """Log what is lacking of steps that will not be done again."""
+        """Log missing figures of steps that will not be done again."""
         for step, figures in rows:
             fresh = {name: value for name, value in figures.items() if step not in self._logged.get(name, ())}
             if fresh:

@@ -1,4 +1,4 @@
-"""From rows and configs to the names and numbers that MLflow takes."""
+"""Turns rows and configs into names and numbers that MLflow accepts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a row but `step`, by metric name.
+    """The figures of a row by metric name, without `step`.
 
-    A list of numbers gives NAME_min, NAME_max and NAME_count, a table of numbers NAME/KEY; true is 1; text is left out.
+    A list of numbers gives NAME_min, NAME_max and NAME_count; a table of numbers gives NAME/KEY; true is 1; text is
+    left out.
     """
     found: dict[str, float] = {}
     for name, value in row.items():
@@ -25,5 +26,5 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def metric_name(text: str) -> str:
-    """With only the characters that MLflow takes in the name of a metric or model."""
+    """The text with `_` for each character that MLflow does not accept in the name of a metric or model."""
     return re.sub(r"[^\w.\- ]", "_", text)

@@ -1,4 +1,4 @@
-"""One run in MLflow: its write queue, its parameters, its files and how it ends."""
+"""One run in MLflow: its write queue, parameters, files and final status."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ from tasks.tracking.retry import retry_while_away
 from tasks.tracking.write_queue import FLUSH_S, STORE_ERRORS, MachineLoad, WriteQueue, first_line
 
 PARAMETER_LIMIT = 6000
-"""Characters of a parameter's value that MLflow takes."""
+"""The largest number of characters in a parameter's value that MLflow accepts."""
 PARAMETERS_AT_ONCE = 100
-"""Parameters in one request; MLflow takes no more."""
+"""The largest number of parameters in one request that MLflow accepts."""
 SAMPLES = 20
-"""About so many steps' response samples are copied to MLflow; the run folder has those of every step."""
+"""MLflow gets the response samples of about this many steps; the run folder has those of every step."""
 HURRY_S = 4.0
-"""What a run that failed or was cancelled waits for the tracking server at its end."""
+"""Seconds that a failed or cancelled run waits for the tracking server at its end."""
 FILES = ("config.toml", "start.json", "data.json", "steps.jsonl", "evaluations.jsonl", "timeline.html", "failure.json")
 """Files of the run folder that become artifacts at the end."""
 
 NUMBER = "metronome.run_id"
-"""Tag with the run's own number (engine.run.identity): its checkpoints have it, so that it outlives the run folder."""
+"""Tag with the run's number (engine.run.identity). The checkpoints have the number, too, so it survives the loss of the
+run folder."""
 
 _current: list[tuple[WriteQueue, Config]] = []
 
-# MLflow's 7 take four minutes; the write queue tries again anyway
+# MLflow's default of 7 retries takes four minutes; the write queue tries again anyway
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 
 
 def write_queue() -> WriteQueue:
-    """Of the run that is tracked now. Raises MetronomeError outside `tasks.tracking.tracked_run.tracked`."""
+    """The queue of the run that is tracked now. Raises MetronomeError outside `tasks.tracking.tracked_run.tracked`."""
     if not _current:
         raise MetronomeError("nothing is tracked now: this must run inside `with tracking.tracked(config):`")
     return _current[-1][0]
@@ -52,11 +53,11 @@ def write_queue() -> WriteQueue:
 
 @contextmanager
 def mlflow_run(config: Config, known: str | None, keeps_status: bool = False) -> Iterator[mlflow.ActiveRun]:
-    """The body in an MLflow run (`known`: its id, None for a new one) with a write queue and samples of the machine's
-    load.
+    """Run the body inside an MLflow run, with a write queue and samples of the machine's load.
 
-    What the run folder holds at the end becomes artifacts. A body that raises leaves the run as FAILED, one that is
-    cancelled or interrupted as KILLED; with `keeps_status` a known run ends as what it was. Raises TrackingAway.
+    `known`: id of an existing run; None creates one. At the end, `FILES` of the run folder become artifacts. The status
+    is FAILED if the body raises, and KILLED if it is cancelled or interrupted. With `keeps_status` a known run keeps
+    the status that it had. Raises TrackingAway.
     """
     before, run = _started(config, known)
     own = WriteQueue(run.info.run_id)
@@ -80,7 +81,7 @@ def mlflow_run(config: Config, known: str | None, keeps_status: bool = False) ->
 
 
 def _started(config: Config, known: str | None) -> tuple[str | None, mlflow.ActiveRun]:
-    """A known run's status until now, and the run, which is active from now on."""
+    """The previous status of a known run (None for a new run), and the run, which is now active."""
     if known is None:
         return None, mlflow.start_run(run_name=config.run.name)
     what = f"going on with the MLflow run {known}"
@@ -89,7 +90,7 @@ def _started(config: Config, known: str | None) -> tuple[str | None, mlflow.Acti
 
 
 def log_samples(step: int) -> None:
-    """The response samples of about every (train.steps / 20)th step and of the last one."""
+    """Log the response samples of about every (train.steps / 20)th step and of the last step."""
     own, config = _current[-1]
     sample = RunFolder(config.folder).responses / f"step-{step:06d}.jsonl"
     due = step % max(1, config.train.steps // SAMPLES) == 0 or step == config.train.steps - 1
@@ -98,9 +99,9 @@ def log_samples(step: int) -> None:
 
 
 def log_model_input(path: Path) -> None:
-    """The base model as an input of the run: an external model with path and content hash, made once per experiment.
+    """Log the base model as an input of the run: an external model with path and content hash, once per experiment.
 
-    In the background: reading a large model for its hash takes a while.
+    This is done in the background, because reading a large model for its hash is slow.
     """
     client = mlflow.MlflowClient()
     own = write_queue()
@@ -128,13 +129,14 @@ def log_model_input(path: Path) -> None:
 
 
 def cut(value: str) -> str:
-    """A parameter's value within MLflow's limit; one that is cut says so."""
+    """A parameter's value within MLflow's limit; a value that is cut ends with a note."""
     note = f" ... ({len(value)} characters; whole in config.toml)"
     return value if len(value) <= PARAMETER_LIMIT else value[: PARAMETER_LIMIT - len(note)] + note
 
 
 def _log_config(own: WriteQueue, config: Config, run: Any) -> None:  # noqa: ANN401
-    """Parameters, cut to MLflow's limit. They can't be changed: what a resumed run changes is a tag `changed.KEY`."""
+    """Log the parameters, cut to MLflow's limit. MLflow cannot change them, so a value that differs in a resumed run is
+    a tag `changed.KEY`."""
     client = mlflow.MlflowClient()
     run_id = run.info.run_id
     before = run.data.params
@@ -157,13 +159,13 @@ def _log_files(own: WriteQueue, folder: Path) -> None:
 
 
 def _end(status: str, missing: list[str]) -> None:
-    """Set the run's status; when the server is away it stays as running, which is said."""
-    if missing:  # it has been waited for already
+    """Set the run's status. If the server does not answer, the status stays RUNNING, and a warning says so."""
+    if missing:  # the queue has waited for the server already
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"], before = "0", os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]
     try:
         mlflow.end_run(status)
     except STORE_ERRORS as error:
-        complain(f"warning: MLflow still shows this run as RUNNING, which is {status}: {first_line(error)}")
+        complain(f"warning: MLflow still shows this run as RUNNING, but it is {status}: {first_line(error)}")
     finally:
         if missing:
             os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = before

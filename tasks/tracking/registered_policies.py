@@ -1,4 +1,4 @@
-"""Where a run starts: from its base model, or from a policy that an earlier run has registered."""
+"""Decides where a run starts: from its base model, or from a policy that an earlier run has registered."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from tasks.tracking.tracked_run import tracking_uri
 CHAMPION = "champion"
 """Alias of the registered policy that won the last paired comparison."""
 LATEST = "latest"
-"""The newest registered policy, whoever trained it."""
+"""The newest registered policy of the recipe, from any run."""
 NIGHTLY = "nightly"
-"""The newest one whose run itself began with this word: what people try by day is no link of the chain of nights."""
+"""The newest policy whose run was itself started with this word. So experiments by day are not part of the chain of
+nights."""
 START_TAG = "metronome.start"
-"""Tag of a version: with which word its run began (`RunStart.start`)."""
+"""Tag of a version: the word with which its run was started (`RunStart.start`)."""
 
 
 def registered_name(recipe: str) -> str:
@@ -35,14 +36,15 @@ def registered_name(recipe: str) -> str:
 
 
 def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Config, RunStart]:
-    """The config with `model.path` the folder to start from, and how that came about. `start`: "base" (as it is),
-    "nightly", "latest" or "champion".
+    """The config with `model.path` set to the folder to start from, and a record of how the run started. `start`:
+    "base" (unchanged), "nightly", "latest" or "champion".
 
-    `run.seed` becomes another one, too: plus the number of the recipe's newest version, whoever registered it. So a run
-    that goes on from another one's policy does not draw that one's prompts and responses again.
+    The number of the recipe's newest version is added to `run.seed`. So a run that starts from the policy of another
+    run does not draw the same prompts and responses again.
 
-    A run folder that exists keeps what it began with (`as_begun`). "nightly" and "latest" without such a policy are the
-    base model; "champion" without one is BadInput. Raises TrackingAway.
+    A run with an existing run folder keeps the model and seed that it began with (`as_begun`). While there is no policy
+    for "nightly" or "latest", the run starts from the base model. Raises BadInput for "champion" if there is none, and
+    TrackingAway.
     """
     if RunFolder(config.folder).config.exists():
         return as_begun(config, start)
@@ -63,10 +65,10 @@ def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Conf
 
 
 def as_begun(config: Config, start: ContinueFrom = "base") -> tuple[Config, RunStart]:
-    """The config of a run that may be under way, with the model and the seed that it began with if it was continued;
-    and how it began.
+    """The config of a run that may exist already, with the model and the seed that it began with, and how it began.
 
-    A run that is resumed must not change its base because another one was registered meanwhile.
+    The seed is the given one if the run started from its base model. A resumed run must not change its base model
+    because another policy has been registered since.
     """
     folder = RunFolder(config.folder)
     if not folder.config.exists():
@@ -85,8 +87,8 @@ def _with(config: Config, path: str, seed: int) -> Config:
 
 
 def model_folder(config: Config, recipe: str, model: str) -> Config:
-    """The config with `model.path` what a person named:
-    a folder, a word of `started_from`, or empty for the config's own."""
+    """The config with `model.path` set to `model`: a folder, a word of `started_from`, or empty for the config's
+    own."""
     if model in (NIGHTLY, LATEST, CHAMPION):
         name = registered_name(recipe)
         found = _registered(config, name, model)
@@ -100,7 +102,7 @@ def model_folder(config: Config, recipe: str, model: str) -> Config:
 
 
 def _registered(config: Config, name: str, which: str) -> ModelVersion | None:
-    """A registered policy; None: there is none. Raises BadInput when there is no champion, TrackingAway."""
+    """A registered policy; None if there is none. Raises BadInput if there is no champion, and TrackingAway."""
     found = retry_while_away(f"the {which} policy of {name}", lambda: _version(config, name, which))
     if found is None and which == CHAMPION:
         raise BadInput(f"no version of {name} has the alias {CHAMPION} at {tracking_uri(config)}")
@@ -108,7 +110,7 @@ def _registered(config: Config, name: str, which: str) -> ModelVersion | None:
 
 
 def _version(config: Config, name: str, which: str) -> ModelVersion | None:
-    """The one with the alias, or the newest of all or of those that nights made (`START_TAG`)."""
+    """The version with the alias, or the newest version, or the newest version of the nights (`START_TAG`)."""
     client = mlflow.MlflowClient(tracking_uri(config))
     if which == CHAMPION:
         models = client.search_registered_models(f"name = '{name}'")
@@ -120,7 +122,7 @@ def _version(config: Config, name: str, which: str) -> ModelVersion | None:
 
 
 def _fetched(config: Config, version: ModelVersion) -> Path:
-    """The policy's folder under `run.output`; downloaded once, and it appears whole or not at all."""
+    """The policy's folder under `run.output`. It is downloaded once, and appears complete or not at all."""
     folder = Path(config.run.output).resolve() / "models" / f"{version.name}-{version.version}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Waiting for an MLflow that is away, where a run that is under way can't go on without it."""
+"""Waits for an MLflow server that does not answer, where a run cannot continue without it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from tasks.console import complain
 from tasks.tracking.write_queue import RETRY_S, STORE_ERRORS, first_line, refused
 
 AWAY_S = 300.0
-"""A server that is started anew, or fails over, is back by then."""
+"""Seconds to wait for MLflow. A server that is restarted, or fails over, is back by then."""
 
 Result = TypeVar("Result")
 
 
 class TrackingAway(MetronomeError):
-    """MLflow did not answer for as long as a run waits for it; it may when the run is resumed."""
+    """MLflow did not answer for the time that a run waits for it. It may answer when the run is resumed."""
 
 
 def retry_while_away(what: str, action: Callable[[], Result], within_s: float | None = None) -> Result:
-    """Result of a call to MLflow, repeated while it does not answer, for `within_s` seconds (None: AWAY_S).
+    """Result of a call to MLflow, which is repeated for up to `within_s` seconds (None: AWAY_S) while MLflow does not
+    answer.
 
-    The action must bear to be repeated. Raises TrackingAway naming `what`; what MLflow refuses is raised as it is.
+    It must be safe to repeat the action. Raises TrackingAway naming `what`. If MLflow refuses the call, its own error
+    is raised.
     """
     patience = AWAY_S if within_s is None else within_s
     deadline = time.monotonic() + patience

@@ -1,6 +1,6 @@
-"""MLflow: one run per run folder, straight to sqlite unless a tracking URI is given; no server, no telemetry.
+"""Tracks a run in MLflow: one MLflow run per run folder, directly in sqlite unless a tracking URI is given.
 
-A store that can't be used when a run begins is an error. Later, what is recorded waits until it answers
+If the store cannot be used when a run begins, that is an error. Later, entries wait until the store answers
 (tasks/tracking/write_queue.py).
 """
 
@@ -32,13 +32,13 @@ from tasks.tracking.retry import retry_while_away
 from tasks.tracking.write_queue import first_line, refused
 
 RUN_ID = "mlflow_run_id"
-"""File in the run folder with the id of its MLflow run, so that a resumed run goes on in the same one."""
+"""File in the run folder with the id of its MLflow run, so that a resumed run continues the same MLflow run."""
 
 POLICY_HASH = "metronome.policy_hash"
-"""Tag of a registered version: content of its files."""
+"""Tag of a registered version: hash of the contents of its files."""
 
 _step_logs: dict[str, MetricLog] = {}
-"""By MLflow run."""
+"""The step log of each MLflow run, by run id."""
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
 logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -51,8 +51,8 @@ def tracking_uri(config: Config) -> str:
 
 
 def ui_command(config: Config) -> str:
-    """The address of the MLflow server; of a store without one the command that opens it,
-    with this environment's mlflow."""
+    """The address of the MLflow server. For a store without a server: the command that starts the UI, with this
+    environment's mlflow."""
     if tracking_uri(config).startswith(("http://", "https://")):
         return tracking_uri(config)
     mlflow_command = Path(sys.executable).with_name("mlflow")
@@ -63,13 +63,14 @@ def ui_command(config: Config) -> str:
 
 @contextmanager
 def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
-    """Track the body in the run folder's MLflow run (made if there is none yet); yields its id.
+    """Track the body in the run folder's MLflow run, which is created if there is none; yields its id.
 
-    A folder without one that has a number is looked up by that: the run's folder was lost, and it goes on from its
-    checkpoints. Raises BadInput for a store that MLflow refuses or, for a new run, that is away; TrackingAway for one
-    that is away for long when a run goes on or is evaluated. A body that raises leaves the run marked as failed, one
-    that is interrupted as killed; an `evaluation` of a run leaves it as it was. MLflow writes what is queued when the
-    run ends.
+    If the folder names no MLflow run but has the run's number, the MLflow run is searched by this number: the run
+    folder was lost, and the run continues from its checkpoints. The status is FAILED if the body raises, and KILLED if
+    it is interrupted; an `evaluation` does not change the status. Queued entries are written when the body ends.
+
+    Raises BadInput if MLflow refuses the store, or if the store does not answer at the start of a new run. Raises
+    TrackingAway if the store does not answer for long when a run is resumed or evaluated.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
     id_file = config.folder / RUN_ID
@@ -91,28 +92,28 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
 
 
 def check_store(config: Config) -> None:
-    """Before an evaluation, which needs no store: raises BadInput for one that MLflow refuses,
-    and says when one is away."""
+    """Check the store before an evaluation. Raises BadInput if MLflow refuses it. If it does not answer, print a
+    warning only, because an evaluation needs no store."""
     try:
         _connect(config)
     except mlflow.MlflowException as error:
         if refused(error):
             raise _unusable(config, error) from None
         complain(
-            f"warning: MLflow ({tracking_uri(config)}) does not answer: {first_line(error)}. The evaluation goes on, "
-            "it is logged afterwards"
+            f"warning: MLflow ({tracking_uri(config)}) does not answer: {first_line(error)}. The evaluation continues "
+            "and is logged afterwards"
         )
 
 
 def _unusable(config: Config, error: mlflow.MlflowException) -> BadInput:
     return BadInput(
         f"tracking.uri = {tracking_uri(config)!r}, experiment {config.tracking.experiment!r}: "
-        f"MLflow can't use it: {first_line(error)}"
+        f"MLflow cannot use it: {first_line(error)}"
     )
 
 
 def _start_step_log(run_id: str, config: Config, resumed: bool) -> None:
-    """Steps go to this run from now on; what it lacks of steps that a checkpoint covers is logged first."""
+    """Log steps to this run from now on. First log the missing figures of steps that a checkpoint covers."""
     folder = RunFolder(config.folder)
     rows = list(read_lines(folder.steps)) if resumed else []
     _step_logs[run_id] = log = retry_while_away("reading the steps in MLflow", lambda: MetricLog(run_id, resumed))
@@ -122,23 +123,23 @@ def _start_step_log(run_id: str, config: Config, resumed: bool) -> None:
 
 
 def log_step(row: Mapping[str, Any]) -> None:
-    """Every number of a line of steps.jsonl, at its step, once (tasks.tracking.metric_log);
-    of some steps the response samples too."""
+    """Log every number of a line of steps.jsonl at its step, once (tasks.tracking.metric_log); for some steps also the
+    response samples."""
     _step_logs[write_queue().run_id](row["step"], numbers(row))
     log_samples(row["step"])
 
 
 def log_evaluation(row: Mapping[str, Any]) -> None:
-    """The figures of a line of evaluations.jsonl as `benchmark/avg_at_k` and so on."""
+    """Log the figures of a line of evaluations.jsonl as `benchmark/avg_at_k` and so on."""
     benchmark = metric_name(row["benchmark"])
     figures = {f"{benchmark}/{name}": value for name, value in numbers(row).items()}
     write_queue().metrics(figures, row["step"], f"evaluation of {benchmark} at step {row['step']}")
 
 
 def register(name: str, policy: Path) -> str:
-    """Store a Hugging Face folder with the active run and register it as a version of model `name`; its version.
+    """Store a Hugging Face folder in the active run and register it as a version of model `name`; returns the version.
 
-    A second time, after a kill say, it is the version that was made the first time: the run's with this content.
+    A repeated call, for example after a kill, returns the first call's version: the run's version with this content.
     """
     run = mlflow.active_run()
     assert run is not None
@@ -159,7 +160,7 @@ def register(name: str, policy: Path) -> str:
 
 
 def _connect(config: Config) -> str:
-    """Id of the experiment, which is the current one from now on."""
+    """Make the config's experiment the current one; returns its id."""
     _use(tracking_uri(config))
     experiment = _experiment(config)
     mlflow.set_experiment(experiment_id=experiment)
@@ -167,19 +168,19 @@ def _connect(config: Config) -> str:
 
 
 def _found(config: Config) -> str | None:
-    """Id of the newest MLflow run of this name with the run folder's number;
-    None if there is none in the experiment."""
+    """Id of the newest MLflow run in the experiment with this name and the run folder's number; None if there is
+    none."""
     experiment = _connect(config)
     number = identity(config.folder)
-    if not number.isalnum():  # none, or not one of ours: it comes from a checkpoint
+    if not number.isalnum():  # no number, or not a valid one: it comes from a checkpoint
         return None
     runs = mlflow.MlflowClient().search_runs([experiment], f"tags.`{NUMBER}` = '{number}'")
     return next((str(run.info.run_id) for run in runs if run.info.run_name == config.run.name), None)
 
 
 def _use(uri: str) -> None:
-    """Set MLflow's store, and not the environment variable that MLflow sets along:
-    that one is the user's word on later runs."""
+    """Set MLflow's store, but restore the environment variable that MLflow also sets: it is the user's setting for
+    later runs."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
     mlflow.set_tracking_uri(uri)
     if before is None:
@@ -189,7 +190,8 @@ def _use(uri: str) -> None:
 
 
 def _experiment(config: Config) -> str:
-    """Id of the experiment; ours keeps its artifacts beside the sqlite store, not in the current folder."""
+    """Id of the experiment, which is created if needed. In a sqlite store its artifacts are beside the store, not in
+    the current folder."""
     found = mlflow.get_experiment_by_name(config.tracking.experiment)
     if found is not None:
         return str(found.experiment_id)

@@ -1,8 +1,8 @@
-"""Writes to one MLflow run from a thread of its own, so that a slow or absent tracking server never holds a run up.
+"""Writes to one MLflow run from a thread of its own, so that a slow or absent tracking server never delays a run.
 
-What is recorded stands in a queue, in order. While the server does not answer, the queue waits and grows (a step is
-about forty numbers); it says so once, tries again, and says when the server is back. What is still there at the end is
-named.
+Entries are in a queue, in order. While the server does not answer, the queue waits and grows (a step is about forty
+numbers). It prints one warning, tries again, and prints a line when the server is back. At the end it names the entries
+that were not written.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from tasks.console import complain
 
 RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-"""Waits between tries while the server does not answer; the last one repeats."""
+"""Seconds between tries while the server does not answer; the last value repeats."""
 FLUSH_S = 60.0
-"""What the end of a run waits for the queue."""
+"""Seconds that the end of a run waits for the queue."""
 SAMPLE_S = 10.0
 """Seconds between samples of the machine's load (MLflow's own interval)."""
 BATCH = 1000
-"""Metrics in one request; MLflow takes no more."""
+"""The largest number of metrics in one request that MLflow accepts."""
 
 
 def _store_errors() -> tuple[type[Exception], ...]:
-    """What MLflow's tracking and artifact stores raise; requests' errors are OSErrors."""
+    """The errors that MLflow's tracking and artifact stores raise. Those of the library requests are OSErrors."""
     if importlib.util.find_spec("boto3") is None:
         return mlflow.MlflowException, OSError, ImportError, BotoCoreError, ClientError
     boto = importlib.import_module("boto3.exceptions")
@@ -46,16 +46,16 @@ STORE_ERRORS = _store_errors()
 
 @dataclass
 class Write:
-    """One thing to write: metrics, or anything else as `action`."""
+    """One entry of the queue: metrics, or any other call as `action`."""
 
     what: str
-    """For messages: "metrics of step 3", "timeline.html"."""
+    """Its name in messages: "metrics of step 3", "timeline.html"."""
     action: Callable[[], object] | None = None
     metrics: list[Metric] = field(default_factory=list)
 
 
 class WriteQueue:
-    """The queue and its thread. Close it; nothing that it does raises."""
+    """The queue and its thread. None of its methods raises. It must be closed."""
 
     def __init__(self, run_id: str, say: Callable[[str], None] = complain) -> None:
         self.run_id = run_id
@@ -70,24 +70,24 @@ class WriteQueue:
         self._thread.start()
 
     def metrics(self, figures: Mapping[str, float], step: int, what: str = "") -> None:
-        """Record figures at a step, under the time of this call."""
+        """Add figures at a step, with the time of this call."""
         now = int(time.time() * 1000)
         entities = [Metric(name, value, now, step) for name, value in figures.items()]
         self._put(Write(what or f"metrics of step {step}", metrics=entities))
 
     def artifact(self, path: Path, folder: str = "") -> None:
-        """Record a file as it is when its turn comes; `folder` is in the run's artifacts."""
+        """Add a file, with its contents at the time of writing. `folder`: folder among the run's artifacts."""
         self.do(
             f"{folder}/{path.name}".lstrip("/"),
             lambda: self._client.log_artifact(self.run_id, str(path), folder or None),
         )
 
     def do(self, what: str, action: Callable[[], object]) -> None:
-        """Record by any call to MLflow, repeated until it succeeds or is refused; it must give the run id itself."""
+        """Add any call to MLflow. It is repeated until it succeeds or is refused, and must name the run id itself."""
         self._put(Write(what, action))
 
     def close(self, within_s: float = FLUSH_S) -> list[str]:
-        """Write what is left, for at most so many seconds; returns, and says, what MLflow has not got."""
+        """Write the rest, for at most `within_s` seconds. Returns and prints the names of what was not written."""
         with self._change:
             self._deadline = time.monotonic() + within_s
             self._change.notify()
@@ -124,8 +124,8 @@ class WriteQueue:
             self._drop(len(batch))
 
     def _next(self) -> list[Write]:
-        """The first records, metrics up to a request's limit; they stay in the queue.
-        Empty when closed and all is written."""
+        """The first entry, or the first metrics up to the limit of a request. They stay in the queue. Empty if the
+        queue is closed and everything is written."""
         with self._change:
             self._change.wait_for(lambda: self._queue or self._deadline is not None)
             if not self._queue:
@@ -153,12 +153,12 @@ class WriteQueue:
     def _complain_once(self, batch: list[Write], error: Exception, failures: int) -> None:
         if not failures:
             self._say(
-                f"warning: MLflow ({self._uri}) does not take {batch[0].what}: {first_line(error)}. The run goes on; "
-                "what is recorded is kept and written when MLflow answers"
+                f"warning: MLflow ({self._uri}) does not take {batch[0].what}: {first_line(error)}. The run continues; "
+                "everything is kept and written when MLflow answers"
             )
 
     def _pause(self, seconds: float) -> bool:
-        """Wait before the next try, not beyond the deadline; whether there is time for one."""
+        """Wait before the next try, but not beyond the deadline. Returns whether there is time for another try."""
         with self._change:
             self._change.wait_for(lambda: self._deadline is not None, seconds)
             left = None if self._deadline is None else self._deadline - time.monotonic()
@@ -177,7 +177,7 @@ class MachineLoad:
     """Samples CPU, memory, disk, network and NVIDIA devices of this machine into `system/...` metrics (psutil, by
     MLflow).
 
-    MLflow's own monitor ends at the first request that fails; this one only measures, the write queue delivers.
+    MLflow's own monitor stops at the first request that fails. Here it only measures, and the write queue sends.
     """
 
     def __init__(self, queue: WriteQueue, run_id: str, started_ms: int) -> None:
@@ -205,7 +205,7 @@ class MachineLoad:
 
 
 def refused(error: Exception) -> bool:
-    """Whether another try is pointless: the request itself is wrong (4xx), or the file is not there."""
+    """Whether another try is pointless, because the request is wrong (4xx), or a file or a module is missing."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, mlflow.MlflowException):
         status = error.get_http_status_code()
@@ -219,7 +219,7 @@ def first_line(error: Exception) -> str:
 
 
 def enumeration(names: list[str]) -> str:
-    """ "metrics of step 3 to 7, timeline.html": runs of steps together, each name once."""
+    """Names as one text, such as "metrics of step 3 to 7, timeline.html": ranges of steps, and each name once."""
     prefix = "metrics of step "
     steps = sorted({int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)})
     runs: list[list[int]] = []

@@ -255,7 +255,7 @@ def test_a_run_that_gets_no_further_ends_with_the_reason(environment, small, pla
 
 
 def test_the_automations_are_as_the_documentation_says():
-    said = Path(ROOT / "docs/operations.md").read_text()
+    said = Path(ROOT / "docs/recovery.md").read_text()
     from tasks.cluster import watchdog
 
     for automation in watchdog.automations():

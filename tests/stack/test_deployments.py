@@ -276,7 +276,7 @@ for wrong in ((17,), (1, "another")):
     said = call([sys.executable, "-c", code], environment).splitlines()
     assert said[:2] == ["6 slots of the limit ascend-npus were not free within 3 s", "the rest"]
     assert [line[: line.index(":")] for line in said[2:]] == [
-        "this run takes 17 of Prefect's limit ascend-npus, which is less in all",
+        "this run needs 17 slots of Prefect's limit ascend-npus, which has fewer in total",
         "Prefect has no limit another, of which this run takes 1",
     ]
 

@@ -88,7 +88,7 @@ def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_na
     told = capsys.readouterr().err
     assert "has not got: metrics of step 1 to 2" in told
     assert "steps.jsonl" in told
-    assert "still shows this run as RUNNING, which is FINISHED" in told
+    assert "still shows this run as RUNNING, but it is FINISHED" in told
     server.start()
     server.wait()
     assert history(run_id) == [(0, 0.0)]

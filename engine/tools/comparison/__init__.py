@@ -1,1 +1,1 @@
-"""Several runs side by side: which is faster, and is it as good?"""
+"""Compares runs: which one is faster, and is it as good?"""

@@ -1,4 +1,5 @@
-"""Accuracy of two runs on the same benchmark: paired by problem where both have a table, else from their intervals."""
+"""Compares the accuracy of two runs on a benchmark: paired by problem if both have a table, else from their
+intervals."""
 
 from __future__ import annotations
 
@@ -13,26 +14,29 @@ from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
 
 @dataclass(frozen=True)
 class Difference:
-    """avg@k of one run minus another's, both as trained at last."""
+    """The difference of avg@k of two runs, each after its last evaluated update."""
 
     benchmark: str
     interval: Interval
     paired: bool
     problems: int
     p_value: float | None = None
-    """Two-sided, of the paired sign-flip test."""
+    """Two-sided p-value of the paired sign-flip test."""
     better: int = 0
-    """Problems on which the first is better."""
+    """Number of problems on which the first run is better."""
     worse: int = 0
     notes: tuple[str, ...] = ()
-    """What makes the two hard to compare: other weight versions, another protocol."""
+    """Reasons why the comparison is limited: different weight versions or protocols."""
     level: float = 0.95
-    """Of the interval."""
+    """Confidence of the interval."""
 
     @property
     def agreed(self) -> bool:
-        """Whether the test, where there is one, finds a difference at the interval's level. With few unequal problems
-        the t interval is too narrow: five right ones more and none less is p = 0.06."""
+        """Whether the test finds a difference at the interval's level; True if there is no test.
+
+        With few unequal problems the t interval alone is too narrow: with five problems better and none worse, p =
+        0.06.
+        """
         return self.p_value is None or self.p_value <= 1 - self.level
 
 
@@ -41,16 +45,16 @@ def last(run: ComparedRun, benchmark: str) -> Row | None:
     rows = [
         row for row in run.evaluations if row["benchmark"] == benchmark and row.get("weight_version", row["step"]) > 0
     ]
-    return max(reversed(rows), key=lambda row: row["step"]) if rows else None  # of several at one step the newest
+    return max(reversed(rows), key=lambda row: row["step"]) if rows else None  # the newest of several at one step
 
 
 def names(runs: list[ComparedRun]) -> list[str]:
-    """Benchmarks of any run, in order of appearance."""
+    """The benchmarks of all runs, in order of appearance."""
     return list(dict.fromkeys(row["benchmark"] for run in runs for row in run.evaluations))
 
 
 def difference(one: ComparedRun, other: ComparedRun, benchmark: str, confidence: float) -> Difference | None:
-    """None unless both have evaluated trained weights on it."""
+    """The difference on a benchmark; None unless both runs have evaluated trained weights on it."""
     mine = last(one, benchmark)
     theirs = last(other, benchmark)
     if mine is None or theirs is None:

@@ -16,11 +16,12 @@ from engine.tools.comparison.verdict import Verdict, differences, percent, verdi
 from engine.tools.timeline import COLORS
 
 PALETTE = ("#2f6fb0", "#e07b1a", "#3a8f4d", "#a8498f", "#c93c3c", "#5c5c5c", "#8a6d1f", "#1f8f8f")
-"""Of the runs, in order."""
+"""Colours of the runs, in order."""
 DASHES = ("", "7 4", "2 3", "9 3 2 3")
-"""Of their lines, for who can't tell the colours apart and where curves lie on each other (SVG's stroke-dasharray)."""
+"""Dashes of their lines (SVG's stroke-dasharray), for readers who cannot distinguish the colours, and for curves on top
+of each other."""
 POINTS = 400
-"""Of one curve; a longer one is drawn by means of neighbouring steps."""
+"""Largest number of points of a curve. A longer curve is drawn as means of neighbouring steps."""
 PARTS = {
     "sync_s": ("weight sync", "sync"),
     "check_s": ("compare weights", "check"),
@@ -29,29 +30,32 @@ PARTS = {
     "update_s": ("update", "update"),
     "other_s": ("other", "silent"),
 }
-"""Of a step's time: name on the page (a run may be called "sync"), and the timeline's name for the colour."""
+"""The parts of a step's time, each with its name on the page and the timeline's name for its colour. (The names differ,
+because a run may be called "sync".)"""
 ROLLOUT = ("rollout, beside it", "rollout")
 NOTES = (
     "Tokens/s/device: prompt and response tokens of the trained responses, by step time and by all devices, training "
     "and rollouts together. The first step of a run does not count for speed.",
     "Wall time is the sum of the steps' times. Start-up, evaluations outside steps, pauses and redone steps are not in "
     "it.",
-    "Where a step's time goes: the upper bar is the trainer (it sends weights, has them compared, waits for responses, "
-    "trains, updates); the thin one is the rollout beside it. In sync they follow each other, in periodic they "
+    "Parts of a step's time: the upper bar is the trainer (it sends weights, waits for their comparison, waits for "
+    "responses, trains, updates); the thin bar is the rollout. In sync one follows the other, in periodic they "
     "overlap.",
     "Reward at the end: the mean of a run's last fifth of steps. Curves of more than 30 steps have a faint line for "
-    "the steps, a bold one for the moving average. Entropy and KL are means over the tokens of the responses, in nats.",
+    "the steps and a bold line for the moving average. Entropy and KL are means over the tokens of the responses, in "
+    "nats.",
     "Intervals of speed and reward come from six blocks of neighbouring steps (batch means, Student's t). Accuracy is "
-    "paired by problem where both runs have a table of the benchmark (t interval; sign-flip test), else it is the "
-    "difference of two Wilson intervals (Newcombe). Against several runs the intervals of speed and of reward are "
-    "widened so that those of one kind hold together, those of accuracy for all runs and benchmarks (Bonferroni).",
-    "These intervals hold for these runs. How much another seed, another machine or other load would change is not in "
-    "them: repeat runs to know.",
+    "paired by problem if both runs have a table of the benchmark (t interval; sign-flip test). Otherwise it is the "
+    "difference of two Wilson intervals (Newcombe). With several runs the intervals of a kind are widened so that they "
+    "hold together: those of speed and of reward for all runs, those of accuracy for all runs and benchmarks "
+    "(Bonferroni).",
+    "These intervals hold for these runs. They do not include the effect of another seed, another machine or other "
+    "load: repeat runs to measure it.",
 )
 
 
 def write(runs: Sequence[ComparedRun], target: Path) -> list[Verdict]:
-    """Write the page and return what it says of each run against the first."""
+    """Write the page. Returns the verdict on each run but the first."""
     found = verdicts(runs)
     content = json.dumps(_finite(_content(runs, found)), separators=(",", ":")).replace("</", "<\\/")
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -102,7 +106,7 @@ def _text(value: float, form: str) -> str:
 
 
 def _content(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> dict[str, Any]:
-    """What the page's script reads."""
+    """The data for the page's script."""
     columns, rows = summary(runs)
     return {
         "title": f"{', '.join(run.name for run in runs[1:])} against {runs[0].name}",
@@ -146,7 +150,7 @@ def _chart(
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `POINTS` points: means of neighbours."""
+    """At most `POINTS` points, as means of neighbours."""
     size = math.ceil(len(points) / POINTS)
     if size <= 1:
         return list(points)
@@ -166,7 +170,8 @@ def _bars(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
 
 
 def _forest(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """A group per benchmark with the runs' accuracies, and one with the differences from the first run."""
+    """For each benchmark a group with the accuracies of the runs, and a group with the differences from the first
+    run."""
     groups = []
     for name in accuracy.names(list(runs)):
         rows = [(number, run, accuracy.last(run, name)) for number, run in enumerate(runs)]
@@ -208,7 +213,7 @@ def _against(name: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
     ]
     if not rows:
         return []
-    level = next(one.level for verdict in found for one in verdict.accuracy)  # of all the same
+    level = next(one.level for verdict in found for one in verdict.accuracy)  # the same for all
     title = f"{name}: difference from {found[0].base.name}, with {percent(level)} intervals"
     return [{"title": title, "x": "difference of avg@k", "rows": rows, "zero": 0}]
 
@@ -225,7 +230,7 @@ def _how(one: Difference) -> str:
 
 
 def _finite(value: Any) -> Any:  # noqa: ANN401
-    """JSON has no infinity: numbers that are not finite become null."""
+    """The value with null for numbers that are not finite, because JSON has no infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a run's steps and evaluations say, and how sure a difference of two runs is."""
+"""Figures of a run's steps and evaluations, and confidence intervals for differences of two runs."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from engine.evaluation.intervals import t_interval
 Row = Mapping[str, Any]
 
 WARM_UP = 1
-"""First steps that don't count for speed: caches and allocators settle."""
+"""Number of first steps that do not count for speed, because caches and allocators are cold."""
 MIN_STEPS = 5
-"""Fewer common steps give no interval."""
+"""With fewer common steps there is no interval."""
 BLOCKS = 6
-"""Of neighbouring steps. Few and long ones: a machine's load changes slowly,
-and short blocks would be as alike as the steps."""
+"""Number of blocks of neighbouring steps. They are few and long, because the load of a machine changes slowly, and
+short blocks would be as alike as the steps."""
 PARTS = ("sync_s", "check_s", "wait_s", "train_s", "update_s")
-"""What the trainer does one after the other in a step; scoring is part of train_s, rollouts go on beside it."""
+"""The times of a step's parts in the trainer, one after the other. Scoring is part of train_s; rollouts run at the same
+time."""
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run as it was read from its folder or from MLflow."""
+    """A run, read from its folder or from MLflow."""
 
     name: str
     source: str
-    """Where it was read: a folder, or an MLflow run id and store."""
+    """Where the run was read from: a folder, or an MLflow run id and store."""
     config: Mapping[str, str]
-    """Flat: "train.mode" → "sync". Values as text."""
+    """The flat config, such as "train.mode" → "sync", with values as text."""
     steps: Sequence[Row]
-    """Lines of steps.jsonl by step, each step once (of a redone one the last)."""
+    """Lines of steps.jsonl by step, each step once (of a repeated step the last line)."""
     evaluations: Sequence[Row] = ()
     """Lines of evaluations.jsonl, in their order."""
     tables: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """An evaluation's `table` → prompt id → mean score."""
+    """The `table` of an evaluation → prompt id → mean score."""
     failure: str = ""
-    """What ended the run, if it failed: one line."""
+    """If the run failed, the reason in one line."""
 
     @property
     def mode(self) -> str:
@@ -53,18 +54,18 @@ class ComparedRun:
 
     @property
     def trained(self) -> int:
-        """Steps up to the last one that it has."""
+        """The number of steps up to the last one that the run has."""
         return int(self.steps[-1]["step"]) + 1 if self.steps else 0
 
     @property
     def complete(self) -> bool:
-        """Whether it did not fail and has the last of its steps."""
+        """Whether the run did not fail and has its last step."""
         return not self.failure and self.trained >= self.planned
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its confidence interval; infinite bounds where there is too little to say."""
+    """A figure with its confidence interval. The bounds are infinite if there is too little data."""
 
     value: float
     low: float
@@ -77,19 +78,19 @@ class Interval:
 
 
 def once(rows: Sequence[Row]) -> list[Row]:
-    """Rows by step, each step once: of several lines of a step (a redone one) the last."""
+    """Rows by step, each step once. Of several lines of a step (a repeated one) the last counts."""
     return [row for _, row in sorted({row["step"]: row for row in rows}.items())]
 
 
 def series(run: ComparedRun, key: str) -> list[tuple[int, float]]:
-    """(step, figure) of the steps that have the key as a finite number."""
+    """(step, figure) of each step that has a finite number for the key."""
     return [(row["step"], float(row[key])) for row in run.steps if _number(row.get(key))]
 
 
 def elapsed(run: ComparedRun) -> dict[int, float]:
     """Seconds of training at the end of each step: the sum of step_s so far, from the run's first step on.
 
-    Start-up, evaluations outside steps, pauses and steps that were redone are not in it.
+    Start-up, evaluations outside steps, pauses and repeated steps are not included.
     """
     total = 0.0
     found = {}
@@ -100,20 +101,20 @@ def elapsed(run: ComparedRun) -> dict[int, float]:
 
 
 def speed(rows: Sequence[Row]) -> float:
-    """Trained tokens per second and device over all the rows: by time, not the mean of the steps' speeds.
-    nan without any."""
+    """Trained tokens per second and device over all rows, weighted by time (not the mean of the steps' speeds). nan for
+    no rows."""
     known = [row for row in rows if _number(row.get("step_s")) and _number(row.get("tokens_per_s_per_device"))]
     seconds = sum(row["step_s"] for row in known)
     return sum(row["tokens_per_s_per_device"] * row["step_s"] for row in known) / seconds if seconds else math.nan
 
 
 def counted(run: ComparedRun) -> list[Row]:
-    """The steps after the warm-up; all if there are no more."""
+    """The steps after the warm-up; all steps if none follow it."""
     return list(run.steps[WARM_UP:] or run.steps)
 
 
 def breakdown(run: ComparedRun) -> dict[str, float]:
-    """Mean seconds of a step by what the trainer does (`PARTS`, other), beside `rollout_s`, `score_s` and `step_s`."""
+    """Mean seconds of the parts of a step (`PARTS` and other_s), and of `rollout_s`, `score_s` and `step_s`."""
     rows = counted(run)
     keys = (*PARTS, "rollout_s", "score_s", "step_s")
     means = {key: _mean([row[key] for row in rows if _number(row.get(key))]) for key in keys}
@@ -122,16 +123,16 @@ def breakdown(run: ComparedRun) -> dict[str, float]:
 
 
 def common(one: ComparedRun, other: ComparedRun, key: str, skip: int = 0) -> list[tuple[Row, Row]]:
-    """Rows of the steps that both runs have with the key, in order, without the first `skip` of them."""
+    """Pairs of rows of the steps that both runs have with the key, in order, without the first `skip` steps."""
     theirs = {row["step"]: row for row in other.steps if _number(row.get(key))}
     return [(row, theirs[row["step"]]) for row in one.steps if row["step"] in theirs and _number(row.get(key))][skip:]
 
 
 def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Interval:
-    """Tokens/s/device of `one` over `other`'s, on their common steps.
+    """The ratio of tokens/s/device of `one` to `other`, on their common steps.
 
-    Steps that follow each other are alike, so the units are `BLOCKS` blocks of them (method of batch means): Student's
-    t interval of the mean log ratio of the blocks. Load that stays for about as long as a block makes it too narrow.
+    Consecutive steps are alike, so the units are `BLOCKS` blocks of steps (method of batch means). The interval is
+    Student's t interval of the mean log ratio of the blocks. It is too narrow if load lasts about as long as a block.
     """
     pairs = [
         pair
@@ -148,8 +149,8 @@ def speed_ratio(one: ComparedRun, other: ComparedRun, confidence: float) -> Inte
 
 
 def reward_difference(one: ComparedRun, other: ComparedRun, confidence: float) -> Interval:
-    """Mean reward_mean of `one` minus `other`'s over the last third of their common steps;
-    blocks as in `speed_ratio`."""
+    """The mean reward_mean of `one` minus that of `other`, over the last third of their common steps, with blocks as in
+    `speed_ratio`."""
     pairs = common(one, other, "reward_mean")
     pairs = pairs[-max(MIN_STEPS, math.ceil(len(pairs) / 3)) :]
     if not pairs:
@@ -159,7 +160,7 @@ def reward_difference(one: ComparedRun, other: ComparedRun, confidence: float) -
 
 
 def blocks(rows: Sequence[Any]) -> list[Sequence[Any]]:
-    """At most `BLOCKS` blocks of neighbours, as equally long as can be."""
+    """At most `BLOCKS` blocks of neighbours, of nearly equal length."""
     count = min(BLOCKS, len(rows))
     return [rows[number * len(rows) // count : (number + 1) * len(rows) // count] for number in range(count)]
 

@@ -1,4 +1,4 @@
-"""One sentence for each question, computed from the figures and never surer than they are."""
+"""Turns figures into sentences: one for each question, and no more certain than the figures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.tools.comparison.accuracy import Difference
 from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
 
 CONFIDENCE = 0.95
-"""Of all intervals of a kind (speed, reward, accuracy) together: of k each has 1 - 0.05 / k (Bonferroni). There is one
-for each other run, of accuracy one for each other run and benchmark."""
+"""Confidence of all intervals of a kind (speed, reward, accuracy) together. Each of k intervals has 1 - 0.05 / k
+(Bonferroni). There is an interval for each run but the first; for accuracy, one for each such run and benchmark."""
 UNKNOWN = Interval(math.nan, -math.inf, math.inf)
-"""Nothing can be said."""
+"""An unknown figure."""
 GRADES = {
     "better": "better",
     "worse": "worse",
@@ -23,14 +23,14 @@ GRADES = {
     "open": "not shown to be better or worse",
     "unknown": "of unknown quality",
 }
-"""What an interval of a difference says, in words."""
+"""The result of an interval of a difference, as text."""
 PLACES = ("run.name", "run.output", "tracking.uri", "tracking.experiment", "checkpoint.path", "checkpoint.keep_last")
-"""Keys that change where things lie, not what a run does."""
+"""Keys that change where files are, and not the behaviour of a run."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One run against the first."""
+    """The comparison of one run with the first."""
 
     run: ComparedRun
     base: ComparedRun
@@ -40,15 +40,15 @@ class Verdict:
     """Difference of reward over the last third of the common steps."""
     accuracy: tuple[Difference, ...]
     answer: str
-    """Faster, and as good? In one sentence."""
+    """One sentence: is the run faster, and is it as good?"""
     sentences: tuple[str, ...]
-    """The figures behind it: speed, each benchmark, reward, wall time."""
+    """Sentences with the figures: speed, each benchmark, reward, wall time."""
     cautions: tuple[str, ...]
-    """What else the difference may come from."""
+    """Other possible causes of the difference."""
 
 
 def verdicts(runs: Sequence[ComparedRun]) -> list[Verdict]:
-    """Each run but the first against the first."""
+    """The comparison of each run but the first with the first."""
     others = len(runs) - 1
     sure = confidence(others)
     sure_of_accuracy = confidence(others * len(accuracies.names(list(runs))))
@@ -56,7 +56,7 @@ def verdicts(runs: Sequence[ComparedRun]) -> list[Verdict]:
 
 
 def confidence(intervals: int) -> float:
-    """Of each of so many intervals (at least one) that are to hold together."""
+    """The confidence of each of `intervals` intervals, so that all hold together with `CONFIDENCE`."""
     return 1 - (1 - CONFIDENCE) / max(1, intervals)
 
 
@@ -66,8 +66,8 @@ def percent(level: float) -> str:
 
 
 def differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """Config keys whose values differ, with each run's value ("not set" where it has none);
-    names and places left out."""
+    """Config keys whose values differ, with the value in each run ("not set" if it has none), without names and
+    places."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in PLACES)
     rows = {key: [run.config.get(key, "not set") for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
@@ -106,7 +106,7 @@ def _who(run: ComparedRun) -> str:
 
 
 def _answer(who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference], reward: Interval) -> str:
-    """Both questions in one sentence; the training reward speaks for quality where no benchmark does."""
+    """Both questions in one sentence. Without a benchmark, the training reward stands for quality."""
     unlike = " (not evaluated alike)"
     measured = [
         (f"on {one.benchmark}{unlike if one.notes else ''}", _side(one.interval, one.agreed)) for one in accuracy
@@ -120,14 +120,14 @@ def _answer(who: tuple[str, str], speed: Interval, accuracy: Sequence[Difference
 
 def _pace(speed: Interval) -> str:
     if not speed.known:
-        return "of unknown speed (too few steps in common)"
+        return "of unknown speed (too few common steps)"
     if speed.low <= 1 <= speed.high:
         return "not shown to be faster or slower"
     return f"{'faster' if speed.low > 1 else 'slower'} ({speed.value:.2f} times the tokens/s/device)"
 
 
 def _side(found: Interval, agreed: bool = True) -> str:
-    """A key of `GRADES`; `agreed`: a test, where there is one, finds a difference, too."""
+    """A key of `GRADES`. `agreed`: whether a test also finds a difference, or there is no test."""
     if not found.known:
         return "unknown"
     if found.low == found.high == 0:
@@ -142,7 +142,7 @@ def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> st
         return f"Speed: {who[0]} and {who[1]} have no steps in common after the warm-up, the first step."
     told = f"{ratio.value:.2f} times the tokens/s/device of {who[1]}"
     if not ratio.known or steps < run_figures.MIN_STEPS:
-        few = f"but {steps} common steps after the warm-up are too few to say how sure that is"
+        few = f"but {steps} common steps after the warm-up are too few for an interval"
         return f"Speed: {who[0]} had {told}, {few}."
     sure = f"{level} interval {ratio.low:.2f} to {ratio.high:.2f}, {steps} common steps"
     if ratio.low > 1:
@@ -203,7 +203,7 @@ def _cautions(run: ComparedRun, base: ComparedRun) -> list[str]:
     others = [key for key in differences([base, run]) if key != "train.mode"]
     if others:
         shown = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")
-        told.append(f"The two also differ in {shown}: what is said here may be due to that.")
+        told.append(f"The two also differ in {shown}, which may be the cause.")
     if run.steps and base.steps and len(run.steps) != len(base.steps):
         told.append(
             f"{run.name} has {len(run.steps)} steps, {base.name} {len(base.steps)}; only common steps are compared."
@@ -215,4 +215,4 @@ def _ended(run: ComparedRun) -> str:
     done = f"{run.trained} of {run.planned} steps"
     if run.failure:
         return f"{run.name} failed after {done}: {run.failure}"
-    return f"{run.name} has only {done}: it goes on or was ended."
+    return f"{run.name} has only {done}: it is still running, or it was stopped."

@@ -1,4 +1,5 @@
-"""`run.dry`: a recipe checked on paper. `plan(config)` raises BadInput with the reasons, `sections` are its tables."""
+"""`run.dry` checks a recipe without devices. `plan(config)` raises BadInput with the reasons; `sections` gives
+tables."""
 
 from engine.tools.dry_run.plan import RunPlan as RunPlan
 from engine.tools.dry_run.plan import plan as plan

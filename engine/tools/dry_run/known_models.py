@@ -1,6 +1,6 @@
-"""Sizes of public models, so that a recipe can be checked where the model is not: as their config.json publishes them.
+"""Sizes of public models from their published config.json, so that a recipe can be checked without the model.
 
-Each line was compared with the published config.json, and the parameters it adds up to with the published number
+Each line was compared with the published config.json, and the resulting number of parameters with the published number
 (tests/unit/tools/dry_run/test_plan.py).
 """
 
@@ -103,16 +103,16 @@ KNOWN: Mapping[str, ModelShape] = {
     "Qwen2.5-Math-7B": _qwen2_7b(4096),
     "Qwen2.5-Math-7B-32k": _qwen2_7b(
         32768
-    ),  # Qwen2.5-Math-7B with max_position_embeddings edited, as for long responses
+    ),  # Qwen2.5-Math-7B with a larger max_position_embeddings, for long responses
     "DeepSeek-R1-Distill-Qwen-32B": _QWEN2_32B,
     "Llama-3.2-3B": _LLAMA_3B,
     "Llama-3.2-3B-Instruct": _LLAMA_3B,
 }
-"""By the last part of the model's name on the Hugging Face hub, or of the folder's path."""
+"""The shapes by the last part of the model's name on the Hugging Face hub, or of the folder's path."""
 
 
 def shape_of(path: str) -> tuple[ModelShape, str]:
-    """The shape of `model.path` and where it comes from: config.json of a folder that is here, else the table above.
+    """The shape of `model.path` and its source: config.json if the folder exists, else the table `KNOWN`.
 
     Raises BadInput for a model that is in neither.
     """
@@ -125,5 +125,5 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
             return shape, "published config.json"
     raise BadInput(
         f"model.path = {path!r}: no config.json there, and the dry run has no sizes of {folder.name}; it knows "
-        f"{', '.join(KNOWN)}. A folder with config.json alone is enough"
+        f"{', '.join(KNOWN)}. A folder that only has config.json is enough"
     )

@@ -1,4 +1,4 @@
-"""What a device of the run must hold, term by term. Bytes; each term carries the formula it comes from."""
+"""The memory that a device of the run needs, term by term, in bytes. Each term has its formula."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 
 RESERVE_GIB = 4.0
-"""Kept free on a trainer's device: the driver's context, buffers of collectives, fragmentation.
-Our allowance, not measured."""
+"""Allowance on a trainer's device for the driver's context, buffers of collectives and fragmentation. It is an
+estimate, not measured."""
 ENGINE_GIB = 3.0
-"""The same on a rollout device, with the peak of vLLM's own profiling run. Our allowance, not measured."""
+"""Allowance on a rollout device, which includes the peak of vLLM's own profiling run. It is an estimate, not
+measured."""
 ENGINE_SHARE = 0.9
-"""Share of a device's memory that vLLM takes: a little less than its default
-(gpu_memory_utilization, 0.92 in vLLM 0.32)."""
+"""Share of a device's memory that vLLM takes. It is a little less than vLLM's default (gpu_memory_utilization, 0.92 in
+vLLM 0.32)."""
 CHUNK_BYTES = 2**28
 CHUNKS = 3
-"""Log-probabilities are taken in chunks of so many bytes, up to three of them at a time (engine.model.logprobs)."""
+"""Log-probabilities are computed in chunks of `CHUNK_BYTES`, up to three at a time (engine.model.logprobs)."""
 BUCKETS = 3
-"""Buckets of `weights.bucket_mb` under way in a weight sync (engine.trainer.publish.publisher)."""
+"""Number of buckets of `weights.bucket_mb` in memory during a weight sync (engine.trainer.publish.publisher)."""
 
 
 def readable(amount: float) -> str:
-    """Bytes in GiB, small amounts in MiB."""
+    """An amount of bytes as text, in GiB, or in MiB if it is small."""
     return f"{amount / GIB:.1f} GiB" if amount >= GIB / 10 else f"{amount / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand."""
+    """One term of the sum."""
 
     name: str
     bytes: float
@@ -44,21 +45,21 @@ class Term:
 
 @dataclass(frozen=True)
 class Need:
-    """What one device needs and has."""
+    """The memory that one device needs and has."""
 
     who: str
     terms: tuple[Term, ...]
     available: float
-    """Bytes."""
+    """Memory of the device in bytes."""
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """The sum of the terms in bytes."""
         return sum(term.bytes for term in self.terms)
 
     @property
     def fits(self) -> bool:
-        """Whether it does."""
+        """Whether the sum fits into the memory."""
         return self.total <= self.available
 
     def summed(self) -> str:
@@ -68,8 +69,8 @@ class Need:
 
 
 def trainer_need(shape: ModelShape, config: Config) -> Need:
-    """Of the trainer rank that needs most: under a pipeline the first and the last stage differ,
-    so all are computed."""
+    """The memory of the trainer rank that needs most. All stages of a pipeline are computed, because the first and the
+    last stage differ."""
     needs = [_stage_need(shape, config, stage) for stage in range(config.parallel.pipeline)]
     return max(needs, key=lambda need: need.total)
 
@@ -86,7 +87,7 @@ def _stage_need(shape: ModelShape, config: Config, stage: int) -> Need:
 
 
 def _states(held: Parameters, config: Config) -> Iterator[Term]:
-    """Everything of the parameters' size."""
+    """The terms that are proportional to the number of parameters."""
     size = BYTES[config.train.dtype]
     count = held.total
     yield Term("weights", count * size, f"{count / 1e6:,.1f} M parameters × {size} bytes")
@@ -100,8 +101,8 @@ def _states(held: Parameters, config: Config) -> Iterator[Term]:
 
 
 def optimizer_term(held: Parameters, config: Config) -> Term:
-    """Adam's two moments in fp32, and the fp32 master weights where weights are bf16; ZeRO stage 1 shares both
-    (Rajbhandari et al., arXiv:1910.02054 §3.1)."""
+    """Adam's two moments in fp32, and fp32 master weights if the weights are bf16. ZeRO stage 1 splits them among the
+    replicas (Rajbhandari et al., arXiv:1910.02054 §3.1)."""
     each = 12 if config.train.dtype == "bfloat16" else 8
     parallel = config.parallel
     replicas = parallel.data * parallel.context if config.train.distributed_optimizer else 1
@@ -112,12 +113,12 @@ def optimizer_term(held: Parameters, config: Config) -> Term:
 
 
 def frozen_copies(config: Config) -> int:
-    """Models beside the policy: old policy and reference."""
+    """The number of frozen models: old policy and reference."""
     return (config.algorithm.old_policy == "previous") + (config.algorithm.kl_coef > 0)
 
 
 def host_bytes(shape: ModelShape, config: Config) -> float:
-    """Host memory per trainer rank for frozen models that wait there (train.offload)."""
+    """Host memory per trainer rank for frozen models (train.offload)."""
     held = rank_parameters(shape, config.parallel, 0).total
     return frozen_copies(config) * held * BYTES[config.train.dtype] if config.train.offload else 0.0
 
@@ -129,7 +130,8 @@ def row_tokens(config: Config) -> int:
 
 
 def _working(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
-    """Activations of the micro-batches in flight, what the head adds, and the weight sync's buckets."""
+    """The terms of a working step: activations of the micro-batches in flight, the peak in addition to them, and the
+    buckets of the weight sync."""
     yield activations(shape, config, stage)
     yield from _peak(shape, config, stage)
     if config.weights.transport in ("nccl", "hccl"):
@@ -137,8 +139,8 @@ def _working(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
 
 
 def activations(shape: ModelShape, config: Config, stage: int) -> Term:
-    """Kept from forward to backward. Under 1F1B stage s of p holds p − s micro-batches
-    (Narayanan et al., arXiv:2104.04473)."""
+    """Activations kept from forward to backward. With 1F1B, stage s of p keeps p − s micro-batches (Narayanan et al.,
+    arXiv:2104.04473)."""
     parallel = config.parallel
     size = BYTES[config.train.dtype]
     tokens = row_tokens(config)
@@ -155,7 +157,7 @@ def _input_elements(shape: ModelShape, config: Config) -> int:
 
 
 def _peak(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
-    """Beside the activations, at the worst moment: the logits with their gradient, or one layer's backward pass."""
+    """The peak in addition to the activations: the logits with their gradient, or the backward pass of one layer."""
     parallel = config.parallel
     size = BYTES[config.train.dtype]
     tokens = row_tokens(config)
@@ -176,17 +178,20 @@ class Room:
     """The key-value cache of one rollout instance."""
 
     per_token: int
-    """Bytes of one token on each of the instance's devices:
-    2 · layers · key-value heads · head size · bytes / tensor."""
+    """Bytes of one token on each of the instance's devices: 2 · layers · key-value heads · head size · bytes /
+    tensor."""
     tokens: int
-    """That it has room for."""
+    """The number of tokens that fit."""
     wanted: int
-    """Tokens of all its slots at full length."""
+    """The number of tokens of all slots at full length."""
 
 
 def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
-    """Of one device of a rollout instance. vLLM gives what is left to the key-value cache; one response at full length
-    must fit, the embedded engine reserves all slots."""
+    """The memory of one device of a rollout instance, and its key-value cache.
+
+    vLLM gives the remaining memory to the key-value cache, and one response at full length must fit. The embedded
+    engine reserves memory for all slots.
+    """
     rollout = config.rollout
     size = BYTES[config.model.dtype]
     weights = rank_parameters(shape, _alone(config), 0).total * size

@@ -1,4 +1,4 @@
-"""A run on paper: layout, memory per device and the arithmetic of a batch, without devices, weights or data."""
+"""Plans a run without devices, weights or data: layout, memory per device, and the arithmetic of a batch."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from engine.tools.dry_run.sizes import total_parameters
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a recipe comes to."""
+    """The plan of a recipe."""
 
     config: Config
     shape: ModelShape
     source: str
-    """Where the shape comes from."""
+    """The source of the model's shape."""
     trainer: Need
     instance: Need
     cache: Room
 
     @property
     def instances(self) -> int:
-        """Those that the run starts and those that are to join it."""
+        """The number of instances: those that the run starts, and those that join (dry_run.joining)."""
         return self.config.rollout.instances + self.config.dry_run.joining
 
     @property
     def devices(self) -> int:
-        """Of training and rollouts together."""
+        """The number of devices of training and rollouts together."""
         return self.config.parallel.ranks + self.instances * self.config.rollout.tensor
 
 
 def plan(config: Config) -> RunPlan:
-    """The run on paper. Raises BadInput with every reason why it can't be."""
+    """The plan of a run. Raises BadInput with every reason why the run cannot work."""
     shape, source = shape_of(config.model.path)
     check_layout(shape, config.parallel)
     instance, cache = instance_need(shape, config)

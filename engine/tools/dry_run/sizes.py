@@ -1,4 +1,5 @@
-"""How many parameters a trainer rank holds, and what its layers keep of a token for the backward pass."""
+"""The number of parameters of a trainer rank, and of the elements that its layers keep per token for the backward
+pass."""
 
 from __future__ import annotations
 
@@ -10,26 +11,26 @@ from engine.model.shape import Experts, ModelShape
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one trainer rank."""
+    """The number of parameters of one trainer rank."""
 
     shared: int
-    """All but the experts: one copy per data and context rank."""
+    """Parameters outside the experts; each data and context rank has a copy."""
     experts: int
-    """Of the experts that this rank holds."""
+    """Parameters of the experts on this rank."""
 
     @property
     def total(self) -> int:
-        """Of the rank."""
+        """All parameters of the rank."""
         return self.shared + self.experts
 
 
 def total_parameters(shape: ModelShape) -> int:
-    """Of the whole model; a tied output layer counts once."""
+    """The number of parameters of the whole model. A tied output layer counts once."""
     return rank_parameters(shape, Parallel(), 0).total
 
 
 def rank_parameters(shape: ModelShape, parallel: Parallel, stage: int) -> Parameters:
-    """What a rank of pipeline stage `stage` (0 …) holds, cut as `engine.model.families` says."""
+    """The parameters of a rank of pipeline stage `stage` (0 …), split as in `engine.model.families`."""
     per_stage = shape.layers // parallel.pipeline
     layers = range(stage * per_stage, (stage + 1) * per_stage)
     vocabulary = -(-shape.vocabulary // parallel.tensor) * shape.hidden
@@ -45,7 +46,7 @@ def rank_parameters(shape: ModelShape, parallel: Parallel, stage: int) -> Parame
     first = stage == 0
     last = stage == parallel.pipeline - 1
     shared += vocabulary * first + shape.hidden * last
-    if last and not (shape.tied and first):  # a tied output layer is a copy of its own on another stage
+    if last and not (shape.tied and first):  # a tied output layer on another stage is a separate copy
         shared += vocabulary
     return Parameters(shared, experts)
 
@@ -69,14 +70,18 @@ def head_norms(shape: ModelShape) -> bool:
 
 
 def layer_elements(shape: ModelShape, parallel: Parallel, tables: bool = False) -> int:
-    """Elements that one layer keeps per token of a rank's row, without recomputation.
+    """The number of elements that one layer keeps per token of a rank's row, without recomputation.
 
-    Counted from what our layers save, as Korthikanti et al. (arXiv:2205.05198 §4.1) count theirs: both norms keep their
-    input, the two linear layers behind them the norms' outputs (4·h; shared among tensor ranks under sequence
-    parallelism); attention the joint projection, rotated queries and keys and its output, with head norms and several
-    key-value heads a rank also a copy of the queries; the MLP its gate and up projection and their product (3·f); the
-    rotation four vectors of a head's size, or none of its own where all layers share `tables` (engine.model.rotary, on
-    a CPU). Small per-token statistics count as two elements a norm or head.
+    They are counted from the tensors that the layers save, as in Korthikanti et al. (arXiv:2205.05198 §4.1):
+
+    - Both norms keep their input, and the two linear layers after them keep the norms' outputs (4·h; split among the
+      tensor ranks with sequence parallelism).
+    - Attention keeps the joint projection, rotated queries and keys, and its output. With head norms and several
+      key-value heads per rank it also keeps a copy of the queries.
+    - The MLP keeps its gate and up projections and their product (3·f).
+    - The rotation keeps four vectors of a head's size, or none if all layers share `tables` (engine.model.rotary, on a
+      CPU).
+    - Small statistics per token count as two elements per norm or head.
     """
     queries = shape.heads * shape.head_dim
     keys = shape.kv_heads * shape.head_dim
@@ -89,7 +94,8 @@ def layer_elements(shape: ModelShape, parallel: Parallel, tables: bool = False) 
 
 
 def _mlp(shape: ModelShape, parallel: Parallel) -> int:
-    """Of experts: each token is with `per_token` of them, and its input is gathered for each."""
+    """The elements of the MLP. With experts, each token goes to `per_token` experts, and its input is gathered for
+    each."""
     if shape.experts is None:
         return 3 * shape.intermediate // parallel.tensor
     return shape.experts.per_token * (3 * shape.experts.intermediate + 2 * shape.hidden)

@@ -1,4 +1,4 @@
-"""Three-digit additions worked column by column: the quickstart's problems, small enough to be learned in a minute."""
+"""Three-digit additions worked column by column: the quickstart's problems, which a small model learns in a minute."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from engine.errors import BadInput
 
 COLUMNS = 3
-"""Digits of each summand; columns are worked from the units upwards."""
+"""Number of digits of each summand. Columns are worked from the units upwards."""
 
 
 def column_sums(first: int, second: int) -> list[int]:
-    """Digit + digit + carry of each column, units first; each 0 … 19."""
+    """The sum digit + digit + carry of each column, units first; each is 0 … 19."""
     sums: list[int] = []
     carry = 0
     for column in range(COLUMNS):
@@ -27,9 +27,9 @@ def column_sums(first: int, second: int) -> list[int]:
 def worked(first: int, second: int, slip: tuple[int, int] | None = None) -> str:
     """The addition worked column by column: 315 + 849 gives "59041;14160;38011#1164".
 
-    Five digits a column: the two digits and the carry into it, then the result digit and the carry out of it; the
-    result follows "#". Spelled "5+9+0=41" it takes half as long again to learn. `slip` = (column, sum) puts a wrong
-    sum (0 … 19) into one column; what follows is consistent with it, so that nothing but the arithmetic is wrong.
+    A column has five digits: its two digits and the carry into it, then the result digit and the carry out of it. The
+    result follows "#". (In the spelling "5+9+0=41" learning takes half as long again.) `slip` = (column, sum) puts a
+    wrong sum (0 … 19) into one column. The rest is consistent with it, so only this sum is wrong.
     """
     lines: list[str] = []
     result = 0
@@ -45,7 +45,7 @@ def worked(first: int, second: int, slip: tuple[int, int] | None = None) -> str:
 
 
 def wrongly_worked(problem: str, draw: random.Random) -> str:
-    """A worked solution of `problem` with the sum of one random column wrong; raises BadInput as `summands` does."""
+    """A worked solution of `problem` with a wrong sum in one random column. Raises BadInput like `summands`."""
     first, second = summands(problem)
     column = draw.randrange(COLUMNS)
     right = column_sums(first, second)[column]
@@ -53,7 +53,7 @@ def wrongly_worked(problem: str, draw: random.Random) -> str:
 
 
 def summands(problem: str) -> tuple[int, int]:
-    """The two numbers of "315+849="; raises BadInput when the problem is no such addition."""
+    """The two numbers of a problem such as "315+849=". Raises BadInput for any other problem."""
     match = re.fullmatch(rf"(\d{{{COLUMNS}}})\+(\d{{{COLUMNS}}})=", problem)
     if match is None:
         raise BadInput(
@@ -64,7 +64,7 @@ def summands(problem: str) -> tuple[int, int]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows (problem, answer, solution) of a JSON Lines file of additions; raises BadInput naming the line at fault."""
+    """Rows (problem, answer, solution) of a JSON Lines file of additions. Raises BadInput naming the wrong line."""
     if not path.is_file():
         raise BadInput(f"{path}: no such file; the quickstart model is warmed up on data/addition_train.jsonl")
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -74,7 +74,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def lessons(rows: list[dict[str, str]], wrong_share: float, seed: int) -> list[tuple[str, str]]:
-    """(problem, solution) of each row, `wrong_share` of them with a wrong sum in one column, worked on consistently."""
+    """(problem, solution) of each row. A share `wrong_share` of the solutions has a wrong sum in one column."""
     draw = random.Random(seed)
     return [
         (row["problem"], wrongly_worked(row["problem"], draw) if draw.random() < wrong_share else row["solution"])

@@ -1,4 +1,4 @@
-"""A byte-level tokenizer: 256 bytes and four special tokens, so that every text round-trips exactly."""
+"""A byte-level tokenizer of 256 bytes and four special tokens. Every text is encoded and decoded exactly."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
-"""Ends a response (eos)."""
+"""The token that ends a response (eos)."""
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 PAD = "<|pad|>"
 SPECIAL_TOKENS = (END, TURN_START, TURN_END, PAD)
-"""Special tokens, ids 256 … 259."""
+"""The special tokens, with ids 256 … 259."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -24,9 +24,10 @@ CHAT_TEMPLATE = """\
 
 
 def build(max_length: int) -> PreTrainedTokenizerFast:
-    """The tokenizer: id = byte value for 0 … 255, special tokens above; `max_length` is the model's context in tokens.
+    """The tokenizer. Ids 0 … 255 are byte values, ids above are special tokens.
 
-    Plain text becomes its UTF-8 bytes and nothing else: no prefix space, no begin-of-sequence, no clean-up on decoding.
+    `max_length`: the model's context in tokens. A text becomes its UTF-8 bytes and nothing else: no prefix space, no
+    begin-of-sequence token, no clean-up on decoding.
     """
     core = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -45,7 +46,8 @@ def build(max_length: int) -> PreTrainedTokenizerFast:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """The printable stand-in of each byte in the byte-level pre-tokenizer (GPT-2's table), with the byte as its id."""
+    """For each byte, the printable character that stands for it in the byte-level pre-tokenizer (GPT-2's table), with
+    the byte as its id."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     standins = {chr(byte): byte for byte in printable}

@@ -1,4 +1,4 @@
-"""The quickstart's base model: a tiny Qwen3 taught additions for a minute, so that GRPO has something to improve."""
+"""Makes the quickstart's base model: a tiny Qwen3 that learns additions for a minute, as a start for GRPO."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from engine.tools.quickstart_model import byte_tokenizer as byte_tokenizer
 from engine.tools.quickstart_model.addition import lessons, read_rows
 
 MARKER = "complete.json"
-"""Written last: the size in bytes of every other file of the folder."""
+"""File that is written last: the size in bytes of every other file in the folder."""
 IGNORED = -100
-"""Label of the tokens that carry no loss (prompt and padding)."""
+"""Label of tokens without a loss (prompt and padding)."""
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How the base model is made. Part of the cache key."""
+    """The settings of the warm-up. They are part of the cache key."""
 
     hidden: int = 128
     layers: int = 4
@@ -42,25 +42,26 @@ class WarmUp:
     init_std: float = 0.06
     """Transformers' 0.02 suits a hidden size of thousands; at 128 it costs a fifth more steps."""
     wrong_share: float = 0.5
-    """Share of the rows that teach a wrong sum, which bounds the accuracy by 0.5 however well the rest is learned. Runs
-    of GRPO from models made with 0.5 ended at 0.94 to 0.98 held out, from models made with 0.3 (another learning rate)
-    at 0.89."""
+    """Share of the rows with a wrong sum. It limits the accuracy to 0.5, even if the rest is learned perfectly. GRPO
+    runs from models made with 0.5 ended with a held-out accuracy of 0.94 to 0.98; from models made with 0.3 (and
+    another learning rate) with 0.89."""
     batch: int = 64
     """Rows per step."""
     learning_rate: float = 5e-3
-    """Peak, after `rise_steps` of linear rise; then linear decay to 0 at twice `max_steps`."""
+    """Peak learning rate, reached by a linear rise over `rise_steps`. Then it decays linearly to 0 at twice
+    `max_steps`."""
     rise_steps: int = 30
     max_steps: int = 600
-    """Typical are 300."""
+    """Limit of the warm-up steps; a typical warm-up takes 300."""
     report_every: int = 10
-    """Steps between progress lines, and between measurements from `measure_from` on."""
+    """Number of steps between progress lines, and, from `measure_from` on, between measurements."""
     measure_from: int = 200
     problems: int = 192
-    """Problems per measurement, one response each: a standard error of 0.034."""
+    """Number of problems per measurement, with one response each. The standard error is 0.034."""
     enough: float = 0.36
-    """Accuracy that ends the warm-up; it rises by about 0.04 between two measurements here."""
+    """Accuracy that ends the warm-up. Near it, the accuracy rises by about 0.04 between two measurements."""
     too_low: float = 0.25
-    """Accuracy below which the model is of no use to GRPO."""
+    """With an accuracy below this, GRPO cannot improve the model."""
 
 
 def ensure_quickstart_model(
@@ -70,10 +71,11 @@ def ensure_quickstart_model(
     report: Callable[[str], None] = print,
     settings: WarmUp = WarmUp(),  # noqa: B008  (frozen)
 ) -> Path:
-    """The Hugging Face folder of the quickstart model: from the cache, else warmed up on `train_file` (about a minute).
+    """The Hugging Face folder of the quickstart model, from the cache or by a warm-up on `train_file` (about a minute).
 
-    The folder is `cache_root`/quickstart-<hash of rows, settings, seed, code, library versions>; several processes may
-    ask at once. Raises BadInput when the file holds no additions, MetronomeError when the model does not learn.
+    The folder is `cache_root`/quickstart-<hash of rows, settings, seed, code, library versions>. Several processes may
+    call this at the same time. Raises BadInput if the file has no additions, and MetronomeError if the model does not
+    learn.
     """
     rows = read_rows(train_file)
     folder = cache_root / f"quickstart-{_key(rows, settings, seed)}"
@@ -91,7 +93,8 @@ def ensure_quickstart_model(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """A model this small gains little from a second thread, and loses everything when another process has its core."""
+    """Use one thread. A model this small gains little from a second thread, and is very slow if another process uses
+    the second core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -101,7 +104,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file that was written is there at full length."""
+    """Whether every file of the folder exists with its full size."""
     try:
         sizes: dict[str, int] = json.loads((folder / MARKER).read_text())
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
@@ -117,7 +120,7 @@ def _key(rows: list[dict[str, str]], settings: WarmUp, seed: int) -> str:
 
 
 def _make(folder: Path, rows: list[dict[str, str]], seed: int, report: Callable[[str], None], how: WarmUp) -> None:
-    """Warm a model up and write its folder, marker last."""
+    """Warm up a model and write its folder, marker last."""
     tokenizer = byte_tokenizer.build(how.context)
     model = untrained(tokenizer, how)
     _warm_up(model=model, tokenizer=tokenizer, rows=rows, seed=seed, report=report, how=how)
@@ -128,7 +131,7 @@ def _make(folder: Path, rows: list[dict[str, str]], seed: int, report: Callable[
 
 
 def untrained(tokenizer: PreTrainedTokenizerFast, how: WarmUp) -> Qwen3ForCausalLM:
-    """A Qwen3 of the wanted shape with random weights from the global generator."""
+    """A Qwen3 of the quickstart's shape with random weights from the global generator."""
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -157,7 +160,7 @@ def _warm_up(
     report: Callable[[str], None],
     how: WarmUp,
 ) -> None:
-    """Supervised steps until sampled answers are right often enough; changes `model` in place."""
+    """Train with supervision until the accuracy of sampled answers reaches `how.enough`. Changes `model` in place."""
     started = time.monotonic()
     ids, labels = _tensors(lessons(rows, how.wrong_share, seed), tokenizer)
     accuracy = 0.0
@@ -168,7 +171,7 @@ def _warm_up(
         if measured:
             accuracy = _accuracy(model, tokenizer, rows, how.problems, max_tokens=ids.shape[1])
         report(
-            f"base model: step {step}, loss {loss:.3f}, accuracy {accuracy:.2f} (wanted {how.enough:.2f}), "
+            f"base model: step {step}, loss {loss:.3f}, accuracy {accuracy:.2f} (stops at {how.enough:.2f}), "
             f"{time.monotonic() - started:.0f} s"
         )
         if measured and accuracy >= how.enough:
@@ -176,12 +179,12 @@ def _warm_up(
     if accuracy < how.too_low:
         raise MetronomeError(
             f"the quickstart model reached accuracy {accuracy:.2f} in {how.max_steps} warm-up steps, "
-            f"below the {how.too_low:.2f} that GRPO needs; give a model of your own by model.path"
+            f"below the {how.too_low:.2f} that GRPO needs; set model.path to a model of your own"
         )
 
 
 def _tensors(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, both [rows, longest]; only the solution and the end token after it are taught."""
+    """Token ids and labels, both [rows, longest]. Only the solution and the end token after it have labels."""
     prompts = tokenizer([problem for problem, _ in pairs])["input_ids"]
     texts = tokenizer([problem + solution + byte_tokenizer.END for problem, solution in pairs])["input_ids"]
     ids = torch.full((len(pairs), max(map(len, texts))), tokenizer.pad_token_id)
@@ -193,7 +196,7 @@ def _tensors(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -
 
 
 def _steps(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor, how: WarmUp) -> Iterator[tuple[int, float]]:
-    """Train on random batches, each row once per pass; yields (step from 1, mean token loss) after each update."""
+    """Train on random batches, each row once per pass. Yields (step from 1, mean token loss) after each update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=how.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, how))
     order = torch.empty(0, dtype=torch.long)
@@ -202,7 +205,7 @@ def _steps(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor, how: WarmUp) ->
             order = torch.randperm(len(ids))
         chosen = order[: how.batch]
         order = order[how.batch :]
-        # Padding stands on the right, where causal attention never looks: no mask needed.
+        # Padding is on the right, where causal attention does not look, so no mask is needed.
         loss = model(input_ids=ids[chosen], labels=labels[chosen], use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -213,7 +216,7 @@ def _steps(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor, how: WarmUp) ->
 
 
 def _rate(step: int, how: WarmUp) -> float:
-    """Share of the peak learning rate: linear rise, then linear decay that is half-way down at `max_steps`."""
+    """Share of the peak learning rate: a linear rise, then a linear decay that reaches half at `max_steps`."""
     return min((step + 1) / how.rise_steps, 1 - step / (2 * how.max_steps))
 
 
@@ -225,7 +228,7 @@ def _accuracy(
     problems: int,
     max_tokens: int,
 ) -> float:
-    """Share of right answers (the text after "#") when one response to each of `problems` random rows is sampled."""
+    """Share of right answers (the text after "#") among one sampled response to each of `problems` random rows."""
     chosen = [rows[place] for place in torch.randperm(len(rows))[:problems].tolist()]
     prompts = tokenizer([row["problem"] for row in chosen], return_tensors="pt", padding=True)
     sampled = model.generate(**prompts, max_new_tokens=max_tokens)
@@ -235,7 +238,8 @@ def _accuracy(
 
 
 def _publish(made: Path, folder: Path, aside: Path) -> None:
-    """Move the finished folder to its place; a process that was faster keeps its own, a damaged folder goes aside."""
+    """Move the finished folder to its place. If another process was faster, its folder stays; a damaged folder is moved
+    aside."""
     while not is_complete(folder):
         try:
             made.rename(folder)
@@ -243,5 +247,5 @@ def _publish(made: Path, folder: Path, aside: Path) -> None:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             if not is_complete(folder):
-                with contextlib.suppress(FileNotFoundError):  # another process has just done it
+                with contextlib.suppress(FileNotFoundError):  # another process has just moved it
                     folder.rename(aside)

@@ -1,7 +1,6 @@
-"""A bucket as a safetensors file, written in one piece, and folders of them: the snapshots that late instances load.
+"""Buckets as safetensors files, and folders of such files: the snapshots that late instances load.
 
-The file's metadata hold names, dtypes, shapes and checksums, so that a folder can be loaded with nothing else known of
-it.
+The metadata of a file have names, dtypes, shapes and checksums, so a folder can be loaded without other information.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from engine.types import JsonObject
 from engine.wire.weights.buckets import Bucket, TensorSpec, view
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
-"""safetensors' names."""
+"""safetensors' name of each dtype, by its name on the wire."""
 
 TORCHS = {theirs: ours for ours, theirs in DTYPES.items()}
 
 MAX_HEADER = 100 * 2**20
-"""Bytes; safetensors' own limit."""
+"""Largest size of a header in bytes, as in safetensors."""
 
 
 def write(path: Path, bucket: Bucket, wire: Mapping[str, object]) -> None:
-    """Write a bucket; over the file that is there, if any: memory or disk that it holds need not be found anew."""
+    """Write a bucket. An existing file is overwritten in place, so that its memory or disk space is used again."""
     header: JsonObject = {"__metadata__": {"format": "pt", "bucket": json.dumps(wire)}}
     offset = 0
     for spec in bucket.specs:
@@ -35,7 +34,7 @@ def write(path: Path, bucket: Bucket, wire: Mapping[str, object]) -> None:
         header[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # the tensors start at a multiple of 8
     path.touch()
     with path.open("r+b", buffering=0) as file:
         _write_all(file, len(text).to_bytes(8, "little") + text)
@@ -51,7 +50,7 @@ def _write_all(file: Any, data: bytes | memoryview) -> None:  # noqa: ANN401
 
 
 def wire_of(path: Path) -> JsonObject:
-    """Names, dtypes, shapes and checksums of a bucket's file; BadInput for a file that `write` did not make."""
+    """Names, dtypes, shapes and checksums of a bucket's file. Raises BadInput for a file that `write` did not write."""
     try:
         wire = json.loads(_header(path)[0]["__metadata__"]["bucket"])
     except (KeyError, TypeError, ValueError):
@@ -60,7 +59,7 @@ def wire_of(path: Path) -> JsonObject:
 
 
 def _header(path: Path) -> tuple[JsonObject, int]:
-    """The header, and where the tensors begin."""
+    """The header, and the position of the first tensor in bytes."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -77,7 +76,7 @@ def _header(path: Path) -> tuple[JsonObject, int]:
 
 
 Place = tuple[str, tuple[int, ...], int, int]
-"""dtype, shape, first byte, end."""
+"""A tensor's dtype, shape, first byte and end in the file."""
 
 
 def _place(entry: JsonObject) -> Place:
@@ -88,14 +87,14 @@ def _place(entry: JsonObject) -> Place:
 
 
 class BucketFile:
-    """A safetensors file whose tensors are read into memory of ours."""
+    """A safetensors file whose tensors are read into a given buffer."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadInput for a file that is absent or cut off."""
+        """Raises BadInput if the file is missing or cut off."""
         self.path = path
         header, self._start = _header(path)
         try:
-            self._file = path.open("rb", buffering=0)  # stays the same file, also when its folder is renamed
+            self._file = path.open("rb", buffering=0)  # stays the same file, also if its folder is renamed
         except OSError as error:
             raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
         header.pop("__metadata__", None)
@@ -110,11 +109,11 @@ class BucketFile:
 
     @property
     def names(self) -> frozenset[str]:
-        """Its tensors."""
+        """The names of its tensors."""
         return frozenset(self._places)
 
     def specs(self) -> list[TensorSpec]:
-        """Its tensors in the file's order; BadInput for a dtype that does not travel."""
+        """Its tensors in the file's order. Raises BadInput for a dtype that weights cannot have."""
         for name, (dtype, *_) in self._places.items():
             if dtype not in TORCHS:
                 raise BadInput(f"{self.path}: {name} is {dtype}; weights are one of {', '.join(TORCHS)}")
@@ -122,8 +121,10 @@ class BucketFile:
         return [TensorSpec(name, TORCHS[dtype], shape) for name, (dtype, shape, *_) in places]
 
     def read(self, buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """Read the file, once, into a uint8 buffer on the host of at least `nbytes`; views of it. BadInput where the
-        file holds another dtype or shape, or is cut off meanwhile."""
+        """Read the file once into a uint8 buffer of at least `nbytes` on the host. Returns views of the buffer.
+
+        Raises BadInput if the file has another dtype or shape than `specs`, or if it was cut off in between.
+        """
         left = buffer.numpy().data[: self.nbytes]
         try:
             with self._file as file:
@@ -140,19 +141,19 @@ class BucketFile:
         dtype, shape, begin, end = self._places[spec.name]
         if (dtype, shape) != (DTYPES[spec.dtype], spec.shape) or end - begin != spec.nbytes:
             raise BadInput(
-                f"{self.path}: {spec.name} is {dtype} {list(shape)}, announced was "
-                f"{DTYPES[spec.dtype]} {list(spec.shape)}"
+                f"{self.path}: {spec.name} is {dtype} {list(shape)}, but "
+                f"{DTYPES[spec.dtype]} {list(spec.shape)} was announced"
             )
         return view(buffer[begin:end], spec)
 
 
 def files_at(path: str) -> list[Path]:
-    """The safetensors file there, or those of a folder. Raises BadInput where there is none."""
+    """The safetensors file at a path, or the files in a folder. Raises BadInput if there is none."""
     place = Path(path)
     try:
         files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
         found = bool(files) and files[0].is_file()
-    except (OSError, ValueError):  # too long or not encodable: no path that a file could have
+    except (OSError, ValueError):  # too long or not encodable: no file can have this path
         found = False
     if not found:
         raise BadInput(f"update_info.path {path[:200]!r}: no such file, and no folder with *.safetensors")

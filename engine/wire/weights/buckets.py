@@ -1,8 +1,8 @@
-"""Buckets: a pipeline stage's tensors, some at a time, so that the whole model is never in one place.
+"""Buckets: some tensors of a pipeline stage at a time, so that the whole model is never in one place.
 
-A tensor that lies ready where it is sent from, contiguous and of the dtype that travels, is referred to; others are
-copied into a buffer that is used again. On the wire a bucket is described by `Bucket.wire` (docs: the update_info of
-/update_weights). Needs torch and xxhash alone: it also runs in vLLM's environment.
+A tensor that can be sent as it is (contiguous, with the dtype that is sent) is referred to. Other tensors are copied
+into a buffer that is used again. `Bucket.wire` describes a bucket on the wire (the update_info of /update_weights).
+This module needs only torch and xxhash, because it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.errors import BadInput, DeadlineError
 from engine.wire.weights.checksum import checksum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-"""By their name on the wire."""
+"""The dtypes that weights can have, by their name on the wire."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -37,12 +37,12 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def specs_of(update_info: Mapping[str, object]) -> list[TensorSpec]:
-    """What an update_info says of its tensors; BadInput where it says nothing whole."""
+    """The tensors of an update_info. Raises BadInput if it does not describe them completely."""
     values = (update_info.get(key) for key in ("names", "dtypes", "shapes"))
     lists = [value for value in values if isinstance(value, list)]
     if len(lists) != 3 or len({len(value) for value in lists}) != 1:
@@ -67,18 +67,18 @@ def _spec(name: Any, dtype: Any, shape: Any) -> TensorSpec:  # noqa: ANN401
 
 
 def span(specs: Sequence[TensorSpec]) -> int:
-    """Bytes of a bucket."""
+    """The size of a bucket in bytes."""
     return sum(spec.nbytes for spec in specs)
 
 
 def views(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """The tensors of a bucket, of the uint8 buffer [≥ span] that holds them
-    (a copy of one that begins at an odd place)."""
+    """The tensors of a bucket as views of the uint8 buffer [≥ span] that has their bytes. A tensor that is not aligned
+    is copied."""
     return [view(cut, spec) for cut, spec in zip(cuts(buffer, specs), specs, strict=True)]
 
 
 def cuts(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """uint8 [nbytes] for each of the tensors, one behind the other."""
+    """The buffer's uint8 [nbytes] of each tensor, one after the other."""
     offset = 0
     found = []
     for spec in specs:
@@ -88,7 +88,7 @@ def cuts(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 def view(data: Tensor, spec: TensorSpec) -> Tensor:
-    """Bytes [spec.nbytes] as the tensor they are."""
+    """Bytes [spec.nbytes] as a tensor of the spec's dtype and shape."""
     dtype = DTYPES[spec.dtype]
     data = data if data.storage_offset() % dtype.itemsize == 0 else data.clone()
     return data.view(dtype).view(spec.shape)
@@ -110,20 +110,20 @@ class Bucket:
     number: int
     specs: list[TensorSpec]
     tensors: list[Tensor]
-    """Contiguous, in the dtype that travels; one for each spec."""
+    """One tensor for each spec, contiguous, with the dtype that is sent."""
     buffer: Tensor
-    """uint8; holds those of the tensors that had to be copied."""
+    """uint8 memory of the tensors that had to be copied."""
 
     def pieces(self) -> list[Tensor]:
-        """uint8 [nbytes] of each tensor: what is sent, one behind the other."""
+        """uint8 [nbytes] of each tensor; these are sent one after the other."""
         return [tensor.view(-1).view(torch.uint8) for tensor in self.tensors]
 
     def checksums(self) -> list[str]:
-        """Of each tensor."""
+        """The checksum of each tensor."""
         return [checksum(tensor) for tensor in self.tensors]
 
     def wire(self) -> BucketTensors:
-        """Names, dtypes, shapes and checksums, as update_info carries them."""
+        """Names, dtypes, shapes and checksums, in the form of update_info."""
         return {
             "names": [spec.name for spec in self.specs],
             "dtypes": [spec.dtype for spec in self.specs],
@@ -133,11 +133,13 @@ class Bucket:
 
 
 class Buffers:
-    """Host memory for the buckets that are under way; what is taken must be given back. Kept from sync to sync: the
-    first touch of memory costs more than the copy."""
+    """Host memory for the buckets that are being sent. A buffer that is taken must be given back.
+
+    The memory is kept from sync to sync, because the first access to new memory costs more than the copy.
+    """
 
     def __init__(self, count: int, timeout_s: float, device: torch.device | None = None) -> None:
-        """`count` buckets at a time; `timeout_s`: how long to wait for one of them to be sent."""
+        """`count`: number of buckets at a time; `timeout_s`: how long `take` waits until one of them is sent."""
         self._free: queue.Queue[Tensor] = queue.Queue()
         self._timeout_s = timeout_s
         self._device = device or torch.device("cpu")
@@ -145,8 +147,8 @@ class Buffers:
             self._free.put(torch.empty(0, dtype=torch.uint8, device=self._device))
 
     def take(self, nbytes: int) -> Tensor:
-        """A uint8 buffer of at least so many bytes: of the free ones the smallest that is large enough, else the
-        largest, grown. DeadlineError when none comes back in time."""
+        """A uint8 buffer of at least `nbytes` bytes: the smallest free buffer that is large enough, else the largest
+        one, enlarged. Raises DeadlineError if no buffer is given back in time."""
         try:
             free = [self._free.get(timeout=self._timeout_s)]
         except queue.Empty:
@@ -168,10 +170,11 @@ class Buffers:
 def pack(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, limit: int, buffers: Buffers
 ) -> Iterator[Bucket]:
-    """Put named tensors, as they come, into buckets of at most `limit` bytes or one tensor; cast to `dtype` if given.
+    """Put named tensors in order into buckets of at most `limit` bytes, or of one larger tensor. Casts to `dtype` if
+    given.
 
-    Tensors that need no copy are referred to: they must not change while the bucket is in use. Each bucket's buffer is
-    the taker's, who gives it back. Raises BadInput for a dtype that does not travel.
+    Tensors that need no copy are referred to, so they must not change while the bucket is in use. The caller gives each
+    bucket's buffer back. Raises BadInput for a dtype that weights cannot have.
     """
     bucket: Bucket | None = None
     number = used = 0
@@ -192,8 +195,9 @@ def pack(
 
 
 def small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, the first and second exchanged where the first alone is more than `limit` bytes (an embedding):
-    instances receive the first bucket beside their model and copy it, the others in place (WeightLoad.lend)."""
+    """The tensors in order, but with the first and second exchanged if the first is larger than `limit` bytes (an
+    embedding). Instances receive the first bucket into separate memory and copy it, and the others in place
+    (WeightLoad.lend)."""
     left = iter(tensors)
     first = list(itertools.islice(left, 2))
     if len(first) == 2 and first[0][1].nbytes > limit >= first[1][1].nbytes:
@@ -203,7 +207,7 @@ def small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[t
 
 
 def _ready(tensor: Tensor, spec: TensorSpec, room: Tensor) -> Tensor:
-    """The tensor itself if it can be sent as it is, else a copy in `room`."""
+    """The tensor itself if it can be sent without a copy, else a copy in `room`."""
     dtype = DTYPES[spec.dtype]
     if tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == room.device:
         return tensor

@@ -1,8 +1,8 @@
-"""Broadcast groups of a pipeline stage's sender and all instances (torch.distributed; needs torch alone, no vllm).
+"""Broadcast groups of a pipeline stage's sender and all instances (torch.distributed; needs torch only, not vLLM).
 
-The sender is rank 0 and holds a TCPStore where the others find it. Members meet in the store, with a deadline, before
-the group is made: whoever died on the way leaves nobody in a constructor that can't be called off. Every wait in a
-group has a deadline, and `close` calls it off.
+The sender is rank 0 and has a TCPStore, in which the other members find it. The members meet in the store, with a
+deadline, before the group is created. So if a member dies before, the others do not hang in the group's constructor,
+which cannot be cancelled. Every wait in a group has a deadline, and `close` cancels it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from engine.wire.address import address_towards
 
 BACKENDS = ("gloo", "nccl")
 REACH_S = 10.0
-"""The sender listens before anybody is told its address: who does not reach it by then never will."""
+"""Time limit in seconds to reach the sender. The sender listens before its address is sent, so more time would not
+help."""
 POLL_S = 0.0005
-"""How often a transfer under way is looked at: a bucket takes hundreds of times longer."""
+"""Seconds between two looks at a running transfer. A bucket takes hundreds of times longer."""
 
 
 class Rendezvous:
-    """The sender's store: where the members of its stage's group find each other."""
+    """The sender's store, in which the members of its stage's group find each other."""
 
     def __init__(self, host: str, backend: str, timeout_s: float) -> None:
-        """`host`: an address of this machine that the instances reach; a free port of it is taken."""
+        """`host`: an address of this machine that the instances can reach. A free port is used."""
         self.host = host
         self._backend = backend
         self._timeout_s = timeout_s
@@ -43,12 +44,12 @@ class Rendezvous:
 
     @property
     def address(self) -> dict[str, Any]:
-        """What the members need to know of this stage."""
+        """Host and port of the store, for the members."""
         return {"host": self.host, "port": self._store.port}
 
     def gather(self, world: int) -> BroadcastGroup:
-        """Wait for the members (ranks 1 … world − 1) and make the group.
-        TransferError when called off, DeadlineError."""
+        """Wait for the members (ranks 1 … world − 1) and create the group. Raises TransferError if it is called off,
+        and DeadlineError."""
         try:
             with _store_errors("the members of the weight transfer"):
                 for rank in range(1, world):
@@ -73,14 +74,15 @@ class Rendezvous:
             raise
 
     def call_off(self) -> None:
-        """The group will not be made: nobody waits any longer.
-        Who comes yet hears of it, as long as this object is kept."""
+        """Cancel the group: no member waits any longer. Members that come later also get TransferError, as long as this
+        object exists."""
         self._off.set()
         self._store.set("off", "1")
 
 
 def _serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """A store on that address alone (torch would listen on all, and look up names of mapped addresses for seconds)."""
+    """A store that listens on this address only. (torch alone would listen on all addresses, and spend seconds on the
+    names of mapped addresses.)"""
     listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port = int(listening.getsockname()[1])
     return dist.TCPStore(
@@ -97,12 +99,12 @@ def _serve_store(host: str, timeout_s: float) -> dist.TCPStore:
 def join(
     address: dict[str, object], rank: int, world: int, backend: str, timeout_s: float, off: threading.Event
 ) -> BroadcastGroup:
-    """Become a member of the group that a `Rendezvous` gathers. Raises TransferError when it, or `off`, calls off;
-    DeadlineError."""
+    """Become a member of the group that a `Rendezvous` gathers. Raises TransferError if the sender or `off` cancels it,
+    and DeadlineError."""
     host = address.get("host")
     port = address.get("port")
     if not isinstance(host, str) or type(port) is not int or not 0 < port < 65536:
-        raise BadInput(f'init_info.stages: {address!r} is no address; expected {{"host": ..., "port": ...}}')
+        raise BadInput(f'init_info.stages: {address!r} is not an address; expected {{"host": ..., "port": ...}}')
     with _store_errors(f"the sender of the weights at {host}:{port}"):
         _await_port(host, port, timeout_s, off)
         store = dist.TCPStore(
@@ -128,7 +130,7 @@ def join(
 
 @contextlib.contextmanager
 def _store_errors(whom: str) -> Iterator[None]:
-    """torch's errors of stores and rendezvous (RuntimeErrors all of them) under our name."""
+    """Turn torch's errors of stores and rendezvous, which are all RuntimeErrors, into TransferError."""
     try:
         yield
     except RuntimeError as error:
@@ -146,7 +148,7 @@ def _await_key(store: dist.Store, key: str, timeout_s: float, off: threading.Eve
 
 
 def _await_port(host: str, port: int, timeout_s: float, off: threading.Event) -> None:
-    """Until somebody listens there: torch's own way of waiting can't be called off."""
+    """Wait until a process listens there. (torch's own wait cannot be cancelled.)"""
     deadline = time.monotonic() + min(timeout_s, REACH_S)
     while True:
         try:
@@ -162,14 +164,14 @@ def _await_port(host: str, port: int, timeout_s: float, off: threading.Event) ->
 
 
 def own_address(loopback: bool) -> str:
-    """An address of this machine that the instances reach: 127.0.0.1 if all are on it."""
+    """An address of this machine that the instances can reach; 127.0.0.1 if all of them are on this machine."""
     if loopback:
         return "127.0.0.1"
     found = socket.gethostbyname(socket.gethostname())
     if ipaddress.ip_address(found).is_loopback:
         raise BadInput(
             f"the name of this machine, {socket.gethostname()}, means {found}: instances on other machines can't "
-            "reach that; give the machine's own address in /etc/hosts"
+            "reach that; set the machine's own address in /etc/hosts"
         )
     return found
 
@@ -178,21 +180,22 @@ class BroadcastGroup:
     """A stage's sender (rank 0) and receivers."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, backend: str, own: str, timeout_s: float) -> None:
-        """`own`: this machine's address towards the others. Called by all members at once."""
+        """`own`: the address of this machine that the others use. All members call this at the same time."""
         self.backend = backend
         self._timeout_s = timeout_s
-        self._store = store  # the sender's lives as long as the group
+        self._store = store  # keeps the sender's store alive as long as the group
         self._made: dist.ProcessGroup | None = _make(
             store=store, rank=rank, world=world, backend=backend, own=own, timeout_s=timeout_s
         )
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        """Where receivers' buffers must lie: on the device of the thread that joined;
-        other threads begin with device 0."""
+        """Device of the receivers' buffers: that of the thread that joined. (Other threads would start with device
+        0.)"""
         self._last: list[dist.Work] = []
         self._closed = threading.Event()
 
     def broadcast(self, *pieces: Tensor) -> Transfer:
-        """Begin to send (rank 0) or receive pieces of memory, contiguous and of the same sizes on all members."""
+        """Start to send (rank 0) or receive pieces of memory. They are contiguous, with the same sizes on all
+        members."""
         if self._made is None:
             raise TransferError("the weight transfer was closed")
         made = self._made
@@ -200,7 +203,8 @@ class BroadcastGroup:
         return Transfer(self._last, self._closed, self._timeout_s)
 
     def close(self) -> None:
-        """Leave. Whoever waits in a transfer of this group gets TransferError now; the others when they notice."""
+        """Leave the group. Waits of this process in the group raise TransferError at once; other members notice
+        later."""
         self._closed.set()
         made = self._made
         self._made = None
@@ -213,8 +217,8 @@ class BroadcastGroup:
 
 
 def _let_go(held: list[Any]) -> None:
-    """Drop [transfers under way …, group] once the transfers have ended by their time-out: gloo would wait for them
-    with the interpreter locked."""
+    """Delete [running transfers …, group] after the transfers have ended by their time-out. (gloo would wait for them
+    with the interpreter locked.)"""
     while not all(work.is_completed() for work in held[:-1]):
         time.sleep(0.05)
     held.clear()
@@ -235,11 +239,11 @@ def _make(store: dist.Store, rank: int, world: int, backend: str, own: str, time
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
         return dist.ProcessGroupNCCL(place, rank, world, options)  # type: ignore[return-value]  # as above
-    raise BadInput(f"transport {backend!r}; groups are made of {', '.join(BACKENDS)}")
+    raise BadInput(f"transport {backend!r}: expected one of {', '.join(BACKENDS)}")
 
 
 class Transfer:
-    """Broadcasts under way."""
+    """Running broadcasts."""
 
     def __init__(self, works: list[dist.Work], closed: threading.Event, timeout_s: float) -> None:
         self._works = works
@@ -247,7 +251,8 @@ class Transfer:
         self._timeout_s = timeout_s
 
     def wait(self) -> None:
-        """Until the bytes are through. TransferError when a member died or the group was closed, DeadlineError."""
+        """Wait until the bytes have arrived. Raises TransferError if a member died or the group was closed, and
+        DeadlineError."""
         deadline = time.monotonic() + self._timeout_s
         while not all(work.is_completed() for work in self._works):
             if self._closed.is_set():

@@ -1,5 +1,5 @@
-"""The weights of a Hugging Face folder: read and written tensor by tensor,
-in one safetensors file or many with an index."""
+"""Reads and writes the weights of a Hugging Face folder tensor by tensor, in one safetensors file or in several with an
+index."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from engine.errors import BadInput
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 2 * 2**30
-"""Default size of a written shard: what writing holds in memory."""
+"""Default size of a written shard; writing needs this much memory."""
 
 MAPPED_BYTES = 256 * 2**20
-"""How much of a shard is read before it is opened anew:
-what was read through a mapping counts as memory until it closes."""
+"""A shard is opened again after this many bytes were read. Bytes that were read through a mapping count as memory until
+it is closed."""
 
 
 class Reader:
-    """Looks tensors up by name. One shard is open at a time,
-    and memory holds about MAPPED_BYTES of it (or one tensor)."""
+    """Reads tensors by name. One shard is open at a time, with about MAPPED_BYTES of it in memory (or one tensor)."""
 
     def __init__(self, folder: Path, shards: dict[str, Path]) -> None:
         """`shards` maps tensor names to their files; use `open_folder`."""
@@ -43,7 +42,7 @@ class Reader:
         return frozenset(self._shards)
 
     def read(self, name: str) -> Tensor:
-        """The tensor of that name in its file's dtype, a view of the mapped file: copy it to keep it."""
+        """The tensor of that name with its dtype in the file. It is a view of the mapped file: copy it to keep it."""
         if name not in self._shards:
             raise BadInput(f"{self._folder}: tensor {name} is missing in its safetensors")
         path = self._shards[name]
@@ -59,7 +58,7 @@ class Reader:
         return tensor
 
     def close(self) -> None:
-        """Let go of the open shard."""
+        """Close the open shard."""
         self._file = None
         self._path = None
         self._mapped = 0
@@ -67,7 +66,7 @@ class Reader:
 
 @contextmanager
 def open_folder(folder: Path) -> Iterator[Reader]:
-    """A reader of the folder's weights. Raises BadInput naming the file (and tensor) that is missing or damaged."""
+    """A reader of the folder's weights. Raises BadInput naming the missing or damaged file and tensor."""
     reader = Reader(folder, _shards(folder))
     try:
         yield reader
@@ -76,10 +75,11 @@ def open_folder(folder: Path) -> Iterator[Reader]:
 
 
 def write_sharded(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write named tensors into a folder as they come, at most `shard_bytes` (or one tensor) to a file.
+    """Write named tensors in order into files of a folder, at most `shard_bytes` (or one tensor) to a file.
 
-    Holds one shard in memory. One file is `model.safetensors`; more are numbered and have an index, which is written
-    last: a folder without `model.safetensors` and index is not complete. Raises BadInput where weights lie already.
+    One shard is in memory at a time. A single file is named `model.safetensors`. Several files are numbered and have an
+    index, which is written last, so a folder without `model.safetensors` and without an index is not complete. Raises
+    BadInput if the folder has weights already.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if stale := sorted([*folder.glob("*.safetensors"), *folder.glob(INDEX)]):
@@ -90,14 +90,14 @@ def write_sharded(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
         shards.append(list(shard))
         total += sum(tensor.nbytes for tensor in shard.values())
         save_file(shard, _partial(folder, len(shards)), metadata={"format": "pt"})
-        del shard  # before the next is filled
+        del shard  # free it before the next one is filled
     _publish(folder, shards, total)
 
 
 def join(folder: Path, parts: Sequence[Path]) -> None:
-    """Make one folder's weights of those of several (each from `write_sharded`, no tensor in two); the parts go away.
+    """Join the weights of several folders in one. Each part is from `write_sharded`; no tensor is in two parts.
 
-    Files are moved, not read.
+    Files are moved, not read. The parts are deleted.
     """
     files = [(part, name) for part in parts for name in sorted(path.name for path in part.glob("*.safetensors"))]
     shards: list[list[str]] = []
@@ -112,7 +112,7 @@ def join(folder: Path, parts: Sequence[Path]) -> None:
 
 
 def _filled(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Group the tensors up to the limit in bytes; each on the host and apart from the memory it came from."""
+    """Group the tensors up to the limit in bytes. Each is copied to memory of its own on the host."""
     shard: dict[str, Tensor] = {}
     used = 0
     for name, tensor in tensors:
@@ -127,7 +127,7 @@ def _filled(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
 
 
 def _payload(path: Path) -> int:
-    """Bytes of a file's tensors: what comes after the header, whose length the first eight bytes give."""
+    """Size of a file's tensors in bytes. They follow the header, whose length is in the first eight bytes."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
@@ -137,7 +137,7 @@ def _partial(folder: Path, number: int) -> Path:
 
 
 def _publish(folder: Path, shards: list[list[str]], total: int) -> None:
-    """Give the written files their names, which hold the number of all."""
+    """Rename the written files to their final names, which include the number of files, and write the index."""
     if len(shards) == 1:
         _partial(folder, 1).rename(folder / SINGLE)
         return
@@ -153,7 +153,8 @@ def _publish(folder: Path, shards: list[list[str]], total: int) -> None:
 
 
 def _shards(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, as transformers looks for it: one file, else the index, checked against its shards."""
+    """The file of each tensor, found in the same way as by transformers: one file, else the index. The index is checked
+    against its shards."""
     if (folder / SINGLE).is_file():
         return dict.fromkeys(_open(folder / SINGLE).keys(), folder / SINGLE)
     if not (folder / INDEX).is_file():

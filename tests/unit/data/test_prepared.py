@@ -80,7 +80,7 @@ def test_the_training_file_itself_as_the_evaluation_set_is_a_note_and_all_of_ano
     found = prepare(config(data__train=train, data__heldout=train))
     assert len(found.train.rows) == 2
     assert "is the training set itself" in found.notes[0]
-    with pytest.raises(BadInput, match="every row also stands in an evaluation set.*data.decontaminate = "):
+    with pytest.raises(BadInput, match="every row is also in an evaluation set.*data.decontaminate = "):
         prepare(config(data__train=train, data__heldout=twin))
 
 

@@ -155,7 +155,7 @@ def test_unusable_file(tmp_path, name, text, message):
 def test_missing_file_folder_and_scheme(tmp_path):
     with pytest.raises(BadInput, match="no such file or folder"):
         read_problems(str(tmp_path / "absent.json"))
-    with pytest.raises(BadInput, match="the folder holds no"):
+    with pytest.raises(BadInput, match="the folder has no"):
         read_problems(str(tmp_path))
     with pytest.raises(BadInput, match=r"can't read from gs://; expected a file, a folder, s3://"):
         read_problems("gs://bucket/problems.json")

@@ -78,8 +78,8 @@ def test_plain_files_are_taken_as_they_are(tmp_path):
     ("changes", "message"),
     [
         ({"checksums": ["0" * 16] * 3}, "a was corrupted on its way"),
-        ({"shapes": [[5, 7], [300], [3]]}, r"a is F32 \[7, 5\], announced was F32 \[5, 7\]"),
-        ({"dtypes": ["float32", "float16", "float32"]}, r"b is BF16 \[300\], announced was F16"),
+        ({"shapes": [[5, 7], [300], [3]]}, r"a is F32 \[7, 5\], but F32 \[5, 7\] was announced"),
+        ({"dtypes": ["float32", "float16", "float32"]}, r"b is BF16 \[300\], but F16"),
         ({"names": ["a", "b", "d"]}, "its tensors are not those announced; the first that differs is c"),
         ({"path": "/nowhere"}, "cannot be read: No such file"),
     ],

@@ -75,7 +75,7 @@ def test_objects_are_refused(tmp_path):
     with pytest.raises(MetronomeError, match="BytesStorageMetadata, which no checkpoint of Metronome does"):
         files.check(folder)
     folder = marked(tmp_path / "step-000004", an_index("a string"))
-    with pytest.raises(MetronomeError, match=r"policy\.weight is no tensor"):
+    with pytest.raises(MetronomeError, match=r"policy\.weight is not a tensor"):
         files.check(folder)
 
 

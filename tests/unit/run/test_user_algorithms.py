@@ -119,7 +119,7 @@ def test_ones_own_advantage_takes_a_group(tmp_path):
         def own(rewards, lengths): return rewards - rewards.mean()
     """
     try:
-        with pytest.raises(BadInput, match=r'scope "batch" is for the advantages that ship'):
+        with pytest.raises(BadInput, match=r'scope "batch" is for built-in advantages'):
             advantage_of(f"{written(tmp_path, body)}:own")
     finally:
         ADVANTAGES.pop("own_batch", None)
@@ -145,7 +145,7 @@ def test_a_wrong_advantage_is_named(tmp_path, body, said):
 @pytest.mark.parametrize(
     ("gives", "said"),
     [
-        ("terms.advantages.sum(), terms.advantages > 9", "for 3 tokens it gave gains of shape"),
+        ("terms.advantages.sum(), terms.advantages > 9", "for 3 tokens it returned gains of shape"),
         ("terms.advantages, terms.advantages > 9", "does not require grad|no finite gradient"),
         ("terms.logprobs / 0, terms.advantages > 9", "no finite gradient"),
         ("terms.logprobs", "it failed when it was tried"),

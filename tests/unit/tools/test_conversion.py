@@ -41,7 +41,7 @@ def test_a_tensor_that_the_architecture_does_not_have_is_named(tmp_path):
     save(tmp_path, "llama")
     add(tmp_path, "model.layers.0.self_attn.o_proj.bias", torch.ones(48))
     with pytest.raises(
-        BadInput, match=r"tensor model\.layers\.0\.self_attn\.o_proj\.bias is not one of a LlamaForCausalLM"
+        BadInput, match=r"tensor model\.layers\.0\.self_attn\.o_proj\.bias does not belong to a LlamaForCausalLM"
     ):
         conversion.check(tmp_path)
 
@@ -52,7 +52,7 @@ def test_a_tied_embedding_may_be_stored_twice_but_not_with_other_values(tmp_path
     add(tmp_path, "lm_head.weight", table.clone())
     assert conversion.check(tmp_path).round_trip_identical
     add(tmp_path, "lm_head.weight", table + 1)
-    with pytest.raises(BadInput, match=r"tensor lm_head\.weight is not one of a Qwen2ForCausalLM"):
+    with pytest.raises(BadInput, match=r"tensor lm_head\.weight does not belong to a Qwen2ForCausalLM"):
         conversion.check(tmp_path)
 
 

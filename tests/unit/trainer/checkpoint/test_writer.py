@@ -163,7 +163,7 @@ def test_another_run_of_the_name_neither_takes_nor_loses_checkpoints_in_the_shar
     shutil.rmtree(tmp_path / "second/checkpoints")
     assert build(root=tmp_path / "second/checkpoints", **kept)[1].resume() == 10
     with pytest.raises(
-        MetronomeError, match=r"step-000010 .*holds a checkpoint of another run, which is not overwritten"
+        MetronomeError, match=r"step-000010 .*has a checkpoint of another run, which is not overwritten"
     ):
         save(build(root=tmp_path / "first/checkpoints", **kept | {"checkpoint__keep_last": 3})[1], 10)
     assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == "second"
