@@ -60,7 +60,7 @@ RATE = 1e-6
 KL = 0.04
 WARM_UP = 2
 """Number of first steps of a run that do not count."""
-REQUIRED = {"behavior": 2.0, "previous": 1.7}
+OLD_POLICIES = ("behavior", "previous")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one each": {
         "train.devices": [0],
@@ -114,7 +114,7 @@ def measure(
 ) -> dict[str, list[list[Step]]]:
     """The steady steps of every run, by side; the runs alternate. At the end there is a sync run of each kind, for the
     ceiling."""
-    found: dict[str, list[list[Step]]] = {"trl": [], **{name: [] for name in REQUIRED}}
+    found: dict[str, list[list[Step]]] = {"trl": [], **{name: [] for name in OLD_POLICIES}}
     count = arguments.steps + WARM_UP
     tuned = LAYOUTS[arguments.layout] | dict(item.split("=", 1) for item in arguments.set)
 
@@ -131,7 +131,7 @@ def measure(
                 f"{tokens_per_s(steps):.0f} tokens/s",
                 flush=True,
             )
-    return found | {f"{old} sync": [ours(old, "sync", 0, tuned)] for old in REQUIRED}
+    return found | {f"{old} sync": [ours(old, "sync", 0, tuned)] for old in OLD_POLICIES}
 
 
 # what both sides get ------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def tokens_per_s(steps: list[Step]) -> float:
 def figures(found: dict[str, list[list[Step]]], cores: int) -> dict[str, Any]:
     """Rates, ratios and ceilings. `cores`: the number of cores on which each kind of work runs."""
     result: dict[str, Any] = {"trl_tokens_per_s": tokens_per_s(sum(found["trl"], []))}
-    for old, required in REQUIRED.items():
+    for old in OLD_POLICIES:
         rate = tokens_per_s(sum(found[old], []))
         ceiling = core_seconds(found[f"{old} sync"][0], old, cores)
         pairs = [
@@ -302,7 +302,6 @@ def figures(found: dict[str, list[list[Step]]], cores: int) -> dict[str, Any]:
             "tokens_per_s": rate,
             "ratio": rate / result["trl_tokens_per_s"],
             "ratio_of_each_pair": pairs,
-            "required": required,
             "core_seconds": ceiling,
             "ceiling_tokens_per_s": PROMPTS * GROUP * (PROMPT_TOKENS + NEW_TOKENS) / (sum(ceiling.values()) / 2),
         }
@@ -330,12 +329,12 @@ def show(found: dict[str, list[list[Step]]], result: dict[str, Any]) -> None:
         steps = sum(runs, [])
         parts = ", ".join(f"{key} {statistics.mean(step.parts[key] for step in steps):.2f}" for key in steps[0].parts)
         print(f"  {side}: {statistics.mean(step.step_s for step in steps):.2f} ({parts})")
-    for old in REQUIRED:
+    for old in OLD_POLICIES:
         one = result[old]
         parts = ", ".join(f"{key} {value:.2f}" for key, value in one["core_seconds"].items())
         print(
             f"{old}: {one['tokens_per_s']:.0f} tokens/s, TRL {result['trl_tokens_per_s']:.0f}: ratio "
-            f"{one['ratio']:.2f}, required {one['required']}; ceiling {one['ceiling_tokens_per_s']:.0f} tokens/s "
+            f"{one['ratio']:.2f}; ceiling {one['ceiling_tokens_per_s']:.0f} tokens/s "
             f"({one['tokens_per_s'] / one['ceiling_tokens_per_s']:.0%} reached), core-seconds: {parts}"
         )
 

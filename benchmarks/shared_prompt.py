@@ -34,7 +34,6 @@ from engine.model.shape import ModelShape, read_shape
 
 POINTS = ((1024, 64, 8), (512, 256, 8), (128, 1024, 8))
 """(prompt, response, group) in tokens, tokens, responses."""
-REQUIRED = 0.85
 VOCABULARY = 4096
 SIDES = {"shared": True, "packed": False}
 
@@ -60,7 +59,6 @@ def main() -> None:
             "vocabulary": VOCABULARY,
             "dtype": "float32",
             "threads": 1,
-            "required_share": REQUIRED,
             "points": found,
         }
     )
