@@ -67,7 +67,8 @@ def prepare_data(config: Config) -> DataReport:
 
 
 def encode_data(config: Config, model: Path) -> PromptFigures:
-    """Number and lengths (tokens) of the usable prompts, and the number of skipped ones by reason.
+    """Encode the prompts. Return figures: how many fit the context, statistics of their lengths in tokens, and how many
+    were skipped by reason.
 
     Cached and written as an artifact, like `prepare_data`.
     """

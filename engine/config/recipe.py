@@ -22,8 +22,8 @@ HOME = Path(__file__).resolve().parents[2]
 
 
 def find(path: str) -> Path:
-    """Return the path as given if it is absolute or exists from the current folder, else the one in Metronome's own
-    folder if that exists, else the path as given."""
+    """Return the path as given if it is absolute or exists from the current folder, else the same path in
+    Metronome's own folder if that exists, else the path as given."""
     here = Path(path).expanduser()
     if here.is_absolute() or here.exists():
         return here

@@ -57,8 +57,8 @@ def _check_precision(config: Tree) -> None:
     for key, dtype in (("train.dtype", config.train.dtype), ("model.dtype", config.model.dtype)):
         if dtype == "bfloat16" and 0 < limit < BF16_GAP:
             raise ValueError(
-                f'{key} = "bfloat16" moves single log-probabilities by more than train.ratio_gap_limit = '
-                f"{limit:g}; set it to at least {BF16_GAP:g}, or 0 to only report the gap"
+                f'{key} = "bfloat16" changes log-probabilities of tokens by more than train.ratio_gap_limit = '
+                f"{limit:g}; set train.ratio_gap_limit to at least {BF16_GAP:g}, or to 0 to only report the gap"
             )
 
 

@@ -1,4 +1,4 @@
-"""Cleans a problem set: removes duplicates and, for the math verifier, answers that no rule can check or that
+"""Cleans a problem set: removes duplicates and, for the math verifier, problems whose answers no rule can check or
 contradict each other."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The batch of a step, and its generation: prompts go to the producer, groups come back into the sample queue."""
+"""Makes the batch of a step and has its responses sampled: the prompts go to the producer, and each finished group
+(a prompt with all its responses) goes into the sample queue."""
 
 from __future__ import annotations
 

@@ -76,5 +76,6 @@ class DynamicSampling:
 
 
 def is_unequal(group: Group) -> bool:
-    """Whether the verifier's scores differ (DAPO eq. 11: some responses are right, not all). Shaping is ignored."""
+    """Whether the verifier's scores in the group differ. With scores of 0 and 1: some responses are right, but not
+    all (DAPO eq. 11). Reward shaping, such as the penalty on long responses, is not part of these scores."""
     return any(score.value != group.scores[0].value for score in group.scores)

@@ -45,7 +45,8 @@ class RotaryAtPositions(torch.nn.Module):
 
 
 def install() -> None:
-    """Make `rotate` Megatron's fused rotation (`apply_rope_fusion`), which is otherwise Transformer Engine's."""
+    """Have Megatron call `rotate` for its fused rotary embedding (its option apply_rope_fusion). Without this it
+    calls Transformer Engine."""
     vars(rope_utils)["fused_apply_rotary_pos_emb"] = rotate
 
 

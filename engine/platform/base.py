@@ -62,8 +62,8 @@ class Platform(ABC):
         """Make `peak_bytes` count from now on."""
 
     def rng_state(self) -> dict[str, Tensor]:
-        """Return every random stream of the process by name, each as a uint8 tensor on the host: "python", "cpu" and
-        those of Megatron's tracker."""
+        """Return the states of the random generators by name, each as a uint8 tensor on the host: "python", "cpu"
+        (torch) and those of Megatron's tracker. An accelerator adds its device's."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         tracked = get_cuda_rng_tracker().get_states()

@@ -55,7 +55,8 @@ class Npu(Accelerator):
     def adapt_megatron(self) -> None:
         """Import MindSpeed's adaptor, which patches megatron-core.
 
-        It reads its features from the command line, so this process's arguments are hidden from it.
+        The adaptor parses sys.argv for its options. During the import sys.argv has no options, so that it takes its
+        defaults instead of this process's arguments.
         """
         importlib.import_module("torch_npu")
         arguments = sys.argv

@@ -1,7 +1,8 @@
-"""Measures the cosine of consecutive gradients, and changes the gradient by it: GAC (Algorithm 1) or a user's control.
+"""Measures the cosine between the gradients of two consecutive steps, and changes the gradient according to it: by GAC
+(engine.algorithm.alignment) or a user's control.
 
-It works on the reduced gradients before clipping: control, then clip, then Adam. Every parameter counts once, as in
-Megatron's gradient norm. It costs one copy of the gradient and one all-reduce of three numbers.
+It works on the reduced gradients before clipping: control, then clip, then Adam. A parameter that several ranks hold
+counts once, as in Megatron's gradient norm. It costs one copy of the gradient and one all-reduce of three numbers.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ class RankGroup:
     """This rank's place and its collectives on the host. Built by all ranks at once, once Megatron's state is there."""
 
     def __init__(self, lockstep: int = 1, timeout_s: float = 600.0) -> None:
-        """`lockstep`: replicas that take windows together; `timeout_s`: longest silence on the CPU channel."""
+        """`lockstep`: number of data-parallel replicas that take each window of groups together (see "unit" above).
+        `timeout_s`: seconds without a message on the CPU channel (gloo) after which a rank fails."""
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
         data = state.get_data_parallel_rank()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one response is sampled; values are checked where requests are read."""
+    """How one response is sampled. The values were checked when the request was parsed (engine.instance.protocol)."""
 
     max_tokens: int
     temperature: float = 1.0

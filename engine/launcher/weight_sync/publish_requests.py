@@ -81,7 +81,8 @@ class PublishRequests:
         return self._schedule.ahead > 0 and self._config.weights.staged
 
     async def open(self, request: OpenSync) -> SyncOpened:
-        """Open the weight sync (WeightSync.open). Raises the error that stops the run, if any."""
+        """Begin a weight sync (WeightSync.open): buckets may follow. If the run is stopping, raise the error that
+        stops it."""
         self._run_state.check()
         self._began = time.time()
         return await self.sync.open(request)

@@ -1,12 +1,13 @@
 """Attention on an Ascend NPU: the fused kernel `npu_fusion_attention` of torch_npu, with the parts of the row as
 variable-length sequences.
 
-Tensors have the layout "TND" (tokens, heads, width), with cumulative lengths. `sparse_mode` 3 is causal from the lower
-right corner, so a part's queries see all keys before them, and themselves causally; it needs a 2048×2048 upper triangle
-as mask. Keys and values are gathered for each part: its prompt, then its own run. The rules are those documented in
-torch_npu 2.13.0 (`_op_plugin_docs.py`).
+A row is a prompt followed by its responses; prompt and responses are its parts. For each part the keys and values of
+its prompt are gathered, then those of its own tokens. Tensors have the layout "TND" (tokens, heads, width), with
+cumulative lengths. `sparse_mode` 3 is causal, aligned at the lower right corner: a query sees all keys of the prompt,
+and the keys of its own part up to its own position. It needs a 2048×2048 upper triangle as mask. The arguments follow
+the documentation in torch_npu 2.13.0 (`_op_plugin_docs.py`).
 
-This is tested against the operator's published schema, with a CPU kernel behind it; it has not run on an NPU.
+The tests call an operator with the published schema, which they implement on the CPU. This has not run on an NPU.
 """
 
 from __future__ import annotations

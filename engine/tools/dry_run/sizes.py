@@ -1,5 +1,5 @@
-"""The number of parameters of a trainer rank, and of the elements that its layers keep per token for the backward
-pass."""
+"""Counts, for one trainer rank, its parameters and the activation elements per token that its layers keep for the
+backward pass."""
 
 from __future__ import annotations
 

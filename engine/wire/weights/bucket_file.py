@@ -54,7 +54,9 @@ def wire_of(path: Path) -> JsonObject:
     try:
         wire = json.loads(_header(path)[0]["__metadata__"]["bucket"])
     except (KeyError, TypeError, ValueError):
-        raise BadInput(f'{path}: not a bucket of weights; its metadata lack "bucket"') from None
+        raise BadInput(
+            f'{path}: not a file of weights that a trainer published: its metadata have no key "bucket"'
+        ) from None
     return dict(wire)
 
 

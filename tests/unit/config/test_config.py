@@ -15,8 +15,8 @@ from engine.config import Config
             {"train": {"score_early": True}, "parallel": {"data": 2, "expert": 2}},
             "needs replicas that share no experts",
         ),
-        ({"train": {"dtype": "bfloat16"}}, "set it to at least 0.2"),
-        ({"model": {"dtype": "bfloat16"}, "rollout": {"engine": "vllm"}}, "set it to at least 0.2"),
+        ({"train": {"dtype": "bfloat16"}}, "set train.ratio_gap_limit to at least 0.2"),
+        ({"model": {"dtype": "bfloat16"}, "rollout": {"engine": "vllm"}}, "set train.ratio_gap_limit to at least 0.2"),
         (
             {"model": {"dtype": "bfloat16"}, "train": {"ratio_gap_limit": 0}},
             'model.dtype = .* needs rollout.engine = "vllm"',

@@ -88,7 +88,7 @@ def test_a_file_is_safetensors_and_knows_its_checksums(tmp_path_factory, shapes)
 
 def test_what_is_no_bucket_is_refused_by_its_path(tmp_path):
     save_file({"a": torch.zeros(3)}, tmp_path / "plain.safetensors")
-    with pytest.raises(BadInput, match=r"plain.safetensors: not a bucket of weights"):
+    with pytest.raises(BadInput, match=r"plain.safetensors: not a file of weights"):
         bucket_file.wire_of(tmp_path / "plain.safetensors")
     assert BucketFile(tmp_path / "plain.safetensors").names == {"a"}
     with pytest.raises(BadInput, match="cannot be read: No such file"):
