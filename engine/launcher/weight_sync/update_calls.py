@@ -125,7 +125,7 @@ class UpdateCalls:
         """Processes of the instance that take part in a transfer."""
         size = (await self.send(instance, GetWorldSize(), during)).world_size
         if size < 1:
-            raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size}")
+            raise InstanceFault(f"{instance.name}: GET /get_world_size answered {size}, expected at least 1")
         return size
 
     async def send(self, instance: Instance, request: InstanceRequest[Reply], during: str) -> Reply:
