@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from engine.errors import BadInput
+from engine.types import JsonObject
 
 Value = TypeVar("Value")
 
@@ -24,9 +25,9 @@ STATE = {"model.start": "start", "model.continued_from": "continued_from"}
 effect."""
 
 
-def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any]) -> JsonObject:
     """{"run": {"seed": 0}} → {"run.seed": 0}, to any depth."""
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             flat |= {f"{key}.{rest}": inner for rest, inner in flatten(value).items()}
@@ -35,10 +36,10 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def nest(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
+def nest(flat: Mapping[str, Any], where: str) -> JsonObject:
     """The inverse of `flatten`. Raises BadInput if one key is both a value and a table; `where`: the keys' source, for
     the message."""
-    tree: dict[str, Any] = {}
+    tree: JsonObject = {}
     for key, value in flat.items():
         *tables, name = key.split(".")
         table = tree
@@ -57,7 +58,7 @@ def current_names(flat: Mapping[str, Value]) -> dict[str, Value]:
     return moved | {key: value for key, value in flat.items() if key not in RENAMED and key not in STATE}
 
 
-def accepted(flat: Mapping[str, Any], where: str) -> dict[str, Any]:
+def accepted(flat: Mapping[str, Any], where: str) -> JsonObject:
     """Return `current_names` of keys that a person wrote in one place (`where`). One warning names the old keys there.
     Raises BadInput for a key that is given under both names."""
     old = [key for key in (*RENAMED, *STATE) if key in flat]

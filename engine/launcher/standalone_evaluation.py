@@ -7,17 +7,16 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 from engine.config import Config
 from engine.evaluation.benchmarks import Benchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.results import Subject, record
 from engine.launcher.pool.joining import serve_joining
-from engine.launcher.producer import Producer
+from engine.launcher.producer import Land, Producer
 from engine.launcher.rollout_service import rollout_service
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
-from engine.types import Group, Prompt
+from engine.types import Group, JsonObject, Prompt
 
 EPOCH = -1
 """Epoch in the sampling seeds. No training step has it, and all models are sampled with the same seeds."""
@@ -25,7 +24,7 @@ EPOCH = -1
 
 def evaluate(
     config: Config, model: Path, weight_version: int, folder: RunFolder, meeting: Path | None = None
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Sample `evaluate.samples` responses to each problem of the benchmarks with the model in a Hugging Face folder.
 
     Appends a row per benchmark to evaluations.jsonl and returns the rows (docs/evaluation.md describes them). Writes a
@@ -44,7 +43,7 @@ def evaluate(
 
 async def _evaluate(
     config: Config, model: Path, version: int, folder: RunFolder, benchmarks: Sequence[Benchmark], meeting: Path | None
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     settings = config.evaluate
     trace = Trace(folder.trace, "evaluation")
     joined = meeting is not None
@@ -83,7 +82,7 @@ async def _evaluate(
         ]
 
 
-async def sample(producer: Producer, prompts: Sequence[Prompt], step: int = 0, land: Any = None) -> list[Group]:  # noqa: ANN401
+async def sample(producer: Producer, prompts: Sequence[Prompt], step: int = 0, land: Land | None = None) -> list[Group]:
     """Generate a group for each prompt and return the groups in the order of the prompts."""
     groups: list[Group] = []
 

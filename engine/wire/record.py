@@ -13,6 +13,7 @@ from engine.config import Config
 from engine.config.keys import current_names, flatten
 from engine.errors import BadInput
 from engine.model.shape import content_hash
+from engine.types import JsonObject
 from engine.wire.messages import EarlyWork, PackedGroup, PackedLanded, Window
 
 PLAN = (
@@ -66,13 +67,13 @@ class RecordWriter:
         self._file.flush()
 
 
-def plan(config: Config) -> dict[str, Any]:
+def plan(config: Config) -> JsonObject:
     """Return the settings of `PLAN` by key, as JSON values, and the hash of the base model, whose files are read.
 
     They include train.steps if the learning rate falls towards the last step.
     """
     flat = flatten(config.model_dump(mode="json"))
-    found: dict[str, Any] = {"content of model.path": content_hash(Path(config.model.path))}
+    found: JsonObject = {"content of model.path": content_hash(Path(config.model.path))}
     falls = config.train.schedule != "constant"
     for key in (*PLAN, "train.steps") if falls else PLAN:
         found |= {name: value for name, value in flat.items() if f"{name}.".startswith(f"{key}.")}

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from engine.launcher.pool.circuit_breaker import CircuitBreaker
 from engine.launcher.pool.instance_client import InstanceClient
 from engine.run.instance_process import InstanceProcess
 from engine.run.process import Child
 from engine.run.trace import Trace
+from engine.types import JsonObject
 from engine.wire.rollout_messages import Load
 
 State = Literal["starting", "updating", "serving", "draining", "silent", "gone"]
@@ -299,7 +300,7 @@ class Instance:
         self.load = load
         self._loaded = now
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         """What GET /status says of it."""
         return {
             "name": self.name,

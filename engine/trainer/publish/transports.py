@@ -169,7 +169,7 @@ class GroupTransport:
         """Leave the last group, and open a store on this machine."""
         self.call_off()
         self._meeting = Rendezvous(own_address(local), self.name, self._timeout_s)
-        return MeetingPlace(**self._meeting.address)
+        return MeetingPlace(self._meeting.host, self._meeting.port)
 
     def gather(self, world: int) -> None:
         """Wait for the instances. In a world of one there is none, and so no group."""

@@ -43,9 +43,14 @@ class Rendezvous:
         self._off = threading.Event()
 
     @property
-    def address(self) -> dict[str, Any]:
+    def port(self) -> int:
+        """Port of the store."""
+        return self._store.port
+
+    @property
+    def address(self) -> dict[str, str | int]:
         """Host and port of the store, for the members."""
-        return {"host": self.host, "port": self._store.port}
+        return {"host": self.host, "port": self.port}
 
     def gather(self, world: int) -> BroadcastGroup:
         """Wait for the members (ranks 1 … world − 1) and create the group. Raises TransferError if it is called off,
