@@ -176,7 +176,7 @@ class InstanceApp:
         return completion_reply(next(self._numbers), self._backend.model, asked.prompt, result)
 
     async def _health(self, request: _Request) -> JsonObject:
-        """Give the protocol's version. The server listens only once the model is loaded."""
+        """Give the protocol's version if the engine lives."""
         await self._backend.check_health()
         return {"protocol": ROLLOUT_PROTOCOL}
 
