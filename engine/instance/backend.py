@@ -1,57 +1,62 @@
-"""What the HTTP routes need of an engine."""
+"""The interface that the HTTP routes need of an engine."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine.instance.protocol import Completion, RequestLimits
 from engine.instance.replies import Result
+from engine.types import JsonObject
 
 
 class Backend(Protocol):
-    """An engine behind the routes (docs/protocol.md). Requests are checked before; what a method refuses (BadInput,
-    Conflict) has had no effect. `complete` is cancelled when its client leaves, everything else runs to its end."""
+    """An engine behind the routes (docs/protocol.md). The routes check completions before they call it.
+
+    A method that raises BadInput or Conflict has changed nothing, but a weight update may have ended. `complete` is
+    cancelled when its client leaves; every other call runs to its end.
+    """
 
     model: str
-    """The folder it was loaded from."""
+    """The folder that the model was loaded from."""
     limits: RequestLimits
     world_size: int
     """Processes that take part in a weight transfer."""
 
     async def complete(self, asked: Completion) -> Result:
-        """Sample one response; waits while the instance is paused."""
+        """Sample one response. Wait while the instance is paused. Raise Conflict after a weight update that failed
+        half-way."""
 
     async def check_health(self) -> None:
-        """Raise where the engine is dead."""
+        """Raise an error if the engine is dead."""
 
     async def weight_version(self) -> int:
-        """The version of the last finished update; 0 for the weights from disk."""
+        """Return the version of the last finished update; 0 for the weights from disk."""
 
     async def load(self) -> dict[str, int]:
-        """`running` and `waiting` responses, `prefills` (prompts computed from their first token) and
-        `generated_tokens` since the start, `weight_version`."""
+        """Return the numbers of `running` and `waiting` responses, `prefills` (prompts computed from their first token)
+        and `generated_tokens` since the start, and the `weight_version`."""
 
     async def metrics(self) -> bytes:
-        """The engine's own metrics, in Prometheus' text format."""
+        """Return the engine's own metrics in Prometheus' text format."""
 
     async def pause(self, abort: bool) -> None:
-        """Admit nothing from now on; returns once nothing runs. `abort` ends every request, waiting ones too, with the
-        tokens it has; else the running ones drain."""
+        """Admit nothing from now on, and return once nothing runs. With `abort` every request ends with the tokens it
+        has, waiting ones too; otherwise the running ones finish."""
 
     async def resume(self) -> None:
-        """Admit again. Conflict while responses drain, and while the weights are not whole."""
+        """Admit requests again. Raise Conflict while responses drain, and while the weights are not whole."""
 
     async def reset_prefix_cache(self) -> None:
-        """Forget computed prompts."""
+        """Drop the cached prompts."""
 
-    async def connect(self, init_info: dict[str, Any]) -> None:
-        """Join the senders' groups (Receiver.connect); calls off a transfer or a connect under way."""
+    async def connect(self, init_info: JsonObject) -> None:
+        """Join the senders' groups (Receiver.connect). Cancel a transfer or a connect under way."""
 
     async def start_update(self) -> None:
-        """Begin a weight update, or begin it again. Conflict unless paused and drained."""
+        """Begin a weight update, or begin it again. Raise Conflict unless paused and drained."""
 
-    async def update(self, update_info: dict[str, Any]) -> None:
+    async def update(self, update_info: JsonObject) -> None:
         """Receive and load a bucket, or begin to stage it."""
 
     async def finish_update(self, version: int) -> None:
-        """Name the new weights. Conflict when they are not whole."""
+        """Give the new weights their version. Raise Conflict or BadInput if they are not whole."""

@@ -1,6 +1,6 @@
-"""What the command lines of both engines have in common: arguments, checks, the socket, the port file.
+"""The part of the command line that both engines share: arguments, checks, the socket, the port file.
 
-Standard library and light parts of the engine only: processes that vLLM spawns import it first.
+It imports the standard library and light parts of the engine only: processes that vLLM spawns import it first.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from engine.errors import BadInput, MetronomeError
 from engine.wire.access_token import access_token, check_address
 
 KEEP_ALIVE_S = 75
-"""Seconds an idle connection is kept: longer than the launcher keeps it (aiohttp: 15), else the one might close it
-while the other sends."""
+"""Seconds an idle connection is kept. The launcher keeps it for less (aiohttp: 15), so that the instance does not close
+a connection while the launcher sends."""
 LEAST = {"slots": 1, "threads": 1, "tensor": 1, "max_context": 2, "port": 0, "open_requests": 1, "read_timeout": 1}
-"""Smallest value of an option."""
+"""Smallest value of each option."""
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """The arguments that every instance takes."""
+    """Return a parser with the arguments that every instance takes."""
     made = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     made.add_argument("--model", required=True, help="Hugging Face folder")
     made.add_argument(
-        "--host", default="127.0.0.1", help="IP address to listen on; off loopback METRONOME_TOKEN must be set"
+        "--host", default="127.0.0.1", help="IP address to listen on; one that is not loopback needs METRONOME_TOKEN"
     )
-    made.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    made.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
     made.add_argument("--port-file", type=Path, help="where to write host, port and pid, as JSON, when ready")
     made.add_argument("--name", default="instance-0", help="name of this instance in messages")
     made.add_argument("--slots", type=int, default=32, help="responses decoded at the same time")
@@ -51,7 +51,7 @@ def _cores(text: str) -> list[int]:
 
 
 def check(options: argparse.Namespace) -> None:
-    """BadInput for options that cannot work."""
+    """Raise BadInput for options that cannot work."""
     check_address(options.host, access_token())
     if not (Path(options.model) / "config.json").is_file():
         raise BadInput(f"--model {options.model}: there is no config.json; expected a Hugging Face folder")
@@ -66,7 +66,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, work: Callable[[argparse.Namespace], None]) -> int:
-    """The exit code: 0 when `work` returned, 2 on bad input, 1 on failure; the error goes to stderr."""
+    """Call `work` and return the exit code: 0 on success, 2 on bad input, 1 on failure. Print an error to stderr."""
     try:
         work(options)
     except MetronomeError as error:
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, work: Callable[[argparse.Namespace], None])
 
 
 def bound(options: argparse.Namespace) -> socket.socket:
-    """A socket at --host and --port. BadInput where that can't be."""
+    """Return a socket bound to --host and --port. Raise BadInput if it can't be bound."""
     sock = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -88,7 +88,7 @@ def bound(options: argparse.Namespace) -> socket.socket:
 
 
 def announce(options: argparse.Namespace, port: int) -> None:
-    """Say where it serves; the port file is written whole or not at all."""
+    """Print the address that the instance serves at, and write the port file, whole or not at all."""
     print(f"{options.name}: serving {options.model} on http://{options.host}:{port}", flush=True)
     if options.port_file is not None:
         partial = options.port_file.with_name(options.port_file.name + ".partial")

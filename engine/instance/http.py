@@ -1,6 +1,6 @@
-"""The HTTP routes of a rollout instance, whichever engine it runs: an ASGI application over a backend.
+"""The HTTP routes of a rollout instance, the same for both engines: an ASGI application over a backend.
 
-Token and limits come first. Whatever is refused has had no effect. docs/protocol.md describes the routes.
+Token and limits are checked before a body is parsed. docs/protocol.md describes the routes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from engine.instance.backend import Backend
 from engine.instance.metrics import CONTENT_TYPE, exposition
 from engine.instance.refusals import Refusal, as_refusal
 from engine.instance.replies import Result, completion_reply
+from engine.types import JsonObject
 from engine.wire.access_token import VARIABLE, access_token, authorized
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
@@ -32,35 +33,35 @@ WEIGHTS_BYTES = 16 * 2**20
 """Largest body of a weight route: names, shapes and checksums of a bucket's tensors, about 200 bytes each;
 never the tensors."""
 OTHER_BYTES = 2**16
-"""Largest body of a control route, and of a completion beside its token ids."""
+"""Largest body of any other route; a completion's may have its token ids on top."""
 TOKEN_BYTES = 16
-"""Of one token id in a JSON list, generously spaced."""
+"""Bytes allowed for one token id in a JSON list, with its comma and spaces."""
 COMPLETION = ("POST", "/v1/completions")
 HEALTH = ("GET", "/health")
 
 
 class _ClientLeft(Exception):
-    """Nobody is there to answer."""
+    """The client has closed its connection, so there is no one to reply to."""
 
 
 @dataclass(frozen=True)
 class _Request:
-    """One that was let through."""
+    """A request that passed the checks of token, route and size."""
 
     query: str
-    body: dict[str, Any]
+    body: JsonObject
     receive: Receive
 
 
-Handler = Callable[[_Request], Awaitable[dict[str, Any] | bytes]]
+Handler = Callable[[_Request], Awaitable[JsonObject | bytes]]
 
 
 class InstanceApp:
     """The routes of one instance."""
 
     def __init__(self, backend: Backend, open_requests: int, read_s: float) -> None:
-        """`open_requests`: most completions that wait or run at a time. `read_s`: seconds a client may take to send a
-        body."""
+        """`open_requests`: most completions that wait or run at a time.
+        `read_s`: seconds a client may take to send a body."""
         self._backend = backend
         self._token = access_token()
         self._open_requests = open_requests
@@ -68,7 +69,7 @@ class InstanceApp:
         self._open = 0
         self._updates = 0
         self._numbers = itertools.count()
-        # token ids of the longest prompt, and of every stop token
+        # most token ids in a request: the longest prompt, and every token as a stop token
         ids = backend.limits.max_context + backend.limits.vocabulary
         self._routes: dict[tuple[str, str], tuple[Handler, int]] = {
             COMPLETION: (self._complete, OTHER_BYTES + TOKEN_BYTES * ids),
@@ -87,7 +88,7 @@ class InstanceApp:
         }
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Reply to one request; a WebSocket is closed."""
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
@@ -106,43 +107,45 @@ class InstanceApp:
             else:
                 await _send(send, 200, json.dumps(content).encode())
 
-    # what stands before the routes ----------------------------------------------------------------
+    # checks before the routes ---------------------------------------------------------------------
 
-    async def _answer(self, scope: Message, receive: Receive) -> dict[str, Any] | bytes:
-        """Who may not ask is told so before a byte of the body is kept."""
+    async def _answer(self, scope: Message, receive: Receive) -> JsonObject | bytes:
+        """Return the body of the reply. The token is checked before any of the request's body is kept."""
         route = (scope["method"], scope["path"])
         self._demand_token(scope, route)
         if route not in self._routes:
-            raise self._no_route(route)
+            raise self._route_refusal(route)
         handler, limit = self._routes[route]
         counts = route == COMPLETION
         if counts and self._open >= self._open_requests:  # the client may send it again later, or elsewhere
             raise Refusal(429, f"{self._open} completions wait or run here already, which is the limit")
         self._open += counts
         try:
-            body = await self._body(scope, receive, limit)
+            body = await self._read_body(scope, receive, limit)
             query = scope["query_string"].decode("ascii", "replace")
             return await handler(_Request(query, protocol.parse_object(body or b"{}"), receive))
         finally:
             self._open -= counts
 
     def _demand_token(self, scope: Message, route: tuple[str, str]) -> None:
-        """401 without the token, except for GET /health."""
+        """Raise Refusal (401) unless the request has the token. GET /health needs none."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if route != HEALTH and not authorized(given[0] if len(given) == 1 else None, self._token):
             raise Refusal(
                 status=401,
-                message=f"send `Authorization: Bearer TOKEN`, with {VARIABLE} of this server",
+                message=f"missing or wrong token; send `Authorization: Bearer TOKEN`, with {VARIABLE} of this server",
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    def _no_route(self, route: tuple[str, str]) -> Refusal:
+    def _route_refusal(self, route: tuple[str, str]) -> Refusal:
         if methods := ", ".join(method for method, path in self._routes if path == route[1]):
-            return Refusal(status=405, message=f"{route[1]} takes {methods}", headers={"Allow": methods})
+            return Refusal(
+                status=405, message=f"{route[1]} takes {methods}, not {route[0]}", headers={"Allow": methods}
+            )
         return Refusal(404, f"there is no route {route[1]}")
 
-    async def _body(self, scope: Message, receive: Receive, limit: int) -> bytearray:
-        """413 beyond the limit, 408 when it takes too long."""
+    async def _read_body(self, scope: Message, receive: Receive, limit: int) -> bytearray:
+        """Return the request's body. Raise Refusal: 413 if it exceeds the limit, 408 if it takes too long."""
         too_large = Refusal(413, f"{scope['path']} takes bodies of at most {limit} bytes")
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > limit:
@@ -164,76 +167,76 @@ class InstanceApp:
 
     # the routes -----------------------------------------------------------------------------------
 
-    async def _complete(self, request: _Request) -> dict[str, Any]:
-        """One response to one prompt."""
+    async def _complete(self, request: _Request) -> JsonObject:
+        """Sample one response to one prompt."""
         asked = protocol.parse_completion(request.body, self._backend.limits)
-        result = await _unless_left(self._backend.complete(asked), request.receive)
+        result = await _unless_client_leaves(self._backend.complete(asked), request.receive)
         if not result.finite:
             raise Refusal(500, f"the logits of weight version {result.version} are not finite")
         return completion_reply(next(self._numbers), self._backend.model, asked.prompt, result)
 
-    async def _health(self, request: _Request) -> dict[str, Any]:
-        """Answers once the model is loaded."""
+    async def _health(self, request: _Request) -> JsonObject:
+        """Give the protocol's version if the engine lives."""
         await self._backend.check_health()
         return {"protocol": ROLLOUT_PROTOCOL}
 
-    async def _weight_version(self, request: _Request) -> dict[str, Any]:
+    async def _weight_version(self, request: _Request) -> JsonObject:
         return {"weight_version": await self._backend.weight_version()}
 
-    async def _world_size(self, request: _Request) -> dict[str, Any]:
+    async def _world_size(self, request: _Request) -> JsonObject:
         return {"world_size": self._backend.world_size}
 
-    async def _load(self, request: _Request) -> dict[str, Any]:
+    async def _load(self, request: _Request) -> JsonObject:
         return await self._backend.load()
 
     async def _metrics(self, request: _Request) -> bytes:
         return exposition(await self._backend.load() | {"updates": self._updates}) + await self._backend.metrics()
 
-    async def _pause(self, request: _Request) -> dict[str, Any]:
+    async def _pause(self, request: _Request) -> JsonObject:
         modes = parse_qs(request.query, keep_blank_values=True).get("mode", ["abort"])
         if modes not in (["abort"], ["wait"]):
-            raise BadInput(f"mode = {', '.join(modes)!r}; it must be abort or wait")
+            raise BadInput(f"mode = {', '.join(modes)!r}; it must be abort or wait, once")
         await self._backend.pause(abort=modes == ["abort"])
         return {"status": "paused"}
 
-    async def _resume(self, request: _Request) -> dict[str, Any]:
+    async def _resume(self, request: _Request) -> JsonObject:
         await self._backend.resume()
         return {"status": "resumed"}
 
-    async def _reset_prefix_cache(self, request: _Request) -> dict[str, Any]:
+    async def _reset_prefix_cache(self, request: _Request) -> JsonObject:
         await self._backend.reset_prefix_cache()
         return {"message": "prefix cache reset"}
 
-    async def _connect(self, request: _Request) -> dict[str, Any]:
-        """Nothing to do without an init_info (files need none)."""
+    async def _connect(self, request: _Request) -> JsonObject:
+        """Join the groups of an init_info. Without one there is nothing to do: files need no groups."""
         if info := protocol.parse_info(request.body, "init_info"):
             await self._backend.connect(info)
         return {"message": "ready for weights"}
 
-    async def _start_update(self, request: _Request) -> dict[str, Any]:
+    async def _start_update(self, request: _Request) -> JsonObject:
         protocol.optional_version(request.body)
         await self._backend.start_update()
         return {"message": "weight update started"}
 
-    async def _update(self, request: _Request) -> dict[str, Any]:
+    async def _update(self, request: _Request) -> JsonObject:
         info = protocol.parse_info(request.body, "update_info")
         if not isinstance(info.get("staged", False), bool):
             raise BadInput(f"update_info.staged = {repr_short(info['staged'])}; it must be true or false")
         await self._backend.update(info)
         return {"message": "weights loaded"}
 
-    async def _finish_update(self, request: _Request) -> dict[str, Any]:
+    async def _finish_update(self, request: _Request) -> JsonObject:
         version = protocol.parse_version(request.body)
         await self._backend.finish_update(version)
         self._updates += 1
         return {"weight_version": version}
 
 
-async def _unless_left(work: Awaitable[Result], receive: Receive) -> Result:
-    """The result of `work`, which is cancelled when the client leaves first: then _ClientLeft."""
+async def _unless_client_leaves(work: Awaitable[Result], receive: Receive) -> Result:
+    """Return the result of `work`. If the client leaves before it is there, cancel `work` and raise _ClientLeft."""
     task = asyncio.current_task()
     assert task is not None
-    watch = asyncio.ensure_future(_left(receive))
+    watch = asyncio.ensure_future(_wait_until_client_leaves(receive))
     watch.add_done_callback(lambda ended: None if ended.cancelled() else task.cancel())
     try:
         return await work
@@ -246,7 +249,7 @@ async def _unless_left(work: Awaitable[Result], receive: Receive) -> Result:
         watch.cancel()
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_until_client_leaves(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""GET /metrics: an instance's own figures in Prometheus' text format, the same from both engines."""
+"""The metrics of GET /metrics that both engines give, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COUNTERS = {
 
 
 class _Figures(Collector):
-    """One scrape's figures; the client's own Counter would add the time of its creation."""
+    """The figures of one scrape. The Counter class of prometheus_client would add its time of creation."""
 
     def __init__(self, figures: Mapping[str, int]) -> None:
         self._figures = figures
@@ -36,7 +36,7 @@ class _Figures(Collector):
 
 
 def exposition(figures: Mapping[str, int]) -> bytes:
-    """The text for what Backend.load gives and `updates`; the names of counters end in _total."""
+    """Return the text for the figures of Backend.load and `updates`. The names of counters end in _total."""
     registry = CollectorRegistry()
     registry.register(_Figures(figures))
     return generate_latest(registry)

@@ -1,6 +1,6 @@
-"""Bodies of requests to an instance, whichever engine it runs: what is malformed is refused by name, without effect.
+"""Parsers of the bodies of requests to an instance, the same for both engines. An error names the malformed key.
 
-Standard library only: it also runs in vLLM's environment.
+They need the standard library only, since they also run in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from reprlib import repr as repr_short
 from typing import Any
 
 from engine.errors import BadInput
+from engine.types import JsonObject
 
 HUGE = 1e300
 SEEDS = range(-(2**63), 2**63)
@@ -34,45 +35,46 @@ COMPLETION_KEYS = frozenset(
     }
 )
 FIXED = {"n": 1, "logprobs": 0, "return_token_ids": True, "prompt_logprobs": 0}
-"""Keys with a single served value (or null)."""
+"""The only value that is served for each of these keys. A key may also be absent or null."""
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a model and an instance allow."""
+    """The limits that a model and an instance set to requests."""
 
     vocabulary: int
     max_context: int
     stop_ids: frozenset[int]
-    """End-of-sequence ids, which always stop unless a request says ignore_eos."""
+    """End-of-sequence ids of the model: they end a response unless the request sets ignore_eos."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A /v1/completions body that can be served."""
+    """A checked body of /v1/completions."""
 
     prompt: tuple[int, ...]
     max_tokens: int
-    """At most what the context leaves room for."""
+    """Most tokens to sample: at most what the context leaves room for."""
     temperature: float
     top_p: float
     top_k: int
-    """0 is off."""
+    """0 switches it off."""
     seed: int | None
     stop_ids: frozenset[int]
+    """The response ends with the first of these ids; it has the model's own unless the request sets ignore_eos."""
     prompt_logprobs: bool
     """Whether the log-probabilities of the prompt are asked for."""
     continued: int = 0
-    """So many of the prompt's last tokens are the response so far: its random numbers go on behind them."""
+    """How many of the prompt's last tokens belong to the response: its random numbers continue after them."""
 
 
-def parse_object(body: bytes | bytearray) -> dict[str, Any]:
-    """A JSON object; BadInput for anything else."""
+def parse_object(body: bytes | bytearray) -> JsonObject:
+    """Return the JSON object in a body. Raise BadInput for anything else."""
     try:
         text = body.decode()
         value = json.loads(text)
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # half a character could not go on to other processes
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can't be sent on to other processes
     except (ValueError, RecursionError) as error:
         raise BadInput(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -81,18 +83,18 @@ def parse_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completion:
-    """BadInput names the first key of a /v1/completions body that can't be served as asked."""
+    """Return a checked /v1/completions body. Raise BadInput that names the first key that can't be served as asked."""
     if unknown := sorted(body.keys() - COMPLETION_KEYS):
-        raise BadInput(f"unknown key {repr_short(unknown[0])}; served are {', '.join(sorted(COMPLETION_KEYS))}")
-    _fixed(body)
-    prompt = _ids(body, "prompt", limits.vocabulary)
+        raise BadInput(f"unknown key {repr_short(unknown[0])}; known keys are {', '.join(sorted(COMPLETION_KEYS))}")
+    _check_fixed_keys(body)
+    prompt = _token_ids(body, "prompt", limits.vocabulary)
     room = limits.max_context - len(prompt)
     if not prompt or room < 1:
         raise BadInput(
             f"prompt has {len(prompt)} tokens; it must have 1 to {limits.max_context - 1}, "
             f"to leave room for a response in the context of {limits.max_context}"
         )
-    stop = frozenset(_ids(body, "stop_token_ids", limits.vocabulary))
+    stop = frozenset(_token_ids(body, "stop_token_ids", limits.vocabulary))
     ignore_eos = body.get("ignore_eos", False)
     if not isinstance(ignore_eos, bool):
         raise BadInput(f"ignore_eos = {repr_short(ignore_eos)}; it must be true or false")
@@ -109,8 +111,8 @@ def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completi
     )
 
 
-def parse_info(body: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The init_info or update_info of a body; {} where it is absent."""
+def parse_info(body: Mapping[str, Any], key: str) -> JsonObject:
+    """Return the object under `key` (init_info or update_info) of a body; {} if it is absent."""
     info = body.get(key, {})
     if not isinstance(info, dict):
         raise BadInput(f"{key} = {repr_short(info)}; it must be an object")
@@ -118,7 +120,7 @@ def parse_info(body: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def parse_version(body: Mapping[str, Any]) -> int:
-    """The version of a /finish_weight_update body."""
+    """Return the version in a /finish_weight_update body. Raise BadInput if it is absent."""
     version: int | None = optional_version(body)
     if version is None:
         raise BadInput('/finish_weight_update needs {"weight_version": N}, N >= 0')
@@ -126,12 +128,12 @@ def parse_version(body: Mapping[str, Any]) -> int:
 
 
 def optional_version(body: Mapping[str, Any]) -> int | None:
-    """The `weight_version` of a body that need not have one."""
+    """Return the `weight_version` of a body; None if it is absent."""
     version: int | None = _integer(body, "weight_version", None, range(2**63))
     return version
 
 
-def _fixed(body: Mapping[str, Any]) -> None:
+def _check_fixed_keys(body: Mapping[str, Any]) -> None:
     for key, value in FIXED.items():
         given = body.get(key)
         if given is not None and (type(given) is not type(value) or given != value):
@@ -140,7 +142,7 @@ def _fixed(body: Mapping[str, Any]) -> None:
         raise BadInput(f"model = {repr_short(body['model'])}; it must be a string")
 
 
-def _ids(body: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, ...]:
+def _token_ids(body: Mapping[str, Any], key: str, vocabulary: int) -> tuple[int, ...]:
     ids = body.get(key, [])
     if not isinstance(ids, list):
         raise BadInput(f"{key} must be a list of token ids, not {type(ids).__name__}")
@@ -170,7 +172,7 @@ def _number(body: Mapping[str, Any], key: str) -> float:
 
 def _temperature(body: Mapping[str, Any]) -> float:
     temperature = _number(body, "temperature")
-    if temperature != 0 and not 0.01 <= temperature <= 100:  # outside, float32 logits / temperature lose their meaning
+    if temperature != 0 and not 0.01 <= temperature <= 100:  # outside, float32 logits / temperature are useless
         raise BadInput(f"temperature = {temperature!r}; it must be 0 (greedy) or from 0.01 to 100")
     return temperature
 

@@ -1,6 +1,6 @@
 """The instance's side of a weight sync, the same in the embedded engine and in vLLM's workers.
 
-Needs torch, safetensors and xxhash alone: it also runs in vLLM's environment.
+It needs torch, safetensors and xxhash only, since it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as repr_short
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.errors import BadInput, MetronomeError
 from engine.instance.staging import NOTHING, Named, StagedVersion
+from engine.types import JsonObject
 from engine.wire.weights.bucket_file import BucketFile, files_at
 from engine.wire.weights.buckets import DTYPES, TensorSpec, cuts, span, specs_of, view, views
 from engine.wire.weights.checksum import checksum_as
@@ -28,15 +28,17 @@ HOST = torch.device("cpu")
 OUTPUT = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 PERTURBED = -3.0
-"""What the rows of the output layer are multiplied by in the self-test."""
+"""The self-test multiplies rows of the output layer by this number."""
 
 
 class Receiver:
-    """Gets weights from the trainer and verifies them; one per process that holds a model. One call at a time, but for
-    `connect` and `close`, which call off what is under way."""
+    """Receives weights from the trainer and verifies them; one per process that holds a model.
+
+    Its methods must not be called at the same time, except `connect` and `close`: these cancel what is under way.
+    """
 
     def __init__(self, timeout_s: float = 600.0) -> None:
-        """`timeout_s`: deadline of every wait, until `connect` brings the run's own."""
+        """`timeout_s`: deadline of every wait in seconds, until `connect` sets the run's own."""
         self._timeout_s = timeout_s
         self._groups: list[BroadcastGroup] = []
         self._transport = ""
@@ -45,16 +47,16 @@ class Receiver:
         self._buffers = [NOTHING, NOTHING]
         self._staged: StagedVersion | None = None
 
-    def connect(self, init_info: dict[str, Any], local_rank: int = 0) -> None:
-        """Join the stages' groups, leaving those of an older generation; nothing to do for an empty `init_info`.
+    def connect(self, init_info: JsonObject, local_rank: int = 0) -> None:
+        """Leave the older groups and join those of the pipeline stages. An empty `init_info` names none to join.
 
-        `local_rank`: number of this process among those of its instance. Raises BadInput for an init_info that is none,
-        TransferError when the meeting was called off, DeadlineError.
+        `local_rank`: number of this process among those of its instance. Raises BadInput for a malformed init_info,
+        TransferError if `close` or a newer `connect` cancels it, DeadlineError.
         """
         transport, stages, rank, world, timeout_s = (
             parse_init(init_info) if init_info else ("", [], 0, 0, self._timeout_s)
         )
-        self.close()  # also calls off a connect under way, which then gives way
+        self.close()  # also cancels a connect under way, which then releases the lock
         with self._joining:
             self._off = threading.Event()
             self._timeout_s = timeout_s
@@ -73,86 +75,90 @@ class Receiver:
                         )
                     )
             except MetronomeError:
-                _leave(groups)
+                _leave_groups(groups)
                 raise
             self._groups = groups
 
-    def receive(self, update_info: dict[str, Any], base: Path | None = None) -> Iterator[Named]:
-        """The tensors of a bucket, of what was staged, of the model folder `base`, or, without a transport, of the
-        safetensors at `path` as they are; all others are verified before the first is given.
+    def receive(self, update_info: JsonObject, base: Path | None = None) -> Iterator[Named]:
+        """Yield the tensors that `update_info` names, by its transport.
 
-        They are valid until the next call: copy them. Raises BadInput (an update_info that is none, a tensor that
-        differs from what was announced: by name), TransferError and DeadlineError.
+        "staged": all staged buckets of a version. "base": the model folder `base`. Any other: one bucket. Absent: the
+        safetensors at `path`. Buckets are verified whole before the first tensor is given; the base and the files at
+        `path` have no checksums. The tensors are valid until the next call: copy them.
+
+        Raises BadInput (a malformed update_info; a tensor that differs from what was announced, by name), TransferError
+        and DeadlineError.
         """
         transport = update_info.get("transport")
         if transport == "base":
-            yield from _base(base, _perturb(update_info))
+            yield from _base_tensors(base, _perturbed_rows(update_info))
         elif transport is None and "names" not in update_info:
             self.check(update_info)
-            yield from _files(update_info["path"])
+            yield from _file_tensors(update_info["path"])
         elif transport == "staged":
-            yield from self._of_version(update_info).tensors(self._timeout_s)
+            yield from self._staged_version(update_info).tensors(self._timeout_s)
         else:
             yield from self.fetch(update_info)()
 
-    def fetch(
-        self, update_info: dict[str, Any], places: Mapping[str, Tensor] | None = None
-    ) -> Callable[[], list[Named]]:
-        """Receive a bucket's bytes. The function that is returned verifies them and gives the tensors, as `receive`
-        does.
+    def fetch(self, update_info: JsonObject, places: Mapping[str, Tensor] | None = None) -> Callable[[], list[Named]]:
+        """Receive a bucket's bytes. Return a function that verifies them and returns the tensors; errors as `receive`.
 
-        `places`: tensors, by name, into which broadcast ones are received directly if they fit. Memory of two buckets
-        is used in turn for the others: the next may be fetched while this one is verified and loaded.
+        `places`: tensors by name; broadcast tensors that fit are received directly into them. The others are received
+        into two buffers in turn, so that the next bucket may be fetched while this one is verified and loaded.
         """
-        # a transfer given up may write into it yet
+        # taken out of the list: if this transfer is cancelled, it may still write into its buffer
         buffer = self._buffers[0]
         self._buffers = [self._buffers[1], NOTHING]
-        specs, tensors, checksums, buffer = self._bytes(update_info, buffer, places=places or {})
+        specs, tensors, checksums, buffer = self._receive_bytes(update_info, buffer, places=places or {})
         self._buffers[1] = buffer
         return lambda: _verified(specs, tensors, checksums)
 
-    def stage(self, update_info: dict[str, Any]) -> None:
-        """Receive a bucket in the background, into host memory of its own;
-        `receive` of "staged" gives it, or its error."""
-        version = _version(update_info)
-        self._check(update_info)
+    def stage(self, update_info: JsonObject) -> None:
+        """Begin to receive a bucket in the background, into host memory of its own.
+
+        `receive` with transport "staged" yields its tensors later, or raises its error. Raises BadInput for a malformed
+        update_info.
+        """
+        version = _parse_version(update_info)
+        self._check_bucket(update_info)
         if self._staged is None or self._staged.version != version:
             self._staged = StagedVersion(version, self._staged)
-        # a file is opened now: by the time it is read its version may be complete, and its folder have another name
-        file = _opened(Path(update_info["path"])) if update_info["transport"] == "file" else None
-        self._staged.add(lambda buffer: self._bucket(update_info, buffer, file))
+        # a file is opened now: when it is read, its version may be complete and its folder renamed
+        file = _open_or_error(Path(update_info["path"])) if update_info["transport"] == "file" else None
+        self._staged.add(lambda buffer: self._receive_to_host(update_info, buffer, file))
 
     def close(self) -> None:
-        """Leave all groups: whoever waits in one gets TransferError. What was staged is dropped."""
+        """Leave all groups and drop what was staged. Calls that wait in a group raise TransferError."""
         self._off.set()
         groups = self._groups
         self._groups = []
         self._staged = None
-        _leave(groups)
+        _leave_groups(groups)
 
-    def check(self, update_info: dict[str, Any]) -> None:
-        """Raise BadInput for an update_info that `receive` would refuse for what it says, before a byte has come."""
+    def check(self, update_info: JsonObject) -> None:
+        """Raise BadInput for an update_info that `receive` would refuse before it receives a byte."""
         transport = update_info.get("transport")
         if transport == "base":
-            _perturb(update_info)
+            _perturbed_rows(update_info)
         elif transport == "staged":
-            self._of_version(update_info)
+            self._staged_version(update_info)
         elif transport is not None or "names" in update_info:
-            self._check(update_info)
+            self._check_bucket(update_info)
         elif not isinstance(update_info.get("path"), str):
             raise BadInput(
                 "/update_weights needs an update_info with a transport, or with the path of a safetensors file or "
-                "of a folder of such"
+                "of a folder with safetensors files"
             )
 
-    def _of_version(self, update_info: dict[str, Any]) -> StagedVersion:
-        version = _version(update_info)
+    def _staged_version(self, update_info: JsonObject) -> StagedVersion:
+        version = _parse_version(update_info)
         if self._staged is None or self._staged.version != version:
             raise BadInput(f"nothing of weight version {version} was staged")
         return self._staged
 
-    def _check(self, update_info: dict[str, Any]) -> tuple[list[TensorSpec], list[str]]:
-        """The bucket's tensors and their checksums; BadInput where they, or the way here, are not known."""
+    def _check_bucket(self, update_info: JsonObject) -> tuple[list[TensorSpec], list[str]]:
+        """Return the bucket's tensors and their checksums. Raise BadInput if these are malformed, or the transport or
+        its group is unknown."""
         transport = update_info.get("transport")
         specs = specs_of(update_info)
         checksums = update_info.get("checksums")
@@ -162,62 +168,63 @@ class Receiver:
             if not isinstance(update_info.get("path"), str):
                 raise BadInput("update_info.path: transport file needs the path of the bucket's safetensors file")
         elif transport in BACKENDS:
-            self._group(update_info)
+            self._stage_group(update_info)
         else:
             raise BadInput(
                 f"update_info.transport {repr_short(transport)}; known are base, staged, file, {', '.join(BACKENDS)}"
             )
         return specs, checksums
 
-    def _group(self, update_info: dict[str, Any]) -> BroadcastGroup:
+    def _stage_group(self, update_info: JsonObject) -> BroadcastGroup:
         transport = update_info["transport"]
         stage = update_info.get("stage")
         groups = self._groups
         if transport != self._transport or not groups:
             raise BadInput(
-                f"update_info.transport {repr_short(transport)}, but no such groups were joined; "
+                f"update_info.transport {repr_short(transport)}, but no groups of this transport were joined; "
                 "send /init_weight_transfer_engine first"
             )
         if type(stage) is not int or not 0 <= stage < len(groups):
             raise BadInput(f"update_info.stage {repr_short(stage)}; groups of {len(groups)} stages were joined")
         return groups[stage]
 
-    def _bucket(
-        self, update_info: dict[str, Any], buffer: Tensor, file: BucketFile | BadInput | None
+    def _receive_to_host(
+        self, update_info: JsonObject, buffer: Tensor, file: BucketFile | BadInput | None
     ) -> tuple[list[Named], Tensor]:
-        """A bucket's verified tensors in host memory, and the buffer that holds them:
+        """Return a bucket's verified tensors in host memory, and the buffer that holds them:
         the given one if it is large enough."""
-        specs, tensors, checksums, room = self._bytes(update_info, buffer, file)
+        specs, tensors, checksums, room = self._receive_bytes(update_info, buffer, file)
         found = _verified(specs, tensors, checksums)
         if room.device == HOST:
             return found, room
-        # nccl receives on the device, which has no room for a second model: torch uses that memory again for the next
-        # bucket
-        buffer = _room(buffer, span(specs), HOST)
+        # nccl receives on the device, which has no room for a second model: the tensors are copied to the host, and
+        # torch uses the device's memory again for the next bucket
+        buffer = _sized_buffer(buffer, span(specs), HOST)
         for place, (_, tensor) in zip(held := views(buffer, specs), found, strict=True):
             place.copy_(tensor)
         return list(zip((spec.name for spec in specs), held, strict=True)), buffer
 
-    def _bytes(
+    def _receive_bytes(
         self,
-        update_info: dict[str, Any],
+        update_info: JsonObject,
         buffer: Tensor,
         file: BucketFile | BadInput | None = None,
         places: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> tuple[list[TensorSpec], list[Tensor], list[str], Tensor]:
-        """A bucket as it came; `file` where it was opened before."""
-        specs, checksums = self._check(update_info)
+        """Return an unverified bucket: specs, tensors, announced checksums, and the buffer used. `file`: its file if it
+        was opened before, or the error of opening it."""
+        specs, checksums = self._check_bucket(update_info)
         if update_info["transport"] == "file":
             file = file or BucketFile(Path(update_info["path"]))
             if isinstance(file, BadInput):
                 raise file
             _check_names(file, specs)
-            buffer = _room(buffer, file.nbytes, HOST)
+            buffer = _sized_buffer(buffer, file.nbytes, HOST)
             return specs, file.read(buffer, specs), checksums, buffer
-        group = self._group(update_info)
+        group = self._stage_group(update_info)
         into = {spec.name: places[spec.name] for spec in specs if _fits(places.get(spec.name), spec, group.device)}
         others = [spec for spec in specs if spec.name not in into]
-        buffer = _room(buffer, span(others), group.device)
+        buffer = _sized_buffer(buffer, span(others), group.device)
         rooms = dict(zip((spec.name for spec in others), cuts(buffer, others), strict=True))
         pieces = {name: place.view(-1).view(torch.uint8) for name, place in into.items()} | rooms
         group.broadcast(*(pieces[spec.name] for spec in specs)).wait()
@@ -226,7 +233,7 @@ class Receiver:
 
 
 def _fits(place: Tensor | None, spec: TensorSpec, device: torch.device) -> bool:
-    """Whether the bytes of a tensor may be received into this one."""
+    """Whether the bytes of a tensor may be received into `place`."""
     return (
         place is not None
         and place.shape == spec.shape
@@ -236,20 +243,21 @@ def _fits(place: Tensor | None, spec: TensorSpec, device: torch.device) -> bool:
     )
 
 
-def _leave(groups: Sequence[BroadcastGroup]) -> None:
+def _leave_groups(groups: Sequence[BroadcastGroup]) -> None:
     for group in groups:
         group.close()
 
 
-def parse_init(info: dict[str, Any]) -> tuple[str, list[dict[str, object]], int, int, float]:
-    """Transport, addresses of the stages, rank, world size and time-out of an init_info; BadInput where it is none."""
+def parse_init(info: JsonObject) -> tuple[str, list[dict[str, object]], int, int, float]:
+    """Return transport, addresses of the stages, rank, world size and timeout of an init_info. Raise BadInput if it is
+    malformed."""
     transport = info.get("transport")
     stages = info.get("stages")
     rank = info.get("rank")
     world = info.get("world_size")
     timeout_s = info.get("timeout_s")
     if transport not in BACKENDS:
-        raise BadInput(f"init_info.transport {repr_short(transport)}; groups are made of {', '.join(BACKENDS)}")
+        raise BadInput(f"init_info.transport {repr_short(transport)}; expected one of {', '.join(BACKENDS)}")
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
         raise BadInput('init_info.stages must be a list of {"host": ..., "port": ...}, one for each pipeline stage')
     if not (isinstance(rank, int) and isinstance(world, int) and 0 < rank < world):
@@ -261,15 +269,15 @@ def parse_init(info: dict[str, Any]) -> tuple[str, list[dict[str, object]], int,
     return str(transport), stages, rank, world, float(timeout_s)
 
 
-def _version(update_info: dict[str, Any]) -> int:
+def _parse_version(update_info: JsonObject) -> int:
     version = update_info.get("version")
     if type(version) is not int or version < 0:
         raise BadInput(f"update_info.version {repr_short(version)}; expected a weight version, 0 or more")
     return version
 
 
-def _opened(path: Path) -> BucketFile | BadInput:
-    """The file, or why there is none: that is told when it is asked for."""
+def _open_or_error(path: Path) -> BucketFile | BadInput:
+    """Return the file, or the error of opening it, which is raised when the bucket is received."""
     try:
         return BucketFile(path)
     except BadInput as error:
@@ -283,7 +291,7 @@ def _check_names(file: BucketFile, specs: Sequence[TensorSpec]) -> None:
         raise BadInput(f"{file.path}: its tensors are not those announced; the first that differs is {differs}")
 
 
-def _room(buffer: Tensor, nbytes: int, device: torch.device) -> Tensor:
+def _sized_buffer(buffer: Tensor, nbytes: int, device: torch.device) -> Tensor:
     if len(buffer) >= nbytes and buffer.device == device:
         return buffer
     try:
@@ -292,11 +300,11 @@ def _room(buffer: Tensor, nbytes: int, device: torch.device) -> Tensor:
         raise BadInput(f"update_info: no memory for a bucket of {nbytes} bytes") from None
 
 
-def _files(path: str) -> Iterator[Named]:
-    """The tensors of a safetensors file, or of all in a folder."""
+def _file_tensors(path: str) -> Iterator[Named]:
+    """Yield the tensors of a safetensors file, or of all safetensors files in a folder."""
     for file in map(BucketFile, files_at(path)):
         specs = file.specs()
-        tensors = file.read(_room(NOTHING, file.nbytes, HOST), specs)
+        tensors = file.read(_sized_buffer(NOTHING, file.nbytes, HOST), specs)
         yield from zip((spec.name for spec in specs), tensors, strict=True)
 
 
@@ -309,19 +317,22 @@ def _verified(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], checksums:
     return [(spec.name, tensor) for spec, tensor in zip(specs, tensors, strict=True)]
 
 
-def _perturb(update_info: dict[str, Any]) -> list[int]:
+def _perturbed_rows(update_info: JsonObject) -> list[int]:
     perturb = update_info.get("perturb", [])
     if not isinstance(perturb, list) or any(type(token) is not int or not 0 <= token < 2**40 for token in perturb):
         raise BadInput(f"update_info.perturb {repr_short(perturb)}; expected a list of token ids")
     return perturb
 
 
-def _base(folder: Path | None, perturb: list[int]) -> Iterator[Named]:
-    """The tensors of the folder that the instance was started from, with rows of its output layer changed."""
+def _base_tensors(folder: Path | None, perturb: list[int]) -> Iterator[Named]:
+    """Yield the tensors of the folder that the instance was started from. The rows `perturb` of its output layer are
+    multiplied by PERTURBED."""
     if folder is None:
-        raise BadInput('update_info.transport "base": this instance was not started from a folder')
+        raise BadInput(
+            'update_info.transport "base" needs an instance that was started from a folder; this one was not'
+        )
     with open_folder(folder) as files:
-        changed = {EMBEDDING, OUTPUT} if _tied(folder) or OUTPUT not in files.names else {OUTPUT}
+        changed = {EMBEDDING, OUTPUT} if _ties_embeddings(folder) or OUTPUT not in files.names else {OUTPUT}
         for name in sorted(files.names):
             tensor = files.read(name)
             if perturb and name in changed:
@@ -332,7 +343,7 @@ def _base(folder: Path | None, perturb: list[int]) -> Iterator[Named]:
             yield name, tensor
 
 
-def _tied(folder: Path) -> bool:
+def _ties_embeddings(folder: Path) -> bool:
     try:
         return bool(json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", False))
     except (OSError, ValueError, AttributeError) as error:

@@ -1,6 +1,6 @@
-"""How a request is refused: the status and the kind of error that its reply carries, the same for both engines.
+"""Errors as replies: the HTTP status and the error type of a refused request, the same for both engines.
 
-Standard library and engine.errors only: it also runs in vLLM's environment.
+It needs the standard library and engine.errors only, since it also runs in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ KINDS = {
 
 
 class Conflict(MetronomeError):
-    """The call is right in itself but not now: an update out of order, a resume in the middle of one."""
+    """The call is valid, but not now: a step of an update out of order, a resume in the middle of an update."""
 
 
 class Refusal(MetronomeError):
-    """A reply with this status, the error's message and these headers."""
+    """An error that becomes a reply with its status, message and headers."""
 
     def __init__(
         self, status: int, message: str, kind: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
-        """`kind`: that of the status (KINDS) unless given."""
+        """`kind`: the error type in the reply; by default the one that KINDS has for the status."""
         super().__init__(message)
         self.status = status
         self.kind = kind or KINDS[status]
@@ -40,8 +40,8 @@ class Refusal(MetronomeError):
 
 
 def as_refusal(error: MetronomeError) -> Refusal:
-    """400: what was sent is wrong; 409: it came at the wrong time; 503: a transfer failed and may be tried again;
-    500: anything else."""
+    """Return the reply to an error. 400: the request is wrong. 409: it came at the wrong time. 503: a transfer failed
+    and may be tried again. 500: anything else."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, (TransferError, DeadlineError)):

@@ -1,36 +1,39 @@
-"""The reply to a completion, the same from both engines: vLLM's OpenAI-compatible one, with token ids, no text."""
+"""The reply to a completion, the same from both engines: vLLM's OpenAI-compatible format with token ids, no text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from engine.types import JsonObject
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-""""error": the logits were not finite."""
+"""Why a response ended; "error" means that the logits were not finite."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a request ended; all tokens were sampled by `version`, unless `earlier` says otherwise."""
+    """The response to a request. All tokens were sampled by `version` unless `earlier` is set."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     version: int
     prompt_logprobs: list[float] | None = None
-    """Of the prompt's tokens but the first, at temperature 1, when they were asked for and the request was admitted."""
+    """Log-probabilities of the prompt's tokens but the first, at temperature 1. None if they were not asked for, or the
+    request was not admitted."""
     earlier: int | None = None
-    """The version before, where it changed meanwhile: then only the last token is known to be of `version`."""
+    """The version before, if it changed during the request: only the last token is known to be of `version`."""
 
     @property
     def finite(self) -> bool:
-        """Whether all log-probabilities are numbers."""
+        """Whether no log-probability is NaN."""
         return not any(value != value for value in (*self.logprobs, *(self.prompt_logprobs or ())))
 
     @property
     def versions(self) -> list[list[int]]:
-        """[first token, version] of each stretch of tokens."""
+        """[index of its first token, version] of each stretch of tokens."""
         if not self.token_ids:
             return []
         if self.earlier is None:
@@ -38,9 +41,9 @@ class Result:
         return [[0, self.earlier], [len(self.token_ids) - 1, self.version]]
 
 
-def completion_reply(number: int, model: str, prompt: Sequence[int], result: Result) -> dict[str, Any]:
-    """The reply to /v1/completions; `weight_version` is the version at its end."""
-    choice: dict[str, Any] = {
+def completion_reply(number: int, model: str, prompt: Sequence[int], result: Result) -> JsonObject:
+    """Return the reply to /v1/completions. Its `weight_version` is the version at the end of the response."""
+    choice: JsonObject = {
         "index": 0,
         "text": "",
         "token_ids": result.token_ids,
@@ -65,6 +68,6 @@ def completion_reply(number: int, model: str, prompt: Sequence[int], result: Res
     }
 
 
-def _prompt_logprobs(prompt: Sequence[int], values: Sequence[float]) -> list[dict[str, Any] | None]:
-    """As vLLM gives them: nothing is known of the first token."""
+def _prompt_logprobs(prompt: Sequence[int], values: Sequence[float]) -> list[JsonObject | None]:
+    """Return the prompt's log-probabilities in vLLM's format: None for the first token, which has none."""
     return [None, *({str(token): {"logprob": value}} for token, value in zip(prompt[1:], values, strict=True))]

@@ -14,14 +14,14 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 Named = tuple[str, Tensor]
 Job = Callable[[Tensor], tuple[list[Named], Tensor]]
-"""Receives a bucket into a buffer, or into a larger one of its own."""
+"""Receives a bucket into the given buffer, or a larger one of its own. Returns the tensors and the buffer used."""
 
 
 class StagedVersion:
     """Buckets of one version that are received in the background, one after the other."""
 
     def __init__(self, version: int, before: StagedVersion | None) -> None:
-        """The memory of the version `before` is used again once its buckets are done."""
+        """`before`: the version staged last, whose memory is used again once its buckets are received."""
         self.version = version
         self._before = before
         self._spare: list[Tensor] = []
@@ -34,15 +34,15 @@ class StagedVersion:
         self._running = False
 
     def add(self, receive: Job) -> None:
-        """Append a bucket."""
+        """Add a bucket; `receive` is called in the background, after those of the earlier buckets."""
         with self._changed:
             self._jobs.append(receive)
             if not self._running:
                 self._running = True
-                threading.Thread(target=self._run, name="stage-weights", daemon=True).start()
+                threading.Thread(target=self._receive_all, name="stage-weights", daemon=True).start()
 
     def tensors(self, timeout_s: float) -> list[Named]:
-        """All that was staged, once it is here. Raises what a bucket's reception raised; DeadlineError."""
+        """Return all staged tensors once they are received. Raise the error of a failed bucket, or DeadlineError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._done == len(self._jobs) or self._error is not None, timeout_s):
                 raise DeadlineError(
@@ -53,12 +53,12 @@ class StagedVersion:
                 raise self._error
             return list(self._found)
 
-    def _run(self) -> None:
-        """Until there is no bucket left, or a transfer fails: then those behind it are lost too."""
+    def _receive_all(self) -> None:
+        """Receive buckets until none is left or a transfer fails; the buckets after a failed transfer are lost too."""
         if self._before is not None:
             self._spare = self._before.idle()
             self._before = None
-        while (job := self._next()) is not None:
+        while (job := self._next_job()) is not None:
             found: list[Named] = []
             buffer = NOTHING
             error = None
@@ -73,8 +73,11 @@ class StagedVersion:
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _next(self) -> Job | None:
-        """A bucket that was refused is no reason to leave its successors on the wire; a broken transfer is."""
+    def _next_job(self) -> Job | None:
+        """Return the next bucket's job; None if there is none, or a transfer has failed.
+
+        After a bucket with wrong content (BadInput) the next ones are still received, because they are already sent.
+        """
         with self._changed:
             broken = self._error is not None and not isinstance(self._error, BadInput)
             if self._done == len(self._jobs) or broken:
@@ -83,6 +86,6 @@ class StagedVersion:
             return self._jobs[self._done]
 
     def idle(self) -> list[Tensor]:
-        """Its buffers, if nothing is received into them any more."""
+        """Return the buffers of this version; none while something may still be received into them."""
         with self._changed:
             return [] if self._running else self._buffers

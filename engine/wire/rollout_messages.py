@@ -1,7 +1,8 @@
-"""What the launcher asks of a rollout instance, and what it takes of the replies (docs/protocol.md): a struct each.
+"""The launcher's requests to a rollout instance, and the fields that it reads of the replies (docs/protocol.md).
 
-Bodies are JSON. A reply may have more fields than these; one that is missing or of another type is refused by name.
-An instance checks requests on its own (engine.instance.protocol): they come from outside.
+Each is a struct; bodies are JSON. A reply may have more fields than these. A field that is missing or of another type
+is refused by name. An instance does not use these structs to check requests, since any client may send them: see
+engine.instance.protocol.
 """
 
 from __future__ import annotations
@@ -16,45 +17,48 @@ Reply = TypeVar("Reply")
 
 
 class Acknowledged(msgspec.Struct):
-    """It was done; nothing of the reply is looked at."""
+    """A reply whose status alone says that the request was carried out; its body is not read."""
 
 
 class Health(msgspec.Struct):
-    """The instance is there."""
+    """The reply of an instance whose model is loaded and whose engine lives."""
 
     protocol: int | None = None
-    """Version of the rollout protocol that it speaks; None: it does not say."""
+    """Version of the rollout protocol that the instance speaks; None if the reply lacks it."""
 
 
 class Load(msgspec.Struct):
-    """What the instance does."""
+    """The load of an instance."""
 
     running: int
+    """Responses being generated."""
     waiting: int
+    """Responses that wait for a slot."""
     generated_tokens: int
+    """Tokens sampled since the start."""
     weight_version: int
 
 
 class WeightVersion(msgspec.Struct):
-    """Of the last finished update; 0 for the weights from disk."""
+    """The version of the last finished update; 0 for the weights from disk."""
 
     weight_version: int
 
 
 class WorldSize(msgspec.Struct):
-    """Processes of the instance that take part in a transfer of weights."""
+    """The number of the instance's processes that take part in a transfer of weights."""
 
     world_size: int
 
 
 class Logprobs(msgspec.Struct):
-    """Of a response's tokens."""
+    """Log-probabilities of a response's tokens."""
 
     token_logprobs: tuple[float, ...]
 
 
 class TokenLogprob(msgspec.Struct):
-    """Of a token of the prompt."""
+    """Log-probability of a token of the prompt."""
 
     logprob: float
 
@@ -66,7 +70,7 @@ class Choice(msgspec.Struct):
     logprobs: Logprobs
     finish_reason: str
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
-    """For each token of the prompt, by its id; None for the first."""
+    """One entry for each token of the prompt, with its id as key; None for the first token."""
 
 
 class CompletionReply(msgspec.Struct):
@@ -74,11 +78,11 @@ class CompletionReply(msgspec.Struct):
 
     choices: Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1)]
     weight_versions: tuple[tuple[int, int], ...] = ()
-    """(first token, version) of each stretch of tokens."""
+    """(index of its first token, weight version) of each stretch of tokens."""
 
 
 class InstanceRequest(msgspec.Struct, Generic[Reply]):
-    """A call to one route. Its fields are the body; a GET has none."""
+    """A request to one route. Its fields are the body; a GET has none."""
 
     method: ClassVar[str] = "POST"
     route: ClassVar[str]
@@ -86,12 +90,12 @@ class InstanceRequest(msgspec.Struct, Generic[Reply]):
 
     @property
     def path(self) -> str:
-        """Route and query."""
+        """The route with its query."""
         return self.route
 
 
 class GetHealth(InstanceRequest[Health]):
-    """Is it there?"""
+    """Asks whether the instance is there."""
 
     method = "GET"
     route = "/health"
@@ -99,7 +103,7 @@ class GetHealth(InstanceRequest[Health]):
 
 
 class GetLoad(InstanceRequest[Load]):
-    """What does it do?"""
+    """Asks for the instance's load."""
 
     method = "GET"
     route = "/load"
@@ -107,7 +111,7 @@ class GetLoad(InstanceRequest[Load]):
 
 
 class GetWeightVersion(InstanceRequest[WeightVersion]):
-    """Which version do its workers hold?"""
+    """Asks for the weight version that the instance's workers hold."""
 
     method = "GET"
     route = "/weight_version"
@@ -115,7 +119,7 @@ class GetWeightVersion(InstanceRequest[WeightVersion]):
 
 
 class GetWorldSize(InstanceRequest[WorldSize]):
-    """How many of its processes receive weights?"""
+    """Asks how many of the instance's processes receive weights."""
 
     method = "GET"
     route = "/get_world_size"
@@ -123,7 +127,7 @@ class GetWorldSize(InstanceRequest[WorldSize]):
 
 
 class Complete(InstanceRequest[CompletionReply], kw_only=True):
-    """Sample one response to one prompt."""
+    """Asks for one sampled response to one prompt."""
 
     route = "/v1/completions"
     reply = CompletionReply
@@ -139,13 +143,13 @@ class Complete(InstanceRequest[CompletionReply], kw_only=True):
     logprobs: int = 0
     return_token_ids: bool = True
     continued: int | msgspec.UnsetType = msgspec.UNSET
-    """So many of the prompt's last tokens are the response so far."""
+    """How many of the prompt's last tokens belong to the response."""
     prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
-    """0: those of the prompt, too."""
+    """0 asks for the log-probabilities of the prompt's tokens, too."""
 
 
 class Pause(InstanceRequest[Acknowledged]):
-    """Admit nothing; answered once nothing runs."""
+    """Has the instance admit nothing from now on. The reply comes once nothing runs."""
 
     route = "/pause"
 
@@ -153,37 +157,38 @@ class Pause(InstanceRequest[Acknowledged]):
 
     @property
     def path(self) -> str:
-        """With the mode as its query."""
+        """The route with the mode as its query."""
         return f"{self.route}?mode={self.mode}"
 
 
 class Resume(InstanceRequest[Acknowledged]):
-    """Admit again."""
+    """Has the instance admit requests again."""
 
     route = "/resume"
 
 
 class ResetPrefixCache(InstanceRequest[Acknowledged]):
-    """Forget computed prompts."""
+    """Has the instance drop its cached prompts."""
 
     route = "/reset_prefix_cache"
 
 
 class InitInfo(msgspec.Struct, kw_only=True):
-    """Where an instance finds the groups of a broadcast."""
+    """Where and how an instance joins the groups of a broadcast."""
 
     transport: str
     generation: int
     stages: list[MeetingPlace]
-    """One for each pipeline stage."""
+    """One place for each pipeline stage."""
     world_size: int
     rank: int
-    """Of the instance's first process in each group."""
+    """Rank of the instance's first process in each group."""
     timeout_s: float
+    """Deadline of every wait in seconds."""
 
 
 class Connect(InstanceRequest[Acknowledged]):
-    """Join the stages' groups."""
+    """Has the instance join the groups of the pipeline stages."""
 
     route = "/init_weight_transfer_engine"
 
@@ -191,25 +196,26 @@ class Connect(InstanceRequest[Acknowledged]):
 
 
 class StartUpdate(InstanceRequest[Acknowledged]):
-    """Begin an update of the weights, or begin it again."""
+    """Has the instance begin a weight update, or begin it again."""
 
     route = "/start_weight_update"
 
 
 class StagedWeights(msgspec.Struct, tag_field="transport", tag="staged"):
-    """Load the buckets of a version that were staged."""
+    """Names the version whose staged buckets are to be loaded."""
 
     version: int
 
 
 class BaseWeights(msgspec.Struct, tag_field="transport", tag="base"):
-    """Load what the instance was started from, with the output rows of some tokens changed."""
+    """Names the weights that the instance was started from, with the output rows of some tokens changed."""
 
     perturb: list[int]
+    """Ids of the tokens whose output rows are changed."""
 
 
 class Update(InstanceRequest[Acknowledged]):
-    """Receive and load weights."""
+    """Has the instance receive and load weights, or begin to stage them."""
 
     route = "/update_weights"
 
@@ -266,7 +272,7 @@ class GetStatus(InstanceRequest[PoolStatus]):
 
 
 class FinishUpdate(InstanceRequest[Acknowledged]):
-    """The update is whole: it is this version."""
+    """Ends the update: the instance's weights are this version now."""
 
     route = "/finish_weight_update"
 

@@ -238,13 +238,13 @@ def options(*arguments):
 def test_naps_are_seconds_that_are_short(variables, nap):
     variables[serve.NAP] = nap
     with pytest.raises(BadInput, match=f"METRONOME_VLLM_NAP_S={nap}: expected seconds between 0 .* and 0.01"):
-        serve._check(options())
+        serve._check_options(options())
 
 
 def test_only_processes_that_vllm_spawns_are_taken(variables):
     variables["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     with pytest.raises(BadInput, match="VLLM_WORKER_MULTIPROC_METHOD=fork: must be spawn"):
-        serve._check(options())
+        serve._check_options(options())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from engine.errors import ProcessDied
 from engine.instance import command_line
 from engine.run.process import bind, watch_lifeline
 
-if TYPE_CHECKING:  # torch reads its environment when it is imported, so main() imports it after setting that
+if TYPE_CHECKING:  # torch reads its environment variables when it is imported: they are set before
     from engine.instance.embedded.engine import Engine
 
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Exit code 0 then, 2 on bad input, 1 on failure."""
     parser = command_line.parser("engine.instance.embedded", __doc__)
     parser.add_argument(
-        "--deterministic", action="store_true", help="a response depends on prompt, seed and weights only"
+        "--deterministic", action="store_true", help="make a response depend on prompt, seed and weights only"
     )
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the event loop takes over, while the model loads
@@ -45,7 +45,7 @@ async def _serve(options: argparse.Namespace) -> None:
     from engine.instance.protocol import RequestLimits
 
     sock = command_line.bound(options)
-    engine = _engine(options)
+    engine = _warm_engine(options)
     loop = asyncio.get_running_loop()
     limits = RequestLimits(engine.model.vocabulary, options.max_context, engine.model.stop_ids)
     ended = asyncio.Event()
@@ -63,12 +63,13 @@ async def _serve(options: argparse.Namespace) -> None:
     await serving
     backend.close()  # a broadcast under way would keep the process alive until its deadline
     if ended.is_set():
-        raise ProcessDied("the engine's thread ended by the error above")
+        raise ProcessDied("the engine's thread ended; the error above says why")
     worker.stop()
 
 
-def _engine(options: argparse.Namespace) -> Engine:
-    """The engine with its model loaded and one response sampled, so that no request pays for first-time set-up."""
+def _warm_engine(options: argparse.Namespace) -> Engine:
+    """Return the engine with its model loaded. It has sampled one response, so that no request pays for first-time
+    set-up."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 

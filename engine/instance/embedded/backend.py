@@ -14,7 +14,7 @@ from engine.instance.replies import Result
 
 
 class EmbeddedBackend(Updates):
-    """A Backend: calls to the engine's thread, beside its weight updates."""
+    """A Backend that calls the engine in its thread. Its base class has the weight updates."""
 
     world_size = 1
 
@@ -24,39 +24,39 @@ class EmbeddedBackend(Updates):
         self.model = model
 
     async def complete(self, asked: Completion) -> Result:
-        """Conflict after a weight update that failed half-way."""
+        """Sample one response. Raise Conflict after a weight update that failed half-way."""
         return await self._worker.complete(asked.prompt, sampling_of(asked), asked.prompt_logprobs)
 
     async def check_health(self) -> None:
-        """It lives: the process ends with the engine's thread."""
+        """Do nothing: while the process lives, so does the engine's thread."""
 
     async def weight_version(self) -> int:
-        """Engine.version."""
+        """Return Engine.version."""
         return await self._worker.call(lambda engine: engine.version)
 
     async def load(self) -> dict[str, int]:
-        """Engine.load."""
+        """Return Engine.load."""
         return await self._worker.call(Engine.load)
 
     async def metrics(self) -> bytes:
-        """None but those of every instance."""
+        """Return nothing: the engine has no metrics besides those of every instance."""
         return b""
 
     async def pause(self, abort: bool) -> None:
-        """Engine.pause."""
+        """Call Engine.pause and wait until nothing runs."""
         await self._worker.pause(abort)
 
     async def resume(self) -> None:
-        """Engine.resume."""
+        """Call Engine.resume."""
         await self._worker.call(Engine.resume)
 
     async def reset_prefix_cache(self) -> None:
-        """PromptCache.clear."""
+        """Call PromptCache.clear."""
         await self._worker.call(lambda engine: engine.prompts.clear())
 
 
 def sampling_of(asked: Completion) -> Sampling:
-    """How the response is sampled; a request without a seed gets a random one."""
+    """Return the sampling parameters of a completion. One without a seed gets a random seed."""
     return Sampling(
         max_tokens=asked.max_tokens,
         temperature=asked.temperature,

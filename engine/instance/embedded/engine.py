@@ -21,25 +21,27 @@ from engine.instance.refusals import Conflict
 from engine.instance.replies import FinishReason, Result
 
 PROMPTS_KEPT = 8
-"""Computed prompts kept, in full slots: enough for the groups that are being admitted, little beside the slots."""
+"""Size of the prompt cache in full slots: enough for the groups being admitted, little compared with the slots."""
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to continue; while it runs, also its response so far."""
+    """A prompt to continue, and the response so far."""
 
     prompt: tuple[int, ...]
     sampling: Sampling
     reply: Callable[[Result], None]
-    """Called once, in the engine's thread, unless the request is cancelled."""
+    """Called once with the result, in the engine's thread, unless the request is cancelled."""
     score_prompt: bool = False
+    """Whether to compute the prompt's log-probabilities."""
     prompt_logprobs: list[float] | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     uniforms: list[float] = field(default_factory=list)
+    """One random number in [0, 1) for each token that may be sampled."""
 
     def add(self, token: int, logprob: float) -> FinishReason | None:
-        """Append a sampled token; the finish reason if it ends the response."""
+        """Append a sampled token. Return the finish reason if it ends the response, else None."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         if logprob != logprob:
@@ -59,7 +61,7 @@ class Engine:
         self.max_context = max_context
         self.deterministic = deterministic
         capacity = max_context if deterministic else min(4 * BLOCK, max_context)
-        # kernels divide rows between threads: odd numbers of rows gave a row other bits in another slot
+        # kernels divide rows between threads: with odd numbers of rows, a row's bits depended on its slot
         self.rows = -(-slots // BLOCK) * BLOCK if deterministic else slots
         self.cache = KeyValueCache(
             layers=len(model.layers),
@@ -76,49 +78,49 @@ class Engine:
         """Tokens sampled since the start."""
         self.paused = False
         self._load: WeightLoad | None = None
-        """The weight update under way."""
+        """The weight update under way; None between updates."""
         self._mixed = False
-        """Some weights are new, and finish_update has not named them."""
+        """Whether some weights are new and finish_update has not given them a version."""
         self._on_idle: list[Callable[[], None]] = []
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a step would sample a token."""
         return bool(self.running or (self.waiting and not self.paused))
 
     # requests -------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request; it is checked already, and prompt and max_tokens fit into the context together.
+        """Queue a request. The caller has checked it: prompt and max_tokens together fit into the context.
 
-        Conflict after a weight update that failed half-way.
+        Raise Conflict after a weight update that failed half-way.
         """
         if self._mixed and self._load is None:
             raise Conflict("a weight update failed half-way: this instance has no whole weights until another succeeds")
         self.waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """Drop a request and free its slot, without a reply; nothing happens if it has ended."""
+        """Drop a request without a reply and free its slot. Do nothing if it has ended."""
         if request in self.running:
-            self._free(self.running.index(request))
+            self._free_slot(self.running.index(request))
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def step(self) -> None:
-        """Sample the next token of every running response and the first of those that get a free slot now."""
+        """Sample the next token of every running response, and the first token of each request admitted now."""
         decoded = [self._decode()] if self.running else []
         first = [] if self.paused else self._admit()  # after decoding, which writes to unused slots too
         logits = torch.cat([*decoded, *first]) if first else decoded[0]
         uniforms = [request.uniforms[len(request.token_ids)] for request in self.running]
         tokens, logprobs = sample(logits, [request.sampling for request in self.running], uniforms)
-        self._record(tokens, logprobs)
+        self._record_tokens(tokens, logprobs)
 
     def _admit(self) -> list[Tensor]:
-        """Move waiting requests into free slots; the logits [1, vocabulary] of each one's first token."""
+        """Move waiting requests into free slots. Return the logits [1, vocabulary] of each one's first token."""
         logits = []
         while self.waiting and len(self.running) < self.slots:
             request = self.waiting.popleft()
-            prefill = self._scored(request) if request.score_prompt else self.prompts.get(request.prompt)
+            prefill = self._scored_prefill(request) if request.score_prompt else self.prompts.get(request.prompt)
             self.cache.reserve(len(request.prompt) + 1, self.max_context)
             self.cache.fill(len(self.running), prefill.keys, prefill.values)
             request.uniforms = request.sampling.uniforms()
@@ -126,13 +128,13 @@ class Engine:
             logits.append(prefill.logits[None])
         return logits
 
-    def _scored(self, request: Request) -> Prefill:
-        """The prompt computed anew, with its log-probabilities: they must be the present weights' own."""
+    def _scored_prefill(self, request: Request) -> Prefill:
+        """Compute the prompt and its log-probabilities, not from the cache: they must be the present weights' own."""
         computed, request.prompt_logprobs = self.model.scored_prefill(list(request.prompt))
         return Prefill(*computed)
 
     def _decode(self) -> Tensor:
-        """Logits [running, vocabulary] after the last token of each response."""
+        """Return the logits [running, vocabulary] after the last token of each response."""
         tokens = [request.token_ids[-1] for request in self.running]
         positions = [len(request.prompt) + len(request.token_ids) - 1 for request in self.running]
         if self.deterministic:
@@ -146,17 +148,17 @@ class Engine:
     def _forward(self, tokens: list[int], positions: list[int], length: int) -> Tensor:
         return self.model.decode(torch.tensor(tokens), torch.tensor(positions), self.cache, length)
 
-    def _record(self, tokens: list[int], logprobs: list[float]) -> None:
+    def _record_tokens(self, tokens: list[int], logprobs: list[float]) -> None:
         self.generated_tokens += len(tokens)
         reasons = [
             request.add(token, logprob) for request, token, logprob in zip(self.running, tokens, logprobs, strict=True)
         ]
-        for slot, reason in reversed(list(enumerate(reasons))):  # from the end: _free moves the last response down
+        for slot, reason in reversed(list(enumerate(reasons))):  # from the end: _free_slot moves the last response down
             if reason is not None:
-                self._end(self.running[slot], reason)
-                self._free(slot)
+                self._send_result(self.running[slot], reason)
+                self._free_slot(slot)
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
+    def _send_result(self, request: Request, reason: FinishReason) -> None:
         request.reply(
             Result(
                 token_ids=request.token_ids,
@@ -167,8 +169,8 @@ class Engine:
             )
         )
 
-    def _free(self, slot: int) -> None:
-        """Give up a slot; the last response moves into it, so that the running ones stay the first slots."""
+    def _free_slot(self, slot: int) -> None:
+        """Free a slot. The last response moves into it, so that the running responses stay in the first slots."""
         last = self.running.pop()
         if slot < len(self.running):
             self.cache.move(len(self.running), slot, len(last.prompt) + len(last.token_ids))
@@ -187,12 +189,13 @@ class Engine:
     def pause(self, abort: bool, done: Callable[[], None]) -> None:
         """Admit nothing from now on; call `done` once nothing runs.
 
-        `abort` ends every request at once, waiting ones too, with the tokens it has; else the running ones drain.
+        With `abort` every request ends at once with the tokens it has, waiting ones too; otherwise the running ones
+        finish.
         """
         self.paused = True
         if abort:
             for request in [*self.running, *self.waiting]:
-                self._end(request, "abort")
+                self._send_result(request, "abort")
             self.running.clear()
             self.waiting.clear()
         self._on_idle.append(done)
@@ -200,7 +203,8 @@ class Engine:
             self._call_idle()
 
     def resume(self) -> None:
-        """Admit again. Conflict while responses drain, and between start_update and finish_update."""
+        """Admit requests again. Raise Conflict while responses drain, during a weight update, and after one that failed
+        half-way."""
         if self._on_idle:
             raise Conflict(f"{len(self.running)} responses are still draining; resume when /pause has answered")
         if self._load is not None or self._mixed:
@@ -208,25 +212,30 @@ class Engine:
         self.paused = False
 
     def start_update(self) -> None:
-        """Begin a weight update, or begin it again. Conflict unless paused and drained."""
+        """Begin a weight update, or begin it again. Raise Conflict unless paused and drained."""
         if not self.paused or self.running:
-            raise Conflict(f"{len(self.running)} running, paused: {self.paused}; await /pause first")
+            raise Conflict(
+                f"{len(self.running)} responses run, paused: {self.paused}; call /pause and wait for its reply first"
+            )
         self._load = WeightLoad(self.model.hf)
 
     def check_updating(self) -> None:
-        """Conflict before start_update."""
+        """Raise Conflict unless a weight update is under way."""
         if self._load is None:
             raise Conflict("no weight update was started; send /start_weight_update first")
 
     def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """WeightLoad.lend. Conflict before start_update."""
+        """Return WeightLoad.lend. Raise Conflict unless a weight update is under way."""
         self.check_updating()
         assert self._load is not None
         return self._load.lend(names)
 
     def update(self, tensors: Sequence[Named], cast: bool = False) -> None:
-        """Load a bucket of new weights in place (`cast`: from any dtype). Conflict before start_update; BadInput for
-        tensors that do not fit, which ends the update."""
+        """Copy a bucket of new weights into the parameters; with `cast` from any dtype.
+
+        Raise Conflict unless a weight update is under way. Raise BadInput for tensors that do not fit, and end the
+        update.
+        """
         self.check_updating()
         assert self._load is not None
         try:
@@ -237,16 +246,17 @@ class Engine:
         self._mixed = self._mixed or self._load.touched
 
     def fail_update(self) -> None:
-        """The update has ended without success. If some weights are new already, requests are refused until another
-        update succeeds; those that wait end as aborted."""
+        """End the update without success. If some weights are new already, requests are refused until another update
+        succeeds, and waiting ones end as aborted."""
         self._load = None
         if self._mixed:
             for request in self.waiting:
-                self._end(request, "abort")
+                self._send_result(request, "abort")
             self.waiting.clear()
 
     def finish_update(self, version: int) -> None:
-        """Name the new weights. Conflict when none were loaded since start_update; BadInput when they are not whole."""
+        """Give the new weights their version. Raise Conflict if none were loaded since start_update, BadInput if some
+        are missing."""
         if self._load is None or not self._load.touched:
             raise Conflict("no new weights were loaded; send /start_weight_update and /update_weights first")
         self._load.check_whole()
@@ -258,7 +268,8 @@ class Engine:
         self._mixed = False
 
     def load(self) -> dict[str, int]:
-        """Requests running and waiting, prompts computed and tokens sampled since the start, and the weight version."""
+        """Return the numbers of running and waiting requests, of prompts computed and tokens sampled since the start,
+        and the weight version."""
         return {
             "running": len(self.running),
             "waiting": len(self.waiting),

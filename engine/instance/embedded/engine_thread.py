@@ -1,4 +1,4 @@
-"""The thread that owns the engine, and how the event loop talks to it."""
+"""The thread that owns the engine, and the calls of the event loop to it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ STOP_S = 30.0
 
 
 class EngineThread:
-    """Runs the engine's steps in a thread; calls cross by a queue and are carried out between steps."""
+    """Runs the engine's steps in a thread. Calls come through a queue and are carried out between steps."""
 
     def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop, on_end: Callable[[], None]) -> None:
-        """`on_end` is called in `loop` when the thread ends, whether asked to or by an error."""
+        """`on_end` is called in `loop` when the thread ends, by `stop` or by an error."""
         self._engine = engine
         self._loop = loop
         self._on_end = on_end
@@ -31,18 +31,18 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; from now on only it touches the engine."""
+        """Start the thread. From now on no other thread may use the engine."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after its current step; what was running gets no reply."""
+        """End the thread after its current step; running requests get no reply. Raise DeadlineError after STOP_S."""
         self._calls.put(None)
         self._thread.join(STOP_S)
         if self._thread.is_alive():
             raise DeadlineError(f"the engine's thread did not finish its step within {STOP_S:g} s")
 
     async def complete(self, prompt: tuple[int, ...], sampling: Sampling, score_prompt: bool = False) -> Result:
-        """Sample one response; when the awaiting task is cancelled, so is the request."""
+        """Sample one response. When the awaiting task is cancelled, the request is dropped."""
         future: asyncio.Future[Result] = self._loop.create_future()
         request = Request(prompt, sampling, lambda result: self._resolve(future, result), score_prompt)
         self._calls.put(lambda: self._submit(request, future))
@@ -59,7 +59,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(_fail, future, error)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
-        """Carry out a function of the engine between two steps; its MetronomeErrors are raised here."""
+        """Call a function with the engine between two steps. Return its result, or raise its MetronomeError."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def carry_out() -> None:
@@ -72,7 +72,7 @@ class EngineThread:
         return await future
 
     async def pause(self, abort: bool) -> None:
-        """Engine.pause, until nothing runs."""
+        """Call Engine.pause and wait until nothing runs."""
         future: asyncio.Future[None] = self._loop.create_future()
         self._calls.put(lambda: self._engine.pause(abort, lambda: self._resolve(future, None)))
         await future
@@ -89,7 +89,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(self._on_end)
 
     def _carry_out_calls(self) -> bool:
-        """All calls that have come in; waits for one when there is nothing to decode. False when asked to stop."""
+        """Carry out the calls in the queue; wait for one if there is nothing to decode. Return False after `stop`."""
         wait = not self._engine.busy  # without a deadline: being idle is no fault
         while wait or not self._calls.empty():
             wait = False
@@ -101,7 +101,7 @@ class EngineThread:
 
 
 def _succeed(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():  # else cancelled: the client has gone
+    if not future.done():  # else it was cancelled: the client has left
         future.set_result(value)
 
 

@@ -24,20 +24,21 @@ SUPPORTED = ("qwen3", "qwen2", "llama")
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 SCORED_ROWS = 256
+"""Prompt tokens whose logits are computed at a time."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer index, q [n, heads, dim], k and v [n, kv heads, dim]) -> [n, heads * dim]"""
+"""Computes attention: (layer index, q [n, heads, dim], k and v [n, kv heads, dim]) -> [n, heads * dim]."""
 
 
 class HfNorm(Protocol):
-    """An RMSNorm of the models that we run."""
+    """RMSNorm of a Hugging Face model."""
 
     weight: Tensor
     variance_epsilon: float
 
 
 class HfAttention(Protocol):
-    """The attention of their blocks; some have no norms of queries and keys."""
+    """Attention of a Hugging Face model; some models have no norms of queries and keys."""
 
     head_dim: int
     q_proj: nn.Linear
@@ -49,18 +50,18 @@ class HfAttention(Protocol):
 
 
 class HfMlp(Protocol):
-    """Their gated MLP."""
+    """Gated MLP of a Hugging Face model."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
     down_proj: nn.Linear
 
     def act_fn(self, gate: Tensor, /) -> Tensor:
-        """The activation of the gate."""
+        """Return the activation of the gate."""
 
 
 class HfBlock(Protocol):
-    """One decoder block."""
+    """Decoder block of a Hugging Face model."""
 
     self_attn: HfAttention
     mlp: HfMlp
@@ -69,11 +70,12 @@ class HfBlock(Protocol):
 
 
 class RolloutModel:
-    """Weights (float32) and forward passes of one causal language model on the CPU. Belongs to one thread."""
+    """Weights (float32) and forward passes of one causal language model on the CPU. Only one thread may use it."""
 
     def __init__(self, folder: str, max_context: int) -> None:
-        """Load a Hugging Face folder; BadInput unless SUPPORTED, with full attention and static rotary positions."""
-        self.hf = _load(folder)
+        """Load a Hugging Face folder. Raise BadInput unless the model is SUPPORTED, with full attention and static
+        rotary positions."""
+        self.hf = _load_model(folder)
         config = self.hf.config
         base = self.hf.model
         self.vocabulary: int = self.hf.lm_head.weight.shape[0]
@@ -87,40 +89,42 @@ class RolloutModel:
         self.cos, self.sin = _rotary_tables(base.rotary_emb, max_context)
 
     def prefill(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [layers, kv heads, dim, len(ids)] of one prompt, and the logits [vocabulary] after it."""
-        keys, values, hidden = self._prompt(ids)
+        """Return a prompt's keys and values [layers, kv heads, dim, len(ids)], and the logits [vocabulary] after it."""
+        keys, values, hidden = self._prompt_states(ids)
         return keys, values, self._logits(hidden[-1:])[0]
 
     def scored_prefill(self, ids: list[int]) -> tuple[tuple[Tensor, Tensor, Tensor], list[float]]:
-        """`prefill`, and the log-probabilities (temperature 1) of ids[1:], each after those before it;
-        one forward for both."""
-        keys, values, hidden = self._prompt(ids)
+        """Return `prefill` and the log-probabilities (temperature 1) of ids[1:], each given the ids before it.
+
+        One forward pass computes both.
+        """
+        keys, values, hidden = self._prompt_states(ids)
         targets = torch.tensor(ids[1:])[:, None]
         scores = [
-            value  # logits of so many rows at a time: of a long prompt with a large vocabulary they are gigabytes
+            value  # in pieces: all logits of a long prompt with a large vocabulary are gigabytes
             for rows, wanted in zip(hidden[:-1].split(SCORED_ROWS), targets.split(SCORED_ROWS), strict=True)
             for value in self._logits(rows).log_softmax(-1).gather(1, wanted)[:, 0].tolist()
         ]
         return (keys, values, self._logits(hidden[-1:])[0]), scores
 
-    def _prompt(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values, and the hidden states [len(ids), hidden]."""
+    def _prompt_states(self, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys and values of one prompt, and its hidden states [len(ids), hidden]."""
         keys = []
         values = []
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys.append(k.permute(1, 2, 0))
             values.append(v.permute(1, 2, 0))
-            return _causal(index, q, k, v)
+            return _causal_attention(index, q, k, v)
 
         hidden = self._forward(torch.tensor(ids), torch.arange(len(ids)), attend)
         return torch.stack(keys), torch.stack(values), hidden
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache, length: int) -> Tensor:
-        """Logits [n, vocabulary] after one more token in each of the cache's first n slots.
+        """Add one token to each of the cache's first n slots. Return the logits [n, vocabulary] after it.
 
-        tokens [n] are put at positions [n] (all below `length`); attention reads the slots' first `length` entries and
-        ignores those behind a row's position.
+        tokens [n] are put at positions [n], all below `length`. Attention reads the first `length` entries of a slot
+        and masks those after the row's position.
         """
         n = len(tokens)
         rows = torch.arange(len(tokens))
@@ -142,7 +146,7 @@ class RolloutModel:
         return self._logits(self._forward(tokens, positions, attend))
 
     def refresh(self) -> None:
-        """Call after the Hugging Face parameters changed in place."""
+        """Recompute what is derived from the Hugging Face parameters. Call it after they changed in place."""
         for layer in self.layers:
             layer.refresh()
 
@@ -160,7 +164,7 @@ class RolloutModel:
 
 
 class Layer:
-    """One decoder block over rows of hidden states [n, hidden]; what the rows are to each other is up to `attend`."""
+    """One decoder block over rows of hidden states [n, hidden]. `attend` decides which rows attend to which."""
 
     def __init__(self, block: HfBlock) -> None:
         attention = block.self_attn
@@ -187,7 +191,7 @@ class Layer:
             self.norm_qk.weight = torch.cat([q.expand(self.heads, -1), k.expand(self.kv_heads, -1)])
 
     def forward(self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """The block's output [n, hidden]; cos and sin are [n, heads + kv heads, dim]."""
+        """Return the block's output [n, hidden]; cos and sin are [n, heads + kv heads, dim]."""
         q, k, v = self._queries_keys_values(self.norm_in(hidden), cos, sin)
         hidden = hidden + linear(attend(index, q, k, v), *self.out)
         gate, up = linear(self.norm_mlp(hidden), *self.gate_up).chunk(2, -1)
@@ -205,27 +209,28 @@ class Layer:
 
 
 class Norm:
-    """x / sqrt(mean(x²) + eps) * weight over the last dimension; the weight may have more dimensions than that."""
+    """RMSNorm: x / sqrt(mean(x²) + eps) * weight, over the last dimension. The weight may have more dimensions."""
 
     def __init__(self, norm: HfNorm) -> None:
         self.weight = norm.weight
         self.eps = torch.tensor(float(norm.variance_epsilon))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The normalised x, same shape. A few per cent of a step faster than F.rms_norm, which is seven operations."""
+        """Return the normalised x, same shape. F.rms_norm has seven operations; this makes a step a few per cent
+        faster."""
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, size, size, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(self.weight)
 
 
-def _causal(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend: the rows are one sequence."""
+def _causal_attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention (`Attend`) over rows that are one sequence."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)
 
 
-def _load(folder: str) -> PreTrainedModel:
+def _load_model(folder: str) -> PreTrainedModel:
     if not (Path(folder) / "config.json").is_file():
         raise BadInput(f"--model {folder}: no config.json there; a Hugging Face model folder is needed")
     try:
@@ -239,7 +244,7 @@ def _load(folder: str) -> PreTrainedModel:
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise BadInput(f"--model {folder}: {error}") from None
-    if found["missing_keys"]:  # transformers would go on with random ones
+    if found["missing_keys"]:  # transformers would continue with random ones
         raise BadInput(f"--model {folder}: its files lack {sorted(found['missing_keys'])[0]}")
     _check_supported(model, folder)
     return model.eval().requires_grad_(False)
@@ -259,7 +264,7 @@ def _check_supported(model: PreTrainedModel, folder: str) -> None:
 
 
 def _stop_ids(model: PreTrainedModel, folder: str) -> frozenset[int]:
-    """End-of-sequence ids of the generation config (else of the config) and of the tokenizer, where there is one."""
+    """Return the end-of-sequence ids of the generation config (else of the config) and of the tokenizer, if any."""
     ids = model.generation_config.eos_token_id
     ids = model.config.eos_token_id if ids is None else ids
     found = set(ids) if isinstance(ids, list) else {ids}
@@ -269,7 +274,7 @@ def _stop_ids(model: PreTrainedModel, folder: str) -> frozenset[int]:
 
 
 def _rotary_tables(rotary: nn.Module, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [length, 1, dim] of every position; the first half of sin negated, see Layer."""
+    """Return cos and sin [length, 1, dim] of every position. The first half of sin is negated, see Layer."""
     cos, sin = rotary(torch.empty(0), torch.arange(length)[None])
     half = sin.shape[-1] // 2
     sin = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
@@ -277,12 +282,14 @@ def _rotary_tables(rotary: nn.Module, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of all parts as one projection. The parts' parameters become views: updating them updates it."""
+    """Return weight and bias of one projection with the outputs of all parts. The parts' parameters become views of it,
+    so that updating them updates it."""
     biases = [part.bias for part in parts if part.bias is not None]
-    return _join([part.weight for part in parts]), _join(biases) if biases else None
+    return _join_as_views([part.weight for part in parts]), _join_as_views(biases) if biases else None
 
 
-def _join(parameters: Sequence[Tensor]) -> Tensor:
+def _join_as_views(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the parameters concatenated along their first dimension. They become views of the result."""
     joined = torch.cat([parameter.data for parameter in parameters])
     for parameter, rows in zip(parameters, joined.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = rows

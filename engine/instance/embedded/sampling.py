@@ -21,46 +21,46 @@ class Sampling:
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     continued: int = 0
-    """Tokens of the response that were sampled already, and are part of the prompt."""
+    """Number of tokens of the response that were sampled before and are part of the prompt."""
 
     def uniforms(self) -> list[float]:
-        """The random numbers in [0, 1) of the tokens to sample: a stream of the response's own, whatever else is
-        sampled.
+        """Return `max_tokens` random numbers in [0, 1), one for each token to sample.
 
-        A response that is continued goes on in its stream.
+        They depend on the seed only, not on what else is sampled. A continued response continues in its sequence.
         """
         count = self.continued + self.max_tokens
         return torch.rand(count, generator=torch.Generator().manual_seed(self.seed)).tolist()[self.continued :]
 
 
 def sample(logits: Tensor, params: list[Sampling], uniforms: list[float]) -> tuple[list[int], list[float]]:
-    """Draw one token per row of logits [n, vocabulary] by inverting its cumulative distribution at the row's uniform.
+    """Draw one token per row of logits [n, vocabulary]: invert its cumulative distribution at the row's uniform.
 
-    The log-probabilities are of softmax(logits / temperature), before top-k and top-p; of softmax(logits) when greedy.
-    Every operation here works row by row, so that a row's result doesn't depend on the others.
+    Return the tokens and their log-probabilities. These are of softmax(logits / temperature), before top-k and top-p,
+    or of softmax(logits) when greedy. Every operation works row by row, so that rows don't depend on each other.
     """
     temperature = torch.tensor([p.temperature or 1.0 for p in params])[:, None]
     scaled = logits / temperature
     logprobs = scaled.log_softmax(-1)
-    tokens = _invert(_restrict(scaled, params).softmax(-1), torch.tensor(uniforms)[:, None])
+    tokens = _invert_cumulative(_restrict_to_top(scaled, params).softmax(-1), torch.tensor(uniforms)[:, None])
     if any(p.temperature == 0 for p in params):
         greedy = torch.tensor([p.temperature == 0 for p in params])[:, None]
         tokens = torch.where(greedy, logits.argmax(-1, keepdim=True), tokens)
     return tokens[:, 0].tolist(), logprobs.gather(1, tokens)[:, 0].tolist()
 
 
-def _invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index [n, 1] where cumulated probabilities [n, vocabulary] exceed uniforms [n, 1] times their sum."""
+def _invert_cumulative(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first index [n, 1] where cumulated probabilities [n, vocabulary] exceed uniforms [n, 1] · the sum."""
     cumulated = probabilities.cumsum(-1)
     total = cumulated[:, -1:]
-    # rounding may lift u * total to total, which no entry exceeds; below it, the entry found has a probability above 0
+    # rounding may lift u * total to total, which no entry exceeds; below total, the entry found has a probability > 0
     at = torch.minimum(uniforms * total, total.nextafter(torch.zeros(())))
     # not-a-number exceeds nothing; the caller sees it in the log-probability
     return torch.searchsorted(cumulated, at, right=True).clamp_(max=probabilities.shape[1] - 1)
 
 
-def _restrict(scaled: Tensor, params: list[Sampling]) -> Tensor:
-    """-inf outside the top_k most likely tokens and the smallest set of tokens that holds top_p of the probability."""
+def _restrict_to_top(scaled: Tensor, params: list[Sampling]) -> Tensor:
+    """Return the logits with -inf outside the top_k most likely tokens and the smallest set of tokens that holds top_p
+    of the probability."""
     if all(p.top_k == 0 and p.top_p == 1 for p in params):
         return scaled
     vocabulary = scaled.shape[1]
@@ -69,7 +69,7 @@ def _restrict(scaled: Tensor, params: list[Sampling]) -> Tensor:
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     drop = torch.arange(vocabulary) >= top_k
     kept = ordered.masked_fill(drop, float("-inf")).softmax(-1)
-    # a token is dropped when those before it hold top_p already; the first never is
+    # a token is dropped if the tokens before it already hold top_p; the first is always kept
     drop |= (kept.cumsum(-1) - kept >= top_p) & (top_p < 1)
     drop[:, 0] = False
     return scaled.masked_fill(drop.gather(-1, order.argsort(-1)), float("-inf"))

@@ -1,4 +1,4 @@
-"""The HTTP server of the embedded engine: uvicorn, quiet, and ended at once."""
+"""The HTTP server of the embedded engine: uvicorn without logs, which ends at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.instance.http import InstanceApp
 
 
 class Server(uvicorn.Server):
-    """Serves an instance's routes; the signals are left to its caller."""
+    """Serves an instance's routes. Its caller handles signals."""
 
     def __init__(self, app: InstanceApp) -> None:
         super().__init__(
@@ -23,7 +23,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 access_log=False,
                 log_config=None,
-                log_level="critical",  # what clients send wrong would fill the disk; faults of ours are InstanceApp's
+                log_level="critical",  # logs of malformed requests would fill the disk; InstanceApp logs faults
                 server_header=False,
                 date_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
@@ -31,17 +31,18 @@ class Server(uvicorn.Server):
         )
 
     def end(self) -> None:
-        """`serve` returns soon. Requests still open are cut off."""
+        """Make `serve` return soon. Open requests are cut off."""
         self.should_exit = True
         self.force_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None."""
+        """Capture no signals."""
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Cut off first: whoever waits is better told by a broken connection than by an error, which is a fault."""
+        """Abort all connections first, so that clients see a broken connection and not an error reply, which counts as
+        a fault."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
         await super().shutdown(sockets)

@@ -1,4 +1,4 @@
-"""Replacing the weights of a running model, bucket by bucket: every parameter exactly once, or the update fails."""
+"""Replaces the weights of a running model, bucket by bucket: every parameter exactly once, or the update fails."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ class WeightLoad:
         return bool(self._loaded)
 
     def lend(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The memory of parameters that are about to be received into; of none before something was loaded, so that an
-        update that fails with its first bucket leaves the weights as they were."""
+        """Return the memory of the parameters with these names, to receive new weights into.
+
+        Return none until something was loaded, so that a failure of the first bucket leaves the weights unchanged.
+        """
         return {name: self._parameters[name].data for name in names if name in self._parameters} if self._loaded else {}
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Named], cast: bool = False) -> None:
-        """Copy tensors, under their Hugging Face names, into the parameters; `cast`: from another dtype if need be.
+        """Copy tensors, under their Hugging Face names, into the parameters; with `cast` from another dtype if need be.
 
-        Raises BadInput for a tensor that is unknown, came before, or has another shape or dtype, before a single
-        parameter is touched. A tied output layer may be left out, or be equal to the embedding.
+        Raises BadInput for a tensor that is unknown, came before, or has another shape or dtype, before a parameter is
+        changed. A tied output layer may be absent, or equal to the embedding.
         """
-        self._check(tensors, cast)
+        self._check_tensors(tensors, cast)
         for name, tensor in tensors:
             if self._tied and name == OUTPUT:
                 self._head = tensor.clone()
             else:
                 parameter = self._parameters[name]
-                if parameter.data_ptr() != tensor.data_ptr():  # else received there
+                if parameter.data_ptr() != tensor.data_ptr():  # else it was received there
                     parameter.copy_(tensor)
                 self._loaded.add(name)
 
@@ -61,7 +63,7 @@ class WeightLoad:
         ):
             raise BadInput(f"{OUTPUT} differs from {EMBEDDING}, but this model ties them")
 
-    def _check(self, tensors: Sequence[Named], cast: bool) -> None:
+    def _check_tensors(self, tensors: Sequence[Named], cast: bool) -> None:
         seen = set(self._loaded)
         for name, tensor in tensors:
             alias = EMBEDDING if self._tied and name == OUTPUT else name
@@ -79,7 +81,7 @@ class WeightLoad:
         self._check_tied(dict(tensors))
 
     def _check_tied(self, tensors: dict[str, Tensor]) -> None:
-        """Where both names of a tied embedding come together, they must be equal."""
+        """Raise BadInput if a tied embedding comes under both names with different values."""
         if (
             self._tied
             and OUTPUT in tensors

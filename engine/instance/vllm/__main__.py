@@ -1,7 +1,7 @@
 """`python -m engine.instance.vllm`: one rollout instance with vLLM; runs in vLLM's environment.
 
-The work is in `serve`, run as the main module under its own name: processes that vLLM spawns import the main module
-again, which ties them to this one's life, and Python leaves that out for modules called __main__.
+It runs `serve` as the main module under its own name. Processes that vLLM spawns import the main module again, so that
+they end with this one; Python skips that import for modules called __main__.
 """
 
 import runpy

@@ -1,4 +1,4 @@
-"""vLLM's engine behind the HTTP routes: completions by its EngineClient, weights by our session in its workers."""
+"""vLLM's engine behind the HTTP routes: EngineClient gives completions, WeightSession in its workers takes weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from engine.instance.refusals import Conflict, Refusal
 from engine.instance.replies import Result
 from engine.instance.vllm import sampling
 from engine.instance.vllm.weight_version import WeightVersionReader
+from engine.types import JsonObject
 
 LOAD_S = 0.5
-"""Seconds GET /load waits for the workers before it gives the version that they had last: a busy engine lives, too."""
+"""Seconds GET /load waits for the workers' version; then it gives the last known one, since a busy engine lives too."""
 DRAIN_S = 60.0
-"""Seconds a pause waits for replies that vLLM has finished to be finished here."""
+"""Seconds a pause waits for the replies to requests that vLLM has ended."""
 
 POLL_S = 0.0005
+"""Seconds between the first two looks at a transfer under way; the pauses grow up to MAX_POLL_S."""
 MAX_POLL_S = 0.02
-"""How often a transfer under way is looked at: first, and when it takes long."""
 
 
 class VllmBackend:
-    """A Backend: vLLM's engine, whether it is paused, which completions are under way."""
+    """A Backend: vLLM's engine, whether it is paused, and the completions under way."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401
         """`engine`: vLLM's EngineClient."""
@@ -49,17 +50,17 @@ class VllmBackend:
         self._running = self._generated = self._prefills = self._jobs = 0
         self._updating = False
         self._mixed = False
-        """Some weights are new, and an update that failed has not named them."""
+        """Whether some weights are new and an update that failed has not given them a version."""
         self._control = asyncio.Lock()
         self._numbers = itertools.count()
 
     # completions ----------------------------------------------------------------------------------
 
     async def complete(self, asked: Completion) -> Result:
-        """Conflict after a weight update that failed half-way."""
+        """Sample one response. Raise Conflict after a weight update that failed half-way."""
         if self._mixed and not self._updating:
             raise Conflict("a weight update failed half-way: this instance has no whole weights until another succeeds")
-        if not await self._admitted():
+        if not await self._wait_for_admission():
             return Result(token_ids=[], logprobs=[], finish_reason="abort", version=self._version.known)
         self._running += 1
         self._idle.clear()
@@ -76,8 +77,8 @@ class VllmBackend:
         self._prefills += bool(result.token_ids) and not output.num_cached_tokens
         return result
 
-    async def _admitted(self) -> bool:
-        """Whether the prompt may go to vLLM, once the instance is not paused. False: it is aborted."""
+    async def _wait_for_admission(self) -> bool:
+        """Wait until the instance is not paused. Return whether the prompt may go to vLLM; False if it is aborted."""
         while self._paused:
             turn = asyncio.get_running_loop().create_future()
             self._held.add(turn)
@@ -88,13 +89,14 @@ class VllmBackend:
                 self._held.discard(turn)
         return True
 
-    def _let_go(self, admitted: bool) -> None:
+    def _release_held(self, admitted: bool) -> None:
+        """End the wait of all held completions; `admitted`: whether they may go to vLLM."""
         for turn in self._held:
             if not turn.done():
                 turn.set_result(admitted)
 
     async def _generate(self, asked: Completion) -> Any:  # noqa: ANN401
-        """vLLM's RequestOutput; it drops the request when this is cancelled."""
+        """Return vLLM's RequestOutput. vLLM drops the request when this is cancelled."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -108,15 +110,15 @@ class VllmBackend:
     # state ----------------------------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """Raises vLLM's EngineDeadError."""
+        """Raise vLLM's EngineDeadError if the engine is dead."""
         await self._engine.check_health()
 
     async def weight_version(self) -> int:
-        """Of the last finished update, from the workers."""
+        """Return the version of the last finished update, from the workers."""
         return await self._version.after()
 
     async def load(self) -> dict[str, int]:
-        """The version is the last one known where the engine is too busy to say."""
+        """Return the figures. The version is the last known one if the engine is too busy to answer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOAD_S):
                 await self._version.after()
@@ -130,19 +132,19 @@ class VllmBackend:
         }
 
     async def metrics(self) -> bytes:
-        """vLLM's."""
+        """Return vLLM's own metrics."""
         from prometheus_client import generate_latest
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
         return generate_latest(get_prometheus_registry())
 
     async def pause(self, abort: bool) -> None:
-        """Hold new completions back; returns when none is under way."""
+        """Hold new completions back. Return once none is under way."""
         self._paused = True
         self._draining += 1
         try:
             if abort:
-                self._let_go(admitted=False)
+                self._release_held(admitted=False)
             else:
                 await self._idle.wait()  # outside the lock: a client that gives up waiting may pause with abort
             async with self._control:
@@ -157,7 +159,8 @@ class VllmBackend:
             self._draining -= 1
 
     async def resume(self) -> None:
-        """Let completions go on."""
+        """Admit completions again, also the held ones. Raise Conflict while responses drain, and while the weights are
+        not whole."""
         async with self._control:
             if self._draining:
                 raise Conflict(f"{self._running} responses are still draining; resume when /pause has answered")
@@ -167,11 +170,11 @@ class VllmBackend:
                 )
             await self._engine.resume_generation()
             self._paused = False
-            self._let_go(admitted=True)
+            self._release_held(admitted=True)
 
     async def reset_prefix_cache(self) -> None:
-        """vLLM can't while a request holds some of it, and says so: then it is a Conflict here."""
-        for pause_s in (0.0, 0.01, 0.1, 0.5):  # what a finished request held is free a moment later
+        """Drop the cached prompts. Raise Conflict while a request holds some of them: vLLM refuses then."""
+        for pause_s in (0.0, 0.01, 0.1, 0.5):  # what a finished request held is freed a moment later
             await asyncio.sleep(pause_s)
             if await self._engine.reset_prefix_cache() is not False:
                 return
@@ -179,33 +182,38 @@ class VllmBackend:
 
     # weights --------------------------------------------------------------------------------------
 
-    async def connect(self, init_info: dict[str, Any]) -> None:
-        """In every worker."""
-        await self._job("connect", init_info)
+    async def connect(self, init_info: JsonObject) -> None:
+        """Join the senders' groups in every worker."""
+        await self._run_job("connect", init_info)
 
     async def start_update(self) -> None:
-        """Again is to begin anew."""
+        """Begin a weight update, or begin it again. Raise Conflict unless paused and drained."""
         async with self._control:
             if not self._paused or self._running:
-                raise Conflict(f"{self._running} running, paused: {self._paused}; await /pause first")
-            await self._workers("start")
+                raise Conflict(
+                    f"{self._running} responses run, paused: {self._paused}; call /pause and wait for its reply first"
+                )
+            await self._call_workers("start")
             self._updating = True
 
-    async def update(self, update_info: dict[str, Any]) -> None:
-        """One bucket: into the model, or (staged) into host memory while generation goes on."""
+    async def update(self, update_info: JsonObject) -> None:
+        """Receive a bucket into the model or, if `staged`, into host memory while generation goes on."""
         if update_info.get("staged"):
-            await self._workers("stage", update_info)
+            await self._call_workers("stage", update_info)
         else:
-            await self._in_update(lambda: self._job("receive", update_info))
+            await self._update_step(lambda: self._run_job("receive", update_info))
 
     async def finish_update(self, version: int) -> None:
-        """From now on the workers hold this version."""
-        await self._in_update(lambda: self._workers("finish", version))
+        """End the update in every worker: its weights are this version."""
+        await self._update_step(lambda: self._call_workers("finish", version))
         self._updating = self._mixed = False
         await self._version.after()
 
-    async def _in_update(self, step: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """A refused step ends the update in the workers; with several of them also in those that did not refuse."""
+    async def _update_step(self, step: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Carry out a step of the update. Raise Conflict if none is under way.
+
+        A refused step ends the update in all workers, also in those that did not refuse it.
+        """
         async with self._control:
             if not self._updating:
                 raise Conflict("no weight update was started; send /start_weight_update first")
@@ -213,29 +221,32 @@ class VllmBackend:
                 await step()
             except Refusal:
                 self._updating = False
-                await self._workers("abort")
-                self._mixed = any(state["damaged"] for state in await self._workers("state"))
+                await self._call_workers("abort")
+                self._mixed = any(state["damaged"] for state in await self._call_workers("state"))
                 if self._mixed:
-                    self._let_go(admitted=False)
+                    self._release_held(admitted=False)
                 raise
 
-    async def _job(self, kind: str, info: dict[str, Any]) -> None:
-        """WeightSession.begin, and its end; meanwhile the engine can be asked other things."""
+    async def _run_job(self, kind: str, info: JsonObject) -> None:
+        """Call WeightSession.begin and wait for its end. Meanwhile the engine takes other calls."""
         self._jobs += 1
         number = self._jobs
         pause_s = POLL_S
-        await self._workers("begin", {"number": number, kind: info})
-        while not all(await self._workers("poll", number)):
+        await self._call_workers("begin", {"number": number, kind: info})
+        while not all(await self._call_workers("poll", number)):
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.5, MAX_POLL_S)
 
     # workers --------------------------------------------------------------------------------------
 
-    async def _workers(self, action: str, argument: Any = None) -> list[Any]:  # noqa: ANN401
-        """The same action in every worker. Refusal with the first error, or where the argument can't be sent."""
+    async def _call_workers(self, action: str, argument: Any = None) -> list[Any]:  # noqa: ANN401
+        """Carry out an action (ACTIONS in worker_extension.py) in every worker and return the results.
+
+        Raise Refusal with the first error, or if the argument can't be sent.
+        """
         try:
             answers = await self._engine.collective_rpc("metronome", args=(action, argument))
-        except OverflowError as error:  # of 64 bits; nothing was sent
+        except OverflowError as error:  # a number of more than 64 bits; nothing was sent
             raise Refusal(400, f"a number in the body is too large: {error}") from None
         for answer in answers:
             if "error" in answer:
@@ -243,7 +254,7 @@ class VllmBackend:
         return [answer["result"] for answer in answers]
 
     async def _read_version(self) -> int:
-        versions = {state["weight_version"] for state in await self._workers("state")}
+        versions = {state["weight_version"] for state in await self._call_workers("state")}
         if len(versions) != 1:
             raise Refusal(500, f"this instance's workers hold different weight versions: {sorted(versions)}")
         return int(versions.pop())

@@ -1,5 +1,5 @@
-"""Mixtures of experts on a CPU: vLLM packs their weights for its kernel when it loads them,
-but not when it reloads them."""
+"""A fix for mixtures of experts on a CPU: vLLM packs their weights for its kernel when it loads them, but not when it
+reloads them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 PACKS_ONCE = "0.32."
-"""Releases of vLLM in which that is so."""
+"""Beginning of the numbers of the vLLM releases with this behaviour."""
 
 
 def pack_at_every_load() -> None:
-    """From now on experts that get new weights compute with them: without this, the kernel reads rows of plain weights
-    as packed ones. Does nothing where vLLM does not compute on a CPU, nor in releases that were not looked at: if one
-    needs it too, the comparison after a weight sync refuses its mixtures.
+    """Make vLLM pack the experts' weights at every load. Without this, the kernel reads plain weights as packed ones.
+
+    It does nothing if vLLM does not compute on a CPU, nor in releases that were not examined: if another release needs
+    the fix, the comparison after a weight sync refuses its mixtures.
     """
     from vllm import __version__
     from vllm.platforms import current_platform
@@ -26,8 +27,8 @@ def pack_at_every_load() -> None:
 
 
 def repack(method: Any) -> None:  # noqa: ANN401
-    """Change the class that readies a layer's experts
-    (vLLM's, or one that is called the same) to pack in later calls, too."""
+    """Change the class that prepares a layer's experts (vLLM's, or one with the same interface) to pack in later calls
+    too."""
     set_up = method._setup_kernel
 
     def _setup_kernel(self: Any, layer: nn.Module, w13: Tensor, w2: Tensor) -> None:  # noqa: ANN401

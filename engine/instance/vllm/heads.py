@@ -1,5 +1,5 @@
-"""Attention heads of any size on a CPU: vLLM's kernels there know some sizes
-(32, 64, 80 …) and end the engine for others."""
+"""Attention heads of any size on a CPU: vLLM's kernels for CPUs support some sizes (32, 64, 80 …) and end the engine
+for others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn.functional import pad
 
 
 def support_every_size() -> None:
-    """From now on vLLM's attention layers widen the heads of an unknown size with zeros to the next known one.
+    """Make vLLM's attention layers pad heads of an unsupported size with zeros to the next supported size.
 
-    That changes no number: zeros add nothing to q·k, and v's zeros come out as columns that are cut off. The cache
-    grows by the same factor. Does nothing where vLLM does not compute on a CPU.
+    The results stay the same: zeros add nothing to q·k, and v's zeros become columns that are cut off. The cache grows
+    by the same factor. It does nothing if vLLM does not compute on a CPU.
     """
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
@@ -26,8 +26,7 @@ def support_every_size() -> None:
 
 
 def widen(attention: Any, sizes: list[int]) -> None:  # noqa: ANN401
-    """Change the class of attention layers
-    (vLLM's, or one that is built and called the same) to use only these head sizes."""
+    """Change the class of attention layers (vLLM's, or one with the same interface) to use only these head sizes."""
     build = attention.__init__
     compute = attention.forward
 

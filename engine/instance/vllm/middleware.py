@@ -1,6 +1,6 @@
 """Our routes in vLLM's server (its --middleware): the outermost ASGI layer, which every request reaches.
 
-It answers all of them. vLLM's own routes do not exist from outside.
+It answers all requests, so that vLLM's own routes can't be reached from outside.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from engine.instance.vllm.backend import VllmBackend
 
 
 class Middleware:
-    """One instance's routes around vLLM's application, of which the start and the end of the engine are used."""
+    """One instance's routes around vLLM's application, which only starts and ends the engine."""
 
     options: argparse.Namespace
-    """The command line's; set before vLLM's server makes its layers, which it gives nothing but the next one."""
+    """Options of the command line. They are set on the class before vLLM's server makes its layers, because it gives a
+    layer nothing but the next one."""
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
         self._vllm = app
         self._routes: InstanceApp | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Answer a request; pass the start and the end of the server on to vLLM."""
         if scope["type"] == "lifespan":
             await self._vllm(scope, receive, send)
             return
-        if self._routes is None:  # with the first request: when vLLM makes its layers there is no engine yet
+        if self._routes is None:  # made with the first request: when vLLM makes its layers there is no engine yet
             backend = VllmBackend(scope["app"].state.engine_client)
             self._routes = InstanceApp(backend, self.options.open_requests, self.options.read_timeout)
         await self._routes(scope, receive, send)

@@ -1,4 +1,4 @@
-"""What vLLM is asked for a completion that was checked, and what is made of its output."""
+"""Conversion of a checked completion to vLLM's sampling parameters, and of vLLM's output to a result."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from engine.instance.protocol import Completion
 from engine.instance.replies import Result
 
 LEAST = -9999.0
-"""vLLM's for a log-probability of minus infinity, which JSON does not have."""
+"""vLLM's value for a log-probability of minus infinity, which JSON does not have."""
 
 
 def arguments(asked: Completion) -> dict[str, Any]:
-    """Those of vLLM's SamplingParams."""
+    """Return the arguments of vLLM's SamplingParams for a completion."""
     found: dict[str, Any] = {
         "max_tokens": asked.max_tokens,
         "temperature": asked.temperature,
         "top_p": asked.top_p,
         "top_k": asked.top_k,
         "stop_token_ids": sorted(asked.stop_ids),
-        "ignore_eos": True,  # the ids above stop; vLLM has no tokenizer that knows another
+        "ignore_eos": True,  # the ids above stop; vLLM has no tokenizer that knows others
         "detokenize": False,
         "logprobs": 0,
     }
     if asked.seed is not None:
-        found["seed"] = _seed(asked.seed, asked.continued)
+        found["seed"] = _request_seed(asked.seed, asked.continued)
     if asked.prompt_logprobs:
         found["prompt_logprobs"] = 0
     return found
 
 
-def _seed(seed: int, continued: int) -> int:
-    """vLLM begins a stream with every request: one that goes on must not draw the numbers of its beginning again."""
+def _request_seed(seed: int, continued: int) -> int:
+    """Return the seed for vLLM, which begins a random sequence with each request. A continued response gets another
+    seed, since it must not draw its first numbers again."""
     if not continued:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed} {continued}".encode()).digest()[:8], "big") >> 1
 
 
 def result(output: Any, version: int, earlier: int | None) -> Result:  # noqa: ANN401
-    """Of vLLM's RequestOutput. The prompt's log-probabilities are not there where it was aborted before."""
+    """Return the result in vLLM's RequestOutput. It lacks the prompt's log-probabilities if the request was aborted
+    before they were computed."""
     sampled = output.outputs[0]
     tokens = list(sampled.token_ids)
     scores = output.prompt_logprobs
@@ -56,12 +58,12 @@ def result(output: Any, version: int, earlier: int | None) -> Result:  # noqa: A
 
 
 def _logprobs(entries: Any, tokens: list[int]) -> list[float]:  # noqa: ANN401
-    """Each token's own, of vLLM's {token: Logprob, …} for each position; NaN stays NaN."""
+    """Return each token's log-probability from vLLM's {token: Logprob, …} for each position; NaN stays NaN."""
     return [max(entry[token].logprob, LEAST) for entry, token in zip(entries, tokens, strict=True)]
 
 
 def stop_ids(model: Path) -> frozenset[int]:
-    """End-of-sequence ids of a Hugging Face folder: of generation_config.json and config.json."""
+    """Return the end-of-sequence ids in generation_config.json and config.json of a Hugging Face folder."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (model / name).is_file():

@@ -1,6 +1,6 @@
 """One rollout instance with vLLM: its OpenAI server in this process, with our middleware and worker extension.
 
-Spawned processes of vLLM import this module, too (as __mp_main__), before anything else: keep its imports light.
+Processes that vLLM spawns import this module first (as __mp_main__): keep its imports light.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from engine.run.process import LIFELINE, bind, drop_lifeline, hold_lifeline, wat
 from engine.wire.access_token import access_token, authorization
 
 NAP = "METRONOME_VLLM_NAP_S"
-"""Environment variable for vLLM's processes on a CPU: seconds that they sleep where vLLM gives up a turn while it
-waits; 0: none.
+"""Environment variable for vLLM's processes on a CPU: seconds that they sleep instead of each call of `os.sched_yield`;
+0: they do not sleep.
 
-Each message keeps whoever reads them in a loop of `os.sched_yield` (vLLM 0.32: SpinCondition.wait in
-vllm/distributed/device_communicators/shm_broadcast.py) for up to a second, which takes half of a core from whoever
-computes. With naps a step of the quickstart with two instances on two cores took 4.0 s, without them 8.2 (8 steps each,
-one run each).
+After each message its reader calls `os.sched_yield` in a loop (vLLM 0.32: SpinCondition.wait in
+vllm/distributed/device_communicators/shm_broadcast.py) for up to a second, which takes half of a core from the
+processes that compute. With naps a step of the quickstart with two instances on two cores took 4.0 s, without them 8.2
+(8 steps each, one run each).
 """
 NAP_LIMIT_S = 0.01
-"""A token costs several messages: longer naps cost more than they give."""
+"""Longest nap in seconds. A token needs several messages, so longer naps cost more time than they save."""
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-"""vLLM's: how it starts processes."""
+"""vLLM's environment variable for the way it starts processes."""
 if __name__ == "__mp_main__":
     watch_lifeline()  # vLLM's engine and workers end with this server, however it ends
     if nap := os.environ.get(NAP):
         vars(os)["sched_yield"] = functools.partial(time.sleep, float(nap))
 
 NAME = "metronome"
-"""The model's name in vLLM; requests need not say it."""
+"""The model's name in vLLM; requests need not have it."""
 POLL_S = 0.1
 WARM_UP_S = 600.0
-"""Deadline of the first completion: vLLM takes 2 to 15 s for what it leaves to the first batch with log-probabilities,
-on a busy machine minutes. Whoever started it has a deadline of its own (rollout.timeout_s)."""
+"""Deadline of the first completion in seconds. vLLM completes its set-up with the first batch with log-probabilities,
+which takes 2 to 15 s, on a busy machine minutes. The launcher has a deadline of its own (rollout.timeout_s)."""
 
 SETTINGS = {
-    "VLLM_SERVER_DEV_MODE": "1",  # without it the weight routes' engine calls do not exist
+    "VLLM_SERVER_DEV_MODE": "1",  # without it vLLM lacks the engine calls that the weight routes need
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(command_line.KEEP_ALIVE_S),
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -67,23 +67,23 @@ NPU_SETTINGS = {"VLLM_ASCEND_ENABLE_NZ": "0"}  # FRACTAL_NZ weights can't be upd
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Exit code 0 then, 2 on bad input, 1 on failure."""
     options = _parser().parse_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):  # until vLLM's own handlers take over, when it serves
-        signal.signal(number, lambda *_: _leave(0))
-    # not the whole group at once: Python's resource tracker then frees the shared memory
-    watch_lifeline(lambda: _leave(1))
+    for number in (signal.SIGTERM, signal.SIGINT):  # until vLLM sets its own handlers, when it serves
+        signal.signal(number, lambda *_: _exit_now(0))
+    # ends this process only, not its group: Python's resource tracker lives on and frees the shared memory
+    watch_lifeline(lambda: _exit_now(1))
     return command_line.run(options, _run)
 
 
 def _run(options: argparse.Namespace) -> None:
-    _check(options)
+    _check_options(options)
     os.environ[LIFELINE] = hold_lifeline()
     bind(options.cores)
     _set_environment(options)
     _serve(options)
 
 
-def _leave(code: int) -> None:
-    """End at once; vLLM's processes follow when the lifeline closes."""
+def _exit_now(code: int) -> None:
+    """Exit at once. vLLM's processes end too when the lifeline closes."""
     drop_lifeline()
     os._exit(code)
 
@@ -91,14 +91,16 @@ def _leave(code: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.parser("engine.instance.vllm", __doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda", "npu"), default="cpu", help="what this vLLM was built for")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "npu"), default="cpu", help="device that this vLLM was built for"
+    )
     parser.add_argument("--tensor", type=int, default=1, help="devices (processes on a CPU) that share the model")
     parser.add_argument("--transport", default="file", help="weights.transport of the run")
     return parser
 
 
-def _check(options: argparse.Namespace) -> None:
-    """BadInput for options that cannot work."""
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise BadInput for options that cannot work."""
     _check_environment()
     command_line.check(options)
     if options.transport == "hccl" and options.device != "npu":
@@ -108,9 +110,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_environment() -> None:
-    """BadInput for variables of the user's that cannot work."""
+    """Raise BadInput for environment variables that cannot work."""
     if (method := os.environ.get(METHOD, "spawn")) != "spawn":
-        raise BadInput(f"{METHOD}={method}: must be spawn; what vLLM forks would not end with this server")
+        raise BadInput(f"{METHOD}={method}: must be spawn; processes that vLLM forks would not end with this server")
     nap = os.environ.get(NAP, "0")
     try:
         fits = 0 <= float(nap) <= NAP_LIMIT_S
@@ -121,7 +123,7 @@ def _check_environment() -> None:
 
 
 def _set_environment(options: argparse.Namespace) -> None:
-    """vLLM's settings that are not arguments; what the user set stays."""
+    """Set the environment variables of vLLM. A variable that the user has set keeps its value."""
     by_device = {"cpu": CPU_SETTINGS, "npu": NPU_SETTINGS}.get(options.device, {})
     for key, value in {**SETTINGS, **by_device}.items():
         os.environ.setdefault(key, value)
@@ -132,7 +134,7 @@ def _set_environment(options: argparse.Namespace) -> None:
 
 
 def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
-    """The command line of vLLM's server."""
+    """Return the command line of vLLM's server."""
     pairs = {
         "--model": options.model,
         "--served-model-name": NAME,
@@ -142,8 +144,8 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         "--max-model-len": str(options.max_context),
         "--max-num-seqs": str(options.slots),
         "--tensor-parallel-size": str(options.tensor),
-        "--logprobs-mode": "processed_logprobs",  # of what is sampled from: after the temperature
-        "--generation-config": "vllm",  # not the model folder's, which may change sampling behind our back
+        "--logprobs-mode": "processed_logprobs",  # of the logits after the temperature
+        "--generation-config": "vllm",  # not the model folder's, which may change how is sampled
         "--worker-extension-cls": "engine.instance.vllm.worker_entry.WorkerExtension",
         "--middleware": "engine.instance.vllm.middleware.Middleware",
         "--allowed-origins": "[]",
@@ -163,10 +165,10 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    """vLLM's server on a socket of ours, so that a free port can't be taken by somebody else meanwhile."""
+    """Run vLLM's server on a socket of ours, so that no other process can take the free port meanwhile."""
     with command_line.bound(options) as sock:
         port = sock.getsockname()[1]
-        arguments = _parse(_vllm_arguments(options, port))
+        arguments = _parse_as_vllm(_vllm_arguments(options, port))
         import uvloop
         from vllm.entrypoints.openai.api_server import run_server_worker
 
@@ -178,8 +180,8 @@ def _serve(options: argparse.Namespace) -> None:
         uvloop.run(run_server_worker(url, sock, arguments))
 
 
-def _parse(arguments: list[str]) -> Any:  # noqa: ANN401
-    """vLLM's namespace. Its parser moved after 0.23, the release that vllm-ascend goes with."""
+def _parse_as_vllm(arguments: list[str]) -> Any:  # noqa: ANN401
+    """Return the options as vLLM parses them. Its parser moved after 0.23, the release that vllm-ascend needs."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     places = ("vllm.entrypoints.launchers", "vllm.entrypoints.openai")
@@ -191,7 +193,8 @@ def _parse(arguments: list[str]) -> Any:  # noqa: ANN401
 
 
 def _announce(options: argparse.Namespace, url: str, port: int) -> None:
-    """Once it serves: one completion, so that no request pays for first-time set-up, then the port file."""
+    """Wait until the server answers, send one completion, so that no request pays for first-time set-up, and write the
+    port file."""
     try:
         while not _answers(url + "/health"):
             time.sleep(POLL_S)
@@ -199,7 +202,7 @@ def _announce(options: argparse.Namespace, url: str, port: int) -> None:
     except OSError as error:  # HTTP errors are OSErrors, too
         detail = error.read().decode(errors="replace")[:500] if isinstance(error, urllib.error.HTTPError) else ""
         print(f"{options.name}: the first completion failed: {error} {detail}", file=sys.stderr, flush=True)
-        _leave(1)
+        _exit_now(1)
     command_line.announce(options, port)
 
 

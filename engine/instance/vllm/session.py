@@ -1,5 +1,5 @@
-"""Weight updates of one vLLM worker: our receiver on one side, vLLM's layerwise reload on the other.
-Runs inside the worker."""
+"""Weight updates of one vLLM worker, inside the worker: our receiver gets the weights, vLLM's layerwise reload loads
+them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from torch import Tensor, nn
 from engine.errors import BadInput, TransferError
 from engine.instance.receiver import Receiver
 from engine.instance.refusals import Conflict
+from engine.types import JsonObject
 
 KEEP_STALE_HEAD = "METRONOME_TEST_KEEP_STALE_HEAD"
-"""Environment variable of a test: leave vLLM's stale copy of a tied lm_head alone,
-to see that the self-test catches it."""
+"""Environment variable of a test: 1 keeps vLLM's stale copy of a tied lm_head, which the self-test must notice."""
 
 TIED_HEAD = "lm_head.weight"
 
 
 class WeightSession:
-    """Receives weights and puts them into the worker's model, bucket by bucket between start and finish.
+    """Receives weights and loads them into the worker's model, bucket by bucket between start and finish.
 
-    A bucket is received and verified whole before the model sees it. One that is refused ends the update; when tensors
-    of it were loaded before, the weights are a mixture (`damaged`) until a later update is finished.
+    A bucket is received and verified whole before it is loaded (hccl and "base" excepted). A refused bucket ends the
+    update. If the update has loaded tensors by then, the weights are a mixture (`damaged`) until a later update is
+    finished.
     """
 
     def __init__(self, worker: Any) -> None:  # noqa: ANN401
-        """`worker`: vLLM's, with model_runner, vllm_config, device and rank."""
+        """`worker`: vLLM's worker, with model_runner, vllm_config, device and rank."""
         self._worker = worker
         self._receiver = Receiver()
         self._base = Path(worker.vllm_config.model_config.model)
-        self._expected = _shapes(self._base)
-        self._loaded: set[str] | None = None  # of the update under way
+        self._expected = _tensor_shapes(self._base)
+        self._loaded: set[str] | None = None  # names loaded by the update under way
         self._version = 0
         self._damaged = False
         self._job: _Job | None = None
@@ -45,16 +46,16 @@ class WeightSession:
     # state ----------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """{"weight_version": of the last finished update (0: from disk), "damaged": …, "updating": …}."""
+        """Return {"weight_version": of the last finished update (0: from disk), "damaged": …, "updating": …}."""
         return {"weight_version": self._version, "damaged": self._damaged, "updating": self._loaded is not None}
 
     # the update -----------------------------------------------------------------------------------
 
     def begin(self, job: dict[str, Any]) -> None:
-        """Start a job that waits for others in a thread, so that the engine stays answerable; `poll` asks for its end.
+        """Begin to join groups or to receive a bucket, in a thread, so that the engine takes other calls meanwhile.
 
-        `job`: {"number", "connect": init_info} or {"number", "receive": update_info}. It replaces an older one; joining
-        new groups also calls off whatever waits in the old.
+        `job`: {"number", "connect": init_info} or {"number", "receive": update_info}. It replaces an older job; joining
+        new groups also cancels waits in the older ones. `poll` says whether the job is done.
         """
         if "connect" in job:
             self._job = _Job(job["number"], self._worker.device, lambda: self._connect(job["connect"]))
@@ -65,9 +66,9 @@ class WeightSession:
         work: Callable[[], Any] | None = None
         if info.get("transport") == "hccl":  # receives and loads in one
             self._load_hccl(info)
-        elif info.get("transport") == "base":  # waits for nobody, and is too much to hold at once
+        elif info.get("transport") == "base":  # needs no sender, and is too large to hold at once
             self._load(self._receiver.receive(info, self._base))
-        else:  # whole before the model sees it, so that nothing of a bucket that is refused is loaded
+        else:  # received whole before it is loaded, so that nothing of a refused bucket is loaded
 
             def work() -> list[tuple[str, Tensor]]:
                 return list(self._receiver.receive(info, self._base))
@@ -75,7 +76,8 @@ class WeightSession:
         self._job = _Job(job["number"], self._worker.device, work)
 
     def poll(self, number: int) -> bool:
-        """Whether the job is done; the weights it received are in the model then. Raises what went wrong."""
+        """Return whether the job is done; then the weights that it received are in the model. Raise its error, or
+        TransferError if a newer job has replaced it."""
         job = self._job
         if job is None or job.number != number:
             raise TransferError("the weight transfer was called off by a newer one")
@@ -86,22 +88,22 @@ class WeightSession:
         return True
 
     def start(self) -> None:
-        """Ready the model for new weights. One that is under way is given up (its sender began again)."""
+        """Prepare the model for new weights. An update under way is aborted: its sender has begun again."""
         if self._loaded is not None:
             self.abort()
-        with self._in_worker():
+        with self._with_vllm_config():
             if self._engine is not None:
                 self._worker.start_weight_update()
             else:
-                _reload().initialize_layerwise_reload(self._model)
+                _layerwise_reload().initialize_layerwise_reload(self._model)
         self._loaded = set()
 
-    def stage(self, update_info: dict[str, Any]) -> None:
-        """Begin to receive into host memory; generation goes on."""
+    def stage(self, update_info: JsonObject) -> None:
+        """Begin to receive a bucket into host memory; generation goes on."""
         self._receiver.stage(update_info)
 
     def finish(self, version: int) -> None:
-        """All buckets are in: let vLLM finish its layers, set the version. Conflict when tensors are missing."""
+        """Let vLLM finish its layers, and set the version. Raise Conflict if tensors are missing."""
         if self._loaded is None or not self._loaded:
             raise Conflict("no weights were loaded since /start_weight_update")
         if missing := sorted(self._expected.keys() - self._loaded - ({TIED_HEAD} if self._tied else set())):
@@ -114,7 +116,8 @@ class WeightSession:
         self._version = version
 
     def abort(self) -> None:
-        """End an update without its weights: layers that got none keep theirs, others make the model `damaged`."""
+        """End an update early. Layers without new weights keep theirs; once a tensor was loaded, the model is
+        `damaged`."""
         if self._loaded is None:
             return
         self._damaged = self._damaged or bool(self._loaded)
@@ -138,36 +141,37 @@ class WeightSession:
 
     @property
     def _engine(self) -> Any:  # noqa: ANN401
-        """vLLM's own weight transfer, which only hccl uses."""
+        """vLLM's own weight transfer, which only hccl uses; None otherwise."""
         return getattr(self._worker, "weight_transfer_engine", None)
 
-    def _in_worker(self) -> Any:  # noqa: ANN401
+    def _with_vllm_config(self) -> Any:  # noqa: ANN401
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self._worker.vllm_config)
 
-    def _connect(self, init_info: dict[str, Any]) -> None:
-        """This worker's rank in the senders' groups is the instance's first plus its own."""
+    def _connect(self, init_info: JsonObject) -> None:
+        """Join the senders' groups. This worker's rank in them is the instance's first rank plus its own."""
         if init_info.get("transport") == "hccl":
             self._connect_hccl(init_info)
         else:
             self._receiver.connect(init_info, self._worker.rank)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        with self._in_worker(), torch.device(self._worker.device), torch.no_grad():
-            # a method of vLLM's models that torch's modules lack
-            self._model.load_weights(self._noted(tensors))  # type: ignore[operator]
+        with self._with_vllm_config(), torch.device(self._worker.device), torch.no_grad():
+            # vLLM's models have this method, torch's modules do not
+            self._model.load_weights(self._check_and_note(tensors))  # type: ignore[operator]
             for layer in self._model.modules():
-                _own_pending(_reload().get_layerwise_info(layer))
+                _copy_pending(_layerwise_reload().get_layerwise_info(layer))
 
-    def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def _check_and_note(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Yield the tensors; check each one and note it as loaded."""
         assert self._loaded is not None
         for name, tensor in tensors:
-            self._check(name, tuple(tensor.shape))
+            self._check_tensor(name, tuple(tensor.shape))
             self._loaded.add(name)
             yield name, tensor
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
         expected = self._expected.get(name)
         if expected is None and not (self._tied and name == TIED_HEAD):
             raise BadInput(f"{name}: the model in {self._base} has no such tensor")
@@ -175,30 +179,29 @@ class WeightSession:
             raise BadInput(f"{name}: its shape is {list(shape)}, the model's is {list(expected)}")
 
     def _end_reload(self) -> None:
-        with self._in_worker():
+        with self._with_vllm_config():
             if self._engine is not None:
                 self._worker.finish_weight_update()
             else:
-                _reload().finalize_layerwise_reload(self._model, self._worker.model_config)
+                _layerwise_reload().finalize_layerwise_reload(self._model, self._worker.model_config)
 
     def _refresh_tied_head(self) -> None:
-        """vLLM on the CPU computes logits from a packed copy of lm_head;
-        that of a tied one is left as it was by any reload."""
+        """Pack a tied lm_head anew: vLLM on the CPU computes logits from a packed copy that a reload leaves."""
         head = getattr(self._model, "lm_head", None)
         method = getattr(head, "quant_method", None)
         if head is None or method is None or os.environ.get(KEEP_STALE_HEAD) == "1":
             return
         if self._tied:
-            with self._in_worker(), torch.no_grad():
+            with self._with_vllm_config(), torch.no_grad():
                 method.process_weights_after_loading(head)
 
     # hccl: vllm-ascend's own transfer. Written from its published source (0.23.0), not run on hardware
 
-    def _connect_hccl(self, init_info: dict[str, Any]) -> None:
+    def _connect_hccl(self, init_info: JsonObject) -> None:
         if self._engine is None:
             raise BadInput('transport hccl needs an instance that was started for it (weights.transport = "hccl")')
         if len(init_info["stages"]) != 1:
-            raise BadInput(f"transport hccl knows one sender; {len(init_info['stages'])} pipeline stages send here")
+            raise BadInput(f"transport hccl takes one sender, but init_info.stages names {len(init_info['stages'])}")
         stage = init_info["stages"][0]
         self._worker.init_weight_transfer_engine(
             {
@@ -209,21 +212,21 @@ class WeightSession:
             }
         )
 
-    def _load_hccl(self, info: dict[str, Any]) -> None:
+    def _load_hccl(self, info: JsonObject) -> None:
         if self._engine is None:
             raise BadInput('transport hccl needs an instance that was started for it (weights.transport = "hccl")')
         for name, shape in zip(info["names"], info["shapes"], strict=True):
-            self._check(name, tuple(shape))
+            self._check_tensor(name, tuple(shape))
         keys = ("names", "shapes", "packed", "packed_buffer_size_bytes", "packed_num_buffers")
         self._loaded = (self._loaded or set()) | set(info["names"])
         self._worker.update_weights({key: info[key] for key in keys if key in info} | {"dtype_names": info["dtypes"]})
 
 
 class _Job:
-    """Work in a thread: its result, or its error, when it is done."""
+    """Work in a thread, which ends with a result or an error."""
 
     def __init__(self, number: int, device: torch.device, work: Callable[[], Any] | None) -> None:
-        """No `work`: done already."""
+        """Start the work; without `work` the job is done already."""
         self.number = number
         self._device = device
         self._work = work
@@ -240,18 +243,18 @@ class _Job:
             if self._device.type != "cpu":
                 torch.accelerator.set_device_index(self._device)  # a thread begins with device 0
             self._result = self._work() if self._work else None
-        except BaseException as error:  # whatever it is, `take` raises it
+        except BaseException as error:  # `take` raises it, of any kind
             self._error = error
         finally:
             self._ended.set()
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the work has ended."""
         return self._ended.is_set()
 
     def take(self) -> Any:  # noqa: ANN401
-        """The result, once. Raises the work's error."""
+        """Return the result, or raise the work's error; only once, then it is dropped."""
         result = self._result
         self._result = None
         error = self._error
@@ -261,22 +264,22 @@ class _Job:
         return result
 
 
-def _own_pending(info: Any) -> None:  # noqa: ANN401
-    """Copy what vLLM keeps of a layer that is not complete yet: the bucket's memory is used again for the next."""
+def _copy_pending(info: Any) -> None:  # noqa: ANN401
+    """Copy the tensors that vLLM keeps of an incomplete layer: the next bucket is received into the same memory."""
     for _, bound in info.loaded_weights:
         for key, value in bound.arguments.items():
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 bound.arguments[key] = value.clone()
 
 
-def _reload() -> Any:  # noqa: ANN401
+def _layerwise_reload() -> Any:  # noqa: ANN401
     from vllm.model_executor.model_loader.reload import layerwise
 
     return layerwise
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a Hugging Face folder."""
+def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a Hugging Face folder by its name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -1,5 +1,4 @@
-"""Which weight version the workers hold, asked so that a change under a request never goes unseen,
-and seldom twice at a time."""
+"""Readings of the workers' weight version. They show every change during a request, and few run at a time."""
 
 from __future__ import annotations
 
@@ -11,21 +10,23 @@ class WeightVersionReader:
     """Readings of the workers' weight version, shared among the requests that want one at the same time."""
 
     def __init__(self, read: Callable[[], Awaitable[int]]) -> None:
-        """`read` asks the workers."""
+        """`read` asks the workers for their version."""
         self._read = read
         self._running: asyncio.Task[int] | None = None
         self._next: asyncio.Task[int] | None = None
         self.known = 0
-        """What they said last."""
+        """The version that the workers gave last."""
         self._asked = False
 
     async def before(self) -> int:
-        """For a request about to be sent: any earlier reading will do, as a change since then shows in `after`."""
+        """Return a version for a request about to be sent. An earlier reading will do: `after` shows a change since."""
         return self.known if self._asked else await self.after()
 
     async def after(self) -> int:
-        """For a reply that is there: a reading that begins now or later.
-        At most one runs and one waits, for everybody."""
+        """Return the version for a reply that has come, from a reading that begins now or later.
+
+        Requests share readings: at most one runs and one waits.
+        """
         if self._next is None:
             self._next = asyncio.create_task(self._take_turn(self._running))
         return await asyncio.shield(self._next)

@@ -1,5 +1,5 @@
-"""What vLLM's workers get from us (--worker-extension-cls):
-a weight session, called by the backend through collective_rpc."""
+"""Our extension of vLLM's workers (--worker-extension-cls): a weight session, which the backend calls through
+collective_rpc."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "finish": WeightSession.finish,
     "abort": WeightSession.abort,
 }
-"""What the backend asks for; each takes the session and at most one argument."""
+"""The actions that the backend asks for. Each takes the session and at most one argument."""
 
 
 class WorkerExtension:
-    """Becomes a base class of vLLM's worker, so every name it adds begins with `metronome`."""
+    """A base class that vLLM adds to its worker, so every name it adds begins with `metronome`."""
 
     _metronome_session: WeightSession | None = None
 
     def metronome(self, action: str, argument: Any = None) -> dict[str, Any]:  # noqa: ANN401
-        """Gives {"result": …}, or {"error": …, "kind": …, "status": …} where the session refused or failed.
+        """Carry out an action. Return {"result": …}, or {"error": …, "kind": …, "status": …} for a MetronomeError.
 
-        Errors are returned, not raised: vLLM would end the engine for some, and lose the message of others.
+        Errors are returned because vLLM ends the engine for some that are raised, and loses the message of others.
         """
         if self._metronome_session is None:
             self._metronome_session = WeightSession(self)

@@ -227,10 +227,10 @@ class OnDevice(torch.Tensor):
 
 def test_what_is_staged_lies_in_host_memory_where_transfers_arrive_on_a_device(group, monkeypatch):
     sender, (receiver, other), threads = group
-    room = receivers._room
+    room = receivers._sized_buffer
     monkeypatch.setattr(
         receivers,
-        "_room",
+        "_sized_buffer",
         lambda buffer, nbytes, device: (
             room(buffer, nbytes, device)
             if device.type == "cpu"
