@@ -59,4 +59,4 @@ class Backend(Protocol):
         """Receive and load a bucket, or begin to stage it."""
 
     async def finish_update(self, version: int) -> None:
-        """Give the new weights their version. Raise Conflict or BadInput if they are not whole."""
+        """Give the new weights their version. Raise Conflict if they are not whole."""

@@ -76,15 +76,10 @@ def run(options: argparse.Namespace, work: Callable[[argparse.Namespace], None])
 
 
 def bound(options: argparse.Namespace) -> socket.socket:
-<<<<<<< HEAD
     """Return a socket bound to --host and --port. Raise BadInput if it can't be bound."""
-    sock = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET, socket.SOCK_STREAM)
-=======
-    """A socket at --host and --port. BadInput where that can't be."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     # the protocol by name: only then asyncio sends a reply's parts at once (TCP_NODELAY), without it each waits 40 ms
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
->>>>>>> http
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((options.host, options.port))

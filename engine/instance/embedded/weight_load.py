@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.errors import BadInput
+from engine.instance.refusals import Conflict
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -55,9 +56,9 @@ class WeightLoad:
                 self._loaded.add(name)
 
     def check_whole(self) -> None:
-        """Raise BadInput unless every parameter was loaded."""
+        """Raise Conflict unless every parameter was loaded; BadInput if a tied output layer is not the embedding."""
         if missing := sorted(self._parameters.keys() - self._loaded):
-            raise BadInput(f"the weights are not whole: missing {len(missing)} tensor(s), the first {missing[0]}")
+            raise Conflict(f"the weights are not whole: missing {len(missing)} tensor(s), the first {missing[0]}")
         if self._head is not None and not torch.equal(
             self._head.to(self._parameters[EMBEDDING].dtype), self._parameters[EMBEDDING]
         ):

@@ -129,7 +129,7 @@ def test_an_update_bucket_by_bucket_must_bring_every_parameter_exactly_once(engi
     engine.pause(abort=True, done=lambda: None)
     engine.start_update()
     engine.update(tensors[:7])
-    with pytest.raises(BadInput, match=r"missing \d+ tensor\(s\)"):
+    with pytest.raises(Conflict, match=r"missing \d+ tensor\(s\)"):
         engine.finish_update(1)
     engine.update(tensors[7:])
     engine.finish_update(1)

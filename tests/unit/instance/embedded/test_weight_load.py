@@ -5,6 +5,7 @@ from safetensors.torch import load_file
 from engine.errors import BadInput
 from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.weight_load import WeightLoad
+from engine.instance.refusals import Conflict
 from support.tiny_models import save
 
 
@@ -68,7 +69,7 @@ def test_a_bucket_that_does_not_fit_changes_nothing(model, tensors, name, value,
 def test_what_is_missing_is_named(model, tensors):
     update = WeightLoad(model)
     update.add([pair for pair in tensors.items() if pair[0] != "model.norm.weight"])
-    with pytest.raises(BadInput, match=r"missing 1 tensor\(s\), the first model.norm.weight"):
+    with pytest.raises(Conflict, match=r"missing 1 tensor\(s\), the first model.norm.weight"):
         update.check_whole()
 
 
