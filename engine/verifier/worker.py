@@ -29,9 +29,8 @@ from engine.wire.verifier_messages import (
     RewardFailed,
     RewardLoaded,
     RewardRefused,
-    ScoreGroup,
+    ScoreCall,
     Scores,
-    ScoreTexts,
     VerifierMessage,
 )
 
@@ -114,7 +113,7 @@ def _checked_score(value: object, index: int) -> Score:
 
 
 def _serve_calls(launcher: socket.socket, reward: RewardFunction, runner: asyncio.Runner) -> None:
-    while isinstance(message := _receive(launcher), (ScoreTexts, ScoreGroup)):
+    while isinstance(message := _receive(launcher), ScoreCall):
         try:
             scores = score(reward, runner, *verifier_messages.arguments(message))
         except RewardError as error:

@@ -1,7 +1,7 @@
 """The messages between the launcher and a verifier process: msgpack frames over a socket pair; no pickle.
 
 A frame is a length in 4 bytes (big endian) and that many bytes of msgpack. The process first sends `RewardLoaded` or
-`RewardRefused`; then it answers each `ScoreTexts` or `ScoreGroup` with `Scores` or `RewardFailed`.
+`RewardRefused`; then it answers each `ScoreCall` with `Scores` or `RewardFailed`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -37,37 +38,20 @@ class RewardRefused(VerifierMessage):
     message: str
 
 
-class ScoreTexts(VerifierMessage):
-    """A call of a built-in reward, with the fields that the built-in rewards read."""
+class ScoreCall(VerifierMessage):
+    """A call of the reward. For a built-in one, which reads nothing else, only the first three fields are sent."""
 
     id: str
     answer: bytes
     texts: tuple[bytes, ...]
-
-
-class ScoredResponse(msgspec.Struct, frozen=True, array_like=True):
-    """An engine.types.Response, its text as bytes."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[tuple[int, int], ...]
-    loss_mask: tuple[bool, ...]
-    finish_reason: str
-    text: bytes
-    seed: int
-    instance: str
-
-
-class ScoreGroup(VerifierMessage):
-    """A call of a user's reward."""
-
-    id: str
-    problem: bytes
-    answer: bytes
-    token_ids: tuple[int, ...]
-    columns: bytes
+    """The responses' texts."""
+    problem: bytes = b""
+    token_ids: tuple[int, ...] = ()
+    """The prompt's."""
+    columns: bytes = b"{}"
     """As JSON, because integers may have more than the 64 bits of msgpack."""
-    responses: tuple[ScoredResponse, ...]
+    responses: tuple[Response, ...] = ()
+    """The responses, with empty texts."""
 
 
 class Scores(VerifierMessage):
@@ -91,10 +75,10 @@ class RewardFailed(VerifierMessage):
     message: str
 
 
-Call = ScoreTexts | ScoreGroup
-Reply = RewardLoaded | RewardRefused | Scores | RewardFailed
+EMPTY = Response(token_ids=(), logprobs=(), versions=(), loss_mask=(), finish_reason="", text="", seed=0, instance="")
+AnyVerifierMessage = RewardLoaded | RewardRefused | ScoreCall | Scores | RewardFailed
 
-_DECODER: msgspec.msgpack.Decoder[Call | Reply] = msgspec.msgpack.Decoder(Call | Reply)
+_DECODER: msgspec.msgpack.Decoder[AnyVerifierMessage] = msgspec.msgpack.Decoder(AnyVerifierMessage)
 
 
 def frame(message: VerifierMessage) -> bytes:
@@ -103,33 +87,30 @@ def frame(message: VerifierMessage) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
-def read(body: bytes) -> Call | Reply:
+def read(body: bytes) -> AnyVerifierMessage:
     """Return the message in `body`, a frame without its head."""
     return _DECODER.decode(body)
 
 
-def call(prompt: Prompt, responses: Sequence[Response], text_only: bool) -> Call:
+def call(prompt: Prompt, responses: Sequence[Response], text_only: bool) -> ScoreCall:
     """Return a call as a message. `text_only`: with only what built-in rewards read: id, answer, responses' texts."""
+    texts = tuple(_encode_text(response.text) for response in responses)
+    answer = _encode_text(prompt.answer)
     if text_only:
-        return ScoreTexts(
-            prompt.id, _encode_text(prompt.answer), tuple(_encode_text(response.text) for response in responses)
-        )
-    return ScoreGroup(
+        return ScoreCall(prompt.id, answer, texts)
+    return ScoreCall(
         id=prompt.id,
+        answer=answer,
+        texts=texts,
         problem=_encode_text(prompt.problem),
-        answer=_encode_text(prompt.answer),
         token_ids=prompt.token_ids,
         columns=json.dumps(dict(prompt.columns)).encode(),
-        responses=tuple(_pack_response(response) for response in responses),
+        responses=tuple(replace(response, text="") for response in responses),
     )
 
 
-def arguments(message: Call) -> tuple[Prompt, list[Response]]:
+def arguments(message: ScoreCall) -> tuple[Prompt, list[Response]]:
     """Return the arguments of the reward: prompt and responses. Fields that were not sent are empty."""
-    if isinstance(message, ScoreTexts):
-        return Prompt(message.id, "", _decode_text(message.answer), ()), [
-            _text_only_response(text) for text in message.texts
-        ]
     prompt = Prompt(
         id=message.id,
         problem=_decode_text(message.problem),
@@ -137,46 +118,10 @@ def arguments(message: Call) -> tuple[Prompt, list[Response]]:
         token_ids=message.token_ids,
         columns=json.loads(message.columns),
     )
-    return prompt, [_open_response(response) for response in message.responses]
-
-
-def _pack_response(response: Response) -> ScoredResponse:
-    return ScoredResponse(
-        token_ids=response.token_ids,
-        logprobs=response.logprobs,
-        versions=response.versions,
-        loss_mask=response.loss_mask,
-        finish_reason=response.finish_reason,
-        text=_encode_text(response.text),
-        seed=response.seed,
-        instance=response.instance,
-    )
-
-
-def _open_response(response: ScoredResponse) -> Response:
-    return Response(
-        token_ids=response.token_ids,
-        logprobs=response.logprobs,
-        versions=response.versions,
-        loss_mask=response.loss_mask,
-        finish_reason=response.finish_reason,
-        text=_decode_text(response.text),
-        seed=response.seed,
-        instance=response.instance,
-    )
-
-
-def _text_only_response(text: bytes) -> Response:
-    return Response(
-        token_ids=(),
-        logprobs=(),
-        versions=(),
-        loss_mask=(),
-        finish_reason="",
-        text=_decode_text(text),
-        seed=0,
-        instance="",
-    )
+    responses = message.responses or (EMPTY,) * len(message.texts)
+    return prompt, [
+        replace(response, text=_decode_text(text)) for response, text in zip(responses, message.texts, strict=True)
+    ]
 
 
 def _encode_text(text: str) -> bytes:
