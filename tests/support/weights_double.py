@@ -214,7 +214,8 @@ class Launcher:
             messages.FinishSync: self.sync.finish,
             messages.VerifySync: self.verify,
         }
-        return self.run(answers[type(request)](messages.read_request(messages.pack(request))))
+        reply = self.run(answers[type(request)](messages.read_request(messages.pack(request))))
+        return messages.Done() if reply is None else reply
 
     async def verify(self, request):
         self.sync.expect(request.expected)
