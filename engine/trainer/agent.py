@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Sequence
@@ -86,10 +87,11 @@ def run_ranks(
 def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and its failure.
 
-    A rank that a signal ended counts as first: the others exit because they lose their connection to it. torch's times
-    can't tell, since they are whole seconds, often the same.
+    A rank that a signal ended counts as first: the others exit because they lose their connection to it. SIGTERM does
+    not count, because this agent sends it to the others. torch's times can't tell, since they are whole seconds.
     """
-    return min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
+    others = (-signal.SIGTERM, *range(256))
+    return min(error.failures.items(), key=lambda item: (item[1].exitcode in others, item[1].timestamp))
 
 
 if __name__ == "__main__":
