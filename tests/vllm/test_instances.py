@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -19,6 +20,7 @@ from engine.errors import WeightSyncError
 from engine.instance.vllm.session import KEEP_STALE_HEAD
 from engine.run.vllm_command import command
 from engine.trainer.models import open_models
+from engine.wire.messages import BucketInfo
 from support.runs import ROOT, Tree, wait_for
 from support.tiny_models import save
 from support.vllm_instance import (
@@ -102,7 +104,7 @@ def publish(models, folder, version, wrong=()):
         await steps.pause(instance, during)
         await steps.start(instance, during)
         for info in written(in_buckets(tensors, torch.bfloat16), folder, version):
-            await steps.update(instance, info)
+            await steps.update(instance, msgspec.convert(info, BucketInfo), during)
         await steps.swap(instance, version)
         await steps.compare(instance, version, lambda: asyncio.sleep(0, models.probe(steps.probe.token_ids)))
 
