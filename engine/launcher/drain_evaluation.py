@@ -232,18 +232,11 @@ class DrainEvaluation:
         settings = self._config.evaluate
         tokenizer = self._service.tokenizer
         stop = tokenizer.stop_ids(self._config.rollout.stop)
-        sampling = SamplingSettings(
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            stop_token_ids=stop,
-        )
         return Producer(
             pool=self._service.pool,
             verifier=self._verifier,
             decode=tokenizer.decode,
-            sampling=sampling,
+            sampling=SamplingSettings.of(settings, stop),
             group_size=settings.samples,
             seed=self._config.run.seed,
             trace=self._trace,

@@ -55,19 +55,11 @@ async def rollout_service(
             tokenizer, _ = await asyncio.gather(asyncio.to_thread(Tokenizer, model), verifier.start())
             stop = tokenizer.stop_ids(config.rollout.stop)
             partial = synced and config.rollout.partial
-            sampling = SamplingSettings(
-                max_new_tokens=settings.max_new_tokens,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                top_k=settings.top_k,
-                stop_token_ids=stop,
-                partial=partial,
-            )
             producer = Producer(
                 pool=pool,
                 verifier=verifier,
                 decode=tokenizer.decode,
-                sampling=sampling,
+                sampling=SamplingSettings.of(settings, stop, partial),
                 group_size=group_size,
                 seed=config.run.seed,
                 trace=trace,

@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import aiohttp
 import msgspec
 
+from engine.config import Evaluate, Rollout
 from engine.errors import DeadlineError, MetronomeError
 from engine.types import Prompt, Response
 from engine.wire.rollout_messages import Complete, CompletionReply, InstanceRequest
@@ -52,6 +53,18 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()
     partial: bool = False
     """Whether a response that a pause broke off is kept, to be continued (rollout.partial)."""
+
+    @classmethod
+    def of(cls, settings: Rollout | Evaluate, stop: tuple[int, ...], partial: bool = False) -> SamplingSettings:
+        """Those of a part of the config: `rollout` for training, `evaluate` for evaluations."""
+        return cls(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_token_ids=stop,
+            partial=partial,
+        )
 
 
 class InstanceClient:

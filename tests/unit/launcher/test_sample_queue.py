@@ -5,25 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.launcher.sample_queue import SampleQueue
-from engine.types import Group, Landed, Prompt, Response, Score
+from engine.types import Landed, Score
 from engine.wire.codec import open_group, open_landed, pack_group, pack_landed
 from engine.wire.messages import EarlyWork, Window, pack, read_message
-
-
-def group(index, step=0):
-    response = Response(
-        token_ids=(5, 6),
-        logprobs=(-0.5, -1.25),
-        versions=((0, 3),),
-        loss_mask=(True, False),
-        finish_reason="stop",
-        text="añ",
-        seed=2**62,
-        instance="instance-0",
-    )
-    return Group(
-        step=step, index=index, prompt=Prompt("id", "1+1=", "2", (1, 2, 3)), responses=(response,), scores=(Score(1.0),)
-    )
+from tests.support.groups import numbered_group as group
 
 
 def test_codec_round_trip_without_columns():

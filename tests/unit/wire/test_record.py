@@ -8,10 +8,11 @@ from engine.config import Algorithm, Config
 from engine.config.keys import RENAMED
 from engine.errors import BadInput
 from engine.trainer.replay import Replay
-from engine.types import Group, Landed, Prompt, Response, Score
+from engine.types import Landed
 from engine.wire.codec import pack_group, pack_landed
 from engine.wire.messages import EarlyWork, Window
 from engine.wire.record import RecordWriter, check, plan, read
+from tests.support.groups import numbered_group
 
 FOLDER = TemporaryDirectory()
 MODEL = {"path": FOLDER.name}
@@ -20,25 +21,7 @@ CONFIG = Config(model=MODEL, parallel={"data": 2}, train={"prompts_per_step": 3}
 
 
 def group(index, step=0):
-    response = Response(
-        token_ids=(5, 6),
-        logprobs=(-0.5, -1.25),
-        versions=((0, step),),
-        loss_mask=(True, False),
-        finish_reason="stop",
-        text="añ",
-        seed=2**62,
-        instance="instance-0",
-    )
-    return pack_group(
-        Group(
-            step=step,
-            index=index,
-            prompt=Prompt("id", "1+1=", "2", (1, 2, 3)),
-            responses=(response,),
-            scores=(Score(1.0),),
-        )
-    )
+    return pack_group(numbered_group(index, step))
 
 
 def landed(step):
