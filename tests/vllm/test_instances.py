@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from engine.wire.messages import BucketInfo
 from support.runs import ROOT, Tree, wait_for
 from support.tiny_models import save
 from support.vllm_instance import (
+    PROMPT,
     TOKEN,
     Client,
     Sender,
@@ -34,6 +36,7 @@ from support.vllm_instance import (
     led,
     self_test,
     serving,
+    until,
     written,
 )
 
@@ -160,6 +163,21 @@ def test_processes_end_with_their_parent_and_with_the_server(tied, tmp_path):
         parent.wait()
         if psutil.pid_exists(address["pid"]):
             os.kill(address["pid"], signal.SIGKILL)
+
+
+def test_a_server_whose_engine_dies_ends(tied, tmp_path):
+    """Its request fails at once and the process ends, so that the launcher starts another one."""
+    with serving(tied[0], tmp_path) as (client, child):
+        client.choice()
+        engine = Tree(child.pid).named("EngineCore")
+        engine.suspend()
+        with ThreadPoolExecutor(1) as pool:
+            under_way = pool.submit(client.ask, "POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": 8})
+            until(Client(client.address, TOKEN), running=1)
+            engine.kill()
+            status, reply = under_way.result(timeout=15)
+        assert status == 500, reply
+        wait_for(lambda: not child.alive, "the server to end", 15)
 
 
 def test_processes_end_with_a_server_that_is_killed(tied, tmp_path):
