@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.wire.weights.backends import BACKENDS, Place
+from engine.wire.weights.backends import BACKENDS, Membership
 
 SCHEMA = Path(__file__).with_name("hccl_process_group.schema")
 
@@ -47,7 +47,7 @@ def test_the_group_is_made_as_the_published_interface_wants_it(monkeypatch):
     module = types.ModuleType("torch_npu")
     module._C = types.SimpleNamespace(_distributed_c10d=binding)
     monkeypatch.setitem(sys.modules, "torch_npu", module)
-    place = Place(store="store", rank=2, world=4, own="10.0.0.2", timeout_s=7.0)
+    place = Membership(store="store", rank=2, world=4, own="10.0.0.2", timeout_s=7.0)
     assert BACKENDS["hccl"].make(place) == "group"
     ((store, rank, world, options),) = calls
     assert (store, rank, world) == ("store", 2, 4)

@@ -24,7 +24,7 @@ POLL_S = 0.0005
 
 
 @dataclass(frozen=True)
-class Place:
+class Membership:
     """A member's place in a group."""
 
     store: dist.Store
@@ -35,14 +35,14 @@ class Place:
     timeout_s: float
 
 
-class Backend(ABC):
+class GroupBackend(ABC):
     """A backend of torch.distributed."""
 
     device: ClassVar[str]
     """The type of the devices whose memory it sends."""
 
     @abstractmethod
-    def make(self, place: Place) -> Any:  # noqa: ANN401
+    def make(self, place: Membership) -> Any:  # noqa: ANN401
         """Make the group. Raises BadInput if this process lacks the backend, RuntimeError if the members fail."""
 
     @abstractmethod
@@ -59,12 +59,12 @@ class Backend(ABC):
         work.wait()
 
 
-class Gloo(Backend):
+class Gloo(GroupBackend):
     """From host memory to host memory."""
 
     device = "cpu"
 
-    def make(self, place: Place) -> Any:  # noqa: ANN401
+    def make(self, place: Membership) -> Any:  # noqa: ANN401
         """A ProcessGroupGloo."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
         options._timeout = timedelta(seconds=place.timeout_s)
@@ -78,7 +78,7 @@ class Gloo(Backend):
         """Do nothing: a broadcast ends by its time-out, or when a member leaves."""
 
 
-class DeviceBackend(Backend):
+class DeviceBackend(GroupBackend):
     """From device to device. Left alone, it would make its communicator in the first broadcast, which then blocks until
     all members have called it: the sender's would block before the instances are told of the bucket."""
 
@@ -100,7 +100,7 @@ class Nccl(DeviceBackend):
 
     device = "cuda"
 
-    def make(self, place: Place) -> Any:  # noqa: ANN401
+    def make(self, place: Membership) -> Any:  # noqa: ANN401
         """A ProcessGroupNCCL, which torch's build for the CPU lacks."""
         if not dist.is_nccl_available():
             raise BadInput("transport nccl: this process's torch is built without NCCL; use gloo or file")
@@ -118,7 +118,7 @@ class Hccl(DeviceBackend):
 
     device = "npu"
 
-    def make(self, place: Place) -> Any:  # noqa: ANN401
+    def make(self, place: Membership) -> Any:  # noqa: ANN401
         """A ProcessGroupHCCL of torch_npu."""
         for name in ("RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"):
             if os.environ.get(name, "0") not in ("", "0"):
@@ -150,7 +150,7 @@ class Hccl(DeviceBackend):
             raise RuntimeError("HCCL reports an error of the communicator")
 
 
-BACKENDS: dict[str, Backend] = {"gloo": Gloo(), "nccl": Nccl(), "hccl": Hccl()}
+BACKENDS: dict[str, GroupBackend] = {"gloo": Gloo(), "nccl": Nccl(), "hccl": Hccl()}
 """The backends by their name in `weights.transport`."""
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.wire.address import address_towards
-from engine.wire.weights.backends import BACKENDS, POLL_S, Backend, Place, group_device
+from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Membership, group_device
 
 HOST = torch.device("cpu")
 REACH_S = 10.0
@@ -242,10 +242,16 @@ class BroadcastGroup:
         self._last: list[dist.Work] = []
         self._closed = threading.Event()
         # a clone: what waits in a store keeps other threads out of it
-        place = Place(dist.PrefixStore("group", _clone(store, timeout_s)), rank, world, own, timeout_s)
+        place = Membership(
+            store=dist.PrefixStore("group", _clone(store, timeout_s)),
+            rank=rank,
+            world=world,
+            own=own,
+            timeout_s=timeout_s,
+        )
         self._await_connection(self._connect_in_background(place), f"the {world} members to connect by {backend}", off)
 
-    def _connect_in_background(self, place: Place) -> Future[None]:
+    def _connect_in_background(self, place: Membership) -> Future[None]:
         connected: Future[None] = Future()
 
         def run() -> None:
@@ -305,7 +311,7 @@ def _clone(store: dist.Store, timeout_s: float) -> dist.Store:
     return cloned
 
 
-def _let_go(held: list[Any], backend: Backend) -> None:
+def _let_go(held: list[Any], backend: GroupBackend) -> None:
     """Abort and delete [running transfers …, group] after the transfers have ended, at the latest by their time-out.
     (gloo would wait for them with the interpreter locked.)"""
     with contextlib.suppress(RuntimeError):  # no error of a group that is left is of interest
@@ -318,7 +324,9 @@ def _let_go(held: list[Any], backend: Backend) -> None:
 class Transfer:
     """Running broadcasts."""
 
-    def __init__(self, works: list[dist.Work], backend: Backend, closed: threading.Event, timeout_s: float) -> None:
+    def __init__(
+        self, works: list[dist.Work], backend: GroupBackend, closed: threading.Event, timeout_s: float
+    ) -> None:
         self._works = works
         self._backend = backend
         self._closed = closed

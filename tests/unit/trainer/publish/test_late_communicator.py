@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -86,12 +87,11 @@ def members(backend, world, timeout_s, device=HOST):
     meeting = Rendezvous("127.0.0.1", backend, timeout_s, device)
     off = threading.Event()
     ended = {}
+    joined = partial(join, meeting.address, world=world, backend=backend, timeout_s=timeout_s, off=off, device=device)
 
     def member(rank):
         try:
-            ended[rank] = (
-                join(meeting.address, rank, world, backend, timeout_s, off, device) if rank else meeting.gather(world)
-            )
+            ended[rank] = joined(rank) if rank else meeting.gather(world)
         except Exception as error:
             ended[rank] = error
 

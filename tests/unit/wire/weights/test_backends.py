@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from engine.errors import BadInput
-from engine.wire.weights.backends import BACKENDS, Place, group_device
+from engine.wire.weights.backends import BACKENDS, Membership, group_device
 
 NPU = types.SimpleNamespace(type="npu", index=1)
 """torch knows the name of this type only with torch_npu."""
-PLACE = Place(store=None, rank=1, world=3, own="127.0.0.1", timeout_s=5.0)
+PLACE = Membership(store=None, rank=1, world=3, own="127.0.0.1", timeout_s=5.0)
 
 
 @pytest.mark.parametrize(
