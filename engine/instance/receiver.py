@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.errors import BadInput, MetronomeError
 from engine.instance.staging import NOTHING, Named, StagedVersion
 from engine.types import JsonObject
-from engine.wire.weights.backends import BACKENDS
+from engine.wire.weights.backends import BACKENDS, use_device
 from engine.wire.weights.bucket_file import BucketFile, files_at
 from engine.wire.weights.buckets import DTYPES, TensorSpec, cuts, span, specs_of, view, views
 from engine.wire.weights.checksum import checksum_as
@@ -225,6 +225,7 @@ class Receiver:
             buffer = _sized_buffer(buffer, file.nbytes, HOST)
             return specs, file.read(buffer, specs), checksums, buffer
         group = self._stage_group(update_info)
+        use_device(self._device)
         into = {spec.name: places[spec.name] for spec in specs if _fits(places.get(spec.name), spec, group.device)}
         others = [spec for spec in specs if spec.name not in into]
         buffer = _sized_buffer(buffer, span(others), group.device)

@@ -59,9 +59,7 @@ class WeightSession:
         """
         if "connect" in job:
             init_info = job["connect"]  # this worker's rank in the groups is the instance's first rank plus its own
-            self._job = _Job(
-                job["number"], self._worker.device, lambda: self._receiver.connect(init_info, self._worker.rank)
-            )
+            self._job = _Job(job["number"], lambda: self._receiver.connect(init_info, self._worker.rank))
             return
         info = job["receive"]
         if self._loaded is None:
@@ -74,7 +72,7 @@ class WeightSession:
             def work() -> list[tuple[str, Tensor]]:
                 return list(self._receiver.receive(info, self._base))
 
-        self._job = _Job(job["number"], self._worker.device, work)
+        self._job = _Job(job["number"], work)
 
     def poll(self, number: int) -> bool:
         """Return whether the job is done; then the weights that it received are in the model. Raise its error, or
@@ -182,10 +180,9 @@ class WeightSession:
 class _Job:
     """Work in a thread, which ends with a result or an error."""
 
-    def __init__(self, number: int, device: torch.device, work: Callable[[], Any] | None) -> None:
+    def __init__(self, number: int, work: Callable[[], Any] | None) -> None:
         """Start the work; without `work` the job is done already."""
         self.number = number
-        self._device = device
         self._work = work
         self._result: Any = None
         self._error: BaseException | None = None
@@ -197,8 +194,6 @@ class _Job:
 
     def _run(self) -> None:
         try:
-            if self._device.type != "cpu":
-                torch.accelerator.set_device_index(self._device)  # a thread begins with device 0
             self._result = self._work() if self._work else None
         except BaseException as error:  # `take` raises it, of any kind
             self._error = error

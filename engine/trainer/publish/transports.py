@@ -12,7 +12,7 @@ import torch
 from engine.errors import MetronomeError
 from engine.wire.messages import BucketInfo, MeetingPlace
 from engine.wire.weights import bucket_file
-from engine.wire.weights.backends import group_device
+from engine.wire.weights.backends import group_device, use_device
 from engine.wire.weights.buckets import Bucket
 from engine.wire.weights.groups import BroadcastGroup, Rendezvous, Transfer, own_address
 
@@ -192,6 +192,7 @@ class GroupTransport:
 
     def send(self, bucket: Bucket) -> Transfer | _AlreadySent:
         """Broadcast the tensors one by one, from where they lie."""
+        use_device(self.device)
         return self._group.broadcast(*bucket.pieces()) if self._group is not None else _AlreadySent()
 
 

@@ -154,6 +154,12 @@ BACKENDS: dict[str, GroupBackend] = {"gloo": Gloo(), "nccl": Nccl(), "hccl": Hcc
 """The backends by their name in `weights.transport`."""
 
 
+def use_device(device: torch.device) -> None:
+    """Make it the current device of this thread; a thread begins with device 0."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
 def group_device(backend: str, model: torch.device) -> torch.device:
     """The device from whose memory a process sends and receives, whose model is on `model`.
 

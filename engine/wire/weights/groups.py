@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.wire.address import address_towards
-from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Membership, group_device
+from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Membership, group_device, use_device
 
 HOST = torch.device("cpu")
 REACH_S = 10.0
@@ -256,8 +256,7 @@ class BroadcastGroup:
 
         def run() -> None:
             try:
-                if self.device.type != "cpu":
-                    torch.accelerator.set_device_index(self.device)  # a thread begins with device 0
+                use_device(self.device)
                 self._made = self._backend.make(place)
                 if self._closed.is_set():
                     raise TransferError("the weight transfer was closed while it connected")
