@@ -69,11 +69,11 @@ class Weights(Table):
     """How new weights get from the trainer to the instances."""
 
     transport: Literal["file", "gloo", "nccl", "hccl"] = "file"
-    """How the weights travel. "file": as safetensors in shared memory or a shared folder. "gloo" (CPU), "nccl" (CUDA)
-    and "hccl" (NPU): over the network, with this backend of torch.distributed."""
+    """How the weights travel. "file": as safetensors in shared memory or a shared folder. "gloo" (from host memory),
+    "nccl" (between CUDA devices) and "hccl" (between NPUs): over the network, by this backend of torch.distributed."""
     staged: bool = False
     """Send the weights to the instances' host memory in the background, and swap them in at the step's boundary
-    (AsyncFlow §4.2.3)."""
+    (AsyncFlow §4.2.3). With "nccl" and "hccl" it needs `rollout.tensor` = 1."""
     bucket_mb: PositiveInt = 256
     """Size in MiB of one bucket, the piece of the weights that is gathered and sent at a time. Up to three buckets are
     in the trainer's memory at once, beside the model."""

@@ -200,9 +200,11 @@ def _check_vllm(config: Tree) -> None:
             'rollout.deterministic needs rollout.engine = "embedded": vLLM\'s batches change the last bit of its '
             "log-probabilities"
         )
-    if config.weights.transport == "hccl" and config.weights.staged:
+    if config.weights.staged and config.weights.transport in ("nccl", "hccl") and config.rollout.tensor > 1:
         raise ValueError(
-            'weights.staged does not go with weights.transport = "hccl": vllm-ascend receives into the model itself'
+            f"weights.staged with weights.transport = {config.weights.transport!r} needs rollout.tensor = 1, but it is "
+            f"{config.rollout.tensor}: on a device the broadcast and the instance's own collectives could wait for "
+            'each other; use "gloo" or "file"'
         )
 
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from engine.errors import BadInput, MetronomeError
 from engine.instance.staging import NOTHING, Named, StagedVersion
 from engine.types import JsonObject
+from engine.wire.weights.backends import BACKENDS, use_device
 from engine.wire.weights.bucket_file import BucketFile, files_at
 from engine.wire.weights.buckets import DTYPES, TensorSpec, cuts, span, specs_of, view, views
 from engine.wire.weights.checksum import checksum_as
-from engine.wire.weights.groups import BACKENDS, BroadcastGroup, join
+from engine.wire.weights.groups import HOST, BroadcastGroup, join
 from engine.wire.weights.hf_folder import open_folder
 
-HOST = torch.device("cpu")
 OUTPUT = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 PERTURBED = -3.0
@@ -37,9 +37,11 @@ class Receiver:
     Its methods must not be called at the same time, except `connect` and `close`: these cancel what is under way.
     """
 
-    def __init__(self, timeout_s: float = 600.0) -> None:
-        """`timeout_s`: deadline of every wait in seconds, until `connect` sets the run's own."""
+    def __init__(self, timeout_s: float = 600.0, device: torch.device = HOST) -> None:
+        """`timeout_s`: deadline of every wait in seconds, until `connect` sets the run's own; `device`: of the
+        model."""
         self._timeout_s = timeout_s
+        self._device = device
         self._groups: list[BroadcastGroup] = []
         self._transport = ""
         self._off = threading.Event()
@@ -72,6 +74,7 @@ class Receiver:
                             backend=transport,
                             timeout_s=timeout_s,
                             off=self._off,
+                            device=self._device,
                         )
                     )
             except MetronomeError:
@@ -167,7 +170,7 @@ class Receiver:
         if transport == "file":
             if not isinstance(update_info.get("path"), str):
                 raise BadInput("update_info.path: transport file needs the path of the bucket's safetensors file")
-        elif transport in BACKENDS:
+        elif isinstance(transport, str) and transport in BACKENDS:
             self._stage_group(update_info)
         else:
             raise BadInput(
@@ -197,8 +200,8 @@ class Receiver:
         found = _verified(specs, tensors, checksums)
         if room.device == HOST:
             return found, room
-        # nccl receives on the device, which has no room for a second model: the tensors are copied to the host, and
-        # torch uses the device's memory again for the next bucket
+        # nccl and hccl receive on the device, which has no room for a second model: the tensors are copied to the
+        # host, and torch uses the device's memory again for the next bucket
         buffer = _sized_buffer(buffer, span(specs), HOST)
         for place, (_, tensor) in zip(held := views(buffer, specs), found, strict=True):
             place.copy_(tensor)
@@ -222,6 +225,7 @@ class Receiver:
             buffer = _sized_buffer(buffer, file.nbytes, HOST)
             return specs, file.read(buffer, specs), checksums, buffer
         group = self._stage_group(update_info)
+        use_device(self._device)
         into = {spec.name: places[spec.name] for spec in specs if _fits(places.get(spec.name), spec, group.device)}
         others = [spec for spec in specs if spec.name not in into]
         buffer = _sized_buffer(buffer, span(others), group.device)
@@ -256,7 +260,7 @@ def parse_init(info: JsonObject) -> tuple[str, list[dict[str, object]], int, int
     rank = info.get("rank")
     world = info.get("world_size")
     timeout_s = info.get("timeout_s")
-    if transport not in BACKENDS:
+    if not isinstance(transport, str) or transport not in BACKENDS:
         raise BadInput(f"init_info.transport {repr_short(transport)}; expected one of {', '.join(BACKENDS)}")
     if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
         raise BadInput('init_info.stages must be a list of {"host": ..., "port": ...}, one for each pipeline stage')
@@ -266,7 +270,7 @@ def parse_init(info: JsonObject) -> tuple[str, list[dict[str, object]], int, int
         )
     if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < 10**6:
         raise BadInput(f"init_info.timeout_s {repr_short(timeout_s)}; expected seconds above 0")
-    return str(transport), stages, rank, world, float(timeout_s)
+    return transport, stages, rank, world, float(timeout_s)
 
 
 def _parse_version(update_info: JsonObject) -> int:

@@ -22,6 +22,7 @@ from engine.run.trace import Trace
 from engine.types import StepFigures
 from engine.wire import messages
 from engine.wire.control_client import ControlClient
+from engine.wire.weights.watchdogs import WATCHDOGS
 
 
 @record  # leaves the traceback of an unexpected error for the agent, whose message reaches the launcher
@@ -65,6 +66,8 @@ def _own_cores(config: Config) -> list[int]:
 
 
 def _session(config: Config) -> Any:  # noqa: ANN401
+    for name, value in WATCHDOGS.get(config.weights.transport, {}).items():
+        os.environ.setdefault(name, value)
     parallel = config.parallel
     return platform.session(
         platform.get(config.platform.device),

@@ -279,10 +279,6 @@ class BucketInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Path of the bucket's file, with transport "file"."""
     staged: bool = False
     """Whether to receive it into host memory while generation goes on."""
-    packed: bool = False
-    """With transport "hccl": whether tensors are packed."""
-    packed_buffer_size_bytes: int = 0
-    """With transport "hccl": bytes of the pieces into which they are packed."""
 
     @property
     def title(self) -> str:

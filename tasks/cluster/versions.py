@@ -60,7 +60,6 @@ VLLM_ASCEND = [
 
 TRAINER = [
     *TORCH_NPU,
-    *VLLM_ASCEND,  # weights.transport = "hccl" sends with it (engine/trainer/publish/hccl.py)
     # pyproject.toml: the versions that the test suite passed with.
     VersionRule("megatron-core", ">=0", {"torch": ">=2.13,<2.14"}),
     # MindSpeed's branches are named for the Megatron-core release they patch, and its package version follows (0.6.0 on

@@ -1,5 +1,5 @@
 """Parts of the vLLM instance that need no vLLM:
-who asks for the version when, the launcher's command, the hccl calls."""
+who asks for the version when, the launcher's command, a worker's groups."""
 
 import asyncio
 import contextlib
@@ -7,23 +7,26 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.errors import BadInput, TransferError
-from engine.instance.vllm import serve
+from engine.instance.vllm import serve, session
 from engine.instance.vllm.heads import widen
 from engine.instance.vllm.weight_version import WeightVersionReader
 from engine.instance.vllm.worker_extension import WorkerExtension
 from engine.run import vllm_command as commands
+from engine.wire.weights.buckets import Buffers, pack
+from engine.wire.weights.groups import Rendezvous, join
+from support.late_communicator import late
 from support.runs import ROOT
 from support.tiny_models import save
 from support.vllm_instance import config, packed
-
-SCHEMA = Path(__file__).parents[1] / "contract" / "hccl_weight_transfer.schema"
 
 
 class Workers:
@@ -268,23 +271,31 @@ def test_only_an_instance_on_a_cpu_naps(variables, device, given, left):
     assert variables[serve.METHOD] == "spawn"
 
 
-class AscendWorker(WorkerExtension):
-    """What vllm-ascend 0.23's worker offers; keeps what it was called with."""
+@pytest.mark.parametrize("transport", ["file", "gloo", "nccl", "hccl"])
+def test_no_watchdog_ends_an_instance_whose_transfer_fails(variables, transport):
+    serve._set_environment(options("--transport", transport))
+    name = f"TORCH_{transport.upper()}_ASYNC_ERROR_HANDLING"
+    assert variables.get(name) == ("0" if transport in ("nccl", "hccl") else None)
+    variables[name] = "3"
+    serve._set_environment(options("--transport", transport))
+    assert variables[name] == "3"
+
+
+class Worker(WorkerExtension):
+    """A worker of an instance whose second process it is, without vLLM; keeps the loaded tensors."""
 
     def __init__(self, folder):
-        self.rank = 3
+        self.rank = 1
         self.device = torch.device("cpu")
-        self.calls = []
+        self.loaded = {}
         tied = types.SimpleNamespace(tie_word_embeddings=False)
         self.model_config = types.SimpleNamespace(model=folder, hf_text_config=tied)
         self.vllm_config = types.SimpleNamespace(model_config=self.model_config)
-        self.model_runner = types.SimpleNamespace(get_model=torch.nn.Module)
-        self.weight_transfer_engine = object()
+        model = types.SimpleNamespace(load_weights=self.load, modules=list)
+        self.model_runner = types.SimpleNamespace(get_model=lambda: model)
 
-    def __getattr__(self, name):
-        if name not in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
-            raise AttributeError(name)
-        return lambda *arguments: self.calls.append((name, *arguments))
+    def load(self, tensors):
+        self.loaded |= {name: tensor.clone() for name, tensor in tensors}
 
 
 def until_done(worker, number):
@@ -293,53 +304,60 @@ def until_done(worker, number):
     return answer
 
 
-def test_hccl_weights_go_through_vllm_ascends_own_calls(monkeypatch, tmp_path):
+@pytest.fixture
+def worker(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     settings = types.ModuleType("vllm.config")
     settings.set_current_vllm_config = lambda config: contextlib.nullcontext()
     monkeypatch.setitem(sys.modules, "vllm.config", settings)
-    fields = {match[1]: set(match[2].split(", ")) for match in re.finditer(r"(?m)^(\w+): (.*)$", SCHEMA.read_text())}
-    worker = AscendWorker(save(tmp_path / "model", tie_word_embeddings=False))
-    init = {
-        "transport": "hccl",
-        "generation": 1,
-        "stages": [{"host": "10.0.0.1", "port": 9}],
-        "rank": 1,
-        "world_size": 5,
-        "timeout_s": 5,
-    }
-    assert worker.metronome("begin", {"number": 1, "connect": init}) == {"result": None}
-    assert until_done(worker, 1) == {"result": True}
-    ((name, told),) = worker.calls
-    assert name == "init_weight_transfer_engine"
-    assert set(told) == fields["HCCLWeightTransferInitInfo"]
-    assert told == {"master_address": "10.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 5}
+    reload = types.SimpleNamespace(initialize_layerwise_reload=id, finalize_layerwise_reload=lambda *_: None)
+    monkeypatch.setattr(session, "_layerwise_reload", lambda: reload)
+    return Worker(save(tmp_path / "model", tie_word_embeddings=False))
 
-    shapes = worker._metronome_session._expected
-    bucket = {
-        "transport": "hccl",
-        "names": list(shapes),
-        "shapes": [list(shape) for shape in shapes.values()],
-        "dtypes": ["bfloat16"] * len(shapes),
-        "checksums": ["0"] * len(shapes),
-        "packed": True,
-        "packed_buffer_size_bytes": 1,
+
+@pytest.fixture
+def backend(monkeypatch):
+    yield from late(monkeypatch)
+
+
+def test_a_worker_is_connected_over_its_device_before_the_first_bucket(backend, worker):
+    meeting = Rendezvous("127.0.0.1", "late", 20.0)
+    init = {
+        "transport": "late",
+        "stages": [meeting.address],
+        "rank": 1,  # the instance's first process; the worker is the next one
+        "world_size": 3,
+        "timeout_s": 20,
     }
-    assert worker.metronome("begin", {"number": 2, "receive": bucket})["status"] == 409  # before start
-    worker.metronome("start")
-    assert worker.metronome("begin", {"number": 2, "receive": bucket}) == {"result": None}
-    assert until_done(worker, 2) == {"result": True}
-    assert worker.metronome("finish", 4) == {"result": None}
-    assert [call[0] for call in worker.calls[1:]] == ["start_weight_update", "update_weights", "finish_weight_update"]
-    told = worker.calls[2][1]
-    assert set(told) <= fields["HCCLWeightTransferUpdateInfo"]
-    assert told["dtype_names"] == bucket["dtypes"]
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(join, meeting.address, 1, 3, "late", 20.0, threading.Event())
+        gathering = threads.submit(meeting.gather, 3)
+        assert worker.metronome("begin", {"number": 1, "connect": init}) == {"result": None}
+        assert until_done(worker, 1) == {"result": True}
+        sender = gathering.result(20)
+        assert [group.device for group in backend.made] == [worker.device] * 3
+        held = {name: torch.randn(shape) for name, shape in worker._metronome_session._expected.items()}
+        (bucket,) = pack(held.items(), None, 10**9, Buffers(1, 1.0))
+        info = {"transport": "late", "stage": 0, **bucket.wire()}
+        assert worker.metronome("begin", {"number": 2, "receive": info})["status"] == 409  # before start
+        worker.metronome("start")
+        sent = sender.broadcast(*bucket.pieces())  # returns before the worker is told
+        assert worker.metronome("begin", {"number": 2, "receive": info}) == {"result": None}
+        reception = other.result(20).broadcast(*(torch.empty_like(piece) for piece in bucket.pieces()))
+        assert until_done(worker, 2) == {"result": True}
+        for transfer in (sent, reception):
+            transfer.wait()
+        assert worker.metronome("finish", 4) == {"result": None}
+    assert all(torch.equal(worker.loaded[name], tensor) for name, tensor in held.items())
     assert worker.metronome("state")["result"]["weight_version"] == 4
 
-    two = init | {"stages": init["stages"] * 2}
-    worker.metronome("begin", {"number": 3, "connect": two})
-    assert until_done(worker, 3)["status"] == 400
-    assert worker.metronome("poll", 2)["kind"] == TransferError.__name__
+
+def test_a_worker_refuses_a_malformed_meeting_and_a_job_that_was_replaced(worker):
+    init = {"transport": "hccl", "stages": [{"host": "::", "port": 9}], "rank": 1, "world_size": 5, "timeout_s": 5}
+    worker.metronome("begin", {"number": 1, "connect": init | {"stages": []}})
+    assert until_done(worker, 1)["status"] == 400
+    worker.metronome("begin", {"number": 3, "connect": {}})
+    assert worker.metronome("poll", 1)["kind"] == TransferError.__name__
 
 
 def test_buckets_split_layers(tmp_path):

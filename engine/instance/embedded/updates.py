@@ -13,7 +13,7 @@ from engine.instance.embedded.engine_thread import EngineThread
 from engine.instance.embedded.weight_load import Named
 from engine.instance.receiver import Receiver
 from engine.types import JsonObject
-from engine.wire.weights.groups import BACKENDS
+from engine.wire.weights.backends import BACKENDS
 
 
 class Updates:

@@ -24,6 +24,7 @@ from engine.errors import BadInput
 from engine.instance import command_line
 from engine.run.process import LIFELINE, bind, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.wire.access_token import access_token, authorization
+from engine.wire.weights.watchdogs import WATCHDOGS
 
 NAP = "METRONOME_VLLM_NAP_S"
 """Environment variable for vLLM's processes on a CPU: seconds that they sleep instead of each call of `os.sched_yield`;
@@ -103,8 +104,6 @@ def _check_options(options: argparse.Namespace) -> None:
     """Raise BadInput for options that cannot work."""
     _check_environment()
     command_line.check(options)
-    if options.transport == "hccl" and options.device != "npu":
-        raise BadInput(f"--transport hccl needs --device npu, not {options.device}")
     if importlib.util.find_spec("vllm") is None:
         raise BadInput(f"{sys.executable} has no vllm; run this in the environment that `make vllm` builds")
 
@@ -125,7 +124,7 @@ def _check_environment() -> None:
 def _set_environment(options: argparse.Namespace) -> None:
     """Set the environment variables of vLLM. A variable that the user has set keeps its value."""
     by_device = {"cpu": CPU_SETTINGS, "npu": NPU_SETTINGS}.get(options.device, {})
-    for key, value in {**SETTINGS, **by_device}.items():
+    for key, value in {**SETTINGS, **by_device, **WATCHDOGS.get(options.transport, {})}.items():
         os.environ.setdefault(key, value)
     if options.device != "cpu" or not float(os.environ[NAP]):
         os.environ.pop(NAP, None)
@@ -159,8 +158,6 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
     if options.device == "cpu":
         pairs["--block-size"] = "32"  # the CPU's default of 128 lets few prompts share their cache
         flags.append("--enforce-eager")
-    if options.transport == "hccl":
-        pairs["--weight-transfer-config"] = json.dumps({"backend": "hccl"})
     return [part for pair in pairs.items() for part in pair] + flags
 
 

@@ -27,7 +27,7 @@ TIED_HEAD = "lm_head.weight"
 class WeightSession:
     """Receives weights and loads them into the worker's model, bucket by bucket between start and finish.
 
-    A bucket is received and verified whole before it is loaded (hccl and "base" excepted). A refused bucket ends the
+    A bucket is received and verified whole before it is loaded ("base" excepted). A refused bucket ends the
     update. If the update has loaded tensors by then, the weights are a mixture (`damaged`) until a later update is
     finished.
     """
@@ -35,7 +35,7 @@ class WeightSession:
     def __init__(self, worker: Any) -> None:  # noqa: ANN401
         """`worker`: vLLM's worker, with model_runner, vllm_config, device and rank."""
         self._worker = worker
-        self._receiver = Receiver()
+        self._receiver = Receiver(device=worker.device)
         self._base = Path(worker.vllm_config.model_config.model)
         self._expected = _tensor_shapes(self._base)
         self._loaded: set[str] | None = None  # names loaded by the update under way
@@ -58,22 +58,21 @@ class WeightSession:
         new groups also cancels waits in the older ones. `poll` says whether the job is done.
         """
         if "connect" in job:
-            self._job = _Job(job["number"], self._worker.device, lambda: self._connect(job["connect"]))
+            init_info = job["connect"]  # this worker's rank in the groups is the instance's first rank plus its own
+            self._job = _Job(job["number"], lambda: self._receiver.connect(init_info, self._worker.rank))
             return
         info = job["receive"]
         if self._loaded is None:
             raise Conflict("weights arrived outside an update: call /start_weight_update first")
         work: Callable[[], Any] | None = None
-        if info.get("transport") == "hccl":  # receives and loads in one
-            self._load_hccl(info)
-        elif info.get("transport") == "base":  # needs no sender, and is too large to hold at once
+        if info.get("transport") == "base":  # needs no sender, and is too large to hold at once
             self._load(self._receiver.receive(info, self._base))
         else:  # received whole before it is loaded, so that nothing of a refused bucket is loaded
 
             def work() -> list[tuple[str, Tensor]]:
                 return list(self._receiver.receive(info, self._base))
 
-        self._job = _Job(job["number"], self._worker.device, work)
+        self._job = _Job(job["number"], work)
 
     def poll(self, number: int) -> bool:
         """Return whether the job is done; then the weights that it received are in the model. Raise its error, or
@@ -92,10 +91,7 @@ class WeightSession:
         if self._loaded is not None:
             self.abort()
         with self._with_vllm_config():
-            if self._engine is not None:
-                self._worker.start_weight_update()
-            else:
-                _layerwise_reload().initialize_layerwise_reload(self._model)
+            _layerwise_reload().initialize_layerwise_reload(self._model)
         self._loaded = set()
 
     def stage(self, update_info: JsonObject) -> None:
@@ -139,22 +135,10 @@ class WeightSession:
     def _tied(self) -> bool:
         return bool(self._worker.vllm_config.model_config.hf_text_config.tie_word_embeddings)
 
-    @property
-    def _engine(self) -> Any:  # noqa: ANN401
-        """vLLM's own weight transfer, which only hccl uses; None otherwise."""
-        return getattr(self._worker, "weight_transfer_engine", None)
-
     def _with_vllm_config(self) -> Any:  # noqa: ANN401
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self._worker.vllm_config)
-
-    def _connect(self, init_info: JsonObject) -> None:
-        """Join the senders' groups. This worker's rank in them is the instance's first rank plus its own."""
-        if init_info.get("transport") == "hccl":
-            self._connect_hccl(init_info)
-        else:
-            self._receiver.connect(init_info, self._worker.rank)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._with_vllm_config(), torch.device(self._worker.device), torch.no_grad():
@@ -180,10 +164,7 @@ class WeightSession:
 
     def _end_reload(self) -> None:
         with self._with_vllm_config():
-            if self._engine is not None:
-                self._worker.finish_weight_update()
-            else:
-                _layerwise_reload().finalize_layerwise_reload(self._model, self._worker.model_config)
+            _layerwise_reload().finalize_layerwise_reload(self._model, self._worker.model_config)
 
     def _refresh_tied_head(self) -> None:
         """Pack a tied lm_head anew: vLLM on the CPU computes logits from a packed copy that a reload leaves."""
@@ -195,40 +176,13 @@ class WeightSession:
             with self._with_vllm_config(), torch.no_grad():
                 method.process_weights_after_loading(head)
 
-    # hccl: vllm-ascend's own transfer. Written from its published source (0.23.0), not run on hardware
-
-    def _connect_hccl(self, init_info: JsonObject) -> None:
-        if self._engine is None:
-            raise BadInput('transport hccl needs an instance that was started for it (weights.transport = "hccl")')
-        if len(init_info["stages"]) != 1:
-            raise BadInput(f"transport hccl takes one sender, but init_info.stages names {len(init_info['stages'])}")
-        stage = init_info["stages"][0]
-        self._worker.init_weight_transfer_engine(
-            {
-                "master_address": stage["host"],
-                "master_port": stage["port"],
-                "rank_offset": init_info["rank"],
-                "world_size": init_info["world_size"],
-            }
-        )
-
-    def _load_hccl(self, info: JsonObject) -> None:
-        if self._engine is None:
-            raise BadInput('transport hccl needs an instance that was started for it (weights.transport = "hccl")')
-        for name, shape in zip(info["names"], info["shapes"], strict=True):
-            self._check_tensor(name, tuple(shape))
-        keys = ("names", "shapes", "packed", "packed_buffer_size_bytes", "packed_num_buffers")
-        self._loaded = (self._loaded or set()) | set(info["names"])
-        self._worker.update_weights({key: info[key] for key in keys if key in info} | {"dtype_names": info["dtypes"]})
-
 
 class _Job:
     """Work in a thread, which ends with a result or an error."""
 
-    def __init__(self, number: int, device: torch.device, work: Callable[[], Any] | None) -> None:
+    def __init__(self, number: int, work: Callable[[], Any] | None) -> None:
         """Start the work; without `work` the job is done already."""
         self.number = number
-        self._device = device
         self._work = work
         self._result: Any = None
         self._error: BaseException | None = None
@@ -240,8 +194,6 @@ class _Job:
 
     def _run(self) -> None:
         try:
-            if self._device.type != "cpu":
-                torch.accelerator.set_device_index(self._device)  # a thread begins with device 0
             self._result = self._work() if self._work else None
         except BaseException as error:  # `take` raises it, of any kind
             self._error = error

@@ -284,8 +284,6 @@ class Publisher:
             info = BucketInfo(
                 transport=self._transport.name, version=version, stage=stage, bucket=bucket.number, **bucket.wire()
             )
-            if self._transport.groups:  # else `write` is a step of the send pipeline
-                self._transport.write(bucket, info)
             self._sending.append(info)
             self._pipeline.put(bucket, info)
 

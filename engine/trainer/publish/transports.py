@@ -12,6 +12,7 @@ import torch
 from engine.errors import MetronomeError
 from engine.wire.messages import BucketInfo, MeetingPlace
 from engine.wire.weights import bucket_file
+from engine.wire.weights.backends import group_device, use_device
 from engine.wire.weights.buckets import Bucket
 from engine.wire.weights.groups import BroadcastGroup, Rendezvous, Transfer, own_address
 
@@ -152,14 +153,15 @@ class FileTransport:
 
 
 class GroupTransport:
-    """Broadcasts to all instances: gloo between hosts' memories, nccl between CUDA devices."""
+    """Broadcasts to all instances: gloo between hosts' memories, nccl and hccl between devices."""
 
     groups = True
 
     def __init__(self, backend: str, timeout_s: float, device: torch.device) -> None:
-        """`timeout_s`: deadline of the meeting and of each bucket; `device`: the device of this rank's model."""
+        """`timeout_s`: deadline of the meeting and of each bucket; `device`: the device of this rank's model. Raises
+        BadInput if the backend cannot send from there."""
         self.name = backend
-        self.device = device if backend == "nccl" else torch.device("cpu")
+        self.device = group_device(backend, device)
         self._timeout_s = timeout_s
         self._meeting: Rendezvous | None = None
         """Kept after it was called off, until the next one: an instance that comes late learns of it there."""
@@ -168,7 +170,7 @@ class GroupTransport:
     def meet(self, local: bool) -> MeetingPlace:
         """Leave the last group, and open a store on this machine."""
         self.call_off()
-        self._meeting = Rendezvous(own_address(local), self.name, self._timeout_s)
+        self._meeting = Rendezvous(own_address(local), self.name, self._timeout_s, self.device)
         return MeetingPlace(self._meeting.host, self._meeting.port)
 
     def gather(self, world: int) -> None:
@@ -190,6 +192,7 @@ class GroupTransport:
 
     def send(self, bucket: Bucket) -> Transfer | _AlreadySent:
         """Broadcast the tensors one by one, from where they lie."""
+        use_device(self.device)
         return self._group.broadcast(*bucket.pieces()) if self._group is not None else _AlreadySent()
 
 
@@ -197,8 +200,4 @@ def open_transport(name: str, timeout_s: float, device: torch.device, snapshots:
     """Return the transport of this name in `weights.transport`, for a rank whose model is on `device`."""
     if name == "file":
         return FileTransport(snapshots)
-    if name == "hccl":
-        from engine.trainer.publish.hccl import HcclTransport
-
-        return HcclTransport(timeout_s, device, snapshots.stages)
     return GroupTransport(name, timeout_s, device)

@@ -18,7 +18,10 @@ import xxhash
 from torch import Tensor
 
 CHUNK = 65536
-"""Number of 8-byte words that are summed together: half a megabyte, which fits into a core's cache."""
+"""Number of 8-byte words that are summed together: half a megabyte. Part of the checksum's definition."""
+
+BLOCK = 128 * CHUNK
+"""Number of words that are folded at a time: a few kernels each, with as much memory for the products (64 MiB)."""
 
 DEVICE_DIGITS = 16
 """Number of hexadecimal digits of a device's checksum; XXH3's has twice as many."""
@@ -70,19 +73,16 @@ def _words(data: Tensor) -> Tensor:
 def _sums(words: Tensor) -> list[int]:
     """The weighted sum of each chunk, modulo 2^64."""
     weights = _weights(words.device)
-    folded = torch.empty(min(CHUNK, len(words)), dtype=torch.int64, device=words.device)
+    scratch = torch.empty(min(BLOCK, len(words)), dtype=torch.int64, device=words.device)
     sums = []
-    for chunk in words.split(CHUNK):
-        part = folded[: len(chunk)]
-        torch.bitwise_right_shift(chunk, _FOLD, out=part)
-        part.add_(chunk)
-        sums.append(_dot(part, weights[: len(chunk)]))
-    return [total & _MASK for total in torch.stack(sums).tolist()]
-
-
-def _dot(folded: Tensor, weights: Tensor) -> Tensor:
-    """A wrapping sum of products. (`dot` does not support integers on devices.)"""
-    return torch.dot(folded, weights) if folded.device.type == "cpu" else folded.mul_(weights).sum()
+    for block in words.split(BLOCK):
+        folded = torch.bitwise_right_shift(block, _FOLD, out=scratch[: len(block)]).add_(block)
+        whole = len(block) // CHUNK * CHUNK
+        # integers in products and sums wrap; `dot` and `mv` do not support integers on devices
+        sums.append(folded[:whole].view(-1, CHUNK).mul_(weights).sum(1))
+        if whole < len(block):
+            sums.append(folded[whole:].mul_(weights[: len(block) - whole]).sum(0, keepdim=True))
+    return [total & _MASK for total in torch.cat(sums).tolist()]
 
 
 def _weights(device: torch.device) -> Tensor:

@@ -1,8 +1,8 @@
 """Broadcast groups of a pipeline stage's sender and all instances (torch.distributed; needs torch only, not vLLM).
 
-The sender is rank 0 and has a TCPStore, in which the other members find it. The members meet in the store, with a
-deadline, before the group is created. So if a member dies before, the others do not hang in the group's constructor,
-which cannot be cancelled. Every wait in a group has a deadline, and `close` cancels it.
+The sender is rank 0 and has a TCPStore, in which the other members find it. The members meet in the store before the
+group is created, so a member that never comes is named. Then every member creates and connects its group in a thread,
+because that blocks until all members do the same. Every wait has a deadline, and `close` and `call_off` cancel it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -22,23 +23,26 @@ from torch import Tensor
 
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.wire.address import address_towards
+from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Membership, group_device, use_device
 
-BACKENDS = ("gloo", "nccl")
+HOST = torch.device("cpu")
 REACH_S = 10.0
 """Time limit in seconds to reach the sender. The sender listens before its address is sent, so more time would not
 help."""
-POLL_S = 0.0005
-"""Seconds between two looks at a running transfer. A bucket takes hundreds of times longer."""
+LOOK_S = 0.005
+"""Seconds between two looks at the store."""
 
 
 class Rendezvous:
     """The sender's store, in which the members of its stage's group find each other."""
 
-    def __init__(self, host: str, backend: str, timeout_s: float) -> None:
-        """`host`: an address of this machine that the instances can reach. A free port is used."""
+    def __init__(self, host: str, backend: str, timeout_s: float, device: torch.device = HOST) -> None:
+        """`host`: an address of this machine that the instances can reach. A free port is used. `device`: of the
+        sender's model. Raises BadInput if the backend cannot send from there."""
         self.host = host
         self._backend = backend
         self._timeout_s = timeout_s
+        self._device = group_device(backend, device)
         self._store = _serve_store(host, timeout_s)
         self._off = threading.Event()
 
@@ -55,28 +59,26 @@ class Rendezvous:
     def gather(self, world: int) -> BroadcastGroup:
         """Wait for the members (ranks 1 … world − 1) and create the group. Raises TransferError if it is called off,
         and DeadlineError."""
-        try:
-            with _store_errors("the members of the weight transfer"):
-                for rank in range(1, world):
-                    _await_key(
-                        store=self._store,
-                        key=f"here/{rank}",
-                        timeout_s=self._timeout_s,
-                        off=self._off,
-                        what=f"rank {rank} of the weight transfer",
-                    )
-                self._store.set("go", "1")
-                return BroadcastGroup(
+        with _store_errors("the members of the weight transfer"), _told_to_all(self._store):
+            for rank in range(1, world):
+                _await_key(
                     store=self._store,
-                    rank=0,
-                    world=world,
-                    backend=self._backend,
-                    own=self.host,
+                    key=f"here/{rank}",
                     timeout_s=self._timeout_s,
+                    off=self._off,
+                    what=f"rank {rank} of the weight transfer",
                 )
-        except (DeadlineError, TransferError):
-            self._store.set("off", "1")
-            raise
+            self._store.set("go", "1")
+            return BroadcastGroup(
+                store=self._store,
+                rank=0,
+                world=world,
+                backend=self._backend,
+                own=self.host,
+                device=self._device,
+                timeout_s=self._timeout_s,
+                off=self._off,
+            )
 
     def call_off(self) -> None:
         """Cancel the group: no member waits any longer. Members that come later also get TransferError, as long as this
@@ -102,10 +104,19 @@ def _serve_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def join(
-    address: dict[str, object], rank: int, world: int, backend: str, timeout_s: float, off: threading.Event
+    address: dict[str, object],
+    rank: int,
+    world: int,
+    backend: str,
+    timeout_s: float,
+    off: threading.Event,
+    device: torch.device = HOST,
 ) -> BroadcastGroup:
-    """Become a member of the group that a `Rendezvous` gathers. Raises TransferError if the sender or `off` cancels it,
-    and DeadlineError."""
+    """Become a member of the group that a `Rendezvous` gathers. `device`: of this process's model.
+
+    Raises BadInput if the backend cannot receive there, TransferError if the sender or `off` cancels it, DeadlineError.
+    """
+    device = group_device(backend, device)
     host = address.get("host")
     port = address.get("port")
     if not isinstance(host, str) or type(port) is not int or not 0 < port < 65536:
@@ -121,16 +132,35 @@ def join(
         )
         store.set_timeout(timedelta(seconds=timeout_s))
         store.set(f"here/{rank}", "1")
-        _await_key(
-            store=store,
-            key="go",
-            timeout_s=timeout_s,
-            off=off,
-            what=f"the sender of the weights at {host}:{port} and the other members",
-        )
-        return BroadcastGroup(
-            store=store, rank=rank, world=world, backend=backend, own=address_towards(host), timeout_s=timeout_s
-        )
+        with _told_to_all(store):
+            _await_key(
+                store=store,
+                key="go",
+                timeout_s=timeout_s,
+                off=off,
+                what=f"the sender of the weights at {host}:{port} and the other members",
+            )
+            return BroadcastGroup(
+                store=store,
+                rank=rank,
+                world=world,
+                backend=backend,
+                own=address_towards(host),
+                device=device,
+                timeout_s=timeout_s,
+                off=off,
+            )
+
+
+@contextlib.contextmanager
+def _told_to_all(store: dist.Store) -> Iterator[None]:
+    """Call the group off when one of its members fails: the others would wait for it."""
+    try:
+        yield
+    except (BadInput, DeadlineError, TransferError, RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the sender may be gone, and its store with it
+            store.set("off", "1")
+        raise
 
 
 @contextlib.contextmanager
@@ -145,11 +175,15 @@ def _store_errors(whom: str) -> Iterator[None]:
 def _await_key(store: dist.Store, key: str, timeout_s: float, off: threading.Event, what: str) -> None:
     deadline = time.monotonic() + timeout_s
     while not store.check([key]):
-        if off.is_set() or store.check(["off"]):
-            raise TransferError(f"the weight transfer was called off while it waited for {what}")
+        _check_off(store, off, what)
         if time.monotonic() > deadline:
             raise DeadlineError(f"{what} did not come within {timeout_s:g} s")
-        time.sleep(0.005)
+        time.sleep(LOOK_S)
+
+
+def _check_off(store: dist.Store, off: threading.Event, what: str) -> None:
+    if off.is_set() or store.check(["off"]):
+        raise TransferError(f"the weight transfer was called off while it waited for {what}")
 
 
 def _await_port(host: str, port: int, timeout_s: float, off: threading.Event) -> None:
@@ -182,30 +216,80 @@ def own_address(loopback: bool) -> str:
 
 
 class BroadcastGroup:
-    """A stage's sender (rank 0) and receivers."""
+    """A stage's sender (rank 0) and receivers, connected: a broadcast returns before the other members call theirs."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, backend: str, own: str, timeout_s: float) -> None:
-        """`own`: the address of this machine that the others use. All members call this at the same time."""
-        self.backend = backend
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        backend: str,
+        own: str,
+        device: torch.device,
+        timeout_s: float,
+        off: threading.Event,
+    ) -> None:
+        """Create the group and connect it. All members call this at the same time.
+
+        `own`: the address of this machine that the others use; `device`: of the buffers that are sent and received;
+        `off`: cancels it, as the store's key "off" does. Raises BadInput, TransferError, DeadlineError, RuntimeError.
+        """
+        self.device = device
+        self._backend = BACKENDS[backend]
         self._timeout_s = timeout_s
         self._store = store  # keeps the sender's store alive as long as the group
-        self._made: dist.ProcessGroup | None = _make(
-            store=store, rank=rank, world=world, backend=backend, own=own, timeout_s=timeout_s
-        )
-        self.device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        """Device of the receivers' buffers: that of the thread that joined. (Other threads would start with device
-        0.)"""
+        self._made: Any = None
         self._last: list[dist.Work] = []
         self._closed = threading.Event()
+        # a clone: what waits in a store keeps other threads out of it
+        place = Membership(
+            store=dist.PrefixStore("group", _clone(store, timeout_s)),
+            rank=rank,
+            world=world,
+            own=own,
+            timeout_s=timeout_s,
+        )
+        self._await_connection(self._connect_in_background(place), f"the {world} members to connect by {backend}", off)
+
+    def _connect_in_background(self, place: Membership) -> Future[None]:
+        connected: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                use_device(self.device)
+                self._made = self._backend.make(place)
+                if self._closed.is_set():
+                    raise TransferError("the weight transfer was closed while it connected")
+                self._backend.connect(self._made, self.device)
+            except BaseException as error:  # noqa: BLE001 - raised again in `_await_connection`
+                connected.set_exception(error)
+            else:
+                connected.set_result(None)
+
+        threading.Thread(target=run, name="connect-weights", daemon=True).start()
+        return connected
+
+    def _await_connection(self, connected: Future[None], what: str, off: threading.Event) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while not wait([connected], LOOK_S).done:
+                _check_off(self._store, off, what)
+                if time.monotonic() > deadline:
+                    raise DeadlineError(f"the weight transfer waited {self._timeout_s:g} s for {what}")
+            connected.result()
+        except BaseException:
+            self.close()
+            connected.add_done_callback(lambda _: self.close())  # what could not be cancelled is closed when it ends
+            raise
 
     def broadcast(self, *pieces: Tensor) -> Transfer:
         """Start to send (rank 0) or receive pieces of memory. They are contiguous, with the same sizes on all
         members."""
-        if self._made is None:
-            raise TransferError("the weight transfer was closed")
         made = self._made
+        if made is None:
+            raise TransferError("the weight transfer was closed")
         self._last = [made.broadcast(piece, 0) for piece in pieces]
-        return Transfer(self._last, self._closed, self._timeout_s)
+        return Transfer(self._last, self._backend, self._closed, self._timeout_s)
 
     def close(self) -> None:
         """Leave the group. Waits of this process in the group raise TransferError at once; other members notice
@@ -215,43 +299,35 @@ class BroadcastGroup:
         self._made = None
         if made is None:
             return
-        if self.backend == "nccl":
-            made.abort()
-        threading.Thread(target=_let_go, args=([*self._last, made],), name="leave-group", daemon=True).start()
+        held = [*self._last, made]
+        threading.Thread(target=_let_go, args=(held, self._backend), name="leave-group", daemon=True).start()
         self._last = []
 
 
-def _let_go(held: list[Any]) -> None:
-    """Delete [running transfers …, group] after the transfers have ended by their time-out. (gloo would wait for them
-    with the interpreter locked.)"""
+def _clone(store: dist.Store, timeout_s: float) -> dist.Store:
+    cloned: dist.Store = store.clone()  # type: ignore[attr-defined]  # the stubs lack it
+    cloned.set_timeout(timedelta(seconds=timeout_s))
+    return cloned
+
+
+def _let_go(held: list[Any], backend: GroupBackend) -> None:
+    """Abort and delete [running transfers …, group] after the transfers have ended, at the latest by their time-out.
+    (gloo would wait for them with the interpreter locked.)"""
+    with contextlib.suppress(RuntimeError):  # no error of a group that is left is of interest
+        backend.abort(held[-1])
     while not all(work.is_completed() for work in held[:-1]):
         time.sleep(0.05)
     held.clear()
 
 
-def _make(store: dist.Store, rank: int, world: int, backend: str, own: str, timeout_s: float) -> dist.ProcessGroup:
-    wait = timedelta(seconds=timeout_s)
-    place = dist.PrefixStore("group", store)
-    if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
-        options._timeout = wait
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-        # the stubs say that a backend is no group and has no broadcast
-        return dist.ProcessGroupGloo(place, rank, world, options)  # type: ignore[return-value]
-    if backend == "nccl":
-        if not torch.cuda.is_available():
-            raise BadInput("transport nccl: this process sees no CUDA device; use gloo or file")
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = wait
-        return dist.ProcessGroupNCCL(place, rank, world, options)  # type: ignore[return-value]  # as above
-    raise BadInput(f"transport {backend!r}: expected one of {', '.join(BACKENDS)}")
-
-
 class Transfer:
     """Running broadcasts."""
 
-    def __init__(self, works: list[dist.Work], closed: threading.Event, timeout_s: float) -> None:
+    def __init__(
+        self, works: list[dist.Work], backend: GroupBackend, closed: threading.Event, timeout_s: float
+    ) -> None:
         self._works = works
+        self._backend = backend
         self._closed = closed
         self._timeout_s = timeout_s
 
@@ -267,6 +343,6 @@ class Transfer:
             time.sleep(POLL_S)
         try:
             for work in self._works:
-                work.wait()
+                self._backend.finish(work)
         except RuntimeError as error:
             raise TransferError(f"a member of the weight transfer failed: {str(error).splitlines()[0]}") from None

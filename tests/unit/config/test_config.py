@@ -24,7 +24,10 @@ from engine.config import Config
         ({"rollout": {"tensor": 2}}, 'rollout.tensor = 2 needs rollout.engine = "vllm"'),
         ({"weights": {"transport": "nccl"}}, "the embedded engine takes 'file' or 'gloo'"),
         ({"rollout": {"engine": "vllm", "deterministic": True}}, "vLLM's batches"),
-        ({"rollout": {"engine": "vllm"}, "weights": {"transport": "hccl", "staged": True}}, "vllm-ascend receives"),
+        (
+            {"rollout": {"engine": "vllm", "tensor": 2}, "weights": {"transport": "hccl", "staged": True}},
+            "'hccl' needs rollout.tensor = 1, but it is 2",
+        ),
         ({"rollout": {"instances": 0, "devices": [0]}}, "0 instances can't share"),
         ({"rollout": {"partial": True}}, 'train.mode = "periodic" forbids'),
         ({"rollout": {"partial": True}, "train": {"mode": "sync"}}, 'needs "one_step_off" or "bounded"'),

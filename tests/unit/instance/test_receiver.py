@@ -127,6 +127,8 @@ INIT = {"transport": "gloo", "stages": [{"host": "127.0.0.1", "port": 1}], "rank
     "changes",
     [
         {"transport": "file"},
+        {"transport": ["gloo"]},
+        {"transport": "nccl"},
         {"stages": []},
         {"stages": [1]},
         {"stages": [{"host": "127.0.0.1"}]},

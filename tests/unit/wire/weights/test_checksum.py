@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.wire.weights.checksum import CHUNK, checksum, device_checksum
+from engine.wire.weights.checksum import BLOCK, CHUNK, checksum, device_checksum
 
 EITHER = pytest.mark.parametrize("checksum", [checksum, device_checksum])
 
@@ -97,3 +97,32 @@ def by_hand(words):
 
 
 EXPECTED = by_hand(list(range(3 * CHUNK)))
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (0, "0000000000000000"),
+        (1, "e220a8397b1dcdaf"),
+        (7, "c3bd4aaa9181fb5b"),
+        (8, "f8af8fa27dc2187c"),
+        (4003, "41572b9e17357759"),
+        (8 * CHUNK - 3, "3678da1efb0a8390"),
+        (8 * CHUNK, "9340d94fbc04f289"),
+        (8 * CHUNK + 5, "6e42908c467e4927"),
+        (8 * (2 * CHUNK + 9) + 1, "f9a2c9226149cfce"),
+        (8 * (BLOCK + CHUNK) + 11, "f5c62d6aa7a50462"),
+    ],
+)
+def test_it_has_the_values_of_earlier_releases(size, expected):
+    """They were computed chunk by chunk, by the code before blocks of chunks."""
+    assert device_checksum((torch.arange(size) * 2654435761 >> 7).to(torch.uint8)) == expected
+
+
+def test_a_block_takes_a_few_kernels():
+    """On a device each operation is a kernel: 64 MiB, 128 chunks, may not take one for each chunk."""
+    words = torch.zeros(2 * BLOCK, dtype=torch.int64)
+    device_checksum(words[:CHUNK])  # computes the weights once
+    with torch.profiler.profile() as profile:
+        device_checksum(words)
+    assert sum(event.count for event in profile.key_averages()) < 100

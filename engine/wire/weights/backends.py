@@ -1,0 +1,178 @@
+"""The backends of torch.distributed that broadcast weights, and where they differ. Needs torch only, not vLLM.
+
+NCCL and HCCL are written from the published sources of torch 2.13 and torch_npu 2.10.0.post4; they have not run on
+hardware.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from engine.errors import BadInput
+
+POLL_S = 0.0005
+"""Seconds between two looks at a running broadcast. A bucket takes hundreds of times longer."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A member's place in a group."""
+
+    store: dist.Store
+    rank: int
+    world: int
+    own: str
+    """The address of this machine that the other members use."""
+    timeout_s: float
+
+
+class GroupBackend(ABC):
+    """A backend of torch.distributed."""
+
+    device: ClassVar[str]
+    """The type of the devices whose memory it sends."""
+
+    @abstractmethod
+    def make(self, place: Membership) -> Any:  # noqa: ANN401
+        """Make the group. Raises BadInput if this process lacks the backend, RuntimeError if the members fail."""
+
+    @abstractmethod
+    def connect(self, group: Any, device: torch.device) -> None:  # noqa: ANN401
+        """Connect the members over their `device`, so that no broadcast has to. Blocks until all of them have called
+        it, without a deadline. Raises RuntimeError."""
+
+    @abstractmethod
+    def abort(self, group: Any) -> None:  # noqa: ANN401
+        """End the group's broadcasts, where the backend can. May block. Raises RuntimeError."""
+
+    def finish(self, work: dist.Work) -> None:
+        """Raise the error of a completed broadcast, a RuntimeError."""
+        work.wait()
+
+
+class Gloo(GroupBackend):
+    """From host memory to host memory."""
+
+    device = "cpu"
+
+    def make(self, place: Membership) -> Any:  # noqa: ANN401
+        """A ProcessGroupGloo."""
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
+        options._timeout = timedelta(seconds=place.timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=place.own)]
+        return dist.ProcessGroupGloo(place.store, place.rank, place.world, options)
+
+    def connect(self, group: Any, device: torch.device) -> None:  # noqa: ANN401
+        """Do nothing: the members are connected when the group is made."""
+
+    def abort(self, group: Any) -> None:  # noqa: ANN401
+        """Do nothing: a broadcast ends by its time-out, or when a member leaves."""
+
+
+class DeviceBackend(GroupBackend):
+    """From device to device. Left alone, it would make its communicator in the first broadcast, which then blocks until
+    all members have called it: the sender's would block before the instances are told of the bucket."""
+
+    def connect(self, group: Any, device: torch.device) -> None:  # noqa: ANN401
+        """Make the communicator, and broadcast one byte.
+
+        The byte is needed: HCCL makes its communicator only in a broadcast, and NCCL (from 2.22) connects the devices
+        of a communicator in the first one.
+        """
+        group.eager_connect_single_device(device)
+        work = group.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), 0)
+        while not work.is_completed():
+            time.sleep(POLL_S)
+        self.finish(work)
+
+
+class Nccl(DeviceBackend):
+    """Between CUDA devices."""
+
+    device = "cuda"
+
+    def make(self, place: Membership) -> Any:  # noqa: ANN401
+        """A ProcessGroupNCCL, which torch's build for the CPU lacks."""
+        if not dist.is_nccl_available():
+            raise BadInput("transport nccl: this process's torch is built without NCCL; use gloo or file")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=place.timeout_s)
+        return dist.ProcessGroupNCCL(place.store, place.rank, place.world, options)
+
+    def abort(self, group: Any) -> None:  # noqa: ANN401
+        """End all broadcasts. The making of a communicator goes on."""
+        group.abort()
+
+
+class Hccl(DeviceBackend):
+    """Between NPUs."""
+
+    device = "npu"
+
+    def make(self, place: Membership) -> Any:  # noqa: ANN401
+        """A ProcessGroupHCCL of torch_npu."""
+        for name in ("RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"):
+            if os.environ.get(name, "0") not in ("", "0"):
+                raise BadInput(
+                    f"transport hccl: the environment variable {name} is set, so torch_npu takes a group's members "
+                    "from this process's own job; unset it, or use gloo or file"
+                )
+        try:
+            made = importlib.import_module("torch_npu")._C._distributed_c10d.ProcessGroupHCCL
+        except ImportError as error:
+            raise BadInput(f"transport hccl: torch_npu can't be imported ({error}); use gloo or file") from None
+        options = made.Options()
+        options._timeout = timedelta(seconds=place.timeout_s)
+        options.group_id = "weights"
+        # without ranks torch_npu would take the group for the process's default group, in place of the real one
+        options.global_ranks_in_group = list(range(place.world))
+        return made(place.store, place.rank, place.world, options)
+
+    def abort(self, group: Any) -> None:  # noqa: ANN401
+        """Do nothing: what is under way ends by HCCL_CONNECT_TIMEOUT or HCCL_EXEC_TIMEOUT.
+
+        torch_npu's own call holds the interpreter's lock while it waits.
+        """
+
+    def finish(self, work: dist.Work) -> None:
+        """Raise RuntimeError if the broadcast failed: HCCL's `wait` does not."""
+        work.wait()
+        if not work.is_success():
+            raise RuntimeError("HCCL reports an error of the communicator")
+
+
+BACKENDS: dict[str, GroupBackend] = {"gloo": Gloo(), "nccl": Nccl(), "hccl": Hccl()}
+"""The backends by their name in `weights.transport`."""
+
+
+def use_device(device: torch.device) -> None:
+    """Make it the current device of this thread; a thread begins with device 0."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
+def group_device(backend: str, model: torch.device) -> torch.device:
+    """The device from whose memory a process sends and receives, whose model is on `model`.
+
+    Raises BadInput for an unknown backend, and for a device that the backend cannot reach.
+    """
+    if backend not in BACKENDS:
+        raise BadInput(f"transport {backend!r}: expected one of {', '.join(BACKENDS)}")
+    needed = BACKENDS[backend].device
+    if needed == "cpu":
+        return torch.device("cpu")
+    if model.type != needed or model.index is None:
+        raise BadInput(
+            f"transport {backend}: this process's model is on {model}, not on a numbered {needed} device; use gloo or "
+            "file"
+        )
+    return model
