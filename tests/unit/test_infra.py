@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
 import yaml
 
 from support.runs import ROOT
+from tasks.cluster import versions
 from tasks.cluster.services import HEARTBEAT_S
 from tasks.cluster.watchdog import SILENCE_S
 
@@ -66,7 +68,7 @@ def test_containers_use_files_and_extras_that_exist():
     extras = set(
         re.findall(r"^(\w+) = \[$", (ROOT / "pyproject.toml").read_text().split("optional-dependencies]")[1], re.M)
     )
-    assert len(CONTAINERS) == 4
+    assert len(CONTAINERS) == 3
     for path in CONTAINERS:
         text = path.read_text()
         assert set(re.findall(r"'\.\[([\w,]+)\]'", text)[0].split(",")) <= extras
@@ -74,3 +76,34 @@ def test_containers_use_files_and_extras_that_exist():
         assert Path(ROOT / "constraints.txt").exists()
         assert "METRONOME_TOKEN" not in text
         assert not re.search(r"(?i)password|secret", text)
+
+
+@pytest.mark.parametrize("path", CONTAINERS, ids=lambda path: path.stem)
+def test_containers_are_pinned_and_not_root(path):
+    steps = re.sub(r"\\\n", " ", path.read_text()).splitlines()
+    (base,) = [line.split()[1] for line in steps if line.startswith("FROM ")]
+    assert re.search(r":\d+\.\d+\.\d+[-\w.{}$]*$|@sha256:[0-9a-f]{64}$", base), f"{base}: not a full version"
+    assert not [line for line in steps if re.search(r"git clone|--branch", line)], "a branch names no version"
+    user = steps.index("USER metronome")
+    assert any("useradd" in line for line in steps[:user])
+    assert not [line for line in steps[:user] if " pip " in line or "install.sh" in line], "packages are the user's"
+    assert [line for line in steps[user:] if line.startswith("USER ")] == ["USER metronome"]
+
+
+def test_commits_in_lists_are_whole():
+    for path in (ROOT / "infra").glob("*/*.txt"):
+        for line in path.read_text().splitlines():
+            assert "git+" not in line or re.search(r"@[0-9a-f]{40}$", line), line
+
+
+def test_both_environments_for_npus_come_from_one_script_each():
+    """The Makefile and the container file install the same lists."""
+    container = (ROOT / "infra/containers/ascend.Containerfile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert "bash infra/trainer/install.sh .venv/bin/python" in container
+    assert "bash infra/trainer/install.sh $(BIN)/python" in makefile
+    assert "bash infra/vllm/install.sh npu" in container
+    assert "vllm DEVICE=npu" in makefile
+    cann = re.search(r"cann:(\d+\.\d+)", container).group(1)
+    needed = [rule.needs["CANN"] for rule in versions.VLLM_ASCEND if rule.versions == ">=0.23.0,<0.24"]
+    assert needed == [f"=={cann}.*"]
