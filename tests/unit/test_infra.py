@@ -1,6 +1,8 @@
 """The files for a team's servers and images: what can be said about them without Docker."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,56 @@ def test_both_environments_for_npus_come_from_one_script_each():
     cann = re.search(r"cann:(\d+\.\d+)", container).group(1)
     needed = [rule.needs["CANN"] for rule in versions.VLLM_ASCEND if rule.versions == ">=0.23.0,<0.24"]
     assert needed == [f"=={cann}.*"]
+
+
+@pytest.fixture
+def pip_calls(tmp_path):
+    """A python that installs nothing: runs a script with it and returns the options of each call of pip, with the
+    lists that they name."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/usr/bin/env bash\n"
+        '[ "$1 $2" = "-m venv" ] && { mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; }\n'
+        'if [ "$1 $2" = "-m pip" ]; then\n'
+        '    echo "CALL $VLLM_TARGET_DEVICE $*"\n'
+        '    for one in "$@"; do case $one in /*.txt) sed "s/^/$(basename "$one") /" "$one" ;; esac; done\n'
+        "fi\n"
+        "exit 0\n"
+    )
+    python.chmod(0o755)
+
+    def run(script, *arguments, **env):
+        done = subprocess.run(
+            ["bash", str(ROOT / script), *[one.replace("PYTHON", str(python)) for one in arguments]],
+            env={"PATH": os.environ["PATH"], **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        return done.stdout.split("CALL ")[1:]
+
+    return run
+
+
+def test_the_trainer_for_npus_is_installed_with_its_own_torch(pip_calls):
+    _, packages, mindspeed = pip_calls("infra/trainer/install.sh", "PYTHON", ".[team]")
+    assert "--editable .[team]" in packages
+    constraints = [line.split()[1] for line in packages.splitlines() if line.startswith("constraints.txt ")]
+    assert not [line for line in constraints if line.startswith("torch==")]
+    assert len(constraints) > 200
+    assert "packages.txt torch-npu==2.10.0.post4" in packages
+    assert "mindspeed" not in packages
+    assert re.search(r"--no-deps mindspeed @ git\+https://\S+@[0-9a-f]{40}$", mindspeed.strip())
+
+
+@pytest.mark.parametrize(("soc", "compiled"), [("", False), ("ascend910b1", False), ("ascend910_9391", True)])
+def test_instances_for_npus_are_installed_without_dependencies(pip_calls, tmp_path, soc, compiled):
+    calls = pip_calls("infra/vllm/install.sh", "npu", "PYTHON", str(tmp_path / "venv"), SOC_VERSION=soc)
+    assert all("--no-deps" in call for call in calls)
+    wheels, vllm, *rest = calls
+    assert "wheels.txt vllm==" not in wheels
+    assert ("wheels.txt vllm-ascend==" in wheels) != compiled
+    assert vllm.startswith("empty ")
+    assert vllm.strip().endswith("--no-build-isolation --no-binary vllm vllm==0.23.0")
+    assert [call.strip().split()[-1] for call in rest] == (["vllm-ascend==0.23.0"] if compiled else [])
