@@ -14,7 +14,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run services test slow-test parallel-test fault-test stack-test vllm vllm-test lint clean
+.PHONY: run services test slow-test parallel-test fault-test stack-test npu vllm vllm-test check-pins lint clean
 
 run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minutes on 2 cores)
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
@@ -40,11 +40,19 @@ slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
 long-test: $(VENV)/installed-dev  ## slow, parallel, fault and stack tests, WORKERS files at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "(slow or parallel or faults or stack) and not vllm"
 
+npu: $(VENV)/python  ## both environments for Ascend NPUs: the trainer's, and the instances' (docs/ascend.md)
+	bash infra/trainer/install.sh $(BIN)/python
+	touch $(VENV)/installed
+	$(MAKE) vllm DEVICE=npu
+
 vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu
 	bash infra/vllm/install.sh $(DEVICE) "$(PYTHON)" .venv-vllm
 
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes)
 	$(BIN)/python -m pytest -m vllm
+
+check-pins: $(VENV)/installed-dev  ## read what the pinned packages ask for from the package index, and check every list
+	PYTHONPATH=tests $(BIN)/python -m support.pins $(ARGS)
 
 lint: $(VENV)/installed-dev  ## style, form, types, and who may import whom
 	$(BIN)/ruff check .

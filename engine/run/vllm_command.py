@@ -56,6 +56,8 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
         "--transport": config.weights.transport,
     }
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    if device == "npu":
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # vllm-ascend is made with it; engine/__init__.py sets 0
     if device == "cpu":
         check_cores(config)
         pairs["--threads"] = str(max(1, config.instance_threads // rollout.tensor))

@@ -17,8 +17,8 @@ if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (
     exit 2
 fi
 
-done_file=$venv/metronome-vllm  # written last: the device, a checksum of list and script, the list
-want=$(printf '%s\n' "$device"; cat "$list" "$0" | cksum; cat "$list")
+done_file=$venv/metronome-vllm  # written last: the device, a checksum of list, script and SOC_VERSION, the list
+want=$(printf '%s\n' "$device"; { cat "$list" "$0"; echo "${SOC_VERSION:-}"; } | cksum; cat "$list")
 if [ -x "$venv/bin/python" ] && [ "$(cat "$done_file" 2>/dev/null)" = "$want" ]; then
     exit 0
 fi
@@ -35,9 +35,15 @@ case $device in
         ;;
     cuda) pip -r "$list" ;;
     npu)
-        pip "$(pinned vllm)"
-        grep -v '^vllm==' "$list" > "$venv/rest.txt"
-        pip -r "$venv/rest.txt"
+        # PyPI's vllm-ascend is built for A2 and refuses other devices; SOC_VERSION, its own variable, names another
+        built='^vllm=='
+        [ "${SOC_VERSION:-ascend910b1}" = ascend910b1 ] || built='^vllm(-ascend)?=='
+        grep -v -E "$built" "$list" > "$venv/wheels.txt"
+        pip --no-deps -r "$venv/wheels.txt"
+        build() { pip --no-cache-dir --no-deps --no-build-isolation --no-binary "$1" "$(pinned "$1")"; }
+        # without the version pip would refuse the package: vLLM adds "+empty" to it
+        VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(pinned vllm | cut -d = -f 3) build vllm
+        [ "$built" = '^vllm==' ] || build vllm-ascend
         ;;
 esac
 if [ "$device" != npu ]; then  # there the import needs CANN's environment, which need not be set while installing

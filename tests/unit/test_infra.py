@@ -1,11 +1,15 @@
 """The files for a team's servers and images: what can be said about them without Docker."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from support.runs import ROOT
+from tasks.cluster import versions
 from tasks.cluster.services import HEARTBEAT_S
 from tasks.cluster.watchdog import SILENCE_S
 
@@ -66,7 +70,7 @@ def test_containers_use_files_and_extras_that_exist():
     extras = set(
         re.findall(r"^(\w+) = \[$", (ROOT / "pyproject.toml").read_text().split("optional-dependencies]")[1], re.M)
     )
-    assert len(CONTAINERS) == 4
+    assert len(CONTAINERS) == 3
     for path in CONTAINERS:
         text = path.read_text()
         assert set(re.findall(r"'\.\[([\w,]+)\]'", text)[0].split(",")) <= extras
@@ -74,3 +78,87 @@ def test_containers_use_files_and_extras_that_exist():
         assert Path(ROOT / "constraints.txt").exists()
         assert "METRONOME_TOKEN" not in text
         assert not re.search(r"(?i)password|secret", text)
+
+
+@pytest.mark.parametrize("path", CONTAINERS, ids=lambda path: path.stem)
+def test_containers_are_pinned_and_not_root(path):
+    steps = re.sub(r"\\\n", " ", path.read_text()).splitlines()
+    (base,) = [line.split()[1] for line in steps if line.startswith("FROM ")]
+    assert re.search(r":\d+\.\d+\.\d+[-\w.{}$]*$|@sha256:[0-9a-f]{64}$", base), f"{base}: not a full version"
+    assert not [line for line in steps if re.search(r"git clone|--branch", line)], "a branch names no version"
+    user = steps.index("USER metronome")
+    assert any("useradd" in line for line in steps[:user])
+    assert not [line for line in steps[:user] if " pip " in line or "install.sh" in line], "packages are the user's"
+    assert [line for line in steps[user:] if line.startswith("USER ")] == ["USER metronome"]
+
+
+def test_commits_in_lists_are_whole():
+    for path in (ROOT / "infra").glob("*/*.txt"):
+        for line in path.read_text().splitlines():
+            assert "git+" not in line or re.search(r"@[0-9a-f]{40}$", line), line
+
+
+def test_both_environments_for_npus_come_from_one_script_each():
+    """The Makefile and the container file install the same lists."""
+    container = (ROOT / "infra/containers/ascend.Containerfile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert "bash infra/trainer/install.sh .venv/bin/python" in container
+    assert "bash infra/trainer/install.sh $(BIN)/python" in makefile
+    assert "bash infra/vllm/install.sh npu" in container
+    assert "vllm DEVICE=npu" in makefile
+    cann = re.search(r"cann:(\d+\.\d+)", container).group(1)
+    needed = [rule.needs["CANN"] for rule in versions.VLLM_ASCEND if rule.versions == ">=0.23.0,<0.24"]
+    assert needed == [f"=={cann}.*"]
+
+
+@pytest.fixture
+def pip_calls(tmp_path):
+    """A python that installs nothing: runs a script with it and returns the options of each call of pip, with the
+    lists that they name."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/usr/bin/env bash\n"
+        '[ "$1 $2" = "-m venv" ] && { mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; }\n'
+        'if [ "$1 $2" = "-m pip" ]; then\n'
+        '    echo "CALL $VLLM_TARGET_DEVICE $*"\n'
+        '    for one in "$@"; do case $one in /*.txt) sed "s/^/$(basename "$one") /" "$one" ;; esac; done\n'
+        "fi\n"
+        "exit 0\n"
+    )
+    python.chmod(0o755)
+
+    def run(script, *arguments, **env):
+        done = subprocess.run(
+            ["bash", str(ROOT / script), *[one.replace("PYTHON", str(python)) for one in arguments]],
+            env={"PATH": os.environ["PATH"], **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        return done.stdout.split("CALL ")[1:]
+
+    return run
+
+
+def test_the_trainer_for_npus_is_installed_with_its_own_torch(pip_calls):
+    _, packages, mindspeed = pip_calls("infra/trainer/install.sh", "PYTHON", ".[team]")
+    assert "--editable .[team]" in packages
+    constraints = [line.split()[1] for line in packages.splitlines() if line.startswith("constraints.txt ")]
+    assert not [line for line in constraints if line.startswith("torch==")]
+    assert len(constraints) > 200
+    assert "packages.txt torch-npu==2.10.0.post4" in packages
+    assert "mindspeed" not in packages
+    assert re.search(r"--no-deps mindspeed @ git\+https://\S+@[0-9a-f]{40}$", mindspeed.strip())
+
+
+@pytest.mark.parametrize(("soc", "compiled"), [("", False), ("ascend910b1", False), ("ascend910_9391", True)])
+def test_instances_for_npus_are_installed_without_dependencies(pip_calls, tmp_path, soc, compiled):
+    calls = pip_calls("infra/vllm/install.sh", "npu", "PYTHON", str(tmp_path / "venv"), SOC_VERSION=soc)
+    assert all("--no-deps" in call for call in calls)
+    wheels, vllm, *rest = calls
+    assert "wheels.txt vllm==" not in wheels
+    assert ("wheels.txt vllm-ascend==" in wheels) != compiled
+    assert vllm.startswith("empty ")
+    assert vllm.strip().endswith("--no-build-isolation --no-binary vllm vllm==0.23.0")
+    assert [call.strip().split()[-1] for call in rest] == (["vllm-ascend==0.23.0"] if compiled else [])

@@ -163,6 +163,7 @@ def test_devices_of_an_npu_instance(environment, tmp_path):
         port_file=tmp_path,
     )
     assert (flags(arguments)["--device"], env["ASCEND_RT_VISIBLE_DEVICES"]) == ("npu", "0,1")
+    assert env["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"  # ours is 0, and children inherit it
     with pytest.raises(BadInput, match="rollout.tensor = 1 needs as many"):
         commands.command(config=config(devices=[0, 1]), model=tmp_path / "m", name="i", number=0, port_file=tmp_path)
 

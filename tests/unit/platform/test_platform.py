@@ -1,4 +1,5 @@
 import importlib.util
+import os
 import random
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from engine.errors import BadInput
 from engine.platform import npu
 from engine.platform.cuda import Cuda
 from engine.platform.npu import Npu
+from support.runs import ROOT
 
 
 def test_auto_is_the_cpu_where_there_is_nothing_else():
@@ -57,6 +59,27 @@ def test_importing_the_platforms_imports_no_vendor_package():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_torch_npu_without_cann_is_said_in_our_words(tmp_path):
+    """torch imports what an entry point torch.backends names, and raises if that fails. Our processes ask it not to,
+    so that the platform's own message is reached."""
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu" / "__init__.py").write_text('raise ImportError("libascendcl.so: cannot open")\n')
+    info = tmp_path / "torch_npu-2.10.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.10.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    code = "from engine import platform; platform.get('npu')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=env | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "is CANN's environment set up? (libascendcl.so: cannot open)" in done.stderr.splitlines()[-1]
 
 
 def test_mindspeed_does_not_see_our_command_line(monkeypatch):

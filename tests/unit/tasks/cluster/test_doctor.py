@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from support import pins
 from tasks.cluster import doctor, versions
 
 ASCEND = {
@@ -12,6 +13,7 @@ ASCEND = {
     "vllm-ascend": "0.23.0",
     "torch": "2.10.0",
     "torch-npu": "2.10.0.post4",
+    "triton-ascend": "3.2.2",
     "transformers": "5.5.4",
     "fastapi": "0.123.10",
     "CANN": "9.1.0",
@@ -49,6 +51,25 @@ def test_the_trainers_side():
     assert versions.mismatches(versions.TRAINER, fits | {"CANN": "9.1.0"}, "here") == [
         "warning   here: CANN is 9.1.0, but torch-npu 2.13.0 goes with CANN ==9.2.*"
     ]
+
+
+def test_the_lists_for_npus_fit_one_cann():
+    cann = {"CANN": "9.1.0"}
+    instances = pins.pins(pins.PackageList(("infra/vllm/npu.txt",)), "aarch64")
+    assert versions.mismatches(versions.VLLM, instances | cann, "there") == []
+    trainer = pins.pins(pins.TRAINER_NPU, "aarch64") | {"mindspeed": "0.16.0"}
+    assert versions.mismatches(versions.TRAINER, trainer | cann, "here") == []
+    assert {name: trainer[name] for name in ("torch", "torch-npu", "triton-ascend")} == {
+        name: instances[name] for name in ("torch", "torch-npu", "triton-ascend")
+    }
+
+
+@pytest.mark.parametrize(
+    ("torch", "fits"), [("2.9.1", False), ("2.10.0", True), ("2.13.0+cpu", True), ("2.14.0", False)]
+)
+def test_the_torch_of_the_trainer(torch, fits):
+    wrong = versions.mismatches(versions.TRAINER, {"megatron-core": "0.16.1", "torch": torch}, "here")
+    assert (wrong == []) == fits
 
 
 def test_a_vllm_nobody_tried_is_a_warning():

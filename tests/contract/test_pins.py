@@ -1,0 +1,93 @@
+"""Every list of packages can be installed: the versions exist, and fit what the packages ask for (support/pins.py).
+
+What the packages ask for was read from the package index; `make check-pins` reads it anew.
+"""
+
+import copy
+
+import pytest
+
+from support import pins
+
+
+@pytest.fixture(scope="module")
+def known():
+    return pins.load()
+
+
+def changed(known, pin, line):
+    """What the packages ask for, with one line more."""
+    other = copy.deepcopy(known)
+    parts = [part for part in other.values() if pin in part]
+    assert parts
+    for part in parts:
+        part[pin].append(line)
+    return other
+
+
+def test_all_lists_fit(known):
+    told, wrong = pins.report(known)
+    print("\n".join(told))
+    assert wrong == []
+
+
+def test_what_was_read_is_what_is_pinned(known):
+    """No line of the file is left over from an earlier list."""
+    for one in pins.ARCHITECTURES:
+        pinned = {f"{name}=={version}" for which in pins.LISTS for name, version in pins.pins(which, one).items()}
+        assert known["any"].keys() | known[one].keys() <= pinned
+
+
+@pytest.mark.parametrize(
+    ("pin", "line", "fault"),
+    [
+        (
+            "vllm-ascend==0.23.0",
+            "numpy<2",
+            "infra/vllm/npu.txt (aarch64): vllm-ascend asks for numpy<2, the list has 2.3.5",
+        ),
+        (
+            "einops==0.8.2",
+            "left-out>=1",
+            "infra/trainer/npu.txt (x86_64): einops asks for left-out>=1, the list lacks it",
+        ),
+        ("einops==0.8.2", 'no; sys_platform == "win32"', None),
+    ],
+)
+def test_a_new_conflict_is_told(known, pin, line, fault):
+    _, wrong = pins.report(changed(known, pin, line))
+    assert (fault in wrong) if fault else (wrong == [])
+
+
+def test_a_version_that_there_is_not_is_told(known):
+    other = copy.deepcopy(known)
+    other["any"]["einops==0.8.2"] = None
+    _, wrong = pins.report(other)
+    assert "infra/trainer/npu.txt (aarch64): einops 0.8.2: the index has no wheel" in wrong
+
+
+def test_an_allowance_that_nothing_needs_is_told(known, monkeypatch):
+    rule = pins.Allowed("constraints.txt", "torch", "left-over", "no reason")
+    monkeypatch.setattr(pins, "ALLOWED", (*pins.ALLOWED, rule))
+    _, wrong = pins.report(known)
+    assert wrong == ["constraints.txt: torch → left-over is allowed, but needs no allowance"]
+
+
+def test_a_pin_that_the_index_has_by_now_is_told(known):
+    other = copy.deepcopy(known)
+    other["any"]["triton-ascend==3.2.2"] = []
+    _, wrong = pins.report(other)
+    assert wrong == ["triton-ascend==3.2.2: the index has it now"]
+
+
+def test_trainer_and_instances_must_have_one_nccl(known):
+    other = copy.deepcopy(known)
+    other["any"]["torch==2.12.0"] = ['nvidia-nccl-cu13==2.28.0; platform_system == "Linux"']
+    trainer = pins.LISTS[0]
+    monkey = {**pins.pins(trainer, "x86_64"), "torch": "2.12.0"}
+    assert pins.nccl(trainer, "x86_64", known) != other["any"]["torch==2.12.0"][0].partition(";")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        real = pins.pins
+        patch.setattr(pins, "pins", lambda which, one: monkey if which is trainer else real(which, one))
+        _, wrong = pins.report(other)
+    assert any(line.startswith("NCCL on x86_64: the trainer's torch brings nvidia-nccl-cu13==2.28.0") for line in wrong)
