@@ -1,5 +1,5 @@
-"""`torch.ops.npu.npu_fusion_attention` without an NPU: torch_npu's published signature with the documented semantics behind
-it, on a CPU."""
+"""`torch.ops.npu.npu_fusion_attention` without an NPU: torch_npu's published signature with the documented semantics
+behind it, on a CPU."""
 
 from functools import cache
 from itertools import pairwise

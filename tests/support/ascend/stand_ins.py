@@ -1,8 +1,7 @@
 """Modules in place of torch_npu, torchair, triton and einops, which MindSpeed's adaptor imports and a CPU does not have.
 
-They hold the names that the adaptor reads when it is loaded, and no more. Kernels are `Absent`: whoever calls one gets an
-error with its name, so no number of a test can come out of a stand-in. The device is the host: `torch.npu` and, after
-`transfer_to_npu`, `torch.cuda` answer for the CPU, as `torch.cuda` answers for an NPU behind the real package.
+They hold the names that the adaptor reads when it is loaded, and no more. Kernels are `Absent`: whoever calls one gets
+an error with its name, so no number of a test can come out of a stand-in. `torch.npu` answers for the host.
 """
 
 import importlib.util
@@ -52,8 +51,8 @@ def install():
 
 
 def torch_npu():
-    """torch_npu, `torch.npu`, and a `transfer_to_npu` that makes `torch.cuda` the host."""
-    module("torch_npu", __version__=TORCH_NPU)
+    """torch_npu and `torch.npu`. Its `transfer_to_npu` does nothing: on_host.py says where `torch.cuda` is the host."""
+    module("torch_npu", __version__=TORCH_NPU, unsupported_dtype=[])
     api = module(
         "torch_npu.npu",
         mstx=SimpleNamespace(range_start=lambda *args: 0, range_end=lambda *args: None),
@@ -70,6 +69,7 @@ def torch_npu():
         set_rng_state=torch.set_rng_state,
     )
     torch.npu = api
+    module("torch_npu._C", _distributed_c10d=SimpleNamespace(ProcessGroupHCCL=SimpleNamespace(Options=object)))
     module("torch_npu.contrib")
     module("torch_npu.contrib.transfer_to_npu")
 
