@@ -1,4 +1,4 @@
-"""Modules in place of torch_npu, torchair, triton and einops, which MindSpeed's adaptor imports and a CPU does not have.
+"""Modules in place of torch_npu, torchair, triton and einops, which MindSpeed's adaptor imports, on a CPU.
 
 They hold the names that the adaptor reads when it is loaded, and no more. Kernels are `Absent`: whoever calls one gets
 an error with its name, so no number of a test can come out of a stand-in. `torch.npu` answers for the host.
