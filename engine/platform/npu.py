@@ -17,7 +17,7 @@ from engine.errors import BadInput
 from engine.platform.base import Accelerator, without_transformer_engine
 
 MINDSPEED_NEEDS = ("einops", "triton")
-"""Modules that MindSpeed's adaptor imports, and that neither Metronome nor torch_npu brings. triton-ascend has triton."""
+"""Modules that MindSpeed's adaptor imports and neither Metronome nor torch_npu brings; triton-ascend has triton."""
 
 
 class Npu(Accelerator):

@@ -33,7 +33,7 @@ NAMES = (
     "held-m2po-dp2", "gspo-cp2",
     "tp2pp2sp-qwen3-shared-packed-tied-1.0", "tp2cp2sp-qwen3-shared-packed-tied-1.0", "sharded-tp2dp2", "ep2-pp2dp2",
 )  # fmt: skip
-"""Of the parallel tests' cases: each axis, pairs of axes, and options of the trainer that MindSpeed's patches concern."""
+"""Of the parallel tests' cases: each axis, pairs of axes, and options of the trainer that MindSpeed's patches meet."""
 
 EVERY = {case.name: case for case in [*CASES, *controlled(), *held(), *sequences()]}
 CHOSEN = [replace(EVERY[name], settings=UPDATE | EVERY[name].settings) for name in NAMES]

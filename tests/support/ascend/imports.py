@@ -52,11 +52,15 @@ def record():
     found = set()
     real = builtins.__import__
 
-    def imported(name, globals=None, locals=None, fromlist=(), level=0):
-        module = real(name, globals, locals, fromlist, level)
-        made_up = getattr(sys.modules[name.partition(".")[0]], "__file__", None) == DUMMY
-        if level == 0 and not made_up and (globals or {}).get("__name__", "").startswith("mindspeed."):
-            found.add(name.partition(".")[0])
+    def imported(*args, **options):
+        module = real(*args, **options)
+        if len(args) < 5:  # a call of __import__, and not an import statement
+            return module
+        name, asks, *_, level = args
+        package = name.partition(".")[0]
+        ours = level == 0 and (asks or {}).get("__name__", "").startswith("mindspeed.")
+        if ours and getattr(sys.modules[package], "__file__", "") != DUMMY:
+            found.add(package)
         return module
 
     builtins.__import__ = imported
