@@ -52,8 +52,9 @@ def main():
     if adaptor == "mindspeed":
         sys.path.insert(1, os.environ["METRONOME_MINDSPEED"])
         stand_ins.install()
-    # the scripts ask for the cpu platform
-    platform.PLATFORMS["cpu"] = ours = {"plain": Plain, "mindspeed": NpuOnHost}[adaptor]()
+    ours = {"plain": Plain, "mindspeed": NpuOnHost}[adaptor]()
+    # most scripts ask for the cpu platform, a run for the one that it finds
+    platform.PLATFORMS.update({"cpu": ours, ours.name: ours})
     ours.adapt_megatron()
     build_for_a_device()
     operator = define()  # it lasts as long as its library
