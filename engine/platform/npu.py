@@ -1,7 +1,7 @@
 """Ascend NPUs: torch_npu, HCCL, MindSpeed's adaptor under Megatron, npu_fusion_attention.
 
 Written against torch_npu 2.13 and MindSpeed's branch core_r0.16.0 (which pairs with megatron-core 0.16.1). It has not
-run on an NPU: the attention call is tested against the operator's published schema, the rest is not tested.
+run on an NPU: the attention call is tested against the operator's published schema, MindSpeed's adaptor on the host.
 """
 
 from __future__ import annotations
