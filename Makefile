@@ -14,7 +14,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run services test slow-test parallel-test fault-test stack-test npu vllm vllm-test check-pins lint clean
+.PHONY: run services test slow-test parallel-test fault-test stack-test contract-ascend npu vllm vllm-test check-pins lint clean
 
 run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minutes on 2 cores)
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
@@ -23,7 +23,7 @@ services: $(VENV)/installed-dev  ## Prefect server, MLflow server and an S3 endp
 	$(BIN)/python -m tasks.cluster.services $(ARGS)
 
 test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not vllm"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not vllm and not ascend"
 
 parallel-test: $(VENV)/installed-dev  ## several trainer ranks at once: layouts against Hugging Face, whole runs (under 15 minutes)
 	$(BIN)/python -m pytest -m "parallel and not slow"
@@ -44,6 +44,9 @@ npu: $(VENV)/python  ## both environments for Ascend NPUs: the trainer's, and th
 	bash infra/trainer/install.sh $(BIN)/python
 	touch $(VENV)/installed
 	$(MAKE) vllm DEVICE=npu
+
+contract-ascend: $(VENV)/installed-dev  ## MindSpeed's real adaptor on the CPU, where METRONOME_MINDSPEED names it (under 6 minutes)
+	$(BIN)/python -m pytest -m ascend
 
 vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu
 	bash infra/vllm/install.sh $(DEVICE) "$(PYTHON)" .venv-vllm

@@ -13,10 +13,11 @@ def mismatch(trainer: Tensor, rollout: Tensor) -> tuple[float, float]:
     """(max |ratio − 1|, sum of KL estimates) for log-probabilities [T] of trainer and rollout instance.
 
     The ratio is π_trainer / π_rollout; the KL is k3 of KL(rollout‖trainer), since the tokens are the instance's
-    samples. Computed in fp64, so that rounding does not hide differences of 1e-9. Empty input gives zeros; NaN anywhere
-    gives NaN.
+    samples. Computed in fp64, so that rounding does not hide differences of 1e-9, and on the host, since NPUs have no
+    fp64. Empty input gives zeros; NaN anywhere gives NaN.
     """
     if trainer.numel() == 0:
         return 0.0, 0.0
-    gap = torch.expm1(trainer.double() - rollout.double()).abs().max()
-    return float(gap), float(k3(rollout.double(), trainer.double()).sum())
+    ours = trainer.cpu().double()
+    theirs = rollout.cpu().double()
+    return float(torch.expm1(ours - theirs).abs().max()), float(k3(theirs, ours).sum())

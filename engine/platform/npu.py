@@ -1,7 +1,7 @@
 """Ascend NPUs: torch_npu, HCCL, MindSpeed's adaptor under Megatron, npu_fusion_attention.
 
-Written against torch_npu 2.13 and MindSpeed's branch core_r0.16.0 (which pairs with megatron-core 0.16.1). It has not
-run on an NPU: the attention call is tested against the operator's published schema, the rest is not tested.
+Written against torch_npu 2.10 and MindSpeed's branch core_r0.16.0 (which pairs with megatron-core 0.16.1). It has not
+run on an NPU: the attention call is tested against the operator's published schema, MindSpeed's adaptor on the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from types import ModuleType
 
 import torch
 
+from engine.errors import BadInput
 from engine.platform.base import Accelerator, without_transformer_engine
+
+MINDSPEED_NEEDS = ("einops", "triton")
+"""Modules that MindSpeed's adaptor imports and neither Metronome nor torch_npu brings; triton-ascend has triton."""
 
 
 class Npu(Accelerator):
@@ -24,14 +28,14 @@ class Npu(Accelerator):
     attention = "npu"
 
     def missing(self) -> str | None:
-        """Return what is missing of torch_npu (its import needs CANN), a device and MindSpeed; None if nothing is."""
+        """Return what is missing of torch_npu (its import needs CANN), a device, MindSpeed and what it imports; None if
+        nothing is."""
         if binding := self._missing_binding():
             return binding
-        return (
-            None
-            if importlib.util.find_spec("mindspeed")
-            else "the package mindspeed (branch core_r0.16.0) is not installed"
-        )
+        if importlib.util.find_spec("mindspeed") is None:
+            return "the package mindspeed (branch core_r0.16.0) is not installed"
+        absent = [name for name in MINDSPEED_NEEDS if importlib.util.find_spec(name) is None]
+        return f"mindspeed can't be imported without the modules {', '.join(absent)}" if absent else None
 
     def present(self) -> bool:
         """Whether "auto" chooses the platform: torch_npu and a device are present. MindSpeed is not asked for, because
@@ -56,13 +60,17 @@ class Npu(Accelerator):
         """Import MindSpeed's adaptor, which patches megatron-core.
 
         The adaptor parses sys.argv for its options. During the import sys.argv has no options, so that it takes its
-        defaults instead of this process's arguments.
+        defaults instead of this process's arguments. Raises BadInput if a module that it imports is not installed.
         """
         importlib.import_module("torch_npu")
         arguments = sys.argv
         sys.argv = sys.argv[:1]
         try:
             importlib.import_module("mindspeed.megatron_adaptor")
+        except ModuleNotFoundError as error:
+            raise BadInput(
+                f'platform.device = "npu": mindspeed can\'t be imported without the module {error.name}'
+            ) from error
         finally:
             sys.argv = arguments
         without_transformer_engine()

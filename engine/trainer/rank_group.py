@@ -123,10 +123,13 @@ class RankGroup:
     def worst(self, value: float, everyone: bool = False) -> float:
         """Return the largest value in the unit, or of all ranks. NaN counts as infinite, so that it can't hide."""
         group = self._everyone if everyone else self._unit
-        worst = torch.tensor([math.inf if math.isnan(value) else value], dtype=torch.float64)
-        if group is not None:
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-        return float(worst)
+        mine = torch.tensor([math.inf if math.isnan(value) else value], dtype=torch.float64)
+        if group is None:
+            return float(mine)
+        found = mine.new_empty(group.size())
+        # gathered and not reduced: MindSpeed drops the result of an all_reduce of float64
+        dist.all_gather_into_tensor(found, mine, group=group)
+        return float(found.max())
 
     def barrier(self) -> None:
         """Wait on the host until every rank is here."""

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 import zipfile
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ from engine.model.attention import SegmentAttention, params
 from engine.model.kernels import npu
 from engine.model.kernels.reference import masked
 from engine.model.layout import layout
+from support.npu_operator import define, published
 
-SCHEMA = Path(__file__).with_name("npu_fusion_attention.schema")
 CASES = {
     "ragged": [(5, [3, 7, 1])],
     "empty and equal": [(4, [6, 0, 6, 2])],
@@ -25,63 +23,12 @@ CASES = {
 }
 
 
-def published():
-    """`name(arguments) -> returns` as the wheel has it."""
-    (line,) = (line for line in SCHEMA.read_text().splitlines() if line.startswith("func: "))
-    return line.removeprefix("func: ")
-
-
-def fusion_attention(query, key, value, head_num, input_layout, **options):
-    """What torch_npu 2.13.0 documents (_op_plugin_docs.py) of TND with sparse_mode 3;
-    refuses what it does not allow."""
-    queries = options["actual_seq_qlen"]
-    keys = options["actual_seq_kvlen"]
-    tokens, heads, width = query.shape
-    hidden = options["atten_mask"]
-    assert input_layout == "TND"
-    assert options["sparse_mode"] == 3
-    assert hidden.dtype is torch.bool
-    assert torch.equal(hidden, torch.ones(2048, 2048, dtype=torch.bool).triu(1))
-    assert head_num == heads
-    assert key.shape == value.shape
-    assert heads % key.shape[1] == 0
-    assert query.dtype == key.dtype == value.dtype
-    assert 1 <= len(queries) == len(keys) <= 1024
-    assert (queries[-1], keys[-1]) == (tokens, key.shape[0])
-    out = [
-        _right_down_causal(query[a:b], key[c:d], value[c:d], options["scale"])
-        for (a, b), (c, d) in zip(pairwise([0, *queries]), pairwise([0, *keys]), strict=True)
-    ]
-    softmax = query.new_zeros(heads, tokens, 8, dtype=torch.float32)
-    return torch.cat(out), softmax, softmax, query.new_zeros(0), 0, 0, 0
-
-
-def _right_down_causal(query, key, value, scale):
-    """Softmax(mask(scale · q kᵀ)) v; the last query sees all keys, each one before it one key less."""
-    assert 1 <= query.shape[0] <= key.shape[0], "a query that sees nothing is not allowed with variable lengths"
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scores = scale * torch.einsum("qhd,khd->hqk", query, key)
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + key.shape[0] - query.shape[0])
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def operator():
     """`torch.ops.npu.npu_fusion_attention`, defined from the published signature."""
-    library = torch.library.Library("npu", "DEF")
-    library.define(published())
-    library.impl("npu_fusion_attention", _call, "CompositeImplicitAutograd")
+    library = define()
     yield torch.ops.npu.npu_fusion_attention
     library._destroy()
-
-
-def _call(query, key, value, head_num, input_layout, *rest, **options):
-    names = [argument.name for argument in torch.ops.npu.npu_fusion_attention.default._schema.arguments][5:]
-    given = dict(zip(names, rest, strict=False)) | options
-    defaults = {"scale": 1.0, "sparse_mode": 0, "atten_mask": None, "actual_seq_qlen": None, "actual_seq_kvlen": None}
-    return fusion_attention(
-        query=query, key=key, value=value, head_num=head_num, input_layout=input_layout, **(defaults | given)
-    )
 
 
 def rows(case):

@@ -5,7 +5,7 @@ A row is a prompt followed by its responses; prompt and responses are its parts.
 its prompt are gathered, then those of its own tokens. Tensors have the layout "TND" (tokens, heads, width), with
 cumulative lengths. `sparse_mode` 3 is causal, aligned at the lower right corner: a query sees all keys of the prompt,
 and the keys of its own part up to its own position. It needs a 2048×2048 upper triangle as mask. The arguments follow
-the documentation in torch_npu 2.13.0 (`_op_plugin_docs.py`).
+the documentation in torch_npu 2.10.0.post4 (`_op_plugin_docs.py`).
 
 The tests call an operator with the published schema, which they implement on the CPU. This has not run on an NPU.
 """

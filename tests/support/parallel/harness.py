@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -25,10 +26,11 @@ VARIANTS = {"llama": {"rope_parameters": LLAMA3_ROPE}}
 
 
 class Worlds:
-    """Results of cases, by name; `folder` holds models and results."""
+    """Results of cases, by name; `folder` holds models and results, `rank` is the command of a rank."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rank: Sequence[str] = (sys.executable, "-W", "ignore", str(RANK))) -> None:
         self.folder = folder
+        self._rank = rank
         self.expected = cache(self._expected)
 
     def _expected(self, model: str, groups: str, temperature: float, loss: str) -> Expected:
@@ -75,7 +77,7 @@ class Worlds:
         layouts = [layout for layout, _ in groupby(cases, lambda case: case.layout)]
         stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in layouts]
         (place / "cases.pickle").write_bytes(pickle.dumps((cases, [store.port for store in stores])))
-        ranks = [_start(place, rank, world) for rank in range(world)]
+        ranks = [_start(self._rank, place, rank, world) for rank in range(world)]
         try:
             for case in cases:  # meanwhile
                 if case.kind != "logprobs":
@@ -176,7 +178,7 @@ def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours.double() - theirs.double()).norm() / (theirs.double().norm() or 1.0))
 
 
-def _start(place: Path, rank: int, world: int) -> subprocess.Popen:
+def _start(command: Sequence[str], place: Path, rank: int, world: int) -> subprocess.Popen:
     elastic = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -186,7 +188,7 @@ def _start(place: Path, rank: int, world: int) -> subprocess.Popen:
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(RANK), str(place)],
+        [*command, str(place)],
         env=os.environ | elastic,
         stdout=(place / f"{rank}.log").open("w"),
         stderr=subprocess.STDOUT,

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,18 +49,21 @@ class Job:
         return str(self.folder.parent / self.replay / "record.msgpack") if self.replay else ""
 
 
-def run(jobs: list[Job], timeout_s: float) -> None:
-    """Do all jobs in turn. They must agree in everything that ranks, instance and verifier are started with."""
-    asyncio.run(_run(jobs, time.monotonic() + timeout_s))
+def run(jobs: list[Job], timeout_s: float, rank: Sequence[str] = (sys.executable, "-W", "ignore", str(RANK))) -> None:
+    """Do all jobs in turn. They must agree in everything that ranks, instance and verifier are started with.
+
+    `rank`: the command of a trainer rank; the file with the jobs becomes its last argument.
+    """
+    asyncio.run(_run(jobs, time.monotonic() + timeout_s, rank))
 
 
-async def _run(jobs: list[Job], deadline: float) -> None:
+async def _run(jobs: list[Job], deadline: float, rank: Sequence[str]) -> None:
     config = jobs[0].config
     place = jobs[0].folder.parent
     model = Path(config.model.path)
     group_size = config.rollout.group_size
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # where the ranks meet
-    ranks = _start(jobs, place, store.port)
+    ranks = _start(jobs, place, store.port, rank)
     trace = Trace(place / "trace", "launcher")
     try:
         async with rollout_service(
@@ -114,7 +118,7 @@ def _address(job: Job) -> str:
     return f"ipc://{job.folder}/control"
 
 
-def _start(jobs: list[Job], place: Path, port: int) -> list[subprocess.Popen]:
+def _start(jobs: list[Job], place: Path, port: int, command: Sequence[str]) -> list[subprocess.Popen]:
     for job in jobs:
         RunFolder(job.folder).create(job.config, resume=False)
     what = [[str(job.folder), _address(job), job.record] for job in jobs]
@@ -132,6 +136,8 @@ def _start(jobs: list[Job], place: Path, port: int) -> list[subprocess.Popen]:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         log = (place / f"rank-{rank}.log").open("w")
-        command = [sys.executable, "-W", "ignore", str(RANK), str(place / "jobs.msgpack")]
-        ranks.append(subprocess.Popen(command, env=os.environ | env, stdout=log, stderr=subprocess.STDOUT))
+        jobs_file = str(place / "jobs.msgpack")
+        ranks.append(
+            subprocess.Popen([*command, jobs_file], env=os.environ | env, stdout=log, stderr=subprocess.STDOUT)
+        )
     return ranks

@@ -9,12 +9,17 @@ from torch.distributed import TCPStore
 
 
 def ranks(folder, script, overrides, *arguments):
-    """What two ranks that run a script report; the store's port is free because it is ours."""
+    """What two ranks that run a script report."""
+    return reports(folder, [sys.executable, str(script), json.dumps(overrides), *map(str, arguments)])
+
+
+def reports(folder, command):
+    """What two ranks started by a command write to the file REPORT; the store's port is free because it is ours."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    reports = [folder / f"rank-{rank}.json" for rank in range(2)]
+    paths = [folder / f"rank-{rank}.json" for rank in range(2)]
     started = [
         subprocess.Popen(
-            [sys.executable, str(script), json.dumps(overrides), *map(str, arguments)],
+            command,
             stderr=subprocess.PIPE,
             text=True,
             env={
@@ -29,7 +34,7 @@ def ranks(folder, script, overrides, *arguments):
                 "REPORT": str(path),
             },
         )
-        for rank, path in enumerate(reports)
+        for rank, path in enumerate(paths)
     ]
     try:
         for process in started:
@@ -39,4 +44,4 @@ def ranks(folder, script, overrides, *arguments):
         for process in started:
             process.kill()
             process.wait()
-    return [json.loads(report.read_text()) for report in reports]
+    return [json.loads(path.read_text()) for path in paths]

@@ -124,3 +124,19 @@ def test_mismatch():
     assert divergence == pytest.approx(math.exp(0.1) - 0.1 - 1, rel=1e-4)
     assert mismatch(torch.empty(0), torch.empty(0)) == (0.0, 0.0)
     assert math.isnan(mismatch(torch.tensor([float("nan")]), torch.tensor([0.0]))[0])
+
+
+class WithoutFp64(torch.Tensor):
+    """As of a device that has no fp64."""
+
+    def double(self):
+        raise TypeError("float64 is not supported on this device")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_mismatch_of_a_device_without_fp64():
+    trainer = torch.randn(7)
+    rollout = torch.randn(7)
+    assert mismatch(trainer.as_subclass(WithoutFp64), rollout.as_subclass(WithoutFp64)) == mismatch(trainer, rollout)

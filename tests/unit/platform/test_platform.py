@@ -45,6 +45,28 @@ def test_auto_chooses_an_npu_first_and_then_asks_for_mindspeed(monkeypatch):
         platform.get("auto")
 
 
+def test_what_mindspeed_imports_is_asked_for_by_name(monkeypatch):
+    there = {"torch_npu", "mindspeed", "triton"}
+    monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: True if name in there else None)
+    monkeypatch.setattr(Npu, "api", lambda self: SimpleNamespace(is_available=lambda: True))
+    with pytest.raises(BadInput, match="mindspeed can't be imported without the modules einops"):
+        platform.get("npu")
+    there.add("einops")
+    assert platform.get("npu").name == "npu"
+
+
+def test_a_module_that_mindspeed_misses_is_named(monkeypatch):
+    def failing(name):
+        if name.startswith("mindspeed"):
+            raise ModuleNotFoundError("No module named 'gpytorch'", name="gpytorch")
+
+    monkeypatch.setattr(npu.importlib, "import_module", failing)
+    monkeypatch.setattr(sys, "argv", ["rank.py", "--folder", "x"])
+    with pytest.raises(BadInput, match="without the module gpytorch"):
+        Npu().adapt_megatron()
+    assert sys.argv == ["rank.py", "--folder", "x"]
+
+
 def test_more_ranks_than_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert Cuda().device(1) == torch.device("cuda", 1)
@@ -84,7 +106,14 @@ def test_torch_npu_without_cann_is_said_in_our_words(tmp_path):
 
 def test_mindspeed_does_not_see_our_command_line(monkeypatch):
     seen = []
-    monkeypatch.setattr(npu.importlib, "import_module", lambda name: seen.append((name, list(sys.argv))))
+    imported = importlib.import_module
+
+    def vendors(name, package=None):
+        if not name.startswith(("torch_npu", "mindspeed")):  # torch loads parts of itself so
+            return imported(name, package)
+        return seen.append((name, list(sys.argv)))
+
+    monkeypatch.setattr(npu.importlib, "import_module", vendors)
     monkeypatch.setattr(sys, "argv", ["rank.py", "--folder", "x"])
     Npu().adapt_megatron()
     assert seen == [("torch_npu", ["rank.py", "--folder", "x"]), ("mindspeed.megatron_adaptor", ["rank.py"])]

@@ -1,0 +1,77 @@
+"""Runs a script of real ranks as on a machine with NPUs, on the host: `python on_host.py ADAPTOR SCRIPT ARGUMENTS...`.
+
+ADAPTOR is "mindspeed" for engine.platform.npu's own way to MindSpeed's adaptor, over the stand-ins of stand_ins.py, or
+"plain" for Megatron as the cpu platform adapts it. All else is the same for both: models are built as for a device that
+is no CPU (without oneDNN and our fused rotation), and attention is the NPU's kernel with a CPU behind its operator. So
+what differs between the two is what MindSpeed makes of Megatron.
+"""
+
+import os
+import runpy
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import torch
+
+from engine import platform
+from engine.platform import host_view
+from engine.platform.cpu import Cpu
+from engine.platform.npu import Npu
+from support.ascend import stand_ins
+from support.npu_operator import define
+
+DEVICE = SimpleNamespace(type="npu")
+
+
+class Plain(Cpu):
+    """The cpu platform with the attention of an NPU."""
+
+    attention = "npu"
+
+
+class NpuOnHost(Npu):
+    """The npu platform with the host as its device, and gloo between ranks."""
+
+    backend = "gloo"
+    device = set_device = lambda self, local_rank: torch.device("cpu")
+    peak_bytes = Cpu.peak_bytes
+    reset_peak = Cpu.reset_peak
+
+    def adapt_megatron(self):
+        """As on an NPU; then the modules of Megatron and MindSpeed find the host where they ask for a device."""
+        super().adapt_megatron()
+        host_view.install()
+        for name, module in list(sys.modules.items()):
+            if name.startswith("mindspeed.") and vars(module).get("torch") is torch:
+                vars(module)["torch"] = host_view._view()
+
+
+def main():
+    adaptor, script, *arguments = sys.argv[1:]
+    if adaptor == "mindspeed":
+        sys.path.insert(1, os.environ["METRONOME_MINDSPEED"])
+        stand_ins.install()
+    ours = {"plain": Plain, "mindspeed": NpuOnHost}[adaptor]()
+    # most scripts ask for the cpu platform, a run for the one that it finds
+    platform.PLATFORMS.update({"cpu": ours, ours.name: ours})
+    ours.adapt_megatron()
+    build_for_a_device()
+    operator = define()  # it lasts as long as its library
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+    del operator
+
+
+def build_for_a_device():
+    """Have models built as for a device that is no CPU, and left on the host."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from engine.model import build, tri_model
+
+    GPTModel.to = lambda self, device: self
+    tri_model.build_model = lambda shape, computation: build.build_model(shape, replace(computation, device=DEVICE))
+
+
+if __name__ == "__main__":
+    main()
