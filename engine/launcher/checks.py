@@ -77,7 +77,7 @@ def check_open_files(config: Config) -> None:
     needed = responses + OTHER_FILES + config.parallel.ranks
     if needed > (limit := reachable_limit()):
         raise BadInput(
-            f"this process may open {limit} files (`ulimit -Hn`), and the run needs {needed}: a socket for each "
+            f"this process may open {limit} files (ulimit -Hn), and the run needs {needed}: a socket for each "
             f"response in flight, which are {instances} instances (rollout.instances and dry_run.joining) times "
             f"{rollout.concurrency} groups (rollout.concurrency) times {size} responses (the larger of "
             "rollout.group_size and evaluate.samples), and some more; raise the hard limit (LimitNOFILE of a systemd "

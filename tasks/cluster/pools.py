@@ -22,7 +22,7 @@ TEMPLATES = ("process", "kubernetes")
 """The templates. Each has the name of the type of its pools in Prefect."""
 
 
-class Pool(Table):
+class WorkPool(Table):
     """An entry of a list of pools: how a pool differs from another one, or from a template."""
 
     like: str = ""
@@ -32,16 +32,16 @@ class Pool(Table):
     host_mounts: dict[str, Literal["Directory", "File"]] | None = None
     """Paths of the node that a pod sees, read-only, and what they must be. None: as before."""
 
-    def over(self, other: Pool) -> Pool:
+    def over(self, other: WorkPool) -> WorkPool:
         """The changes of `other`, then these."""
         variables = other.variables | self.variables
         if env := other.variables.get("env", {}) | self.variables.get("env", {}):
             variables["env"] = env
         mounts = other.host_mounts if self.host_mounts is None else self.host_mounts
-        return Pool(like=self.like or other.like, variables=variables, host_mounts=mounts)
+        return WorkPool(like=self.like or other.like, variables=variables, host_mounts=mounts)
 
 
-def read_pools(own: Path | None = None) -> dict[str, Pool]:
+def read_pools(own: Path | None = None) -> dict[str, WorkPool]:
     """The pools by name: those that ship, changed and added to by a file of the user's own. Raises BadInput."""
     pools = _read(POOLS / "pools.toml")
     for name, pool in (_read(own) if own is not None else {}).items():
@@ -49,12 +49,13 @@ def read_pools(own: Path | None = None) -> dict[str, Pool]:
     return pools
 
 
-def template(name: str, pools: Mapping[str, Pool] | None = None) -> tuple[str, JsonObject]:
+def template(name: str, pools: Mapping[str, WorkPool] | None = None) -> tuple[str, JsonObject]:
     """(type, base job template) of a work pool. Raises BadInput for an unknown one, and for values that do not fit."""
     pools = read_pools() if pools is None else pools
     if name not in pools:
         raise BadInput(f"no work pool {name}: expected one of {', '.join(sorted(pools))}")
-    pool, seen = pools[name], [name]
+    pool = pools[name]
+    seen = [name]
     while pool.like not in TEMPLATES:
         if pool.like not in pools or pool.like in seen:
             known = ", ".join([*TEMPLATES, *sorted(set(pools) - set(seen))])
@@ -71,9 +72,9 @@ def template(name: str, pools: Mapping[str, Pool] | None = None) -> tuple[str, J
     return pool.like, base
 
 
-def _read(file: Path) -> dict[str, Pool]:
+def _read(file: Path) -> dict[str, WorkPool]:
     try:
-        return TypeAdapter(dict[str, Pool]).validate_python(tomllib.loads(file.read_text()))
+        return TypeAdapter(dict[str, WorkPool]).validate_python(tomllib.loads(file.read_text()))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise BadInput(f"list of work pools {file}: {error}") from None
     except ValidationError as error:

@@ -8,6 +8,7 @@ from prefect.utilities.templating import apply_values
 from prefect.workers.process import ProcessJobConfiguration
 
 from engine.errors import BadInput
+from support.runs import ROOT
 from tasks.cluster.pools import POOLS, read_pools, template
 from tasks.cluster.services import HEARTBEAT_S
 
@@ -78,6 +79,15 @@ def test_a_list_of_ones_own_changes_pools_and_adds_some(tmp_path):
     assert template("ascend-rollout", pools)[1] == template("ascend-train", pools)[1]  # it is like that one
     far = defaults(template("far", pools)[1])
     assert far == defaults(template("kubernetes-ascend-rollout")[1]) | {"namespace": "far"}
+
+
+def test_the_list_in_the_documentation_works(tmp_path):
+    page = (ROOT / "docs/several_nodes.md").read_text()
+    [example] = [block for block in page.split("```\n") if block.startswith("[training] ")]
+    pools = own(tmp_path, example)
+    assert defaults(template("training", pools)[1])["resources"]["huawei.com/ascend-1980"] == 16
+    assert defaults(template("training", pools)[1])["env"]["HCCL_SOCKET_IFNAME"] == "eth0"
+    assert defaults(template("kubernetes-ascend-rollout", pools)[1])["resources"] == {"huawei.com/ascend-1980": 16}
 
 
 @pytest.mark.parametrize(
