@@ -46,7 +46,7 @@ vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), c
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes)
 	$(BIN)/python -m pytest -m vllm
 
-test-torch210: .venv-torch210/installed  ## the trainer's tests on torch 2.10.0, which Ascend's set of versions has (downloads 4 GB once)
+test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, which Ascend's set of versions has (downloads 4 GB once)
 	.venv-torch210/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not vllm" \
 		$(addprefix tests/unit/,algorithm config model platform run tools trainer wire)
 	.venv-torch210/bin/python -m pytest -m "(parallel or ascend) and not slow"
@@ -76,10 +76,9 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) -e '.[dev]'
 	touch $@
 
-.venv-torch210/installed: pyproject.toml constraints.txt Makefile
+.venv-torch210/ready: pyproject.toml constraints.txt
 	@echo "Installing Metronome with torch 2.10.0 into .venv-torch210 (4 GB to download, 9 GB on disk) ..."
-	rm -rf .venv-torch210
-	$(PYTHON) -m venv .venv-torch210
+	$(MAKE) VENV=.venv-torch210 .venv-torch210/python
 	sed 's/^torch==.*/torch==2.10.0/' constraints.txt > .venv-torch210/constraints.txt
 	.venv-torch210/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-torch210/constraints.txt -e '.[dev]'
 	touch $@
