@@ -14,7 +14,8 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run services test slow-test parallel-test fault-test stack-test contract-ascend npu vllm vllm-test check-pins lint clean
+.PHONY: run services test slow-test parallel-test fault-test stack-test contract-ascend npu vllm vllm-test test-torch210 nightly check-pins \
+	lint clean
 
 run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minutes on 2 cores)
 	$(BIN)/metronome run --set run.name=$(NAME) $(ARGS)
@@ -54,6 +55,13 @@ vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), c
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes)
 	$(BIN)/python -m pytest -m vllm
 
+test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, which Ascend's set of versions has (downloads 4 GB once)
+	.venv-torch210/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not vllm and not ascend" \
+		$(addprefix tests/unit/,algorithm config model platform run tools trainer wire)
+	.venv-torch210/bin/python -m pytest -m "(parallel or ascend) and not slow"
+
+nightly: test-torch210  ## what .ci/run leaves out
+
 check-pins: $(VENV)/installed-dev  ## read what the pinned packages ask for from the package index, and check every list
 	PYTHONPATH=tests $(BIN)/python -m support.pins $(ARGS)
 
@@ -64,7 +72,7 @@ lint: $(VENV)/installed-dev  ## style, form, types, and who may import whom
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) .venv-vllm
+	rm -rf $(VENV) .venv-vllm .venv-torch210
 
 $(VENV)/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed, and none of python3.12, python3.11, python3, python is one; give one with make PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -78,4 +86,11 @@ $(VENV)/installed: $(VENV)/python pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) -e '.[dev]'
+	touch $@
+
+.venv-torch210/ready: pyproject.toml constraints.txt
+	@echo "Installing Metronome with torch 2.10.0 into .venv-torch210 (4 GB to download, 9 GB on disk) ..."
+	$(MAKE) VENV=.venv-torch210 .venv-torch210/python
+	sed 's/^torch==.*/torch==2.10.0/' constraints.txt > .venv-torch210/constraints.txt
+	.venv-torch210/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-torch210/constraints.txt -e '.[dev]'
 	touch $@

@@ -174,7 +174,7 @@ def serve(
 def deploy(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
-    pool: Annotated[str, typer.Option(help="work pool of training and evaluation: a file of infra/pools")] = "cpu",
+    pool: Annotated[str, typer.Option(help="work pool of training and evaluation, of infra/pools/pools.toml")] = "cpu",
     rollout_pool: Annotated[str, typer.Option(help="work pool of rollout instances that join a run")] = "cpu",
     timezone: Annotated[str, typer.Option(help="time zone of the schedules, e.g. Asia/Shanghai")] = "Etc/UTC",
     training: Annotated[str, typer.Option(help="cron line of the nightly training; empty: no schedule")] = "0 22 * * *",
@@ -185,6 +185,9 @@ def deploy(
         int, typer.Option(help="NPUs of the cluster: slots of the limit ascend-npus; 0 leaves it as it is")
     ] = 0,
     on_rollout_pool: Annotated[int, typer.Option(help="instances that runs take from the rollout pool by default")] = 0,
+    pools: Annotated[
+        Path | None, typer.Option(help="list of work pools of your own, as infra/pools/pools.toml")
+    ] = None,
 ) -> None:
     """Bring work pools, deployments, schedules and automations up to date on the server of PREFECT_API_URL."""
     with _exit_codes():
@@ -203,6 +206,7 @@ def deploy(
                 evaluation=evaluation,
                 npus=npus,
                 on_rollout_pool=on_rollout_pool,
+                pools=pools,
             ),
         )
         console.table("Deployed", rows)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import BadInput, MetronomeError
+from engine.run.open_files import raise_limit
 from engine.wire.access_token import access_token, check_address
 
 KEEP_ALIVE_S = 75
@@ -67,6 +68,7 @@ def check(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, work: Callable[[argparse.Namespace], None]) -> int:
     """Call `work` and return the exit code: 0 on success, 2 on bad input, 1 on failure. Print an error to stderr."""
+    raise_limit()
     try:
         work(options)
     except MetronomeError as error:

@@ -33,6 +33,7 @@ from engine.run.commands import agent_command, rank_arguments
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
+from engine.run.open_files import raise_limit
 from engine.run.process import Child, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.run.trace import Trace
 from engine.wire import record
@@ -237,6 +238,7 @@ def main() -> int:
     The reason is printed; `launch` also leaves an error of a started run in failure.json.
     """
     watch_lifeline()
+    raise_limit()
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")

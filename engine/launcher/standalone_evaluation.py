@@ -11,10 +11,12 @@ from pathlib import Path
 from engine.config import Config
 from engine.evaluation.benchmarks import Benchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.results import Subject, record
+from engine.launcher.checks import check_open_files
 from engine.launcher.pool.joining import serve_joining
 from engine.launcher.producer import Land, Producer
 from engine.launcher.rollout_service import rollout_service
 from engine.run.folder import RunFolder
+from engine.run.open_files import raise_limit
 from engine.run.trace import Trace
 from engine.types import Group, JsonObject, Prompt
 
@@ -31,8 +33,10 @@ def evaluate(
     table of all responses per benchmark. Prompts that are too long are skipped and counted. `meeting`: a folder
     through which instances that were started elsewhere, with the same model, join the evaluation, as they join a run
     through its folder; then the evaluation need not start any. Raises ProcessDied if there is no instance for
-    rollout.wait_s seconds.
+    rollout.wait_s seconds, and BadInput for input that can't be evaluated.
     """
+    check_open_files(config)
+    raise_limit()
     benchmarks = read_benchmarks(config)
     return asyncio.run(
         _evaluate(

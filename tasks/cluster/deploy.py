@@ -5,7 +5,6 @@ A second deploy updates all of them; nothing is created twice.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -26,11 +25,10 @@ from engine.errors import BadInput, MetronomeError
 from engine.types import JsonObject
 from tasks.cluster import watchdog
 from tasks.cluster.devices import LIMIT
+from tasks.cluster.pools import read_pools, template
 
 FILE = HOME / "infra/prefect.yaml"
 """The deployments."""
-POOLS = HOME / "infra/pools"
-"""A base job template per work pool."""
 TRAINING = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training")
 """Deployments on the training pool. Their runs start rollout instances, and trainer ranks unless they only evaluate."""
 WITH_ROLLOUTS = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation")
@@ -59,13 +57,16 @@ class Choices:
     on_rollout_pool: int = 0
     """Default number of instances that a training or an evaluation takes from the rollout pool, also when it is
     scheduled."""
+    pools: Path | None = None
+    """A list of work pools in addition to that of infra/pools."""
 
 
 def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str, str]:
     """Update the server that PREFECT_API_URL names; returns rows for the console. Raises BadInput, MetronomeError."""
     tree = deployments(recipe, overrides, choices)
     pools = sorted({one["work_pool"]["name"] for one in tree["deployments"]})
-    templates = {name: template(name) for name in pools}
+    known = read_pools(choices.pools)
+    templates = {name: template(name, known) for name in pools}
     server = _server()
     _make_pools(templates)
     if choices.npus:
@@ -101,15 +102,6 @@ def deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> Json
             [schedule] = one["schedules"]
             one["schedules"] = [schedule | {"cron": crons[name], "timezone": choices.timezone}] if crons[name] else []
     return tree
-
-
-def template(pool: str) -> tuple[str, JsonObject]:
-    """(type, base job template) of a work pool that ships, by its name. Raises BadInput."""
-    path = POOLS / f"{pool}.json"
-    if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in POOLS.glob("*.json")))
-        raise BadInput(f"no work pool {pool} in {POOLS}: expected one of {known}")
-    return "kubernetes" if pool.startswith("kubernetes") else "process", json.loads(path.read_text())
 
 
 def _check(choices: Choices) -> None:

@@ -90,7 +90,7 @@ def names(page):
             if name.partition(".")[0] in Config.model_fields and not name.endswith((".json", ".md")):
                 yield "key", name
         yield from (("path", name) for name in re.findall(rf"(?<![\w/<.])(?:{'|'.join(FOLDERS)})/[\w./-]+", code))
-        yield from (("target", name) for name in re.findall(r"^make ([a-z-]+)", code))
+        yield from (("target", name) for name in re.findall(r"^make ([a-z0-9-]+)", code))
 
 
 def ours(page):
@@ -102,7 +102,7 @@ def ours(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_keys_paths_and_make_targets_in_the_text_exist(page):
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     there = {"key": KEYS.__contains__, "path": lambda name: (ROOT / name).exists(), "target": targets.__contains__}
     assert not [name for what, name in names(page) if not there[what](name)]
 

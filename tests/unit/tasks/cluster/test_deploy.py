@@ -1,19 +1,14 @@
 """What `metronome deploy` sends to the server, without one; tests/stack has the server."""
 
 import json
-import re
 
 import pytest
-from prefect.utilities.templating import apply_values
-from prefect.workers.process import ProcessJobConfiguration
 
 from engine.errors import BadInput
-from tasks.cluster.deploy import POOLS, Choices, deployments, template
-from tasks.cluster.services import HEARTBEAT_S
+from tasks.cluster.deploy import Choices, deployments
 from tasks.cluster.watchdog import TAG
 
 RECIPE = "infra/recipes/quickstart.toml"
-ASCEND = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_CONNECT_TIMEOUT"}
 
 
 def test_choices_reach_the_deployments():
@@ -93,47 +88,3 @@ def test_every_entrypoint_is_a_flow_with_these_parameters():
 def test_bad_choices_are_refused(choices, said):
     with pytest.raises(BadInput, match=said):
         deployments(RECIPE, [], choices)
-
-
-def test_an_unknown_pool_is_refused():
-    with pytest.raises(BadInput, match="expected one of ascend-rollout, ascend-train, cpu"):
-        template("ascend")
-
-
-def filled(base):
-    """The job that a worker makes of a template and nothing else."""
-    defaults = {name: field["default"] for name, field in base["variables"]["properties"].items() if "default" in field}
-    return apply_values(base["job_configuration"], defaults)
-
-
-@pytest.mark.parametrize("pool", ["cpu", "ascend-train", "ascend-rollout"])
-def test_process_pools_give_a_job_its_environment(pool):
-    kind, base = template(pool)
-    assert kind == "process"
-    job = ProcessJobConfiguration(**filled(base))
-    assert set(job.env) >= (ASCEND if pool != "cpu" else set())
-    assert job.env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_S)
-    assert all(isinstance(value, str) for value in job.env.values())
-
-
-@pytest.mark.parametrize("pool", ["kubernetes-ascend-train", "kubernetes-ascend-rollout"])
-def test_kubernetes_pools_ask_for_npus(pool):
-    kind, base = template(pool)
-    assert kind == "kubernetes"
-    [container] = filled(base)["job_manifest"]["spec"]["template"]["spec"]["containers"]
-    assert container["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_S)  # the worker makes a list of it
-    count = base["variables"]["properties"]["npus"]["default"]
-    assert container["resources"] == {
-        "limits": {"huawei.com/Ascend910": count},
-        "requests": {"huawei.com/Ascend910": count},
-    }
-    assert count >= 1
-    assert container["name"] == "prefect-job"  # the worker refuses other names
-
-
-@pytest.mark.parametrize("path", sorted(POOLS.glob("*.json")), ids=lambda path: path.stem)
-def test_templates_name_only_their_own_variables(path):
-    base = json.loads(path.read_text())
-    used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(base["job_configuration"])))
-    assert used == set(base["variables"]["properties"])
-    assert all(field["description"] and field["title"] for field in base["variables"]["properties"].values())

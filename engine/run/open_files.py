@@ -1,0 +1,23 @@
+"""The limit of open files of a process: each response in flight is a socket, in the launcher and in its instance."""
+
+from __future__ import annotations
+
+import resource
+
+ENOUGH = 65_536
+"""The soft limit is raised to the hard one, but not beyond this: some programs look at every number up to the limit."""
+
+
+def reachable_limit() -> int:
+    """How many files this process can be allowed to open without more rights: the hard limit, at most ENOUGH."""
+    soft, hard = (
+        ENOUGH if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    return max(soft, min(hard, ENOUGH))
+
+
+def raise_limit() -> None:
+    """Raise the soft limit, often 1,024, to `reachable_limit`. Processes that this one starts inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < reachable_limit():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable_limit(), hard))

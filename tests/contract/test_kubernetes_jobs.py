@@ -1,0 +1,121 @@
+"""The jobs that a worker makes of the Kubernetes pools: by Prefect's own code, checked with Kubernetes' schema.
+
+Names come from the device plugins: huawei.com/Ascend910 and huawei.com/npu (MindCluster's ascend-device-plugin),
+huawei.com/ascend-1980 (the plugin of Huawei Cloud's CCE), nvidia.com/gpu (NVIDIA's k8s-device-plugin). Such extended
+resources are whole numbers, and requests equal limits (Kubernetes, "Assign Extended Resources to a Container").
+"""
+
+import json
+import re
+import uuid
+from pathlib import Path
+
+import jsonschema
+import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
+
+from tasks.cluster.pools import read_pools, template
+from tasks.cluster.services import HEARTBEAT_S
+
+SCHEMA = json.loads((Path(__file__).parent / "kubernetes_job_1.34.json").read_text())
+DEVICES = ("huawei.com/Ascend910", "huawei.com/npu", "huawei.com/ascend-1980", "nvidia.com/gpu")
+SHIPPED = [name for name in read_pools() if template(name)[0] == "kubernetes"]
+OWN = """
+[cluster]
+like = "kubernetes-ascend-train"
+
+[cluster.host_mounts]
+"/usr/local/Ascend/driver/tools" = "Directory"
+
+[cluster.variables]
+resources = { "huawei.com/ascend-1980" = 16, cpu = 125, memory = "512Gi" }
+scheduler_name = "volcano"
+runtime_class = "ascend"
+node_selector = { accelerator-type = "module-a3-16" }
+tolerations = [{ key = "npu", operator = "Exists", effect = "NoSchedule" }]
+labels = { "ring-controller.atlas" = "ascend-910b" }
+annotations = { "k8s.v1.cni.cncf.io/networks" = "roce-0,roce-1", "scheduling.volcano.sh/queue-name" = "training" }
+host_network = true
+env_from_fields = [{ name = "HCCL_IF_IP", valueFrom = { fieldRef = { fieldPath = "status.hostIP" } } }]
+
+[cluster.variables.env]
+HCCL_SOCKET_IFNAME = "eth0"
+"""
+
+
+async def job_of(base, **variables):
+    """What the worker sends to Kubernetes for a flow run."""
+    configuration = await KubernetesWorkerJobConfiguration.from_template_and_values(base, variables, client=object())
+    configuration.prepare_for_flow_run(FlowRun(flow_id=uuid.uuid4(), name="quiet-otter"))
+    return configuration.job_manifest
+
+
+def check(job):
+    """Valid for Kubernetes, as far as its schema says, and what the schema does not say about devices."""
+    problems = [f"{one.json_path}: {one.message}" for one in jsonschema.Draft202012Validator(SCHEMA).iter_errors(job)]
+    assert not problems
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    extended = {name: count for name, count in container["resources"]["limits"].items() if "/" in name}
+    assert extended
+    for name, count in extended.items():
+        assert re.fullmatch(r"[a-z0-9.-]+\.[a-z]+/[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", name)
+        assert not name.partition("/")[0].endswith("kubernetes.io")
+        assert isinstance(count, int)
+        assert container["resources"]["requests"][name] == count
+    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    names = [one["name"] for one in container["env"]]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("pool", SHIPPED)
+async def test_kubernetes_accepts_the_jobs_of_every_pool(pool):
+    base = template(pool)[1]
+    job = await job_of(base)
+    check(job)
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    assert set(container["resources"]["limits"]) < set(DEVICES)
+    values = {one["name"]: one["value"] for one in container["env"]}
+    assert values["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_S)
+    assert ("HCCL_CONNECT_TIMEOUT" in values) == ("ascend" in pool)
+    host = {one["hostPath"]["path"] for one in job["spec"]["template"]["spec"]["volumes"] if "hostPath" in one}
+    assert ("/etc/hccn.conf" in host) == ("/usr/local/Ascend/driver" in host) == ("ascend" in pool)
+    assert all(one["readOnly"] for one in container["volumeMounts"] if one["mountPath"] in host)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+async def test_a_run_may_ask_for_other_devices_than_its_pool(device):
+    job = await job_of(template("kubernetes-cuda")[1], resources={device: 2})
+    check(job)
+    assert job["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"] == {device: 2}
+
+
+async def test_what_clusters_differ_in_reaches_the_pod(tmp_path):
+    (tmp_path / "pools.toml").write_text(OWN)
+    job = await job_of(template("cluster", read_pools(tmp_path / "pools.toml"))[1], env={"MINE": "1"})
+    check(job)
+    pod = job["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    assert container["resources"]["limits"] == {"huawei.com/ascend-1980": 16, "cpu": 125, "memory": "512Gi"}
+    assert (pod["spec"]["schedulerName"], pod["spec"]["runtimeClassName"]) == ("volcano", "ascend")
+    assert pod["spec"]["nodeSelector"] == {"accelerator-type": "module-a3-16"}
+    assert pod["spec"]["tolerations"] == [{"key": "npu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert pod["spec"]["hostNetwork"] is True
+    assert pod["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"  # else pods on the node's network find no services
+    assert pod["metadata"]["annotations"] == {
+        "k8s.v1.cni.cncf.io/networks": "roce-0,roce-1",
+        "scheduling.volcano.sh/queue-name": "training",
+    }
+    assert pod["metadata"]["labels"]["ring-controller.atlas"] == "ascend-910b"
+    assert {"name": "HCCL_IF_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}} in container["env"]
+    assert {"name": "MINE", "value": "1"} in container["env"]
+    paths = [one["hostPath"]["path"] for one in pod["spec"]["volumes"] if "hostPath" in one]
+    assert paths == ["/usr/local/Ascend/driver/tools"]
+
+
+async def test_the_schema_finds_what_kubernetes_would_refuse():
+    job = await job_of(template("kubernetes-cuda")[1])
+    job["spec"]["template"]["spec"]["scheduler"] = "volcano"
+    with pytest.raises(AssertionError, match="'scheduler' was unexpected"):
+        check(job)
