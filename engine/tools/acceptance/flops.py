@@ -1,4 +1,4 @@
-"""Floating-point operations of a training micro-step, counted from the model's sizes; standard library only."""
+"""Floating-point operations of a training micro-step, counted from the model's sizes, and the peak of known devices."""
 
 from __future__ import annotations
 
@@ -42,3 +42,28 @@ def micro_step(sizes: Sizes, prompt: int, response: int, group: int, shared: boo
     tokens = copies * prompt + group * response
     pairs = copies * prompt * (prompt + 1) / 2 + group * (response * prompt + response * (response + 1) / 2)
     return 3 * forward(sizes, tokens, pairs, group * response)
+
+
+PEAKS = {
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12,
+    "Ascend910B2": 353.9e12, "Ascend910B3": 294.9e12, "Ascend910B4": 245.8e12,
+    "Ascend910_938": 353.9e12, "Ascend910_939": 353.9e12,
+}  # fmt: skip
+"""Dense bf16 operations per second, by a part of the device's name; the first one that fits counts.
+
+NVIDIA: the data sheets, whose figures with sparsity are twice these. Ascend: `tensor_cast/device.py` of Huawei's
+msmodeling, for a 910B of Atlas 800 A2 with 376, 313 and 280 TFLOPS in fp16, and for one of the two dies of a 910C
+(Atlas 800 A3, 752 TFLOPS), which torch_npu shows as a device each. Which chip name belongs to which of these is not in
+that file. It is taken from the number of cores (24 or 20) and their clock, and is not confirmed.
+"""
+
+
+def peak_of(device: str) -> float | None:
+    """Return the operations per second of a device's name as torch reports it; None if it is not in PEAKS."""
+    return next((peak for name, peak in PEAKS.items() if name in device), None)
+
+
+def utilisation(operations: float, seconds: float, device: str) -> float | None:
+    """Return the model FLOP utilisation, 0 to 1: operations per second over the peak. None for an unknown device."""
+    peak = peak_of(device)
+    return None if peak is None else operations / seconds / peak
