@@ -27,11 +27,12 @@ from typing import Any
 
 import psutil
 import torch
-from common import alternating, build_policy, one_rank, random_group, random_qwen3, result
+from common import alternating, build_policy, one_rank, random_qwen3, result
 
 from engine import platform
 from engine.model.shape import ModelShape, read_shape
 from engine.tools.acceptance.flops import micro_step
+from engine.tools.acceptance.random_groups import random_group
 
 POINTS = ((1024, 64, 8), (512, 256, 8), (128, 1024, 8))
 """(prompt, response, group) in tokens, tokens, responses."""

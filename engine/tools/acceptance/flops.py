@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.model.shape import ModelShape
 
 
-class Sizes(Protocol):
-    """The sizes of `engine.model.shape.ModelShape` that matter here."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocabulary: int
-
-
-def forward(sizes: Sizes, tokens: int, pairs: float, scored: int) -> float:
+def forward(sizes: ModelShape, tokens: int, pairs: float, scored: int) -> float:
     """2 · S · (weights of the layers' linear maps) + 4 · A · layers · heads · head_dim + 2 · T · hidden · vocabulary
 
     for S computed tokens, A visible (query, key) pairs and T scored tokens. A multiply-add is two operations. Norms,
@@ -29,7 +20,7 @@ def forward(sizes: Sizes, tokens: int, pairs: float, scored: int) -> float:
     return 2 * tokens * weights + visible + 2 * scored * sizes.hidden * sizes.vocabulary
 
 
-def micro_step(sizes: Sizes, prompt: int, response: int, group: int, shared: bool) -> float:
+def micro_step(sizes: ModelShape, prompt: int, response: int, group: int, shared: bool) -> float:
     """Operations of forward and backward (twice the forward) of a group whose responses have equal length, without
     recomputation.
 
