@@ -68,7 +68,7 @@ def check_devices(settings: Sequence[str], only: Sequence[str], out: Path | None
     folder.mkdir(parents=True)
     code = code_version()
     print(f"# metronome doctor --device\n\n{code}\n", flush=True)
-    results = check(settings, folder, only, findings, partial(print, flush=True))
+    results = check(settings=settings, folder=folder, only=only, installed=findings, say=partial(print, flush=True))
     file = out or folder / "report.json"
     report = {"code": code, **as_json(results, settings)}
     write_atomically(file, json.dumps(report, indent=1, ensure_ascii=False) + "\n")

@@ -80,9 +80,14 @@ def weight_sync(task: PartTask) -> None:
     gap = max(step["max_ratio_gap"] for step in steps)
     task.notes.say(f"trainer and instance agree on the sampled tokens: max |ratio - 1| = {gap:.1e}")
     task.notes.figures(
-        transport=config.weights.transport, engine=config.rollout.engine, bytes=total, sync_s=sync_s, bare_s=bare_s,
-        ratio=sync_s / bare_s, max_ratio_gap=gap,
-    )  # fmt: skip
+        transport=config.weights.transport,
+        engine=config.rollout.engine,
+        bytes=total,
+        sync_s=sync_s,
+        bare_s=bare_s,
+        ratio=sync_s / bare_s,
+        max_ratio_gap=gap,
+    )
 
 
 def training_step(task: PartTask) -> None:
@@ -115,9 +120,13 @@ def training_step(task: PartTask) -> None:
     )
     task.notes.say(_mfu(machine, name, operations, seconds))
     task.notes.figures(
-        tokens_per_s=tokens / seconds, seconds=seconds, operations=operations, memory_peak_gib=memory,
-        mfu=utilisation(operations, seconds, name), device=name,
-    )  # fmt: skip
+        tokens_per_s=tokens / seconds,
+        seconds=seconds,
+        operations=operations,
+        memory_peak_gib=memory,
+        mfu=utilisation(operations, seconds, name),
+        device=name,
+    )
 
 
 def _mfu(machine: Platform, name: str, operations: float, seconds: float) -> str:
@@ -173,9 +182,12 @@ def sync_against_periodic(task: PartTask) -> None:
     )
     task.notes.say("every step of both runs trained on responses of its own weights only")
     task.notes.figures(
-        sync_s=seconds["sync"], periodic_s=seconds["periodic"], ratio=ratio,
-        rollout_s=rollout, train_s=trained,
-    )  # fmt: skip
+        sync_s=seconds["sync"],
+        periodic_s=seconds["periodic"],
+        ratio=ratio,
+        rollout_s=rollout,
+        train_s=trained,
+    )
     _compare_weights(task, configs, deterministic=small, required=on_cpu)
 
 

@@ -6,6 +6,7 @@ A part that fails, crashes or hangs does not stop the later ones. This process n
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.config.cores import usable_cores
 from engine.errors import BadInput
 from engine.run.process import Child, python, signal_group
 from engine.tools.acceptance import report
@@ -115,10 +117,9 @@ def run_part(part: AcceptancePart, command: Sequence[str], folder: Path, left_s:
         remedy=part.remedy,
     )
     if late:
-        still = "" if gone else f". Process {child.pid} could not be ended: it hangs in the driver"
-        return replace(
-            result, reason=f"not through after {deadline_s:.0f} s, at: {notes.doing}{still}; it {child.how_it_ended()}"
-        )
+        hangs = "" if gone else f"process {child.pid} could not be ended, it hangs in the driver; "
+        how = f"{_busy()}{hangs}it {child.how_it_ended()}"
+        return replace(result, reason=f"not through after {deadline_s:.0f} s, at: {notes.doing}; {how}")
     if notes.end is None:
         return replace(result, reason=f"crashed, at: {notes.doing}; it {child.how_it_ended()}")
     status = notes.end["status"]
@@ -140,6 +141,13 @@ def _end(child: Child) -> bool:
             child.process.wait(GRACE_S)
             return True
     return False
+
+
+def _busy() -> str:
+    """A remark on a machine with more work than cores, where a deadline says little; "" on any other."""
+    load = os.getloadavg()[0]
+    cores = len(usable_cores())
+    return f"the machine is busy (load {load:.0f} on {cores} cores); " if load > 2 * cores else ""
 
 
 def _too_late(part: AcceptancePart) -> PartResult:
