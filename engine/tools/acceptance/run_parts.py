@@ -78,7 +78,7 @@ def weight_sync(task: PartTask) -> None:
         f"({total / bare_s / 1e9:.2f} GB/s), ratio {sync_s / bare_s:.1f}"
     )
     gap = max(step["max_ratio_gap"] for step in steps)
-    task.notes.say(f"trainer and instance agree on the sampled tokens: max |ratio - 1| = {gap:.1e}")
+    task.notes.say(f"largest |trainer's probability / instance's - 1| of a sampled token: {gap:.1e}")
     task.notes.figures(
         transport=config.weights.transport,
         engine=config.rollout.engine,
@@ -101,7 +101,7 @@ def training_step(task: PartTask) -> None:
         "train.micro_batch_tokens": prompt + group * response, "rollout.group_size": group,
         "rollout.max_new_tokens": response, "rollout.max_context": prompt + response, "train.ratio_gap_limit": 0,
         "algorithm.old_policy": "behavior", "rollout.engine": "embedded", "model.dtype": "float32",
-        "weights.transport": "file", "rollout.devices": [],
+        "weights.transport": "file", "rollout.devices": [], "train.dtype": "bfloat16" if on_device else "float32",
     }  # fmt: skip
     config = configuration(task, machine, rollout_choice(machine, (), training=True), given)
     record = _record(task.folder / "training-step.msgpack", config, prompt, response)

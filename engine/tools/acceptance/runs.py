@@ -104,6 +104,8 @@ def configuration(task: PartTask, machine: Platform, chosen: RolloutChoice, give
     """The configuration of a run: what the machine needs, then what the part gives, then what the user gives."""
     on_device = machine.name != "cpu"
     cores = sorted(usable_cores())
+    # one dtype for both sides: the comparison after a sync allows little where the instances' is fp32
+    dtype = "bfloat16" if on_device and chosen.engine == "vllm" else "float32"
     settings: dict[str, Any] = {
         "run.output": str(task.folder),
         "platform.device": machine.name,
@@ -114,13 +116,12 @@ def configuration(task: PartTask, machine: Platform, chosen: RolloutChoice, give
         "rollout.devices": list(chosen.devices),
         "weights.transport": chosen.transport,
         "train.devices": [] if on_device or len(cores) < 2 else cores[:1],
-        "train.dtype": "bfloat16" if on_device else "float32",
-        "model.dtype": "bfloat16" if on_device and chosen.engine == "vllm" else "float32",
+        "train.dtype": dtype,
+        "model.dtype": dtype,
         "checkpoint.every": 0,
+        **({"train.ratio_gap_limit": 0} if on_device else {}),
         **given,
     }
-    if "bfloat16" in (settings["train.dtype"], settings["model.dtype"]):
-        settings["train.ratio_gap_limit"] = 0
     return load(None, [*(f"{key}={_toml(value)}" for key, value in settings.items()), *task.settings])
 
 

@@ -7,6 +7,7 @@ import torch
 
 from engine import platform
 from engine.model.kernels import KERNELS
+from engine.model.kernels.reference import masked
 from engine.model.norm import RMSNorm
 from engine.tools.acceptance import device_parts
 from engine.tools.acceptance.comparisons import Comparison, compare_attention, compare_operations
@@ -33,11 +34,11 @@ def test_not_a_number_is_wrong():
 
 
 def test_a_kernel_that_is_wrong_is_named_and_the_others_are_compared(task, monkeypatch):
-    def sees_too_much(q, k, v, layout, scale=None):
-        return KERNELS["reference"](q, k, v, layout, scale) + 0.01 * v.mean()
+    def too_large(q, k, v, layout, scale=None):
+        return 1.1 * masked(q, k, v, layout)
 
     monkeypatch.setattr("engine.tools.acceptance.comparisons.compare_model", lambda *a: iter(()))  # seconds
-    monkeypatch.setitem(KERNELS, "cpu", sees_too_much)
+    monkeypatch.setitem(KERNELS, "cpu", too_large)
     with pytest.raises(PartFailed, match="attention cpu, float32; .*attention cpu, bfloat16"):
         device_parts.kernels(task)
     lines = Notes.read(task.folder / "kernels.jsonl").lines

@@ -4,7 +4,7 @@ import json
 
 from engine.tools.acceptance.report import PartResult, as_json, healthy, summary, text, verdict
 
-FINE = PartResult("kernels", "ok", 12.3, ("attention cuda: 1e-7",), {"errors": [1e-7]})
+FINE = PartResult("kernels", "ok", 12.3, ("attention cuda: 1e-7",), figures={"errors": [1e-7]})
 SKIPPED = PartResult("broadcast", "skipped", 1.0, reason="nccl needs two devices", remedy="use two")
 BROKEN = PartResult(
     "devices", "failed", 60.4, ("device 0 works",), reason="late; its log ends:\n    one\n    two", remedy="ask"
