@@ -45,10 +45,3 @@ def test_the_whole_report_on_a_cpu(tmp_path):
         assert f"## {number}/8 {name}: ok" in done.stdout
     assert "8 ok, in " in done.stdout
     assert not list((tmp_path / "runs").rglob("*.safetensors"))
-
-
-def test_the_options_of_the_device_check_need_it():
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "doctor", "--only", "kernels"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert (done.returncode, done.stderr) == (2, "error: --only, --out and --set are for metronome doctor --device\n")

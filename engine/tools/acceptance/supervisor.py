@@ -44,7 +44,7 @@ ACCEPTANCE = (
     AcceptancePart(
         "devices", 60.0, "no other process may use the device (nvidia-smi, npu-smi info); check driver and CUDA or CANN"
     ),
-    AcceptancePart("kernels", 180.0, "do not train: report it with this page, the kernel's file is in engine/model"),
+    AcceptancePart("kernels", 240.0, "do not train: report it with this page, the kernel's file is in engine/model"),
     AcceptancePart(
         "broadcast", 90.0, "run again with NCCL_DEBUG=INFO or ASCEND_GLOBAL_LOG_LEVEL=1 and read the log; in a "
         "container give it shared memory (--ipc host)",
