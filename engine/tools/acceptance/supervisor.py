@@ -164,7 +164,7 @@ def _with_versions(result: PartResult, installed: Installed) -> PartResult:
     """The part "versions" with what is installed, which needs no device."""
     began = time.monotonic()
     lines, fits = installed()
-    both = replace(result, lines=(*lines, *result.lines), seconds=result.seconds + time.monotonic() - began)
+    both = replace(result, lines=(*result.lines, *lines), seconds=result.seconds + time.monotonic() - began)
     if fits or result.status == "failed":
         return both
     return replace(both, status="failed", reason="something is missing or does not fit", remedy=ACCEPTANCE[0].remedy)
