@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from engine.config import Config
 from engine.config.recipe import HOME, load
 from engine.run.folder import dump
 from engine.tools.quickstart_model.warmup import ensure_quickstart_model
-from engine.types import Group, Prompt, Response, Score
 
 if TYPE_CHECKING:
     from engine.trainer.policy import Policy
@@ -102,35 +100,6 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
 
     found = {name: parameter.main_grad for name, parameter in policy.models.policy.named_parameters()}
     return dict(export(found, policy.models.policy, policy.models.shape))
-
-
-def random_group(prompt: int, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> Group:
-    """A prompt of `prompt` random tokens with responses of these lengths and random rewards."""
-    draw = random.Random(seed)
-
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(draw.randrange(vocabulary) for _ in range(count))
-
-    responses = tuple(
-        Response(
-            token_ids=tokens(length),
-            logprobs=(-1.0,) * length,
-            versions=((0, 0),),
-            loss_mask=(True,) * length,
-            finish_reason="length",
-            text="",
-            seed=0,
-            instance="",
-        )
-        for length in lengths
-    )
-    return Group(
-        step=0,
-        index=seed,
-        prompt=Prompt(str(seed), "", "", tokens(prompt)),
-        responses=responses,
-        scores=tuple(Score(draw.random()) for _ in lengths),
-    )
 
 
 def alternating(sides: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:

@@ -8,8 +8,9 @@ them are *packed* into one row without padding, which is the fastest way without
 Qwen3 (by default hidden 512, 4 layers, 8 heads of 64, 4 key-value heads, MLP 1536, vocabulary 4096), large enough that
 kernels cost more than calls. Calls alternate. The figures are medians of CPU seconds with one computing thread.
 
-The bound is the ratio of the floating-point operations of both sides; the formula is in flops.py. Peak memory is the
-largest resident size of a fresh process in such a micro-step, minus its size before. Last line: RESULT {json}.
+The bound is the ratio of the floating-point operations of both sides, by the formula of
+engine/tools/acceptance/flops.py. Peak memory is the largest resident size of a fresh process in such a micro-step,
+minus its size before. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from typing import Any
 
 import psutil
 import torch
-from common import alternating, build_policy, one_rank, random_group, random_qwen3, result
-from flops import micro_step
+from common import alternating, build_policy, one_rank, random_qwen3, result
 
 from engine import platform
 from engine.model.shape import ModelShape, read_shape
+from engine.tools.acceptance.flops import micro_step
+from engine.tools.acceptance.random_groups import random_group
 
 POINTS = ((1024, 64, 8), (512, 256, 8), (128, 1024, 8))
 """(prompt, response, group) in tokens, tokens, responses."""

@@ -23,9 +23,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import alternating, build_policy, gradients, one_rank, random_group, random_qwen3, result
+from common import alternating, build_policy, gradients, one_rank, random_qwen3, result
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine.tools.acceptance.random_groups import random_group
 from engine.types import Group
 
 PROMPT = 8

@@ -230,13 +230,25 @@ def compare(
 
 
 @app.command()
-def doctor() -> None:
-    """Say which versions are installed, whether they fit together, and what is missing."""
-    from tasks.cluster.doctor import findings
+def doctor(
+    device: Annotated[
+        bool, typer.Option("--device", help="try the devices too: kernels, transfers, a completion, training steps")
+    ] = False,
+    only: Annotated[list[str], typer.Option("--only", metavar="PART", help="with --device: only this part")] = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option("--out", help="with --device: the JSON file of the report")] = None,
+    overrides: Set = [],  # noqa: B006
+) -> None:
+    """Say which versions are installed, whether they fit together, and what is missing; --device tries the machine."""
+    from tasks.cluster.doctor import check_devices, findings
 
-    lines, healthy = findings()
-    print("\n".join(lines))
-    raise typer.Exit(0 if healthy else 1)
+    with _exit_codes():
+        if device:
+            raise typer.Exit(0 if check_devices(overrides, only, out) else 1)
+        if only or out or overrides:
+            raise BadInput("--only, --out and --set are for metronome doctor --device")
+        lines, healthy = findings()
+        print("\n".join(lines))
+        raise typer.Exit(0 if healthy else 1)
 
 
 @contextmanager

@@ -1,23 +1,31 @@
-"""Compares the installed versions in both environments with those that Metronome needs, and checks the machine."""
+"""Compares the installed versions in both environments with those that Metronome needs, and checks the machine; with
+`--device` also its devices."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from engine.config.recipe import load
 from engine.errors import BadInput
 from engine.run import vllm_command
+from engine.run.files import write_atomically
 from engine.run.vllm_command import MARKER, PYTHON, interpreter
+from engine.tools.acceptance.report import as_json, healthy
+from engine.tools.acceptance.supervisor import check
 from tasks.cluster import versions
+from tasks.code_version import code_version
 
 SHARED_MEMORY = Path("/dev/shm")
 CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
@@ -45,6 +53,27 @@ def findings(engine: str = "embedded") -> tuple[list[str], bool]:
     python = f"ok        Python {platform.python_version()} on {platform.platform(terse=True)}"
     lines = [python, _cores(), _shared_memory(), *packages, *_accelerator(), *_vllm(engine)]
     return lines, all(line.startswith(FINE) for line in lines)
+
+
+def check_devices(settings: Sequence[str], only: Sequence[str], out: Path | None) -> bool:
+    """Run the acceptance of this machine, print its report, and write it as JSON. Returns whether no part failed.
+
+    `settings`: overrides of a recipe, for every part; `only`: names of parts, empty for all; `out`: the JSON file,
+    beside the logs by default. Raises BadInput for settings and parts that are none.
+    """
+    config = load(None, settings)
+    if out is not None and not out.parent.is_dir():
+        raise BadInput(f"--out {out}: there is no folder {out.parent}")
+    folder = Path(config.run.output) / f"doctor-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    folder.mkdir(parents=True)
+    code = code_version()
+    print(f"# metronome doctor --device\n\n{code}\n", flush=True)
+    results = check(settings=settings, folder=folder, only=only, installed=findings, say=partial(print, flush=True))
+    file = out or folder / "report.json"
+    report = {"code": code, **as_json(results, settings)}
+    write_atomically(file, json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+    print(f"\nAs JSON: {file}; logs: {folder}")
+    return healthy(results)
 
 
 def _package(required: Requirement) -> str:

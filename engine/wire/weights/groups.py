@@ -43,7 +43,7 @@ class Rendezvous:
         self._backend = backend
         self._timeout_s = timeout_s
         self._device = group_device(backend, device)
-        self._store = _serve_store(host, timeout_s)
+        self._store = serve_store(host, timeout_s)
         self._off = threading.Event()
 
     @property
@@ -87,7 +87,7 @@ class Rendezvous:
         self._store.set("off", "1")
 
 
-def _serve_store(host: str, timeout_s: float) -> dist.TCPStore:
+def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
     """A store that listens on this address only. (torch alone would listen on all addresses, and spend seconds on the
     names of mapped addresses.)"""
     listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -60,6 +60,11 @@ def test_doctor_names_every_requirement():
     assert "ok        megatron-core 0.16.1" in done.stdout
 
 
+def test_the_options_of_the_device_check_need_it():
+    done = metronome("doctor", "--only", "kernels")
+    assert (done.returncode, done.stderr) == (2, "error: --only, --out and --set are for metronome doctor --device\n")
+
+
 def test_an_unknown_option_exits_with_2():
     assert metronome("run", "--nonsense").returncode == 2
 

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from engine.errors import BadInput
+from engine.tools.acceptance.report import PartResult
 from support import pins
 from tasks.cluster import doctor, versions
 
@@ -144,3 +146,27 @@ def test_cann_is_found_where_its_set_env_points(monkeypatch, tmp_path):
     )
     monkeypatch.setenv(doctor.CANN_HOMES[0], str(tmp_path))
     assert doctor.cann_version() == "9.1.0"
+
+
+@pytest.mark.parametrize(("status", "fine"), [("ok", True), ("skipped", True), ("failed", False)])
+def test_the_device_check_prints_its_report_and_writes_it_as_json(tmp_path, monkeypatch, capsys, status, fine):
+    def check(settings, folder, only, installed, say):
+        assert (settings, only, installed) == (given, ["kernels"], doctor.findings)
+        say("## 1/1 kernels")
+        return [PartResult("kernels", status, 1.0)]
+
+    given = [f"run.output={tmp_path}"]
+    monkeypatch.setattr(doctor, "check", check)
+    out = tmp_path / "mine.json"
+    assert doctor.check_devices(given, ["kernels"], out) == fine
+    printed = capsys.readouterr().out
+    assert printed.startswith("# metronome doctor --device\n")
+    assert "## 1/1 kernels\n" in printed
+    report = json.loads(out.read_text())
+    assert (report["healthy"], report["parts"][0]["part"]) == (fine, "kernels")
+    assert report["code"] in printed
+
+
+def test_a_report_without_a_folder_is_refused_before_ten_minutes(tmp_path):
+    with pytest.raises(BadInput, match="--out .*: there is no folder"):
+        doctor.check_devices([f"run.output={tmp_path}"], [], tmp_path / "none" / "report.json")

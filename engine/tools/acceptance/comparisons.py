@@ -1,0 +1,240 @@
+"""The kernels and the model of a platform against plain references on the host, forward and backward.
+
+Needs torch and megatron-core only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.kernels import KERNELS, Kernel
+from engine.model.kernels.reference import masked
+from engine.model.layout import Layout, layout
+from engine.model.shape import ModelShape
+from engine.tools.acceptance import plain_model
+from engine.types import JsonObject
+
+TINY = ModelShape(
+    architecture="Qwen3ForCausalLM",
+    layers=2,
+    hidden=256,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=512,
+    vocabulary=1000,
+    context=4096,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tied=True,
+)
+PROMPT = 37
+RESPONSES = (50, 1, 0, 200, 33)
+"""Lengths in tokens of the prompt and the responses that are compared: over block boundaries, one token, none."""
+DTYPES = (torch.float32, torch.bfloat16)
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""Largest relative norm of a difference. Inputs are rounded to the dtype first, and the reference gets the same."""
+MODEL_LIMITS = {torch.float32: 1e-4, torch.bfloat16: float("inf")}
+"""Largest relative norm of the difference of a tensor's gradient in the whole model. There is no limit in bf16, whose
+rounding errors add up over the layers: its log-probabilities are compared."""
+LOGPROB_LIMIT = 0.02
+"""Largest mean difference of a token's log-probability to the fp32 reference."""
+Groups = list[tuple[list[int], list[list[int]]]]
+Operation = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences between a kernel or the model and its reference."""
+
+    what: str
+    dtype: str
+    errors: dict[str, float]
+    """By the name of the result: the output, or the gradient of an input."""
+    limit: float
+
+    @property
+    def right(self) -> bool:
+        """Whether all differences are within the limit; not a number is not."""
+        return all(error <= self.limit for error in self.errors.values())
+
+    def __str__(self) -> str:
+        errors = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
+        limit = "no limit" if self.limit == float("inf") else f"limit {self.limit:g}"
+        return f"{self.what}, {self.dtype}: {errors} ({limit}){'' if self.right else ' WRONG'}"
+
+    def figures(self) -> JsonObject:
+        """For JSON, which has no infinity."""
+        return {**asdict(self), "limit": None if self.limit == float("inf") else self.limit, "right": self.right}
+
+
+def comparisons(attention: str, device: torch.device) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
+    """What is compared, and the function that compares it: the attention kernel of that name, the fused operations and
+    the whole model, in fp32 and bf16. The functions need the session of a rank (engine.platform.single)."""
+    for dtype in DTYPES:
+        yield f"attention {attention}, {_name(dtype)}", partial(compare_attention, attention, device, dtype)
+        yield f"RMSNorm, SwiGLU and rotation, {_name(dtype)}", partial(compare_operations, device, dtype)
+        yield f"model, {_name(dtype)}", partial(compare_model, attention, device, dtype)
+
+
+def compare_attention(name: str, device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
+    """The kernel against the mask of the layout, with the prompt shared and not."""
+    groups = random_groups(PROMPT, list(RESPONSES), TINY.vocabulary) + random_groups(130, [140, 3], TINY.vocabulary)
+    for shared in (True, False):
+        here = layout(groups, shared)
+        keys = (here.row_size, TINY.kv_heads, TINY.head_dim)
+        yield _compared(
+            what=f"attention {name}{'' if shared else ', prompt not shared'}",
+            names=("q", "k", "v"),
+            ours=partial(_attend, KERNELS[name], here.to(device)),
+            reference=partial(_attend, masked, here),
+            inputs=_random([(here.size, TINY.heads, TINY.head_dim), keys, keys], dtype),
+            device=device,
+        )
+
+
+def _attend(kernel: Kernel, row: Layout, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return kernel(q, k, v, row, None)
+
+
+def compare_operations(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
+    """RMSNorm, SwiGLU and the rotation, as the model's layers call them."""
+    from engine.model.norm import RMSNorm
+    from engine.model.rotary import RotaryAtPositions, rotate
+    from engine.model.swiglu import SwiGLU
+
+    rows = 300
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        module = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), TINY.hidden, TINY.norm_eps)
+        return torch.func.functional_call(module.to(device), {"weight": weight}, (x,))
+
+    positions = torch.arange(rows) * 7
+    tables = RotaryAtPositions(TINY, tables=True)(positions).to(device)
+    angle = torch.outer(positions.float(), plain_model.frequencies(TINY)).repeat(1, 2)[:, None, None, :]
+    cases: list[tuple[str, Operation, Operation, dict[str, tuple[int, ...]]]] = [
+        (
+            "RMSNorm", normed, lambda x, weight: plain_model.norm(x, weight, TINY.norm_eps),
+            {"x": (rows, 1, TINY.hidden), "weight": (TINY.hidden,)},
+        ),
+        (
+            "SwiGLU", SwiGLU(None), lambda joint: F.silu(joint.chunk(2, -1)[0]) * joint.chunk(2, -1)[1],
+            {"x": (rows, 1, 2 * TINY.intermediate)},
+        ),
+        (
+            "rotation", lambda t: rotate(t, tables), lambda t: plain_model.turned(t, angle),
+            {"x": (rows, 1, TINY.heads, TINY.head_dim)},
+        ),
+    ]  # fmt: skip
+    for what, ours, reference, sizes in cases:
+        yield _compared(
+            what=what,
+            names=tuple(sizes),
+            ours=ours,
+            reference=reference,
+            inputs=_random(list(sizes.values()), dtype),
+            device=device,
+        )
+
+
+def compare_model(attention: str, device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
+    """The trainer's model with a shared prompt against the plain model: log-probabilities, and each tensor's
+    gradient."""
+    from engine.model.hf_weights import export
+
+    model = build(shape=TINY, attention=attention, device=device, dtype=dtype)
+    groups = random_groups(PROMPT, list(RESPONSES), TINY.vocabulary)
+    ours = chosen(model, groups, shared=True)
+    (-ours.mean()).backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    weights = {
+        n: t.detach().float().cpu().clone().requires_grad_()
+        for n, t in export(dict(model.named_parameters()), model, TINY)
+    }
+    plain = torch.cat([plain_model.logprobs(weights, p, r, TINY) for p, responses in groups for r in responses if r])
+    (-plain.mean()).backward()
+    mean = float((ours.float().cpu() - plain).detach().abs().mean())
+    worst = max(_difference(g.float().cpu(), weights[n].grad) for n, g in export(grads, model, TINY))
+    name = _name(dtype)
+    yield Comparison("model, log-probabilities", name, {"mean": mean}, LOGPROB_LIMIT)
+    yield Comparison("model, gradients", name, {"worst tensor": worst}, MODEL_LIMITS[dtype])
+
+
+def _random(sizes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(size, generator=draw).to(dtype) for size in sizes]
+
+
+def _compared(
+    what: str,
+    names: tuple[str, ...],
+    ours: Operation,
+    reference: Operation,
+    inputs: list[Tensor],
+    device: torch.device,
+) -> Comparison:
+    """Output and gradients of `ours` on the device against `reference` on the host in fp32. `names`: of the inputs."""
+    dtype = inputs[0].dtype
+    here = [one.float().requires_grad_() for one in inputs]
+    there = [one.to(device).requires_grad_() for one in inputs]
+    expected = reference(*here)
+    found = ours(*there)
+    upstream = _random([tuple(expected.shape)], dtype)[0]
+    wanted = [expected.detach(), *torch.autograd.grad(expected, here, upstream.float())]
+    given = [found.detach(), *torch.autograd.grad(found, there, upstream.to(device))]
+    results = zip(("output", *(f"d{name}" for name in names)), given, wanted, strict=True)
+    errors = {name: _difference(a.float().cpu(), b) for name, a, b in results}
+    return Comparison(what, _name(dtype), errors, LIMITS[dtype])
+
+
+def _difference(found: Tensor, expected: Tensor | None) -> float:
+    assert expected is not None
+    return float((found - expected).norm() / expected.norm())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# the trainer's model with random weights ----------------------------------------------------------
+
+
+def random_groups(prompt: int, lengths: list[int], vocabulary: int) -> Groups:
+    """One group of random tokens: a prompt, and responses of these lengths."""
+    draw = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(vocabulary, (count,), generator=draw).tolist()
+
+    return [(tokens(prompt), [tokens(length) for length in lengths])]
+
+
+def build(
+    shape: ModelShape, attention: str, device: torch.device, dtype: torch.dtype, recompute: bool = False
+) -> torch.nn.Module:
+    """The trainer's model with random weights (norms near 1). `attention`: a key of KERNELS."""
+    from engine.model.build import Computation, build_model
+
+    torch.manual_seed(0)
+    model = build_model(shape, Computation(dtype=dtype, recompute=recompute, attention=attention, device=device))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, device=device)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.05 * noise)
+    return model.train()
+
+
+def chosen(model: torch.nn.Module, groups: Groups, shared: bool) -> Tensor:
+    """[T] log-probabilities of all response tokens, with gradients."""
+    from engine.model.build import logits
+    from engine.model.logprobs import token_logprobs
+
+    row = layout(groups, shared).to(next(model.parameters()).device)
+    return token_logprobs(logits(model, row), row.targets, 1.0, entropy=False)[0]

@@ -1,0 +1,95 @@
+"""The parts that need torch and devices only: what is there, a first computation, the kernels, a broadcast."""
+
+from __future__ import annotations
+
+import statistics
+import traceback
+
+import torch
+
+from engine import platform
+from engine.tools.acceptance.broadcast import broadcasting
+from engine.tools.acceptance.comparisons import comparisons
+from engine.tools.acceptance.devices import (
+    chosen_platform,
+    complete_platform,
+    device_count,
+    device_name,
+    exact_matmuls,
+    inventory,
+    try_device,
+)
+from engine.tools.acceptance.notes import PartFailed, PartSkipped, PartTask
+
+BROADCAST_BYTES = {"cpu": 64 * 2**20}
+BROADCAST_BYTES_ELSEWHERE = 512 * 2**20
+BROADCASTS = 5
+"""Number of broadcasts that are timed, after a first one."""
+MEETING_S = 60.0
+"""Time limit in seconds of the ranks' meeting and of each broadcast."""
+
+
+def versions(task: PartTask) -> None:
+    """Say what torch, driver and devices there are. Raises PartFailed if the platform lacks something."""
+    task.notes.doing("list of the devices")
+    machine = chosen_platform(task.platform)
+    missing = machine.missing()
+    if missing:
+        raise PartFailed(f"platform {machine.name}: {missing}")
+    for line in inventory(machine):
+        task.notes.say(line)
+    names = [device_name(machine, number) for number in range(device_count(machine))]
+    task.notes.figures(platform=machine.name, torch=torch.__version__, devices=names)
+
+
+def devices(task: PartTask) -> None:
+    """Allocate and compute on each device. Raises PartFailed after all were tried."""
+    machine = chosen_platform(task.platform)
+    wrong = []
+    for number in range(device_count(machine)):
+        task.notes.doing(f"first computation on {machine.name} device {number}")
+        try:
+            task.notes.say(try_device(machine, number))
+        except Exception as error:  # noqa: BLE001 - the other devices are tried, too
+            traceback.print_exc()
+            wrong.append(f"device {number}: {type(error).__name__}: {str(error).splitlines()[0]}")
+    if wrong:
+        raise PartFailed("; ".join(wrong))
+
+
+def kernels(task: PartTask) -> None:
+    """Compare the platform's kernels and the model with references. Raises PartFailed after all were compared."""
+    machine = complete_platform(task.platform)
+    exact_matmuls(machine)
+    wrong = []
+    found = []
+    with platform.single(machine) as device:
+        for what, compare in comparisons(machine.attention, device):
+            task.notes.doing(f"{what} (a compilation on the first call)")
+            try:
+                for comparison in compare():
+                    task.notes.say(str(comparison))
+                    found.append(comparison.figures())
+                    wrong += [] if comparison.right else [f"{comparison.what}, {comparison.dtype}"]
+            except Exception as error:  # noqa: BLE001 - the others are compared, too
+                traceback.print_exc()
+                wrong.append(f"{what} raised {type(error).__name__}: {str(error).splitlines()[0]}")
+    task.notes.figures(comparisons=found)
+    if wrong:
+        raise PartFailed(f"{'; '.join(wrong)}: differs from the reference by more than its limit, or did not run")
+
+
+def broadcast(task: PartTask) -> None:
+    """Time a broadcast between two devices, or two processes on a CPU. Raises PartSkipped for one device."""
+    machine = chosen_platform(task.platform)
+    if machine.name != "cpu" and device_count(machine) < 2:
+        raise PartSkipped(f"{machine.backend} needs two devices, and this process sees one")
+    size = BROADCAST_BYTES.get(machine.name, BROADCAST_BYTES_ELSEWHERE)
+    task.notes.doing(f"two ranks meet over {machine.backend} and broadcast")
+    with broadcasting(
+        machine=machine.name, sizes=[size], receivers=1, logs=task.folder / "broadcast", timeout_s=MEETING_S
+    ) as pair:
+        seconds = statistics.median(pair.again() for _ in range(BROADCASTS))
+    rate = size / seconds / 1e9
+    task.notes.say(f"{machine.backend}, 2 ranks: {size / 1e6:.0f} MB in {seconds * 1e3:.1f} ms, {rate:.2f} GB/s")
+    task.notes.figures(backend=machine.backend, bytes=size, seconds=seconds, gb_per_s=rate)

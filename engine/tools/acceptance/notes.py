@@ -1,0 +1,92 @@
+"""What the process of a part tells the process that started it: a file of JSON lines, so that nothing is lost when it
+hangs or crashes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.errors import MetronomeError
+from engine.run.files import append_line, read_lines
+from engine.types import JsonObject
+
+
+class PartSkipped(MetronomeError):
+    """A part can't run on this machine."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        """`remedy`: what to do to have it run; "" if nothing can be done."""
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+class PartFailed(MetronomeError):
+    """A part has run, and what it found is wrong."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        """`remedy`: what to do; "" for what the part's own entry says (PARTS)."""
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+class NoteWriter:
+    """The part's side."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def doing(self, what: str) -> None:
+        """Say what the part does or waits for from now on."""
+        append_line(self._file, {"doing": what})
+
+    def say(self, line: str) -> None:
+        """Add a line to the report."""
+        append_line(self._file, {"line": line})
+
+    def figures(self, **figures: object) -> None:
+        """Add figures to the JSON report."""
+        append_line(self._file, {"figures": figures})
+
+    def end(self, status: str, reason: str = "", remedy: str = "") -> None:
+        """Say how the part ended. The last line."""
+        append_line(self._file, {"end": {"status": status, "reason": reason, "remedy": remedy}})
+
+
+@dataclass
+class Notes:
+    """What a part has told so far."""
+
+    doing: str = "starting"
+    lines: list[str] = field(default_factory=list)
+    figures: JsonObject = field(default_factory=dict)
+    end: dict[str, str] | None = None
+    """Status, reason and remedy; None if the part did not come to its end."""
+
+    @staticmethod
+    def read(file: Path) -> Notes:
+        """Read the file of a part; one without a file has told nothing."""
+        notes = Notes()
+        for line in read_lines(file) if file.exists() else ():
+            notes.doing = line.get("doing", notes.doing)
+            notes.lines += [line["line"]] if "line" in line else []
+            notes.figures |= line.get("figures", {})
+            notes.end = line.get("end", notes.end)
+        return notes
+
+
+@dataclass(frozen=True)
+class PartTask:
+    """What the process of a part is given."""
+
+    platform: str
+    """The value of platform.device."""
+    settings: tuple[str, ...]
+    """The user's overrides, which go into every run that the part starts."""
+    folder: Path
+    """For logs, models and runs."""
+    notes: NoteWriter
+
+
+def notes_of(folder: Path, part: str) -> Path:
+    """The file through which a part's process tells what it does."""
+    return folder / f"{part.replace(' ', '-')}.jsonl"

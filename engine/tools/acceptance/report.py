@@ -1,0 +1,75 @@
+"""What the parts of the acceptance have found, as text for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from engine.types import JsonObject
+
+FORMAT = 1
+"""Version of the JSON report."""
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What one part has found."""
+
+    part: str
+    status: Literal["ok", "failed", "skipped"]
+    seconds: float
+    lines: tuple[str, ...] = ()
+    """What was seen, in sentences."""
+    figures: JsonObject = field(default_factory=dict)
+    reason: str = ""
+    """Why it failed or was skipped; several lines where the end of a log belongs to it."""
+    remedy: str = ""
+    """What to do about a failure, or to have a skipped part run."""
+
+
+def text(result: PartResult, number: int, count: int) -> str:
+    """The section of a part, in Markdown."""
+    lines = [f"## {number}/{count} {result.part}: {result.status} ({result.seconds:.0f} s)", ""]
+    lines += [f"- {line}" for line in result.lines]
+    if result.reason:
+        first, *log = result.reason.splitlines()
+        lines.append(f"- {result.status}: {first}")
+        lines += ["", *(f"      {line.strip()}" for line in log), ""] if log else []
+    if result.remedy:
+        lines.append(f"- what to do: {result.remedy}")
+    return "\n".join(lines) + "\n"
+
+
+def summary(results: Sequence[PartResult]) -> str:
+    """The last section: a table of all parts, and one sentence."""
+    rows = [f"| {one.part} | {one.status} | {one.seconds:.0f} s |" for one in results]
+    return "\n".join(["## Summary", "", "| part | result | took |", "|---|---|---|", *rows, "", f"{verdict(results)}"])
+
+
+def verdict(results: Sequence[PartResult]) -> str:
+    """One sentence: how many parts of each status, and the seconds."""
+    counts = ", ".join(f"{count} {status}" for status, count in _counts(results))
+    return f"{counts}, in {sum(one.seconds for one in results):.0f} s."
+
+
+def healthy(results: Sequence[PartResult]) -> bool:
+    """Whether no part has failed."""
+    return all(one.status != "failed" for one in results)
+
+
+def as_json(results: Sequence[PartResult], settings: Sequence[str]) -> JsonObject:
+    """The whole report. `settings`: the command's overrides."""
+    return {
+        "format": FORMAT,
+        "healthy": healthy(results),
+        "settings": list(settings),
+        "seconds": round(sum(one.seconds for one in results), 1),
+        "parts": [asdict(one) | {"seconds": round(one.seconds, 1)} for one in results],
+    }
+
+
+def _counts(results: Sequence[PartResult]) -> Iterator[tuple[str, int]]:
+    for status in ("ok", "failed", "skipped"):
+        if count := sum(one.status == status for one in results):
+            yield status, count

@@ -1,0 +1,211 @@
+"""The parts that are whole runs of the launcher: a weight sync, a training step, sync against periodic."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from engine.config import Config
+from engine.model.shape import read_shape
+from engine.platform import Platform
+from engine.tools.acceptance.broadcast import broadcasting
+from engine.tools.acceptance.device_parts import MEETING_S
+from engine.tools.acceptance.devices import device_name
+from engine.tools.acceptance.flops import micro_step, peak_of, utilisation
+from engine.tools.acceptance.notes import PartFailed, PartTask
+from engine.tools.acceptance.random_groups import random_group
+from engine.tools.acceptance.runs import (
+    LARGE,
+    MEDIUM,
+    SMALL,
+    configuration,
+    embedded_on_cpu,
+    machine_of,
+    make_model,
+    parameter_bytes,
+    rollout_choice,
+    train,
+)
+from engine.types import JsonObject
+from engine.wire.codec import pack_group
+from engine.wire.messages import Window
+from engine.wire.record import RecordWriter
+
+SAMPLED = {
+    "rollout.max_context": 512,
+    "rollout.group_size": 4,
+    "rollout.concurrency": 2,
+    "train.learning_rate": 1e-4,
+    "algorithm.old_policy": "behavior",
+}
+"""Settings of runs that sample."""
+WARM_UP = 1
+"""Number of first steps that do not count: they compile, connect and test the connections."""
+
+
+def weight_sync(task: PartTask) -> None:
+    """Time the weight syncs of a short run beside a bare broadcast of the same bytes."""
+    machine = machine_of(task)
+    chosen = rollout_choice(machine, task.settings, training=True)
+    model = make_model(task.folder / "model", MEDIUM if machine.name == "cpu" else LARGE)
+    given = {"run.name": "weight-sync", "model.path": model, "train.steps": 4, "train.prompts_per_step": 2}
+    config = configuration(task, machine, chosen, {**SAMPLED, **given, "rollout.max_new_tokens": 16})
+    steps = train(task, config, timeout_s=200.0)
+    sync_s = statistics.median(step["sync_s"] for step in steps[WARM_UP:])
+    total = parameter_bytes(model, config.model.dtype)
+    bucket = config.weights.bucket_mb * 2**20
+    sizes = [bucket] * (total // bucket) + [total % bucket]
+    between = machine if config.weights.transport == machine.backend else None
+    backend = between.backend if between is not None else "gloo"
+    task.notes.doing(f"a bare broadcast of the same bytes over {backend}")
+    with broadcasting(
+        machine=between.name if between is not None else "cpu",
+        sizes=[size for size in sizes if size],
+        receivers=1,
+        logs=task.folder / "bare",
+        timeout_s=MEETING_S,
+    ) as pair:
+        bare_s = statistics.median(pair.again() for _ in range(3))
+    if chosen.remark:
+        task.notes.say(chosen.remark)
+    task.notes.say(
+        f"{config.weights.transport}, trainer → {config.rollout.engine}: {total / 1e6:.0f} MB in {sync_s:.3f} s "
+        f"({total / sync_s / 1e9:.2f} GB/s); a bare broadcast over {backend} takes {bare_s:.3f} s "
+        f"({total / bare_s / 1e9:.2f} GB/s), ratio {sync_s / bare_s:.1f}"
+    )
+    gap = max(step["max_ratio_gap"] for step in steps)
+    task.notes.say(f"largest |trainer's probability / instance's - 1| of a sampled token: {gap:.1e}")
+    task.notes.figures(
+        transport=config.weights.transport,
+        engine=config.rollout.engine,
+        bytes=total,
+        sync_s=sync_s,
+        bare_s=bare_s,
+        ratio=sync_s / bare_s,
+        max_ratio_gap=gap,
+    )
+
+
+def training_step(task: PartTask) -> None:
+    """Time training steps on random groups, which are replayed, so that no instance takes part."""
+    machine = machine_of(task)
+    on_device = machine.name != "cpu"
+    model = make_model(task.folder / "model", LARGE if on_device else MEDIUM)
+    prompt, response, group, groups = (512, 512, 8, 4) if on_device else (64, 64, 4, 2)
+    given = {
+        "run.name": "training-step", "model.path": model, "train.steps": 4, "train.prompts_per_step": groups,
+        "train.micro_batch_tokens": prompt + group * response, "rollout.group_size": group,
+        "rollout.max_new_tokens": response, "rollout.max_context": prompt + response, "train.ratio_gap_limit": 0,
+        "algorithm.old_policy": "behavior", "rollout.engine": "embedded", "model.dtype": "float32",
+        "weights.transport": "file", "rollout.devices": [], "train.dtype": "bfloat16" if on_device else "float32",
+    }  # fmt: skip
+    config = configuration(task, machine, rollout_choice(machine, (), training=True), given)
+    record = _record(task.folder / "training-step.msgpack", config, prompt, response)
+    steps = train(task, config, timeout_s=150.0, replay=record)[WARM_UP:]
+    seconds = statistics.median(step["train_s"] + step["update_s"] for step in steps)
+    shape = read_shape(model)
+    shared = config.attention.shared_prompt
+    operations = groups * micro_step(sizes=shape, prompt=prompt, response=response, group=group, shared=shared)
+    tokens = groups * group * (prompt + response)
+    memory = max(max(step["memory_peak_gib"]) for step in steps)
+    name = device_name(machine, 0)
+    task.notes.say(
+        f"{shape.layers} layers of {shape.hidden}, {config.train.dtype}: {groups} groups of {group} × {response} "
+        f"tokens after prompts of {prompt} in {seconds:.3f} s (forward, backward, optimizer), {tokens / seconds:,.0f} "
+        f"tokens/s, {operations / seconds / 1e12:.2f} TFLOP/s, {memory:.1f} GiB at most"
+    )
+    task.notes.say(_mfu(machine, name, operations, seconds))
+    task.notes.figures(
+        tokens_per_s=tokens / seconds,
+        seconds=seconds,
+        operations=operations,
+        memory_peak_gib=memory,
+        mfu=utilisation(operations, seconds, name),
+        device=name,
+    )
+
+
+def _mfu(machine: Platform, name: str, operations: float, seconds: float) -> str:
+    peak = peak_of(name)
+    if peak is not None:
+        return f"MFU {operations / seconds / peak:.1%} of {peak / 1e12:.0f} TFLOP/s ({name}, dense bf16, published)"
+    if machine.name == "cpu":
+        return "no MFU: a CPU has no published peak"
+    return f'no MFU: the peak of "{name}" is not known (PEAKS in engine/tools/acceptance/flops.py)'
+
+
+def _record(file: Path, config: Config, prompt: int, response: int) -> Path:
+    """A record of random groups for all steps of a run."""
+    writer = RecordWriter(file, config, 0)
+    for step in range(config.train.steps):
+        lengths = [response] * config.rollout.group_size
+        groups = [
+            random_group(prompt=prompt, lengths=lengths, vocabulary=256, seed=index, step=step)
+            for index in range(config.train.prompts_per_step)
+        ]
+        writer.add(step, 0, Window(tuple(map(pack_group, groups))))
+    writer.flush()
+    return file
+
+
+def sync_against_periodic(task: PartTask) -> None:
+    """Train the same few steps in both modes. Raises PartFailed if a step is not on-policy, or if the weights differ
+    where both runs are deterministic."""
+    machine = machine_of(task)
+    on_cpu = machine.name == "cpu"
+    chosen = embedded_on_cpu(machine) if on_cpu else rollout_choice(machine, task.settings, training=True)
+    small = chosen.engine == "embedded"
+    groups = 16 if small else 32
+    given: dict[str, Any] = {
+        "model.path": make_model(task.folder / ("model-small" if small else "model"), SMALL if small else LARGE),
+        "train.steps": 4, "train.prompts_per_step": groups, "train.micro_batch_tokens": 512 if small else 8192,
+        "rollout.max_new_tokens": 32 if small else 256,
+        **({"rollout.deterministic": True, "train.consume": "prompt_order"} if small else {}),
+    }  # fmt: skip
+    steps: dict[str, list[JsonObject]] = {}
+    configs: dict[str, Config] = {}
+    for mode in ("sync", "periodic"):
+        configs[mode] = configuration(task, machine, chosen, {**SAMPLED, **given, "run.name": mode, "train.mode": mode})
+        steps[mode] = train(task, configs[mode], timeout_s=130.0)
+        _check_on_policy(mode, steps[mode])
+    seconds = {mode: statistics.median(step["step_s"] for step in lines[WARM_UP:]) for mode, lines in steps.items()}
+    rollout = statistics.median(step["rollout_s"] for step in steps["sync"][WARM_UP:])
+    trained = statistics.median(step["train_s"] for step in steps["sync"][WARM_UP:])
+    ratio = seconds["sync"] / seconds["periodic"]
+    task.notes.say(
+        f"{chosen.engine}, {groups} groups a step: sync {seconds['sync']:.2f} s, periodic {seconds['periodic']:.2f} s "
+        f"a step, ratio {ratio:.2f}; a sync step has {rollout:.2f} s of rollouts and {trained:.2f} s of training"
+    )
+    task.notes.say("every step of both runs trained on responses of its own weights only")
+    task.notes.figures(
+        sync_s=seconds["sync"],
+        periodic_s=seconds["periodic"],
+        ratio=ratio,
+        rollout_s=rollout,
+        train_s=trained,
+    )
+    _compare_weights(task, configs, deterministic=small, required=on_cpu)
+
+
+def _check_on_policy(mode: str, steps: Sequence[JsonObject]) -> None:
+    if stale := [step["step"] for step in steps if step["versions_seen"] != [step["step"]]]:
+        raise PartFailed(f"mode {mode}: the steps {stale} trained on responses of other weights than their own")
+
+
+def _compare_weights(task: PartTask, configs: dict[str, Config], deterministic: bool, required: bool) -> None:
+    """Compare the trained weights of both modes, bit for bit. Raises PartFailed where they must be equal."""
+    if not deterministic:
+        task.notes.say("the trained weights are not compared: vLLM's batches change the last bit of its responses")
+        return
+    ours, theirs = (load_file(configs[mode].folder / "policy" / "model.safetensors") for mode in ("sync", "periodic"))
+    differ = [name for name, tensor in ours.items() if not tensor.equal(theirs[name])]
+    task.notes.figures(weights_equal=not differ)
+    found = f"the weights that sync and periodic trained differ in {len(differ)} of {len(ours)} tensors"
+    if differ and required:
+        raise PartFailed(found)
+    on_device = "on a device a backward pass may add up in another order"
+    task.notes.say(f"{found}: {on_device}" if differ else "both modes trained the same weights, bit for bit")

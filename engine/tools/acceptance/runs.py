@@ -1,0 +1,173 @@
+"""What the parts run: a random model, settings that fit the machine, and the launcher in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import Config
+from engine.config.cores import usable_cores
+from engine.config.recipe import HOME, load
+from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.platform import Platform
+from engine.run.commands import launcher_command
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder, dump
+from engine.run.process import Child
+from engine.run.vllm_command import device_of, interpreter, visible_devices
+from engine.tools.acceptance.devices import complete_platform, device_count
+from engine.tools.acceptance.notes import PartTask
+from engine.tools.quickstart_model import byte_tokenizer
+from engine.tools.quickstart_model.warmup import WarmUp, untrained
+from engine.types import JsonObject
+
+SMALL = WarmUp()
+"""The quickstart's sizes: 1 million parameters."""
+MEDIUM = WarmUp(hidden=512, layers=4, heads=8, kv_heads=4, head_dim=64, intermediate=1536, init_std=0.02)
+"""13 million parameters, for a CPU."""
+LARGE = WarmUp(hidden=2048, layers=6, heads=16, kv_heads=8, head_dim=128, intermediate=6144, init_std=0.02)
+"""Six layers of Qwen3-1.7B's sizes: 303 million parameters, for a device."""
+STOP_S = 9.0
+"""Seconds in which the launcher must end its own children; then it is killed, and they end by their lifelines."""
+LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class RolloutChoice:
+    """Which engine samples on this machine, and how the weights get to it."""
+
+    engine: str
+    transport: str
+    devices: tuple[int, ...]
+    """For rollout.devices."""
+    remark: str
+    """Why it is not vLLM, or not the platform's own transport; "" if it is both."""
+
+
+def rollout_choice(machine: Platform, settings: tuple[str, ...], training: bool) -> RolloutChoice:
+    """vLLM, if its environment is there and (beside a training) a second device; else the embedded engine.
+
+    A user's rollout.engine counts more.
+    """
+    why = _no_vllm(machine) or (_no_second_device(machine) if training else "")
+    wanted = [one.partition("=")[2].strip(' "') for one in settings if one.startswith("rollout.engine=")]
+    engine = wanted[-1] if wanted else "embedded" if why else "vllm"
+    if machine.name == "cpu":
+        return RolloutChoice(engine, "gloo", tuple(sorted(usable_cores())[1:2]) if training else (), why)
+    if engine == "embedded":
+        remark = f"the embedded engine samples, on the CPU, and {machine.backend} is not tried: {why}"
+        return RolloutChoice(engine, "gloo", (), remark)
+    visible = [int(one) for one in visible_devices(machine.name) if one.isdigit()] or list(range(device_count(machine)))
+    return RolloutChoice(engine, machine.backend, (visible[1 if training else 0],), "")
+
+
+def embedded_on_cpu(machine: Platform) -> RolloutChoice:
+    """The embedded engine, with a core of its own if there are two."""
+    return RolloutChoice("embedded", "gloo", tuple(sorted(usable_cores())[1:2]) if machine.name == "cpu" else (), "")
+
+
+def _no_second_device(machine: Platform) -> str:
+    alone = machine.name != "cpu" and device_count(machine) < 2
+    return "vLLM needs a device beside the trainer's, and this process sees one" if alone else ""
+
+
+def _no_vllm(machine: Platform) -> str:
+    """Why vLLM can't sample on this platform; "" if it can."""
+    try:
+        device = device_of(interpreter(), machine.name)
+    except BadInput as error:
+        return str(error)
+    if device != machine.name:
+        return f"the environment with vLLM is for {device}: run `make vllm DEVICE={machine.name}`"
+    return ""
+
+
+def make_model(folder: Path, sizes: WarmUp) -> Path:
+    """A Qwen3 of these sizes with random weights and the byte-level tokenizer, as a Hugging Face folder in fp32. One
+    that is there already is kept."""
+    if not (folder / "complete").exists():
+        torch.manual_seed(0)
+        tokenizer = byte_tokenizer.build(sizes.context)
+        untrained(tokenizer, sizes).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "complete").touch()
+    return folder
+
+
+def configuration(task: PartTask, machine: Platform, chosen: RolloutChoice, given: Mapping[str, Any]) -> Config:
+    """The configuration of a run: what the machine needs, then what the part gives, then what the user gives."""
+    on_device = machine.name != "cpu"
+    cores = sorted(usable_cores())
+    # one dtype for both sides: the comparison after a sync allows little where the instances' is fp32
+    dtype = "bfloat16" if on_device and chosen.engine == "vllm" else "float32"
+    settings: dict[str, Any] = {
+        "run.output": str(task.folder),
+        "platform.device": machine.name,
+        "data.train": str(HOME / "data/addition_train.jsonl"),
+        "data.heldout": str(HOME / "data/addition_heldout.jsonl"),
+        "reward.function": "engine.tools.acceptance.reward:even",
+        "rollout.engine": chosen.engine,
+        "rollout.devices": list(chosen.devices),
+        "weights.transport": chosen.transport,
+        "train.devices": [] if on_device or len(cores) < 2 else cores[:1],
+        "train.dtype": dtype,
+        "model.dtype": dtype,
+        "checkpoint.every": 0,
+        **({"train.ratio_gap_limit": 0} if on_device else {}),
+        **given,
+    }
+    return load(None, [*(f"{key}={_toml(value)}" for key, value in settings.items()), *task.settings])
+
+
+def _toml(value: object) -> str:
+    return json.dumps(value) if isinstance(value, bool | list) else str(value)
+
+
+def train(task: PartTask, config: Config, timeout_s: float, replay: Path | None = None) -> list[JsonObject]:
+    """Run the launcher to its end. Returns the lines of steps.jsonl.
+
+    Raises DeadlineError, and MetronomeError with the run's own reason.
+    """
+    file = task.folder / f"{config.run.name}.toml"
+    dump(config, file)
+    log = task.folder / f"{config.run.name}.log"
+    folder = RunFolder(config.folder)
+    launcher = Child("launcher", launcher_command(file, False, replay), log)
+    task.notes.doing(f"the run {config.run.name} of {config.train.steps} steps (its logs: {folder.logs})")
+    try:
+        _wait(launcher, folder, config, timeout_s)
+    finally:
+        launcher.stop(STOP_S)
+    return list(read_lines(folder.steps))
+
+
+def _wait(launcher: Child, folder: RunFolder, config: Config, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while launcher.alive:
+        if time.monotonic() > deadline:
+            done = len(list(read_lines(folder.steps)))
+            raise DeadlineError(
+                f"the run {config.run.name} has trained {done} of {config.train.steps} steps in {timeout_s:.0f} s; its "
+                f"launcher {launcher.how_it_ended()}"
+            )
+        time.sleep(LOOK_S)
+    if launcher.process.returncode:
+        told = json.loads(folder.failure.read_text())["message"] if folder.failure.exists() else ""
+        raise MetronomeError(f"the run {config.run.name} failed: {told or f'the launcher {launcher.how_it_ended()}'}")
+
+
+def parameter_bytes(model: Path, dtype: str) -> int:
+    """Bytes of the model's weights in this dtype. The files of the acceptance's models are in fp32."""
+    stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return stored if dtype == "float32" else stored // 2
+
+
+def machine_of(task: PartTask) -> Platform:
+    """The platform of the task, which lacks nothing. Raises BadInput."""
+    return complete_platform(task.platform)

@@ -1,0 +1,170 @@
+"""Runs the parts of the acceptance one after the other, each in a process of its own with a deadline.
+
+A part that fails, crashes or hangs does not stop the later ones. This process never touches a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.config.cores import usable_cores
+from engine.errors import BadInput
+from engine.run.process import Child, python, signal_group
+from engine.tools.acceptance import report
+from engine.tools.acceptance.notes import Notes, notes_of
+from engine.tools.acceptance.report import PartResult
+
+TOTAL_S = 600.0
+"""Seconds for all parts together. A part that is to start later is skipped."""
+GRACE_S = 3.0
+"""Seconds between SIGTERM and SIGKILL, and for the end after it. A process that hangs in a driver may outlast both."""
+RUN_REMEDY = "read the logs of the run, in its folder logs/; docs/troubleshooting.md goes by message"
+
+
+@dataclass(frozen=True)
+class AcceptancePart:
+    """One part of the acceptance."""
+
+    name: str
+    deadline_s: float
+    remedy: str
+    """What to do if it fails."""
+
+
+ACCEPTANCE = (
+    AcceptancePart("versions", 90.0, "install what the lines name; docs/platforms.md says which versions fit together"),
+    AcceptancePart(
+        "devices", 60.0, "no other process may use the device (nvidia-smi, npu-smi info); check driver and CUDA or CANN"
+    ),
+    AcceptancePart("kernels", 240.0, "do not train: report it with this page, the kernel's file is in engine/model"),
+    AcceptancePart(
+        "broadcast", 90.0, "run again with NCCL_DEBUG=INFO or ASCEND_GLOBAL_LOG_LEVEL=1 and read the log; in a "
+        "container give it shared memory (--ipc host)",
+    ),
+    AcceptancePart("completion", 240.0, "read the instance's log; docs/rollouts.md says how an instance is started"),
+    AcceptancePart("weight sync", 240.0, RUN_REMEDY),
+    AcceptancePart("training step", 180.0, RUN_REMEDY),
+    AcceptancePart("sync against periodic", 300.0, RUN_REMEDY),
+)  # fmt: skip
+"""All parts in their order. The first needs least of the machine."""
+LARGE = ("model*", "*/checkpoints", "*/policy")
+"""Folders that are removed at the end. Logs, figures and configurations stay."""
+NAMES = tuple(part.name for part in ACCEPTANCE)
+Installed = Callable[[], tuple[list[str], bool]]
+
+
+def check(
+    settings: Sequence[str], folder: Path, only: Sequence[str], installed: Installed, say: Callable[[str], None]
+) -> list[PartResult]:
+    """Run the parts, and tell `say` the section of each as soon as it has ended, and the summary.
+
+    `settings`: overrides of a recipe, for all parts; `folder`: for logs and runs; `only`: names of parts, empty for
+    all; `installed`: lines on the installed versions, and whether they fit together. Raises BadInput for an unknown
+    part.
+    """
+    if unknown := [name for name in only if name not in NAMES]:
+        raise BadInput(f"--only {unknown[0]}: there is no such part, expected one of {', '.join(NAMES)}")
+    parts = [part for part in ACCEPTANCE if not only or part.name in only]
+    began = time.monotonic()
+    results: list[PartResult] = []
+    for part in parts:
+        left = TOTAL_S - (time.monotonic() - began)
+        result = (
+            run_part(part, part_command(part.name, folder, settings), folder, left) if left > 0 else _too_late(part)
+        )
+        results.append(_with_versions(result, installed) if part.name == "versions" else result)
+        say(report.text(results[-1], len(results), len(parts)))
+    say(report.summary(results))
+    for large in [found for pattern in LARGE for found in folder.glob(pattern)]:
+        shutil.rmtree(large)
+    return results
+
+
+def part_command(name: str, folder: Path, settings: Sequence[str]) -> list[str]:
+    """Command line of a part's process."""
+    return python("engine.tools.acceptance.part", name, str(folder), *settings)
+
+
+def run_part(part: AcceptancePart, command: Sequence[str], folder: Path, left_s: float = TOTAL_S) -> PartResult:
+    """Run a part to its end, or to its deadline or that of all parts, which comes in `left_s` seconds."""
+    began = time.monotonic()
+    deadline_s = min(part.deadline_s, left_s)
+    stem = part.name.replace(" ", "-")
+    notes_file = notes_of(folder, part.name)
+    child = Child(f"part {part.name}", command, folder / f"{stem}.log")
+    late = gone = False
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(deadline_s)
+        late = child.alive
+    finally:
+        gone = _end(child)
+    notes = Notes.read(notes_file)
+    result = PartResult(
+        part=part.name,
+        status="failed",
+        seconds=time.monotonic() - began,
+        lines=tuple(notes.lines),
+        figures=notes.figures,
+        remedy=part.remedy,
+    )
+    if late:
+        hangs = "" if gone else f"process {child.pid} could not be ended, it hangs in the driver; "
+        how = f"{_busy()}{hangs}it {child.how_it_ended()}"
+        return replace(result, reason=f"not through after {deadline_s:.0f} s, at: {notes.doing}; {how}")
+    if notes.end is None:
+        return replace(result, reason=f"crashed, at: {notes.doing}; it {child.how_it_ended()}")
+    status = notes.end["status"]
+    if status == "failed":
+        return replace(result, reason=notes.end["reason"], remedy=notes.end["remedy"] or part.remedy)
+    return replace(
+        result,
+        status="skipped" if status == "skipped" else "ok",
+        reason=notes.end["reason"],
+        remedy=notes.end["remedy"],
+    )
+
+
+def _end(child: Child) -> bool:
+    """End the process and what it started, by force if need be. Returns whether it ended."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        signal_group(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(GRACE_S)
+            return True
+    return False
+
+
+def _busy() -> str:
+    """A remark on a machine with more work than cores, where a deadline says little; "" on any other."""
+    load = os.getloadavg()[0]
+    cores = len(usable_cores())
+    return f"the machine is busy (load {load:.0f} on {cores} cores); " if load > 2 * cores else ""
+
+
+def _too_late(part: AcceptancePart) -> PartResult:
+    return PartResult(
+        part=part.name,
+        status="skipped",
+        seconds=0.0,
+        reason=f"the {TOTAL_S / 60:.0f} minutes of all parts are over",
+        remedy=f'metronome doctor --device --only "{part.name}"',
+    )
+
+
+def _with_versions(result: PartResult, installed: Installed) -> PartResult:
+    """The part "versions" with what is installed, which needs no device."""
+    began = time.monotonic()
+    lines, fits = installed()
+    both = replace(result, lines=(*result.lines, *lines), seconds=result.seconds + time.monotonic() - began)
+    if fits or result.status == "failed":
+        return both
+    return replace(both, status="failed", reason="something is missing or does not fit", remedy=ACCEPTANCE[0].remedy)

@@ -1,0 +1,57 @@
+"""The operations of a step against torch's own count, and the peaks of devices."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from engine.tools.acceptance import plain_model
+from engine.tools.acceptance.comparisons import TINY
+from engine.tools.acceptance.flops import PEAKS, forward, micro_step, peak_of, utilisation
+
+
+def test_the_formula_is_torchs_count_of_the_plain_model():
+    """The plain model also computes hidden pairs, so the pairs are tokens²."""
+    weights = {name: torch.zeros(size) for name, size in plain_model.sizes(TINY).items()}
+    prompt = 20
+    response = 12
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        plain_model.logprobs(weights, [0] * prompt, [0] * response, TINY)
+    tokens = prompt + response
+    assert counter.get_total_flops() == forward(TINY, tokens, tokens**2, response)
+
+
+def test_a_micro_step_is_three_times_its_forward_passes():
+    separate = 4 * forward(TINY, 30, 30 * 31 / 2, 10)
+    assert micro_step(sizes=TINY, prompt=20, response=10, group=4, shared=False) == pytest.approx(3 * separate)
+    assert micro_step(sizes=TINY, prompt=20, response=10, group=4, shared=True) < 3 * separate
+    one = [micro_step(sizes=TINY, prompt=20, response=10, group=1, shared=shared) for shared in (True, False)]
+    assert one[0] == one[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("Ascend910B2", 353.9),
+        ("Ascend910B3", 294.9),
+        ("Ascend910_9382", 353.9),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("Ascend910B1", None),
+        ("CPU", None),
+    ],
+)
+def test_peaks_by_the_devices_name(name, tera):
+    assert peak_of(name) == (None if tera is None else tera * 1e12)
+
+
+def test_a_longer_name_comes_before_its_beginning():
+    names = list(PEAKS)
+    assert not [(a, b) for n, a in enumerate(names) for b in names[n + 1 :] if a in b]
+
+
+def test_utilisation_is_the_share_of_the_peak():
+    assert utilisation(989e12, 4.0, "NVIDIA H100 80GB HBM3") == pytest.approx(0.25)
+    assert utilisation(1e12, 1.0, "CPU") is None

@@ -1,0 +1,40 @@
+"""The report of the acceptance, as text and as JSON."""
+
+import json
+
+from engine.tools.acceptance.report import PartResult, as_json, healthy, summary, text, verdict
+
+FINE = PartResult("kernels", "ok", 12.3, ("attention cuda: 1e-7",), figures={"errors": [1e-7]})
+SKIPPED = PartResult("broadcast", "skipped", 1.0, reason="nccl needs two devices", remedy="use two")
+BROKEN = PartResult(
+    "devices", "failed", 60.4, ("device 0 works",), reason="late; its log ends:\n    one\n    two", remedy="ask"
+)
+
+
+def test_a_section_says_what_was_seen_why_and_what_to_do():
+    assert text(FINE, 3, 8) == "## 3/8 kernels: ok (12 s)\n\n- attention cuda: 1e-7\n"
+    assert "- skipped: nccl needs two devices\n- what to do: use two\n" in text(SKIPPED, 4, 8)
+
+
+def test_the_end_of_a_log_is_a_code_block():
+    assert "- failed: late; its log ends:\n\n      one\n      two\n\n- what to do: ask\n" in text(BROKEN, 2, 8)
+
+
+def test_the_summary_counts_and_lists_all_parts():
+    found = summary([FINE, SKIPPED, BROKEN])
+    assert "| broadcast | skipped | 1 s |" in found
+    assert found.endswith("1 ok, 1 failed, 1 skipped, in 74 s.")
+    assert verdict([FINE]) == "1 ok, in 12 s."
+
+
+def test_only_a_failed_part_makes_the_report_unhealthy():
+    assert healthy([FINE, SKIPPED])
+    assert not healthy([FINE, BROKEN])
+
+
+def test_the_json_report_has_all_of_it():
+    found = json.loads(json.dumps(as_json([FINE, BROKEN], ["platform.device=cuda"])))
+    assert (found["format"], found["healthy"], found["settings"]) == (1, False, ["platform.device=cuda"])
+    assert [part["status"] for part in found["parts"]] == ["ok", "failed"]
+    assert found["parts"][0]["figures"] == {"errors": [1e-7]}
+    assert found["parts"][1]["reason"].startswith("late")

@@ -1,0 +1,195 @@
+"""What the parts that are whole runs ask for and conclude. The launcher is scripted; tests/integration runs it."""
+
+import json
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine import platform
+from engine.config.keys import flatten
+from engine.tools.acceptance import run_parts, runs
+from engine.tools.acceptance.notes import Notes, NoteWriter, PartFailed, PartTask
+from engine.tools.acceptance.reward import even
+from engine.tools.acceptance.runs import configuration, embedded_on_cpu, rollout_choice
+from engine.verifier.reward_function import load_reward
+from engine.wire.record import check, read
+
+CPU = platform.PLATFORMS["cpu"]
+CUDA = platform.PLATFORMS["cuda"]
+STEP = {
+    "sync_s": 0.5,
+    "train_s": 2.0,
+    "update_s": 0.5,
+    "rollout_s": 1.0,
+    "max_ratio_gap": 1e-6,
+    "memory_peak_gib": [1.5],
+}
+
+
+@pytest.fixture
+def task(tmp_path):
+    return PartTask(platform="cpu", settings=(), folder=tmp_path, notes=NoteWriter(tmp_path / "notes.jsonl"))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets the number of CUDA devices, and what the environment with vLLM was built for (None: there is none)."""
+
+    def set_to(devices, vllm):
+        monkeypatch.setattr(runs, "device_count", lambda machine: devices)
+        monkeypatch.setattr(runs, "_no_vllm", lambda machine: "" if vllm else "no vLLM")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return set_to
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """Configurations of the runs; their steps take `step_s` seconds by name of the run."""
+    made = SimpleNamespace(configs=[], step_s={}, stale=(), weights={}, records=[])
+
+    def train(task, config, timeout_s, replay=None):
+        name = config.run.name
+        made.configs.append(config)
+        made.records.append(replay)
+        (config.folder / "policy").mkdir(parents=True)
+        weights = made.weights.get(name, torch.ones(3))
+        save_file({"weight": weights}, config.folder / "policy" / "model.safetensors")
+        seen = [[step - 1] if (name, step) in made.stale else [step] for step in range(4)]
+        return [
+            {**STEP, "step": step, "step_s": made.step_s.get(name, 1.0) + 9 * (step == 0), "versions_seen": seen[step]}
+            for step in range(4)
+        ]
+
+    def model(folder, sizes):
+        folder.mkdir(exist_ok=True)
+        shape = {
+            "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 260,
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 10000.0,
+            "model_type": "qwen3", "hidden_act": "silu",
+        }  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(shape))
+        (folder / "model.safetensors").write_bytes(bytes(4000))
+        return folder
+
+    monkeypatch.setattr(run_parts, "train", train)
+    monkeypatch.setattr(run_parts, "make_model", model)
+    return made
+
+
+def test_vllm_samples_on_a_second_device_over_the_platforms_transport(machine):
+    machine(devices=2, vllm=True)
+    found = rollout_choice(CUDA, (), training=True)
+    assert (found.engine, found.transport, found.devices, found.remark) == ("vllm", "nccl", (1,), "")
+    assert rollout_choice(CUDA, (), training=False).devices == (0,)
+
+
+def test_visible_devices_keep_their_numbers(machine, monkeypatch):
+    machine(devices=2, vllm=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert rollout_choice(CUDA, (), training=True).devices == (6,)
+
+
+@pytest.mark.parametrize(
+    ("devices", "vllm", "why"), [(1, True, "a device beside the trainer's"), (8, False, "no vLLM")]
+)
+def test_without_vllm_or_a_second_device_the_embedded_engine_samples(machine, devices, vllm, why):
+    machine(devices, vllm)
+    found = rollout_choice(CUDA, (), training=True)
+    assert (found.engine, found.transport) == ("embedded", "gloo")
+    assert "nccl is not tried" in found.remark
+    assert why in found.remark
+
+
+def test_the_users_engine_counts_more(machine):
+    machine(devices=8, vllm=True)
+    assert rollout_choice(CUDA, ("rollout.engine=embedded",), training=True).engine == "embedded"
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_configuration_of_a_run_on_devices_is_one(machine, task, devices):
+    machine(devices=devices, vllm=True)
+    config = configuration(task, CUDA, rollout_choice(CUDA, (), training=True), {"run.name": "a", "model.path": "/m"})
+    dtype = "bfloat16" if devices == 2 else "float32"
+    assert (config.train.dtype, config.model.dtype, config.train.ratio_gap_limit) == (dtype, dtype, 0)
+    assert config.platform.device == "cuda"
+
+
+def test_the_users_settings_count_most(task):
+    mine = PartTask(platform="cpu", settings=("train.steps=9",), folder=task.folder, notes=task.notes)
+    config = configuration(mine, CPU, embedded_on_cpu(CPU), {"run.name": "a", "train.steps": 4})
+    assert config.train.steps == 9
+
+
+def test_a_training_step_is_replayed_from_a_record_that_fits(task, launched):
+    run_parts.training_step(task)
+    (config,) = launched.configs
+    (file,) = launched.records
+    check(file, config)
+    assert sorted({entry.step for entry in read(file)}) == [0, 1, 2, 3]
+    assert all(len(entry.groups) == config.train.prompts_per_step for entry in read(file))
+    found = Notes.read(task.folder / "notes.jsonl")
+    assert found.figures["tokens_per_s"] == pytest.approx(2 * 4 * 128 / 2.5)
+    assert found.figures["mfu"] is None
+    assert found.lines[-1] == "no MFU: a CPU has no published peak"
+
+
+def test_mfu_is_said_for_known_devices_only():
+    known = run_parts._mfu(CUDA, "NVIDIA H100 80GB HBM3", 989e12, 4.0)
+    assert known == "MFU 25.0% of 989 TFLOP/s (NVIDIA H100 80GB HBM3, dense bf16, published)"
+    assert run_parts._mfu(CUDA, "NVIDIA X1", 1.0, 1.0).startswith('no MFU: the peak of "NVIDIA X1" is not known')
+
+
+def test_a_weight_sync_is_compared_with_the_same_bytes(task, launched, monkeypatch):
+    asked = {}
+
+    @contextmanager
+    def broadcasting(**arguments):
+        asked.update(arguments)
+        yield SimpleNamespace(again=lambda: 0.25)
+
+    monkeypatch.setattr(run_parts, "broadcasting", broadcasting)
+    run_parts.weight_sync(task)
+    found = Notes.read(task.folder / "notes.jsonl").figures
+    assert (asked["machine"], asked["sizes"], asked["receivers"]) == ("cpu", [4000], 1)
+    assert (found["bytes"], found["sync_s"], found["bare_s"], found["ratio"]) == (4000, 0.5, 0.25, 2.0)
+
+
+def test_both_modes_train_the_same_work_and_the_same_weights(task, launched):
+    launched.step_s = {"sync": 3.0, "periodic": 2.0}
+    run_parts.sync_against_periodic(task)
+    sync, periodic = launched.configs
+    assert sync.rollout.deterministic
+    assert sync.train.consume == "prompt_order"
+    same = {"run.name", "train.mode"}
+    assert differing(sync, periodic) == same
+    found = Notes.read(task.folder / "notes.jsonl")
+    assert found.figures["ratio"] == 1.5
+    assert found.lines[-1] == "both modes trained the same weights, bit for bit"
+
+
+def differing(one, other):
+    mine, theirs = (flatten(config.model_dump()) for config in (one, other))
+    return {key for key in mine if mine[key] != theirs[key]}
+
+
+def test_weights_that_differ_on_a_cpu_fail_the_part(task, launched):
+    launched.weights["periodic"] = torch.tensor([1.0, 1.0, 1.0000001])
+    with pytest.raises(PartFailed, match="sync and periodic trained differ in 1 of 1 tensors"):
+        run_parts.sync_against_periodic(task)
+
+
+def test_a_step_on_older_weights_fails_the_part(task, launched):
+    launched.stale = {("periodic", 2)}
+    with pytest.raises(PartFailed, match=r"mode periodic: the steps \[2\] trained on responses of other weights"):
+        run_parts.sync_against_periodic(task)
+
+
+def test_the_reward_of_the_runs_is_found_by_its_name(task):
+    config = configuration(task, CPU, embedded_on_cpu(CPU), {"run.name": "a"})
+    reward = load_reward(config.reward.function)
+    assert (reward.call, reward.per_response) == (even, False)
