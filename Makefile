@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 DEVICE ?= cpu
 WORKERS ?= 2
+RELEASE := $(if $(VLLM),-$(VLLM))
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -40,11 +41,11 @@ slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
 long-test: $(VENV)/installed-dev  ## slow, parallel, fault and stack tests, WORKERS files at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "(slow or parallel or faults or stack) and not vllm"
 
-vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu
-	bash infra/vllm/install.sh $(DEVICE) "$(PYTHON)" .venv-vllm
+vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu; VLLM=0.23: .venv-vllm-0.23
+	bash infra/vllm/install.sh $(DEVICE)$(RELEASE) "$(PYTHON)" .venv-vllm$(RELEASE)
 
-vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes)
-	$(BIN)/python -m pytest -m vllm
+vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes); VLLM=0.23: on that release
+	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m vllm
 
 lint: $(VENV)/installed-dev  ## style, form, types, and who may import whom
 	$(BIN)/ruff check .
@@ -53,7 +54,7 @@ lint: $(VENV)/installed-dev  ## style, form, types, and who may import whom
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) .venv-vllm
+	rm -rf $(VENV) .venv-vllm .venv-vllm-*
 
 $(VENV)/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed, and none of python3.12, python3.11, python3, python is one; give one with make PYTHON=/path/to/python3.11" >&2; exit 2; }
