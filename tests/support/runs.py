@@ -1,5 +1,6 @@
 """A tiny random model made by our own code, and runs of the real launcher."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -99,9 +100,15 @@ class Tree:
         root = psutil.Process(pid)
         self.processes = [root, *root.children(recursive=True)]
 
+    def command_lines(self):
+        """(process, command line) of each that has not ended since it was found."""
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                yield process, " ".join(process.cmdline())
+
     def named(self, part):
         """The one descendant whose command line contains `part`."""
-        found = [p for p in self.processes[1:] if part in " ".join(p.cmdline())]
+        found = [p for p, line in self.command_lines() if part in line and p is not self.processes[0]]
         assert len(found) == 1, f"{part}: {found}"
         return found[0]
 

