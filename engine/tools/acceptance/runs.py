@@ -101,13 +101,13 @@ def make_model(folder: Path, sizes: WarmUp) -> Path:
 
 
 def configuration(task: PartTask, machine: Platform, chosen: RolloutChoice, given: Mapping[str, Any]) -> Config:
-    """The configuration of a run: what the machine needs, then what the part gives, then what the user gives."""
+    """The configuration of a run in the task's folder: what the machine needs, then what the part gives, then what the
+    user gives."""
     on_device = machine.name != "cpu"
     cores = sorted(usable_cores())
     # one dtype for both sides: the comparison after a sync allows little where the instances' is fp32
     dtype = "bfloat16" if on_device and chosen.engine == "vllm" else "float32"
     settings: dict[str, Any] = {
-        "run.output": str(task.folder),
         "platform.device": machine.name,
         "data.train": str(HOME / "data/addition_train.jsonl"),
         "data.heldout": str(HOME / "data/addition_heldout.jsonl"),
@@ -122,7 +122,8 @@ def configuration(task: PartTask, machine: Platform, chosen: RolloutChoice, give
         **({"train.ratio_gap_limit": 0} if on_device else {}),
         **given,
     }
-    return load(None, [*(f"{key}={_toml(value)}" for key, value in settings.items()), *task.settings])
+    ours = (f"{key}={_toml(value)}" for key, value in settings.items())
+    return load(None, [*ours, *task.settings, f"run.output={task.folder}"])
 
 
 def _toml(value: object) -> str:
