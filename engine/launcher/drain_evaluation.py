@@ -236,7 +236,7 @@ class DrainEvaluation:
             pool=self._service.pool,
             verifier=self._verifier,
             decode=tokenizer.decode,
-            sampling=SamplingSettings.of(settings, stop),
+            sampling=SamplingSettings.of(settings, Path(self._config.model.path), stop),
             group_size=settings.samples,
             seed=self._config.run.seed,
             trace=self._trace,

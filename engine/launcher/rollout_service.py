@@ -59,7 +59,7 @@ async def rollout_service(
                 pool=pool,
                 verifier=verifier,
                 decode=tokenizer.decode,
-                sampling=SamplingSettings.of(settings, stop, partial),
+                sampling=SamplingSettings.of(settings, model, stop, partial),
                 group_size=group_size,
                 seed=config.run.seed,
                 trace=trace,

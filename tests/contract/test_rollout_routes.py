@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.served import CONTEXT, DEADLINE_S, ENGINES, PROMPT, command, logprobs_of, save_model, serving
 
 
@@ -72,7 +73,7 @@ async def until(http, **expected):
 
 
 async def test_read_only_routes(http):
-    assert await get(http, "/health") == (200, {"protocol": 1})
+    assert await get(http, "/health") == (200, {"protocol": ROLLOUT_PROTOCOL})
     assert await get(http, "/weight_version") == (200, {"weight_version": 0})
     assert await get(http, "/get_world_size") == (200, {"world_size": 1})
     assert (await get(http, "/load"))[1].keys() == {

@@ -30,7 +30,7 @@ class World:
             pool=self.pool,
             verifier=Scores(),
             decode=str,
-            sampling=SamplingSettings(16, 1.0, 1.0, 0),
+            sampling=SamplingSettings(16, 1.0, 1.0, 0, 1000),
             group_size=4,
             seed=0,
             trace=self.trace,

@@ -72,7 +72,7 @@ class World:
             pool=self,
             verifier=self,
             decode=lambda ids: "",
-            sampling=SamplingSettings(8, 1.0, 1.0, 0),
+            sampling=SamplingSettings(8, 1.0, 1.0, 0, 1000),
             group_size=1,
             seed=0,
             trace=self,
