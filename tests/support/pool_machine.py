@@ -34,7 +34,7 @@ PACE = (0.0, 0.002, 0.02, 0.1, 0.5)
 """Seconds that may pass after an event."""
 NAMES = ("guest", "other")
 WHICH = st.sampled_from(range(10))
-SAMPLING = SamplingSettings(4, 1.0, 1.0, 0, 10_000)
+SAMPLING = SamplingSettings(max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, vocabulary=10_000)
 
 
 def bucket(transport, version, number):

@@ -14,7 +14,7 @@ from engine.types import Prompt, Score
 from support.pool_world import PROMPTS, ROLLOUT, worlds
 from support.scripted import Scores, Scripted, until
 
-PARTIAL = SamplingSettings(16, 1.0, 1.0, 0, 1000, partial=True)
+PARTIAL = SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000, partial=True)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ async def test_groups_that_are_scored_as_a_whole(world):
             pool=w.pool,
             verifier=Scores(per_response=False),
             decode=str,
-            sampling=SamplingSettings(16, 1.0, 1.0, 0, 1000),
+            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=4,
             seed=0,
             trace=w.trace,
@@ -231,7 +231,7 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
             pool=w.pool,
             verifier=Odd(),
             decode=str,
-            sampling=SamplingSettings(16, 1.0, 1.0, 0, 1000),
+            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=4,
             seed=0,
             trace=w.trace,

@@ -21,7 +21,7 @@ from engine.wire.rollout_messages import GetHealth, GetLoad, Health
 from support.scripted import Scripted, tokens_of, until
 
 PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
-SAMPLING = SamplingSettings(16, 1.0, 1.0, 0, 1000)
+SAMPLING = SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000)
 
 
 @pytest.fixture

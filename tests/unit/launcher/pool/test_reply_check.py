@@ -213,7 +213,9 @@ async def test_the_client_names_the_instance_and_what_is_wrong(what):
         client = InstanceClient("instance-3", url, session, 5.0)
         with pytest.raises(BrokenReply, match="instance-3"):
             await client.complete(
-                Prompt("id", "1+1=", "2", (1, 2, 3)), SamplingSettings(16, 1.0, 1.0, 0, VOCABULARY), 4
+                Prompt("id", "1+1=", "2", (1, 2, 3)),
+                SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=VOCABULARY),
+                4,
             )
 
 
