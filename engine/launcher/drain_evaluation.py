@@ -96,14 +96,7 @@ class DrainEvaluation:
         self._folder = folder
         self._service = service
         self._notify = notify
-        reward = config.reward
-        self._verifier = VerifierPool(
-            reward.function,
-            reward.workers,
-            reward.timeout_s,
-            reward.on_error,
-            log=folder.logs / "verifier-evaluation.log",
-        )
+        self._verifier = VerifierPool.of(config.reward, folder.logs / "verifier-evaluation.log")
         self._trace = _EvaluationTrace(folder.trace, "evaluation")
         self._prepared: asyncio.Task[list[EncodedBenchmark]] | None = None
         self._newest: _Evaluation | None = None
