@@ -135,3 +135,13 @@ def test_cann_is_found_where_its_set_env_points(monkeypatch, tmp_path):
     )
     monkeypatch.setenv(doctor.CANN_HOMES[0], str(tmp_path))
     assert doctor.cann_version() == "9.1.0"
+
+
+def test_a_folder_of_runs_that_others_can_read_gets_a_warning(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert doctor._run_folders() == []
+    (tmp_path / "runs").mkdir(mode=0o755)
+    [line] = doctor._run_folders()
+    assert line.startswith("warning   every user of this machine can read")
+    (tmp_path / "runs").chmod(0o750)
+    assert doctor._run_folders() == []
