@@ -71,7 +71,7 @@ def training_node_command(folder: Path, wait_s: float) -> list[str]:
 def verifier_command(connection: int, lifeline: int, memory: int, spec: str) -> list[str]:
     """Command line of a verifier process: its ends of the socket pair and of the lifeline (file descriptors), its limit
     of memory in bytes (0: none), and `reward.function`."""
-    return python("engine.verifier.worker", str(connection), str(lifeline), str(memory), spec)
+    return python("engine.verifier.worker", *map(str, (connection, lifeline, memory)), spec)
 
 
 def conversion_command(model: str) -> list[str]:

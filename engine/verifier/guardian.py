@@ -85,5 +85,6 @@ def descendants(root: int) -> list[int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+    arguments = (option, value, 0, 0, 0)
+    if ctypes.CDLL(None, use_errno=True).prctl(*arguments):
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
