@@ -44,13 +44,14 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
     """Additional environment of the agent on the launcher's node, and so of its ranks.
 
     On one node the ranks' collectives listen on loopback only: those of gloo, and those of NCCL and HCCL unless the
-    trainer also sends weights with these to `instances_elsewhere`. A variable that the user has set stays.
+    trainer also sends weights with these, or may have `instances_elsewhere`. A variable that the user has set stays.
     """
     found = {"OMP_NUM_THREADS": str(config.trainer_threads)}
     if config.parallel.nodes > 1:
         return found
-    names = ["GLOO_SOCKET_IFNAME"]
-    names += [] if instances_elsewhere else ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
+    names = ["GLOO_SOCKET_IFNAME"]  # weights that gloo sends have a device of their own (engine.wire.weights.groups)
+    if not instances_elsewhere and config.weights.transport not in ("nccl", "hccl"):
+        names += ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
     interface = _loopback()
     return found | {name: interface for name in names if name not in os.environ}
 
