@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-POLL_S = 0.2
+POLL_S = 0.5
 
 
 @dataclass
