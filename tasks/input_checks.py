@@ -78,7 +78,8 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
 
 async def _try_reward(config: Config) -> None:
     """Load the reward in a worker process, as in a run. So its import can neither end nor hang this process."""
-    async with VerifierPool(config.reward.function, start_timeout_s=config.rollout.timeout_s):
+    reward = config.reward.model_copy(update={"workers": 1})
+    async with VerifierPool.of(reward, start_timeout_s=config.rollout.timeout_s):
         pass
 
 

@@ -65,11 +65,14 @@ def problems(tmp_path_factory):
 def services(tmp_path_factory):
     """Prefect server, MLflow server and S3 endpoint on free ports, one set for all tests
     (tasks.cluster.services.Services)."""
+    from tasks.cluster.prefect_api import CLIENT_AUTH
     from tasks.cluster.services import Services
 
     with Services(tmp_path_factory.mktemp("services")) as running:
         running.environment["PREFECT_WORKER_QUERY_SECONDS"] = "2"  # a worker asks for runs every 10 s without it
+        os.environ[CLIENT_AUTH] = running.environment[CLIENT_AUTH]  # for this process's own requests
         yield running
+        del os.environ[CLIENT_AUTH]
 
 
 @pytest.fixture(scope="session")

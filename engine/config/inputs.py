@@ -105,3 +105,9 @@ class Reward(Table):
     0."""
     workers: PositiveInt = 1
     """Number of verifier processes. One keeps up with a small model; raise it when verifying is slow."""
+    memory_gb: float = Field(default=16.0, ge=0)
+    """Limit in GiB of the memory (RLIMIT_DATA) of each process of a reward of your own: beyond it, it gets a
+    MemoryError. A built-in reward has 0.5 GiB. 0: no limit."""
+    environment: list[str] = []
+    """Names of further environment variables that a reward may see, for example the key of a judge. It sees PATH, HOME,
+    locale, caches, devices and Python's own, but neither METRONOME_TOKEN nor keys of S3 or MLflow."""

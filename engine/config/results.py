@@ -57,7 +57,8 @@ class Tracking(Table):
     """Where MLflow keeps the run's parameters and metrics."""
 
     uri: str = ""
-    """Tracking URI of MLflow. Empty: the environment's MLFLOW_TRACKING_URI, or without one an sqlite file in
-    `run.output`, which needs no server."""
+    """Tracking URI of MLflow, without a password: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD give that.
+    Empty: the environment's MLFLOW_TRACKING_URI, or without one an sqlite file in `run.output`, which needs no
+    server."""
     experiment: str = "metronome"
     """Name of the MLflow experiment."""

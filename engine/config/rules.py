@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.config.cores import foreign_cores
+from engine.config.secrets import check_no_password
 from engine.config.tree import Tree
 
 BF16_GAP = 0.2
@@ -211,6 +212,6 @@ def _check_vllm(config: Tree) -> None:
 RULES: tuple[Callable[[Tree], None], ...] = (
     _check_groups, _check_cores, _check_precision, _check_early_scores, _check_scope, _check_staleness,
     _check_dynamic_sampling, _check_partial, _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm,
-    _check_evaluation,
+    _check_evaluation, check_no_password,
 )  # fmt: skip
 """All rules, in the order in which they are checked; the first that does not hold is reported."""

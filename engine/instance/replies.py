@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.types import JsonObject
+from engine.wire.reply_digest import digest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a response ended; "error" means that the logits were not finite."""
@@ -65,6 +66,7 @@ def completion_reply(number: int, model: str, prompt: Sequence[int], result: Res
         "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": used, "total_tokens": prompt_tokens + used},
         "weight_version": result.version,
         "weight_versions": result.versions,
+        "digest": digest(result.token_ids, result.logprobs, result.versions, result.finish_reason),
     }
 
 

@@ -96,14 +96,7 @@ class DrainEvaluation:
         self._folder = folder
         self._service = service
         self._notify = notify
-        reward = config.reward
-        self._verifier = VerifierPool(
-            reward.function,
-            reward.workers,
-            reward.timeout_s,
-            reward.on_error,
-            log=folder.logs / "verifier-evaluation.log",
-        )
+        self._verifier = VerifierPool.of(config.reward, folder.logs / "verifier-evaluation.log")
         self._trace = _EvaluationTrace(folder.trace, "evaluation")
         self._prepared: asyncio.Task[list[EncodedBenchmark]] | None = None
         self._newest: _Evaluation | None = None
@@ -236,7 +229,7 @@ class DrainEvaluation:
             pool=self._service.pool,
             verifier=self._verifier,
             decode=tokenizer.decode,
-            sampling=SamplingSettings.of(settings, stop),
+            sampling=SamplingSettings.of(settings, Path(self._config.model.path), stop),
             group_size=settings.samples,
             seed=self._config.run.seed,
             trace=self._trace,

@@ -29,7 +29,7 @@ from engine.launcher.checks import check_instances, check_training
 from engine.launcher.coordinator import Coordinator
 from engine.launcher.pool.joining import listen_address, serve_joining
 from engine.launcher.rollout_service import rollout_service
-from engine.run.commands import agent_command, rank_arguments
+from engine.run.commands import agent_command, rank_arguments, trainer_environment
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
@@ -37,6 +37,7 @@ from engine.run.open_files import raise_limit
 from engine.run.process import Child, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.run.trace import Trace
 from engine.wire import record
+from engine.wire.access_token import is_loopback
 from engine.wire.control_keys import CONTROL_KEY, make_keys
 from engine.wire.control_server import ControlServer
 from engine.wire.invitation import INVITATION, control_address, invite
@@ -142,7 +143,7 @@ class _Launcher:
         # A run that was killed may have left half a version there, in another layout.
         shutil.rmtree(self._weights_folder(), ignore_errors=True)
         log = self.folder.logs / "trainer.log"
-        env = {"OMP_NUM_THREADS": str(self.config.trainer_threads)}
+        env = trainer_environment(self.config, self._instances_elsewhere)
         env |= {CONTROL_KEY: self._keys.public} if self._keys is not None else {}
         return Child("trainer", self._trainer_command(), log, env)
 
@@ -161,6 +162,11 @@ class _Launcher:
     @property
     def _address(self) -> str:
         return control_address(self.config) if self.config.parallel.nodes > 1 else f"ipc://{self.scratch}/control"
+
+    @property
+    def _instances_elsewhere(self) -> bool:
+        """Whether instances on other machines may join."""
+        return not is_loopback(listen_address(self.config.rollout.listen)[0])
 
     def _trainer_command(self) -> list[str]:
         weights = self._weights_folder()

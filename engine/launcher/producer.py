@@ -13,7 +13,14 @@ from engine.data.loader import sampling_seed
 from engine.errors import DeadlineError, MetronomeError
 from engine.launcher.dynamic_sampling import DynamicSampling
 from engine.launcher.pool.instance import Instance
-from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused, SamplingSettings
+from engine.launcher.pool.instance_client import (
+    BrokenReply,
+    Busy,
+    InstanceFault,
+    InstanceGone,
+    Refused,
+    SamplingSettings,
+)
 from engine.launcher.pool.pool import Pool
 from engine.reward.scorer import Scorer
 from engine.run.trace import Trace
@@ -243,7 +250,9 @@ class Producer:
             work.check_refusals(number, error, self._pool.config.rollout.timeout_s)
             return
         except (InstanceGone, InstanceFault, DeadlineError) as error:
-            if self._deadlines_count or not isinstance(error, DeadlineError):
+            if isinstance(error, BrokenReply):
+                self._pool.broke_protocol(instance, str(error))
+            elif self._deadlines_count or not isinstance(error, DeadlineError):
                 self._pool.fault(instance)
             work.failed_on = (instance,)
             work.refused_since = None

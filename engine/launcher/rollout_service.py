@@ -46,9 +46,7 @@ async def rollout_service(
     at least one is started. They may still be loading when the body is entered: `pool.connect()` waits for them.
     """
     pool = Pool(config=config, model=model, folder=folder, trace=trace, synced=synced)
-    reward = config.reward
-    log = folder / "logs" / "verifier.log"
-    verifier = VerifierPool(reward.function, reward.workers, reward.timeout_s, reward.on_error, log=log)
+    verifier = VerifierPool.of(config.reward, folder / "logs" / "verifier.log")
     try:
         async with HealthMonitor(pool):
             pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
@@ -59,7 +57,7 @@ async def rollout_service(
                 pool=pool,
                 verifier=verifier,
                 decode=tokenizer.decode,
-                sampling=SamplingSettings.of(settings, stop, partial),
+                sampling=SamplingSettings.of(settings, model, stop, partial),
                 group_size=group_size,
                 seed=config.run.seed,
                 trace=trace,

@@ -7,12 +7,15 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from engine.config import Reward
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
+from engine.launcher.verifier_environment import verifier_environment
 from engine.reward.verifiers import BUILT_IN
 from engine.run.commands import verifier_command
 from engine.run.process import Child
@@ -20,6 +23,10 @@ from engine.types import Prompt, Response, Score
 from engine.wire import verifier_messages
 from engine.wire.messages import PROTOCOL
 from engine.wire.verifier_messages import RewardFailed, RewardLoaded, RewardRefused, Scores, VerifierMessage
+
+END_S = 6.0 if sys.platform == "linux" else 0.0
+"""Seconds that a worker's guardian has to end what the worker has started (engine.verifier.guardian): some hundredths
+are usual."""
 
 
 class VerifierPool:
@@ -36,14 +43,42 @@ class VerifierPool:
         on_error: Literal["stop", "zero"] = "stop",
         start_timeout_s: float = 120.0,
         log: Path | None = None,
+        variables: Sequence[str] = (),
+        memory: int = 0,
     ) -> None:
         """`spec`: reward.function; `timeout_s`: seconds for a call; `on_error`: reward.on_error; `start_timeout_s`:
-        seconds for loading the reward; `log`: file for what the reward prints, else this process's stderr."""
+        seconds for loading the reward; `log`: file for what the reward prints, else this process's stderr; `variables`:
+        reward.environment; `memory`: limit in bytes for a user's reward, 0 for none."""
         self._spec = spec
         self._timeout_s = timeout_s
         self._on_error = on_error
-        self._workers = [_VerifierProcess(f"verifier {index}", spec, start_timeout_s, log) for index in range(workers)]
+        environment = verifier_environment(variables)
+        self._workers = [
+            _VerifierProcess(
+                name=f"verifier {index}",
+                spec=spec,
+                start_timeout_s=start_timeout_s,
+                log=log,
+                environment=environment,
+                memory=memory,
+            )
+            for index in range(workers)
+        ]
         self._idle: asyncio.Queue[_VerifierProcess] = asyncio.Queue()
+
+    @classmethod
+    def of(cls, reward: Reward, log: Path | None = None, start_timeout_s: float = 120.0) -> VerifierPool:
+        """The pool that a recipe asks for; other arguments as above."""
+        return cls(
+            spec=reward.function,
+            workers=reward.workers,
+            timeout_s=reward.timeout_s,
+            on_error=reward.on_error,
+            start_timeout_s=start_timeout_s,
+            log=log,
+            variables=reward.environment,
+            memory=int(reward.memory_gb * 2**30),
+        )
 
     async def start(self) -> None:
         """Start all workers and wait until each has loaded the reward.
@@ -112,8 +147,19 @@ class VerifierPool:
 class _VerifierProcess:
     """One verifier process and the connection to it. A call that times out or breaks replaces the process."""
 
-    def __init__(self, name: str, spec: str, start_timeout_s: float, log: Path | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        spec: str,
+        start_timeout_s: float,
+        log: Path | None,
+        environment: Mapping[str, str],
+        memory: int,
+    ) -> None:
+        """`environment`: all variables that it gets; `memory`: limit in bytes, 0 for none."""
         self.per_response = False
+        self._environment = environment
+        self._memory = memory
         self._child: Child | None = None
         self._name = name
         self._spec = spec
@@ -180,8 +226,14 @@ class _VerifierProcess:
     def _start_process(self, connection: int) -> None:
         pipe, self._lifeline = os.pipe()
         try:
-            command = verifier_command(connection, pipe, self._spec)
-            self._child = Child(self._name, command, self._log, pass_fds=(connection, pipe))
+            command = verifier_command(connection, pipe, self._memory, self._spec)
+            self._child = Child(
+                name=self._name,
+                arguments=command,
+                log=self._log,
+                pass_fds=(connection, pipe),
+                inherited=self._environment,
+            )
         finally:
             os.close(pipe)
 
@@ -226,8 +278,8 @@ class _VerifierProcess:
             if self._writer is not None:
                 self._writer.close()
             if self._lifeline is not None:
-                os.close(self._lifeline)
-            child.stop(grace_s=0.0)
+                os.close(self._lifeline)  # the kernel ends the worker, its guardian what the worker has started
+            child.stop(END_S)
 
     def _check_open(self) -> None:
         if self._closed:

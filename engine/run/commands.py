@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import Config
+from engine.errors import BadInput
 from engine.run.process import python
+
+LOOPBACKS = ("lo", "lo0")
+"""Names of the loopback interface, on Linux and on macOS."""
 
 
 def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[str]:
@@ -34,15 +40,39 @@ def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) 
     return python("engine.trainer.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
 
 
+def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, str]:
+    """Additional environment of the agent on the launcher's node, and so of its ranks.
+
+    On one node the ranks' collectives listen on loopback only: those of gloo, and those of NCCL and HCCL unless the
+    trainer also sends weights with these, or may have `instances_elsewhere`. A variable that the user has set stays.
+    """
+    found = {"OMP_NUM_THREADS": str(config.trainer_threads)}
+    if config.parallel.nodes > 1:
+        return found
+    names = ["GLOO_SOCKET_IFNAME"]  # weights that gloo sends have a device of their own (engine.wire.weights.groups)
+    if not instances_elsewhere and config.weights.transport not in ("nccl", "hccl"):
+        names += ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
+    interface = _loopback()
+    return found | {name: interface for name in names if name not in os.environ}
+
+
+def _loopback() -> str:
+    present = {name for _, name in socket.if_nameindex()}
+    for name in LOOPBACKS:
+        if name in present:
+            return name
+    raise BadInput(f"this machine has no loopback interface ({' or '.join(LOOPBACKS)}), which the trainer's ranks need")
+
+
 def training_node_command(folder: Path, wait_s: float) -> list[str]:
     """Command line that runs trainer ranks on another node, which shares the run folder."""
     return python("engine.trainer.nodes", str(folder), "--wait", str(wait_s))
 
 
-def verifier_command(connection: int, lifeline: int, spec: str) -> list[str]:
-    """Command line of a verifier process: its ends of the socket pair and of the lifeline (file descriptors), and
-    `reward.function`."""
-    return python("engine.verifier.worker", str(connection), str(lifeline), spec)
+def verifier_command(connection: int, lifeline: int, memory: int, spec: str) -> list[str]:
+    """Command line of a verifier process: its ends of the socket pair and of the lifeline (file descriptors), its limit
+    of memory in bytes (0: none), and `reward.function`."""
+    return python("engine.verifier.worker", *map(str, (connection, lifeline, memory)), spec)
 
 
 def conversion_command(model: str) -> list[str]:

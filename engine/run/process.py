@@ -129,10 +129,13 @@ class Child:
         log: Path | None = None,
         env: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
+        inherited: Mapping[str, str] | None = None,
     ) -> None:
+        """`env`: added to the `inherited` environment, which is this process's own if it is None."""
         self.name = name
         self.log = log
-        full = {**os.environ, **(env or {}), LIFELINE: hold_lifeline()}
+        base = os.environ if inherited is None else inherited
+        full = {**base, **(env or {}), LIFELINE: hold_lifeline()}
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         output = open(log, "ab") if log is not None else None  # noqa: SIM115

@@ -20,11 +20,10 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
+from engine.trainer.rendezvous import BACKEND, register
 
 KILL_S = 2
 """Seconds that a rank has to end before it is killed. A rank that hangs may not notice its lifeline either."""
-JOIN_S = 600
-"""Seconds that the other nodes have to come to the rendezvous."""
 
 
 def main() -> int:
@@ -33,42 +32,37 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, required=True, help="on this node")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--rendezvous", default="localhost:0", help="host:port on the launcher's node")
+    parser.add_argument("--rendezvous", default="127.0.0.1:0", help="host:port on the launcher's node")
     parser.add_argument("--run-id", default=uuid.uuid4().hex, help="what the nodes of a run have in common")
     parser.add_argument("rest", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     rest = arguments.rest[1:] if arguments.rest[:1] == ["--"] else arguments.rest
-    # one node needs no name: a laptop's may not resolve
-    address = "127.0.0.1" if arguments.nodes == 1 else arguments.rendezvous.rpartition(":")[0]
     return run_ranks(
         ranks=arguments.ranks,
         arguments=rest,
         nodes=arguments.nodes,
         rendezvous=arguments.rendezvous,
         run_id=arguments.run_id,
-        address=address,
-        host=True,
+        serves=True,
     )
 
 
-def run_ranks(
-    ranks: int, arguments: Sequence[str], nodes: int, rendezvous: str, run_id: str, address: str, host: bool
-) -> int:
+def run_ranks(ranks: int, arguments: Sequence[str], nodes: int, rendezvous: str, run_id: str, serves: bool) -> int:
     """Run this node's ranks until they end. Return 0 if all succeeded; else print the error and return 1.
 
-    `address`: of this node; `host`: whether it holds the rendezvous.
+    `serves`: whether the store at `rendezvous`, where the nodes and the ranks meet, is this node's.
     """
+    register()
     os.environ[LIFELINE] = hold_lifeline()  # the ranks watch the agent, not the launcher
     launch = LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
         nproc_per_node=ranks,
         run_id=run_id,
-        rdzv_backend="c10d",
+        rdzv_backend=BACKEND,
         rdzv_endpoint=rendezvous,
-        rdzv_configs={} if nodes == 1 else {"is_host": host, "join_timeout": JOIN_S},
+        rdzv_configs={"serves": serves},
         max_restarts=0,
-        local_addr=address,
         monitor_interval=0.1,
         shutdown_timeout=KILL_S,
     )

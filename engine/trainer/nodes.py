@@ -13,7 +13,6 @@ from pathlib import Path
 
 from engine.errors import MetronomeError
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
-from engine.wire.address import address_towards, split_address
 from engine.wire.control_keys import CONTROL_KEY
 from engine.wire.invitation import Invitation, wait_for_invitation
 
@@ -35,16 +34,13 @@ def _run_invited_ranks(invitation: Invitation) -> int:
     from engine.trainer.agent import run_ranks  # imports torch: seconds
 
     os.environ |= {CONTROL_KEY: invitation.key, "OMP_NUM_THREADS": str(invitation.threads)}
-    rendezvous = invitation.rendezvous
-    address = address_towards(*split_address(rendezvous, "rendezvous"))
     return run_ranks(
         ranks=invitation.ranks,
         arguments=invitation.arguments,
         nodes=invitation.nodes,
-        rendezvous=rendezvous,
+        rendezvous=invitation.rendezvous,
         run_id=invitation.run_id,
-        address=address,
-        host=False,
+        serves=False,
     )
 
 

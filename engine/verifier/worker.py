@@ -23,6 +23,7 @@ from engine.reward.verifiers import BUILT_IN
 from engine.run.process import watch_lifeline
 from engine.run.user_code import UserCode, describe
 from engine.types import Prompt, Response, Score
+from engine.verifier.guardian import guard
 from engine.verifier.reward_function import RewardFunction, load_reward
 from engine.wire import verifier_messages
 from engine.wire.verifier_messages import (
@@ -36,14 +37,15 @@ from engine.wire.verifier_messages import (
 
 MEMORY = 512 * 2**20
 """Limit in bytes of the address space for the built-in verifiers, so that a response such as 9^{9^{9}} can't use up the
-host's memory. A user's reward has no limit, because it may hold a model."""
+host's memory."""
 
 
-def main(socket_fd: int, lifeline_fd: int, spec: str) -> None:
-    """Answer the launcher at the other end of `socket_fd` until it closes the socket."""
+def main(socket_fd: int, lifeline_fd: int, memory: int, spec: str) -> None:
+    """Answer the launcher at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for a
+    user's reward, 0 for none."""
+    limit_memory(spec, memory)
+    guard(socket_fd)
     die_on_close(lifeline_fd)
-    if spec in BUILT_IN and hasattr(resource, "RLIMIT_AS"):
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     watch_lifeline()
     _print_to_stderr()
     with socket.socket(fileno=socket_fd) as launcher:
@@ -56,6 +58,18 @@ def main(socket_fd: int, lifeline_fd: int, spec: str) -> None:
         _send(launcher, RewardLoaded(reward.per_response))
         with asyncio.Runner() as runner:  # one loop for all calls, so that an async reward can keep its connections
             _serve_calls(launcher, reward, runner)
+
+
+def limit_memory(spec: str, memory: int) -> None:
+    """Limit this process and each that it starts: a built-in verifier's address space, a user's reward's own data.
+
+    Data is what a process may write and shares with none. A reward may hold a model and libraries that reserve more
+    address space than there is memory, and data does not count that.
+    """
+    if spec in BUILT_IN and hasattr(resource, "RLIMIT_AS"):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    elif memory and hasattr(resource, "RLIMIT_DATA"):
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
 
 
 def die_on_close(pipe: int) -> None:
@@ -154,4 +168,4 @@ def _print_to_stderr() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

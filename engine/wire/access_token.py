@@ -49,7 +49,7 @@ def check_address(host: str, token: str | None, key: str = "--host") -> None:
     """Raise BadInput, which names `key`, unless `host` is an IP address or localhost; without a token it must be a
     loopback address."""
     try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        loopback = is_loopback(host)
     except ValueError:
         raise BadInput(f"{key} {host}: expected an IP address, for example 127.0.0.1") from None
     if not loopback and token is None:
@@ -57,3 +57,9 @@ def check_address(host: str, token: str | None, key: str = "--host") -> None:
             f"{key} {host}: only loopback addresses such as 127.0.0.1 are served without an access token; "
             f"set {VARIABLE}, the same for the launcher and its instances, to listen elsewhere"
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on `host`. Raises ValueError unless it is an IP address
+    or localhost."""
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback

@@ -3,6 +3,6 @@
 Imports nothing: vLLM's environment imports it, too.
 """
 
-ROLLOUT_PROTOCOL = 1
+ROLLOUT_PROTOCOL = 2
 """It goes up with every change by which a launcher and an instance of different releases would misunderstand each
 other."""

@@ -77,6 +77,8 @@ class CompletionReply(msgspec.Struct):
     """The reply to a request for a response."""
 
     choices: Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1)]
+    digest: str
+    """Of the response (engine.wire.reply_digest)."""
     weight_versions: tuple[tuple[int, int], ...] = ()
     """(index of its first token, weight version) of each stretch of tokens."""
 

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import shutil
+import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from engine.config import Config
 from engine.config.recipe import load
 from engine.errors import BadInput
 from engine.run import vllm_command
@@ -51,7 +53,7 @@ def findings(engine: str = "embedded") -> tuple[list[str], bool]:
         return ["missing   metronome itself: install it with pip install -e ."], False
     packages = [_package(each) for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
     python = f"ok        Python {platform.python_version()} on {platform.platform(terse=True)}"
-    lines = [python, _cores(), _shared_memory(), *packages, *_accelerator(), *_vllm(engine)]
+    lines = [python, _cores(), _shared_memory(), *_run_folders(), *packages, *_accelerator(), *_vllm(engine)]
     return lines, all(line.startswith(FINE) for line in lines)
 
 
@@ -97,6 +99,16 @@ def _shared_memory() -> str:
     if not SHARED_MEMORY.is_dir():
         return "slow      no shared memory: weights go through files in the run folder"
     return f"ok        {shutil.disk_usage(SHARED_MEMORY).free / 2**30:.1f} GiB of shared memory for weight sync"
+
+
+def _run_folders() -> list[str]:
+    """A warning if other users can read the folder of runs in the current one: responses and logs are in it."""
+    folder = Path(Config().run.output)
+    if folder.is_dir() and folder.stat().st_mode & stat.S_IROTH:
+        return [
+            f"warning   every user of this machine can read {folder.resolve()}: chmod o-rwx {folder} keeps them out"
+        ]
+    return []
 
 
 def _accelerator() -> list[str]:

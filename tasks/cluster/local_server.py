@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import sys
 import urllib.error
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from engine.errors import MetronomeError
 from engine.run.process import Child, python, watch_lifeline
+from tasks.cluster.prefect_api import CLIENT_AUTH, server_environment
 
 STARTUP_S = 180.0
 """Time limit of the start, which takes 7 s on an idle machine, and 14 s the first time (it creates the database)."""
@@ -52,9 +54,11 @@ def local_server(output: Path) -> Iterator[LocalServer | None]:
     home = (output / "prefect").resolve()
     home.mkdir(parents=True, exist_ok=True)
     os.environ["PREFECT_HOME"] = str(home)
+    auth = f"run:{secrets.token_urlsafe(24)}"
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
-        environment = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"}
+        port = listener.getsockname()[1]
+        url = f"http://127.0.0.1:{port}/api"
+        environment = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"} | server_environment(auth, port)
         arguments = python("tasks.cluster.local_server", str(listener.fileno()))
         child = Child(
             name="Prefect server",
@@ -63,12 +67,13 @@ def local_server(output: Path) -> Iterator[LocalServer | None]:
             env=environment,
             pass_fds=[listener.fileno()],
         )
-    os.environ["PREFECT_API_URL"] = url
+    os.environ |= {"PREFECT_API_URL": url, CLIENT_AUTH: auth}
     try:
         yield LocalServer(child, url)
     finally:
         child.stop(grace_s=1.0)
         del os.environ["PREFECT_API_URL"]
+        del os.environ[CLIENT_AUTH]
 
 
 def log_prefect_to(path: Path) -> None:

@@ -11,8 +11,8 @@ folder.
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -25,15 +25,17 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.guard import guarded
 from engine.run.process import Child, drop_lifeline, python, stop_all, watch_lifeline
+from tasks.cluster.prefect_api import CLIENT_AUTH, post, server_environment
 
 HOST = "127.0.0.1"
 BUCKET = "metronome"
 """Bucket that the S3 endpoint has from the start."""
+PASSWORD = "prefect.password"
+"""File in the servers' folder with the Prefect server's user and password."""
 PORTS = {"prefect": 4200, "mlflow": 5000, "s3": 9000}
 """Default ports of `make services`, the usual ones of these servers."""
 STARTUP_S = 180.0
@@ -144,12 +146,13 @@ class Worker(Service):
         command += ["--limit", str(limit)] if limit else []
         super().__init__(name=f"worker {name} of pool {pool}", port=0, command=command, log=log, env=env)
         self._workers = f"{env['PREFECT_API_URL']}/work_pools/{pool}/workers/filter"
+        self._auth = env.get(CLIENT_AUTH)
         self._worker_name = name
 
     def ready(self) -> bool:
         """Whether the server has received its heartbeat. Raises ProcessDied if the process has ended."""
         self.check()
-        online = [one["name"] for one in post(self._workers, {}) if one["status"] == "ONLINE"]
+        online = [one["name"] for one in post(self._workers, {}, self._auth) if one["status"] == "ONLINE"]
         return self._worker_name in online
 
 
@@ -220,6 +223,7 @@ class Services:
         given = {"PREFECT_HOME": str(self.folder / "prefect")}
         if "prefect" in self.ports:
             given["PREFECT_API_URL"] = f"http://{HOST}:{self.ports['prefect']}/api"
+            given[CLIENT_AUTH] = password_of(self.folder)
             given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = str(HEARTBEAT_S)
         if "mlflow" in self.ports:
             given["MLFLOW_TRACKING_URI"] = f"http://{HOST}:{self.ports['mlflow']}"
@@ -249,6 +253,7 @@ class Services:
             "--analytics-off",
         ]
         env = {"PREFECT_HOME": str(home), "PREFECT_UI_API_URL": self.environment["PREFECT_API_URL"]}
+        env |= server_environment(self.environment[CLIENT_AUTH], port)
         return Service(
             name="Prefect server",
             port=port,
@@ -319,11 +324,14 @@ def check_port(port: int, name: str, within_s: float = 0.0) -> None:
         time.sleep(POLL_S)
 
 
-def post(url: str, body: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """The JSON reply to a JSON request (the Prefect server's API)."""
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=30) as reply:
-        return json.load(reply)
+def password_of(folder: Path) -> str:
+    """The Prefect server's "user:password", made at the first start and kept in the folder, for its owner only."""
+    file = folder / PASSWORD
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as new:
+            new.write(f"metronome:{secrets.token_urlsafe(24)}")
+    return file.read_text().strip()
 
 
 def main() -> int:

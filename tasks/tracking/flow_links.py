@@ -34,7 +34,7 @@ def tracked_flow(config: Config, evaluation: bool = False) -> Iterator[str]:
 
 def run_url(config: Config, run_id: str) -> str:
     """The run's page in the MLflow UI."""
-    store = tracked_run.tracking_uri(config)
+    store = tracked_run.shown_uri(config)
     server = store if store.startswith(("http://", "https://")) else UI
     experiment = retry_while_away(
         "the link to MLflow", lambda: mlflow.get_experiment_by_name(config.tracking.experiment)

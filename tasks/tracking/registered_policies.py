@@ -17,7 +17,7 @@ from engine.run.folder import RunFolder
 from engine.run.start import ContinueFrom, RunStart, read_start
 from tasks.console import say
 from tasks.tracking.retry import retry_while_away
-from tasks.tracking.tracked_run import tracking_uri
+from tasks.tracking.tracked_run import shown_uri, tracking_uri
 
 CHAMPION = "champion"
 """Alias of the registered policy that won the last paired comparison."""
@@ -95,7 +95,7 @@ def model_folder(config: Config, recipe: str, model: str) -> Config:
         if found is None:
             raise BadInput(
                 f"no {'night' if model == NIGHTLY else 'run'} has registered a policy of {name} at "
-                f"{tracking_uri(config)}: train one first, or name a folder"
+                f"{shown_uri(config)}: train one first, or name a folder"
             )
         model = str(_fetched(config, found))
     return config.model_copy(update={"model": config.model.model_copy(update={"path": model})}) if model else config
@@ -105,7 +105,7 @@ def _registered(config: Config, name: str, which: str) -> ModelVersion | None:
     """A registered policy; None if there is none. Raises BadInput if there is no champion, and TrackingAway."""
     found = retry_while_away(f"the {which} policy of {name}", lambda: _version(config, name, which))
     if found is None and which == CHAMPION:
-        raise BadInput(f"no version of {name} has the alias {CHAMPION} at {tracking_uri(config)}")
+        raise BadInput(f"no version of {name} has the alias {CHAMPION} at {shown_uri(config)}")
     return found
 
 

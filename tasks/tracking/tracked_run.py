@@ -18,6 +18,7 @@ from typing import Any
 import mlflow
 
 from engine.config import Config
+from engine.config.secrets import without_password
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import latest, step_of
@@ -50,15 +51,20 @@ def tracking_uri(config: Config) -> str:
     return given or f"sqlite:///{Path(config.run.output).resolve() / 'mlflow.db'}"
 
 
+def shown_uri(config: Config) -> str:
+    """`tracking_uri` for messages and links: without a password, which MLFLOW_TRACKING_URI may have."""
+    return without_password(tracking_uri(config))
+
+
 def ui_command(config: Config) -> str:
     """The address of the MLflow server. For a store without a server: the command that starts the UI, with this
     environment's mlflow."""
     if tracking_uri(config).startswith(("http://", "https://")):
-        return tracking_uri(config)
+        return shown_uri(config)
     mlflow_command = Path(sys.executable).with_name("mlflow")
     if mlflow_command.is_relative_to(Path.cwd()):
         mlflow_command = mlflow_command.relative_to(Path.cwd())
-    return shlex.join([str(mlflow_command), "ui", "--backend-store-uri", tracking_uri(config)])
+    return shlex.join([str(mlflow_command), "ui", "--backend-store-uri", shown_uri(config)])
 
 
 @contextmanager
@@ -100,14 +106,14 @@ def check_store(config: Config) -> None:
         if refused(error):
             raise _unusable(config, error) from None
         complain(
-            f"warning: MLflow ({tracking_uri(config)}) does not answer: {first_line(error)}. The evaluation continues "
+            f"warning: MLflow ({shown_uri(config)}) does not answer: {first_line(error)}. The evaluation continues "
             "and is logged afterwards"
         )
 
 
 def _unusable(config: Config, error: mlflow.MlflowException) -> BadInput:
     return BadInput(
-        f"tracking.uri = {tracking_uri(config)!r}, experiment {config.tracking.experiment!r}: "
+        f"tracking.uri = {shown_uri(config)!r}, experiment {config.tracking.experiment!r}: "
         f"MLflow cannot use it: {first_line(error)}"
     )
 

@@ -10,10 +10,14 @@ import time
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.served import CONTEXT, DEADLINE_S, ENGINES, PROMPT, command, logprobs_of, save_model, serving
+from engine.launcher.pool.reply_check import Asked, problem
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.rollout_messages import CompletionReply
+from support.served import CONTEXT, DEADLINE_S, ENGINES, PROMPT, VOCABULARY, command, logprobs_of, save_model, serving
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +59,13 @@ async def post(http, path, body=None):
 
 
 async def complete(http, **body):
-    status, reply = await post(http, "/v1/completions", {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True} | body)
+    """A reply, which keeps the rules by which the launcher checks it."""
+    body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True} | body
+    status, reply = await post(http, "/v1/completions", body)
     assert status == 200, reply
+    every = frozenset(range(VOCABULARY))
+    asked = Asked(body["max_tokens"], VOCABULARY, frozenset(body.get("stop_token_ids", ())), every)
+    assert problem(msgspec.convert(reply, CompletionReply), asked) == ""
     return reply
 
 
@@ -72,7 +81,7 @@ async def until(http, **expected):
 
 
 async def test_read_only_routes(http):
-    assert await get(http, "/health") == (200, {"protocol": 1})
+    assert await get(http, "/health") == (200, {"protocol": ROLLOUT_PROTOCOL})
     assert await get(http, "/weight_version") == (200, {"weight_version": 0})
     assert await get(http, "/get_world_size") == (200, {"world_size": 1})
     assert (await get(http, "/load"))[1].keys() == {

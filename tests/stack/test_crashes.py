@@ -16,7 +16,7 @@ from support import flow_runs
 from support.brake import braked, slow_down
 from support.flow_runs import kill, patiently, processes, state
 from support.runs import ROOT, launch, overrides, wait_for
-from tasks.cluster.services import post
+from tasks.cluster.prefect_api import post
 from tasks.tracking.metric_names import metric_name, numbers
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(3000)]

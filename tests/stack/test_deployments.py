@@ -17,7 +17,8 @@ from engine.run.files import read_lines
 from support.brake import braked
 from support.flow_runs import patiently, processes, start, state
 from support.runs import ROOT, overrides, wait_for
-from tasks.cluster.services import BUCKET, post
+from tasks.cluster.prefect_api import post
+from tasks.cluster.services import BUCKET
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 

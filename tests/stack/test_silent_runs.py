@@ -4,16 +4,15 @@ resumes them.
 What the other automations do is in test_crashes.
 """
 
-import json
 import subprocess
 import sys
-import urllib.request
 
 import pytest
 
 from support.flow_runs import kill, patiently, processes, start, state
 from support.runs import ROOT, wait_for
-from tasks.cluster.services import HEARTBEAT_S, post
+from tasks.cluster.prefect_api import get, post
+from tasks.cluster.services import HEARTBEAT_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
@@ -89,8 +88,7 @@ def history(api, run):
     """(name, message) of all states of a run."""
 
     def read():
-        with urllib.request.urlopen(f"{api}/flow_run_states/?flow_run_id={run}", timeout=30) as reply:
-            return [(one["name"], one["message"]) for one in json.load(reply)]
+        return [(one["name"], one["message"]) for one in get(f"{api}/flow_run_states/?flow_run_id={run}")]
 
     return patiently(read)
 

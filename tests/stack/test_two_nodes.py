@@ -16,7 +16,7 @@ from support.flow_runs import patiently, processes, start, state
 from support.ports import two_neighbours
 from support.runs import ROOT, overrides, wait_for
 from tasks.cluster.other_nodes import NOTES
-from tasks.cluster.services import post
+from tasks.cluster.prefect_api import post
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1200)]
 

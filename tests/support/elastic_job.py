@@ -24,6 +24,7 @@ from engine.run.process import LIFELINE, hold_lifeline
 from engine.run.trace import read_spans
 from engine.wire import record
 from engine.wire.codec import open_group
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.faults import proxy_to
 from support.runs import ROOT, config_of, overrides, wait_for, write_config
 
@@ -123,7 +124,7 @@ class Job:
     def proxied(self, url):
         """Have the instance at that URL join behind a proxy, under the name "proxied"; the proxy."""
         proxy = self._stack.enter_context(proxy_to(url))
-        self.call("/join", {"protocol": 1, "name": "proxied", "url": proxy.url})
+        self.call("/join", {"protocol": ROLLOUT_PROTOCOL, "name": "proxied", "url": proxy.url})
         return proxy
 
     # what it says ---------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import aiohttp
 
 from engine.errors import ProcessDied
 from engine.launcher.weight_sync.probe import probe
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from support.replies import reply
 
 PROBE = probe(64, 6, 64, "float32")
 BUCKETS = 2
@@ -69,7 +71,7 @@ class FakeInstance:
         return await getattr(self, path.rsplit("/", 1)[-1])(body or {}, query)
 
     async def health(self, body, query):
-        return 200, {"protocol": 1}
+        return 200, {"protocol": ROLLOUT_PROTOCOL}
 
     async def load(self, body, query):
         return 200, {"running": self.running, "waiting": 0, "generated_tokens": 0, "weight_version": self.version}
@@ -138,8 +140,7 @@ class FakeInstance:
         if "prompt_logprobs" in body:
             values = zip(PROBE.token_ids[1:], logprobs(self.weights), strict=True)
             entries = [None, *({str(token): {"logprob": value}} for token, value in values)]
-            choice = {"token_ids": [], "logprobs": {"token_logprobs": []}, "finish_reason": "length"}
-            return 200, {"choices": [choice | {"prompt_logprobs": entries}]}
+            return 200, reply([], [], "length", [], prompt_logprobs=entries)
         weights = self.weights
         version = self.version
         aborts = self.aborts
@@ -151,8 +152,7 @@ class FakeInstance:
                     return 409, {}
         finally:
             self.running -= 1
-        choice = {"token_ids": [weights], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
-        return 200, {"choices": [choice], "weight_versions": [[0, version]]}
+        return 200, reply([weights], [-1.0], "length", [(0, version)])
 
 
 class FakeSession:

@@ -1,14 +1,12 @@
 """Flow runs of a real Prefect server: start them, ask for their state, find and kill their processes."""
 
-import json
 import os
 import signal
 import time
-import urllib.request
 
 import psutil
 
-from tasks.cluster.services import post
+from tasks.cluster.prefect_api import get, post
 
 
 def start(api, deployment, parameters):
@@ -21,8 +19,7 @@ def state(api, run, within_s=120.0):
     """A flow run's state. Raises OSError when the server does not tell it in time."""
 
     def read():
-        with urllib.request.urlopen(f"{api}/flow_runs/{run}", timeout=min(30.0, within_s)) as reply:
-            return json.load(reply)["state"]
+        return get(f"{api}/flow_runs/{run}", min(30.0, within_s))["state"]
 
     return patiently(read, timeout_s=within_s)
 

@@ -21,6 +21,7 @@ from engine.launcher.pool.pool import Pool
 from engine.launcher.weight_sync.sync import WeightSync
 from engine.types import Prompt
 from engine.wire.messages import AbortSync, BucketInfo, ConnectSync, FinishSync, OpenSync, SendBucket
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.fake_instances import BUCKETS, PROBE, FakeInstance, FakeProcess, FakeProcesses, FakeSession, logprobs
 from support.virtual_time import VirtualLoop
 
@@ -33,7 +34,7 @@ PACE = (0.0, 0.002, 0.02, 0.1, 0.5)
 """Seconds that may pass after an event."""
 NAMES = ("guest", "other")
 WHICH = st.sampled_from(range(10))
-SAMPLING = SamplingSettings(4, 1.0, 1.0, 0)
+SAMPLING = SamplingSettings(max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, vocabulary=10_000)
 
 
 def bucket(transport, version, number):
@@ -134,7 +135,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     async def ask_to_join(self, name, again):
         _, port = self.fake()
-        body = {"protocol": 1, "name": name, "url": f"http://127.0.0.1:{port}", "again": again}
+        body = {"protocol": ROLLOUT_PROTOCOL, "name": name, "url": f"http://127.0.0.1:{port}", "again": again}
         await self.ask(self.routes.join, body)
 
     async def ask(self, route, body):

@@ -30,7 +30,7 @@ class World:
             pool=self.pool,
             verifier=Scores(),
             decode=str,
-            sampling=SamplingSettings(16, 1.0, 1.0, 0),
+            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=4,
             seed=0,
             trace=self.trace,

@@ -7,14 +7,16 @@ import random
 from aiohttp import web
 
 from engine.types import Score
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import FinishUpdate
+from support.replies import reply
 
 SERVES = """
 import http.server, json, os, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("Content-Length", "15"); self.end_headers()
-        self.wfile.write(b'{"protocol": 1}')
+        self.wfile.write(b'{"protocol": 2}')
     do_POST = do_GET
     def log_message(self, *args): pass
 server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -42,9 +44,10 @@ class Scripted:
         self.silent = False
         self.drop = False
         self.body = None
-        self.finish = "stop"
+        self.finish = "length"
+        self.spoil = dict  # changes a reply that was right
         self.cuts = 0  # so many completions end after a token, as if a pause cut them
-        self.protocol = 1
+        self.protocol = ROLLOUT_PROTOCOL
         self.seeds = []
         self.running = self.most = 0
         self.updated = []
@@ -65,19 +68,8 @@ class Scripted:
             cut = self.cuts > 0 and len(tokens) > 1
             self.cuts -= cut
             tokens = tokens[:1] if cut else tokens
-            return web.json_response(
-                {
-                    "choices": [
-                        {
-                            "token_ids": tokens,
-                            "logprobs": {"token_logprobs": [-1.0] * len(tokens)},
-                            "finish_reason": "abort" if cut else self.finish,
-                        }
-                    ],
-                    "weight_version": self.version,
-                    "weight_versions": [[0, self.version]],
-                }
-            )
+            found = reply(tokens, [-1.0] * len(tokens), "abort" if cut else self.finish, [(0, self.version)])
+            return web.json_response(self.spoil(found))
         finally:
             self.running -= 1
 

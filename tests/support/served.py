@@ -19,6 +19,7 @@ START_S = {"embedded": DEADLINE_S, "vllm": 600.0}
 ENGINES = ["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])]
 """Both answer the same routes, so both are asked the same."""
 CONTEXT = 256
+VOCABULARY = 64
 PROMPT = [5, 9, 20, 33, 7]
 
 
@@ -26,7 +27,7 @@ def save_model(folder, seed):
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=64,
+            vocab_size=VOCABULARY,
             hidden_size=48,
             intermediate_size=80,
             num_hidden_layers=2,

@@ -17,6 +17,7 @@ from engine.launcher.weight_sync.sync import WeightSync, probe
 from engine.trainer.publish.publisher import Publisher
 from engine.trainer.publish.transports import open_transport
 from engine.wire import messages
+from support.replies import reply
 
 TIMEOUT_S = 5.0
 PROBE = probe(64, 6, 64, "float32")
@@ -159,9 +160,8 @@ class Client:
         assert not self.paused
         found = [value + body.get("shift", 0.0) for value in logprobs(self.held, body["prompt"])]
         values = zip(body["prompt"][1:], found, strict=True)
-        choice = {"token_ids": [], "logprobs": {"token_logprobs": []}, "finish_reason": "length"}
-        choice["prompt_logprobs"] = [None, *({str(t): {"logprob": value}} for t, value in values)]
-        return {"choices": [choice]}
+        entries = [None, *({str(t): {"logprob": value}} for t, value in values)]
+        return reply([], [], "length", [], prompt_logprobs=entries)
 
 
 class Pool:

@@ -41,6 +41,37 @@ def test_compose_needs_what_the_example_lists():
     assert needed == listed
 
 
+def test_compose_passwords_are_made_once_for_their_owner_only(tmp_path):
+    for name in ("passwords.sh", "example.env"):
+        (tmp_path / name).write_text((COMPOSE.parent / name).read_text())
+    made = []
+    for _ in range(2):
+        subprocess.run(["sh", str(tmp_path / "passwords.sh")], check=True, timeout=30, capture_output=True)
+        made.append((tmp_path / ".env").read_text())
+    assert made[0] == made[1]
+    assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
+    values = dict(re.findall(r"^(\w+)=(.*)$", made[0], re.M))
+    assert all(re.fullmatch(r"[0-9a-f]{48}", value) for value in values.values())
+    assert len(set(values.values())) == len(values) == 9
+    ignored = subprocess.run(["git", "check-ignore", "-q", "infra/compose/.env"], cwd=ROOT, timeout=30)
+    assert ignored.returncode == 0
+
+
+def test_compose_asks_who_it_is():
+    """Every server wants a password, no service but MinIO's own has its administrator's key."""
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    prefect = services["prefect"]["environment"]
+    assert "PREFECT_SERVER_API_AUTH_STRING" in prefect
+    assert "*" not in prefect["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]
+    for name in ("deploy", "watchdog", "worker"):
+        assert services[name]["environment"]["PREFECT_API_AUTH_STRING"] == prefect["PREFECT_SERVER_API_AUTH_STRING"]
+    assert "--app-name basic-auth" in (COMPOSE.parent / "mlflow.sh").read_text()
+    keys = {name: one.get("environment", {}).get("AWS_ACCESS_KEY_ID") for name, one in services.items()}
+    assert {name: key for name, key in keys.items() if key} == {"mlflow": "mlflow", "worker": "client"}
+    root = [name for name, one in services.items() if "${MINIO_PASSWORD" in str(one)]
+    assert root == ["minio", "bucket"]
+
+
 def test_compose_volumes_and_mounts_are_there():
     tree = yaml.safe_load(COMPOSE.read_text())
     mounts = [volume.split(":")[0] for one in tree["services"].values() for volume in one.get("volumes", ())]

@@ -10,6 +10,7 @@ import requests
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.fuzz_routes import Server, fuzz_all, fuzz_update
 from support.runs import wait_for
 from support.tiny_models import VOCABULARY, reference, reference_logprobs, save
@@ -55,7 +56,7 @@ def client(instance, models):
 
 
 def test_read_only_routes(client):
-    assert client.ask("GET", "/health") == (200, {"protocol": 1})
+    assert client.ask("GET", "/health") == (200, {"protocol": ROLLOUT_PROTOCOL})
     assert client.ask("GET", "/weight_version") == (200, {"weight_version": 0})
     assert client.ask("GET", "/get_world_size") == (200, {"world_size": 1})
     load = client.ask("GET", "/load")[1]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from engine.errors import ProcessDied
 from engine.instance import command_line
 from engine.run.process import bind, watch_lifeline
+from engine.wire.connections import RareMessages
 
 if TYPE_CHECKING:  # torch reads its environment variables when it is imported: they are set before
     from engine.instance.embedded.engine import Engine
@@ -47,6 +48,7 @@ async def _serve(options: argparse.Namespace) -> None:
     sock = command_line.bound(options)
     engine = _warm_engine(options)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(RareMessages().of_loop)
     limits = RequestLimits(engine.model.vocabulary, options.max_context, engine.model.stop_ids)
     ended = asyncio.Event()
     worker = EngineThread(engine, loop, ended.set)

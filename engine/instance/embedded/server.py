@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from engine.instance.command_line import KEEP_ALIVE_S
 from engine.instance.http import InstanceApp
+from engine.wire.connections import Connections
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's connection, whose headers have a limit of time."""
+
+    def __init__(self, guard: Connections, **given: Any) -> None:  # noqa: ANN401
+        super().__init__(**given)
+        self._guard = guard
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._guard.opened(transport)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._guard.expect(self.transport)
+
+    def on_headers_complete(self) -> None:
+        self._guard.arrived(self.transport)
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._guard.closed(self.transport)
+        super().connection_lost(exc)
 
 
 class Server(uvicorn.Server):
     """Serves an instance's routes. Its caller handles signals."""
 
-    def __init__(self, app: InstanceApp) -> None:
+    def __init__(self, app: InstanceApp, connections: Connections | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,  # type: ignore[arg-type]
+                http=partial(_Protocol, connections or Connections()),  # type: ignore[arg-type]
                 lifespan="off",
                 ws="none",
                 access_log=False,

@@ -15,6 +15,7 @@ from engine.instance.replies import Result
 from engine.instance.vllm import sampling
 from engine.instance.vllm.weight_version import WeightVersionReader
 from engine.types import JsonObject
+from engine.wire.weights.hf_folder import end_of_sequence_ids
 
 LOAD_S = 0.5
 """Seconds GET /load waits for the workers' version; then it gives the last known one, since a busy engine lives too."""
@@ -36,7 +37,7 @@ class VllmBackend:
         self.limits = RequestLimits(
             config.model_config.get_vocab_size(),
             config.model_config.max_model_len,
-            sampling.stop_ids(Path(self.model)),
+            end_of_sequence_ids(Path(self.model)),
         )
         self.world_size: int = config.parallel_config.world_size_across_dp
         self._engine = engine

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
 from engine.instance.protocol import Completion
@@ -60,13 +58,3 @@ def result(output: Any, version: int, earlier: int | None) -> Result:  # noqa: A
 def _logprobs(entries: Any, tokens: list[int]) -> list[float]:  # noqa: ANN401
     """Return each token's log-probability from vLLM's {token: Logprob, …} for each position; NaN stays NaN."""
     return [max(entry[token].logprob, LEAST) for entry, token in zip(entries, tokens, strict=True)]
-
-
-def stop_ids(model: Path) -> frozenset[int]:
-    """Return the end-of-sequence ids in generation_config.json and config.json of a Hugging Face folder."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        if (model / name).is_file():
-            ids = json.loads((model / name).read_text()).get("eos_token_id")
-            found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(found)

@@ -96,6 +96,8 @@ class Instance:
     _places: set[Place] = field(default_factory=set, init=False)
     _failed_attempts: int = field(default=0, init=False)
     """Times in a row that it could not be brought to the weights."""
+    _breaches: int = field(default=0, init=False)
+    """Replies that broke the protocol."""
     _busy_since: float | None = field(default=None, init=False)
     """Since when it has refused every request as one that is paused (monotonic)."""
     _gone: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -284,6 +286,11 @@ class Instance:
         """It answered a request as it should."""
         self._busy_since = None
         self.breaker.success()
+
+    def breached(self) -> int:
+        """It sent a reply that breaks the protocol; how many it has sent."""
+        self._breaches += 1
+        return self._breaches
 
     def refused(self) -> float:
         """It refused a request as one that is paused; for how many seconds it has refused all."""

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar, cast
 
 import aiohttp
@@ -14,8 +15,11 @@ import msgspec
 
 from engine.config import Evaluate, Rollout
 from engine.errors import DeadlineError, MetronomeError
+from engine.launcher.pool.reply_check import Asked, problem
+from engine.model.shape import read_shape
 from engine.types import Prompt, Response
 from engine.wire.rollout_messages import Complete, CompletionReply, InstanceRequest
+from engine.wire.weights.hf_folder import end_of_sequence_ids
 
 Reply = TypeVar("Reply")
 JSON = {"Content-Type": "application/json"}
@@ -28,6 +32,10 @@ class InstanceGone(MetronomeError):
 
 class InstanceFault(MetronomeError):
     """The instance answered with an error of its own (5xx) or with something that is no reply to the request."""
+
+
+class BrokenReply(InstanceFault):
+    """The instance answered 200 with something that breaks the protocol: nothing of it counts."""
 
 
 class Refused(MetronomeError):
@@ -50,19 +58,28 @@ class SamplingSettings:
     temperature: float
     top_p: float
     top_k: int
+    vocabulary: int
+    """Number of token ids that the model knows."""
     stop_token_ids: tuple[int, ...] = ()
+    model_stop_ids: frozenset[int] = frozenset()
+    """The model's own end-of-sequence ids, which instances add."""
     partial: bool = False
     """Whether a response that a pause broke off is kept, to be continued (rollout.partial)."""
 
     @classmethod
-    def of(cls, settings: Rollout | Evaluate, stop: tuple[int, ...], partial: bool = False) -> SamplingSettings:
-        """Those of a part of the config: `rollout` for training, `evaluate` for evaluations."""
+    def of(
+        cls, settings: Rollout | Evaluate, model: Path, stop: tuple[int, ...], partial: bool = False
+    ) -> SamplingSettings:
+        """Those of a part of the config: `rollout` for training, `evaluate` for evaluations. `model`: a Hugging Face
+        folder."""
         return cls(
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
+            vocabulary=read_shape(model).vocabulary,
             stop_token_ids=stop,
+            model_stop_ids=end_of_sequence_ids(model),
             partial=partial,
         )
 
@@ -89,7 +106,7 @@ class InstanceClient:
     async def call(self, request: InstanceRequest[Reply], timeout_s: float | None = None) -> Reply:
         """Send a request and wait for its reply; `timeout_s` defaults to rollout.timeout_s.
 
-        Raises InstanceGone (connection broken, or cut), InstanceFault (5xx or bad reply), DeadlineError, Busy (409 …)
+        Raises InstanceGone (connection broken, or cut), InstanceFault (5xx), BrokenReply, DeadlineError, Busy (409 …)
         and Refused (other 4xx); each names instance and route.
         """
         what = f"{request.method} {request.path}"
@@ -178,23 +195,24 @@ class InstanceClient:
                 continued=len(begun) or msgspec.UNSET,
             )
         )
+        self._check(reply, sampling, sampling.max_new_tokens - len(begun))
         await self._until_trusted(cuts)
         return joined(so_far, self._response(reply, seed, sampling.partial))
 
+    def _check(self, reply: CompletionReply, sampling: SamplingSettings, max_tokens: int) -> None:
+        """Raise BrokenReply if it is no reply to the request."""
+        stops = frozenset(sampling.stop_token_ids)
+        asked = Asked(max_tokens, sampling.vocabulary, stops, stops | sampling.model_stop_ids)
+        if wrong := problem(reply, asked):
+            raise BrokenReply(f"{self.name}: its reply to POST /v1/completions breaks the protocol: {wrong}")
+
     def _response(self, reply: CompletionReply, seed: int, partial: bool) -> Response:
         choice = reply.choices[0]
-        logprobs = choice.logprobs.token_logprobs
-        finish = ("stop", "length", "abort") if partial else ("stop", "length")
         if choice.finish_reason == "abort" and not (partial and choice.token_ids):
             raise Busy(f"{self.name}: a pause broke off the response after {len(choice.token_ids)} tokens")
-        if len(choice.token_ids) != len(logprobs) or choice.finish_reason not in finish:
-            raise InstanceFault(
-                f"{self.name}: its reply to POST /v1/completions is not one: {len(choice.token_ids)} tokens, "
-                f"{len(logprobs)} log-probabilities, finish_reason {choice.finish_reason!r}"
-            )
         return Response(
             token_ids=choice.token_ids,
-            logprobs=logprobs,
+            logprobs=choice.logprobs.token_logprobs,
             versions=reply.weight_versions,
             loss_mask=(True,) * len(choice.token_ids),
             finish_reason=choice.finish_reason,
@@ -231,4 +249,4 @@ def _reply(call: str, status: int, raw: bytes, kind: type[msgspec.Struct]) -> ms
         return msgspec.json.decode(raw if raw.strip() else b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         begins = raw[:200].decode(errors="replace")
-        raise InstanceFault(f"{call} answered 200 with no such reply: {error}; it begins {begins!r}") from None
+        raise BrokenReply(f"{call} answered 200 with no such reply: {error}; it begins {begins!r}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -18,6 +19,7 @@ from engine.launcher.pool.pool import Pool
 from engine.launcher.pool.pool_metrics import CONTENT_TYPE, exposition
 from engine.wire.access_token import access_token, authorized, check_address
 from engine.wire.address import ADDRESS_FILE, bracketed, reachable, split_address
+from engine.wire.connections import Connections, OneRequest, RareMessages
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 MAX_BODY = 64 * 1024
@@ -103,6 +105,11 @@ class JoinRoutes:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        reply = await self._answer(request, handler)
+        reply.force_close()  # one request per connection: its time is limited (OneRequest)
+        return reply
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not authorized(request.headers.get("Authorization"), self._token):
             return _error(401, "the access token (METRONOME_TOKEN) is missing or wrong")
         try:
@@ -117,21 +124,37 @@ class JoinRoutes:
 async def serve_joining(pool: Pool, config: Config, folder: Path) -> AsyncIterator[JoinRoutes]:
     """Serve on rollout.listen within the block, the address in <folder>/rollout.address.
     Raises BadInput if that can't be."""
-    host, port = listen_address(config.rollout.listen)
+    host, _ = listen_address(config.rollout.listen)
     routes = JoinRoutes(pool, access_token())
     file = folder / ADDRESS_FILE
     runner = web.AppRunner(routes.application(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
+    server = await _listen(runner, config.rollout.listen)
     try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise BadInput(f"rollout.listen = {config.rollout.listen!r}: {error.strerror}") from None
-        file.write_text(f"{bracketed(reachable(host))}:{runner.addresses[0][1]}\n")
+        file.write_text(f"{bracketed(reachable(host))}:{server.sockets[0].getsockname()[1]}\n")
         yield routes
     finally:
+        server.close()
         file.unlink(missing_ok=True)
         await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, address: str) -> asyncio.Server:
+    """Serve an application whose connections have limits. Raises BadInput if the address can't be listened on."""
+    host, port = listen_address(address)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(RareMessages().of_loop)
+    connections = Connections()
+
+    def connection() -> OneRequest:
+        assert runner.server is not None, "runner.setup() makes it"
+        return OneRequest(runner.server(), connections)
+
+    try:
+        return await loop.create_server(connection, host, port)
+    except OSError as error:
+        await runner.cleanup()
+        raise BadInput(f"rollout.listen = {address!r}: {error.strerror}") from None
 
 
 def listen_address(text: str) -> tuple[str, int]:

@@ -25,6 +25,9 @@ from engine.run.trace import Trace
 from engine.wire.access_token import access_token, authorization
 from engine.wire.address import http_url
 
+BREACHES = 3
+"""An instance that sent so many replies that break the protocol is given up."""
+
 
 class Sync(Protocol):
     """What brings late instances to the weights (engine.launcher.weight_sync.sync)."""
@@ -189,6 +192,16 @@ class Pool:
             instance.breaker.fault()
         if instance.dead:
             self.gone(instance, "its process ended")
+
+    def broke_protocol(self, instance: Instance, reason: str) -> None:
+        """It sent a reply that breaks the protocol: it takes no prompts until it was brought to the weights anew. After
+        BREACHES of them it is given up."""
+        if not instance.takes_prompts and instance.state != "draining":
+            return  # what was sent before it was excluded is not held against it again
+        if instance.breached() < BREACHES:
+            self.exclude(instance, reason)
+        else:
+            self.gone(instance, f"given up after {BREACHES} replies that break the protocol: {reason}")
 
     def success(self, instance: Instance) -> None:
         """It answered a request as it should."""

@@ -5,7 +5,10 @@ The metadata of a file have names, dtypes, shapes and checksums, so a folder can
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,10 +63,19 @@ def wire_of(path: Path) -> JsonObject:
     return dict(wire)
 
 
+def _open_regular(path: str, flags: int) -> int:
+    """Open a regular file. Any other is refused, because to open a pipe waits for its other end."""
+    file = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
+
+
 def _header(path: Path) -> tuple[JsonObject, int]:
     """The header, and the position of the first tensor in bytes."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_regular) as file:
             size = int.from_bytes(file.read(8), "little")
             if size > MAX_HEADER:
                 raise BadInput(f"{path}: not a safetensors file")
@@ -96,7 +108,8 @@ class BucketFile:
         self.path = path
         header, self._start = _header(path)
         try:
-            self._file = path.open("rb", buffering=0)  # stays the same file, also if its folder is renamed
+            # it stays the same file, also if its folder is renamed
+            self._file = open(path, "rb", buffering=0, opener=_open_regular)  # noqa: SIM115
         except OSError as error:
             raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
         header.pop("__metadata__", None)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.wire.address import address_towards
+from engine.wire.store import serve_store
 from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Membership, group_device, use_device
 
 HOST = torch.device("cpu")
@@ -85,22 +86,6 @@ class Rendezvous:
         object exists."""
         self._off.set()
         self._store.set("off", "1")
-
-
-def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """A store that listens on this address only. (torch alone would listen on all addresses, and spend seconds on the
-    names of mapped addresses.)"""
-    listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = int(listening.getsockname()[1])
-    return dist.TCPStore(
-        host_name=host,
-        port=port,
-        world_size=None,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
 
 
 def join(

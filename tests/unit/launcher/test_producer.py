@@ -72,7 +72,7 @@ class World:
             pool=self,
             verifier=self,
             decode=lambda ids: "",
-            sampling=SamplingSettings(8, 1.0, 1.0, 0),
+            sampling=SamplingSettings(max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=1,
             seed=0,
             trace=self,

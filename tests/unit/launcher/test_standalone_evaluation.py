@@ -11,6 +11,7 @@ from engine.launcher.standalone_evaluation import evaluate
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.wire.address import ADDRESS_FILE
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
 
 
@@ -40,7 +41,7 @@ async def test_one_that_joins_evaluates_and_none_is_started(world, tiny_model):
     async with scripted.serving() as url, aiohttp.ClientSession() as session:
         work = asyncio.create_task(asyncio.to_thread(evaluate, config, tiny_model, 3, folder, meeting))
         await until(lambda: work.done() or (address.exists() and address.read_text()), "the address")
-        body = {"protocol": 1, "name": "guest", "url": url}
+        body = {"protocol": ROLLOUT_PROTOCOL, "name": "guest", "url": url}
         async with session.post(f"http://{address.read_text().strip()}/join", json=body) as answer:
             assert answer.status == 200
         [row] = await work

@@ -14,7 +14,7 @@ from engine.types import Prompt, Score
 from support.pool_world import PROMPTS, ROLLOUT, worlds
 from support.scripted import Scores, Scripted, until
 
-PARTIAL = SamplingSettings(16, 1.0, 1.0, 0, partial=True)
+PARTIAL = SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000, partial=True)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ async def test_groups_that_are_scored_as_a_whole(world):
             pool=w.pool,
             verifier=Scores(per_response=False),
             decode=str,
-            sampling=SamplingSettings(16, 1.0, 1.0, 0),
+            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=4,
             seed=0,
             trace=w.trace,
@@ -117,6 +117,47 @@ async def test_a_lone_instance_gets_its_trial_and_then_the_rest(world):
         assert one.breaker.state == "closed"
 
 
+async def test_an_instance_that_breaks_the_protocol_is_excluded_by_name_and_nothing_of_it_is_trained(world):
+    """Its tokens are others than it announced; its requests go elsewhere with the same seeds."""
+    async with world() as w:
+        bad, one = await w.join("a")
+        good, _ = await w.join("b")
+
+        def corrupt(found):
+            found["choices"][0]["token_ids"][0] += 1
+            return found
+
+        bad.spoil = corrupt
+        good.delay_s = 0.01
+        await w.run()
+        w.check_complete()
+        assert {response.instance for group in w.groups for response in group.responses} == {"b"}
+        assert "a: its reply to POST /v1/completions breaks the protocol: its digest is" in one.reason
+
+
+async def test_an_instance_that_breaks_the_protocol_again_and_again_is_given_up(world):
+    async with world(heartbeat_s=0.1) as w:
+        bad, one = await w.join("a")
+        good, _ = await w.join("b")
+        bad.spoil = lambda found: found | {"weight_versions": []}
+        good.delay_s = 0.3
+        many = [Prompt(f"q{n}", "", "", (4, n)) for n in range(16)]
+        await w.run(many)
+        w.check_complete(many)
+        assert one.state == "gone"
+        assert one.reason.startswith("given up after 3 replies that break the protocol: a: its reply")
+
+
+async def test_a_reply_that_is_none_excludes_its_instance(world):
+    async with world() as w:
+        bad, one = await w.join("a")
+        await w.join("b")
+        bad.body = "<html>welcome</html>"
+        await w.run()
+        w.check_complete()
+        assert "a: POST /v1/completions answered 200 with no such reply" in one.reason
+
+
 async def test_dropped_connections_are_sent_again(world):
     async with world() as w:
         bad, _ = await w.join("a")
@@ -190,7 +231,7 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
             pool=w.pool,
             verifier=Odd(),
             decode=str,
-            sampling=SamplingSettings(16, 1.0, 1.0, 0),
+            sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=4,
             seed=0,
             trace=w.trace,

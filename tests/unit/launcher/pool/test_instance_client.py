@@ -16,11 +16,12 @@ from engine.launcher.pool.instance_client import (
     joined,
 )
 from engine.types import Prompt, Response
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import GetHealth, GetLoad, Health
 from support.scripted import Scripted, tokens_of, until
 
 PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
-SAMPLING = SamplingSettings(16, 1.0, 1.0, 0)
+SAMPLING = SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000)
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ async def test_a_call_whose_deadline_has_just_passed_may_be_cut(instance):
 async def test_an_empty_answer_lacks_what_a_load_has(instance):
     scripted, client = instance
     scripted.body = " "
-    assert await client.call(GetHealth()) == Health(protocol=1)
+    assert await client.call(GetHealth()) == Health(protocol=ROLLOUT_PROTOCOL)
     with pytest.raises(InstanceFault, match="GET /load answered 200 with no such reply"):
         await client.call(GetLoad())
 

@@ -225,9 +225,10 @@ STEPS = {
     ("state", "size"), [("serving", 1), ("updating", 1), ("draining", 0), ("silent", 0), ("starting", 0)]
 )
 async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state, size):
-    async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
+    # nobody looks after it meanwhile: its next heartbeat would bring it back
+    async with running(tmp_path, heartbeat_s=60) as (pool, _, call), Scripted().serving() as url:
         await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
-        await until(lambda: pool.serving == 1, "it")
+        await until(lambda: pool.serving == 1 and pool.instances[0].met, "it")
         for act in STEPS[state]:
             act(pool.instances[0])
         told = (await call("GET", "/status"))[1]["pool_size"], (await call("GET", "/metrics"))[1]

@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import MetronomeError, ProcessDied
 from engine.run.trace import read_spans
+from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import GetHealth
 from support.pool_world import PROMPTS, worlds
 from support.scripted import Sync, until
@@ -38,14 +39,14 @@ async def test_a_silent_instance_loses_what_it_holds_and_comes_back_through_catc
         assert w.pool.sync.caught_up == [("a", 3), ("b", 3), ("a", 3)]
 
 
-@pytest.mark.parametrize(("spoken", "said"), [(2, "speaks version 2"), (None, "speaks no version that it names")])
+@pytest.mark.parametrize(("spoken", "said"), [(1, "speaks version 1"), (None, "speaks no version that it names")])
 async def test_an_instance_of_another_protocol_is_refused_by_name(world, spoken, said):
     async with world(synced=True) as w:
         w.pool.sync = Sync(version=3)
         a, one = await w.join("a")
         a.protocol = spoken
         await until(lambda: one.state == "gone", "its end")
-        assert one.reason == f"{said} of the rollout protocol, not 1"
+        assert one.reason == f"{said} of the rollout protocol, not {ROLLOUT_PROTOCOL}"
         assert w.pool.find("a") is None
 
 

@@ -173,3 +173,13 @@ def test_the_device_check_prints_its_report_and_writes_it_as_json(tmp_path, monk
 def test_a_report_without_a_folder_is_refused_before_ten_minutes(tmp_path):
     with pytest.raises(BadInput, match="--out .*: there is no folder"):
         doctor.check_devices([f"run.output={tmp_path}"], [], tmp_path / "none" / "report.json")
+
+
+def test_a_folder_of_runs_that_others_can_read_gets_a_warning(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert doctor._run_folders() == []
+    (tmp_path / "runs").mkdir(mode=0o755)
+    [line] = doctor._run_folders()
+    assert line.startswith("warning   every user of this machine can read")
+    (tmp_path / "runs").chmod(0o750)
+    assert doctor._run_folders() == []

@@ -40,7 +40,12 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
 
 def test_the_environment_names_only_what_is_asked_for(tmp_path):
     found = Services(tmp_path, mlflow=None, s3=None).environment
-    assert set(found) == {"PREFECT_HOME", "PREFECT_API_URL", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"}
+    assert set(found) == {
+        "PREFECT_HOME",
+        "PREFECT_API_URL",
+        "PREFECT_API_AUTH_STRING",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY",
+    }
 
 
 def test_a_killed_service_comes_back_on_its_port(tmp_path):

@@ -1,5 +1,7 @@
 """Buckets of named tensors, in memory and as files."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -147,3 +149,10 @@ def test_a_malformed_description_is_refused(change):
 def test_a_first_tensor_beyond_the_limit_lets_a_smaller_one_go_before_it(sizes, order):
     tensors = [(str(number), torch.empty(size, dtype=torch.uint8)) for number, size in enumerate(sizes)]
     assert "".join(name for name, _ in small_first(iter(tensors), 100)) == order
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    pipe = tmp_path / "pipe.safetensors"
+    os.mkfifo(pipe)
+    with pytest.raises(BadInput, match="cannot be read: not a regular file"):
+        BucketFile(pipe)

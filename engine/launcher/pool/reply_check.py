@@ -1,0 +1,103 @@
+"""What a reply to /v1/completions must be, checked as if an enemy had sent it: an error here would be trained."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.wire.reply_digest import packed_digest
+from engine.wire.rollout_messages import CompletionReply
+
+ROUNDING = 1e-4
+"""By so much a log-probability may exceed 0. An engine may compute it as logit − log-sum-exp in float32, whose rounding
+is below this for logits up to 1000. It is also what trainer and instances may differ by in float32."""
+VERSIONS = 2**63
+"""Weight versions are below this."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request asked for, as far as its reply must keep to it."""
+
+    max_tokens: int
+    vocabulary: int
+    stops: frozenset[int]
+    """Tokens that end a response wherever they are sampled."""
+    ends: frozenset[int]
+    """Tokens that may end one: `stops`, and the model's own."""
+
+
+def problem(reply: CompletionReply, asked: Asked) -> str:
+    """Say what is wrong with the reply; "" if nothing is.
+
+    An aborted response may have any number of tokens, also none. Any other has at least one.
+    """
+    choice = reply.choices[0]
+    count = len(choice.token_ids)
+    if len(reply.choices) > 1:
+        return f"{len(reply.choices)} responses, one was asked for"
+    if count != len(choice.logprobs.token_logprobs):
+        return f"{count} tokens and {len(choice.logprobs.token_logprobs)} log-probabilities"
+    if count > asked.max_tokens:
+        return f"{count} tokens, {asked.max_tokens} were asked for"
+    try:
+        packed = array("q", choice.token_ids)
+    except OverflowError:
+        return f"token {max(choice.token_ids, key=abs)}, the vocabulary has {asked.vocabulary}"
+    logprobs = array("d", choice.logprobs.token_logprobs)
+    tokens = np.frombuffer(packed, np.int64)
+    return (
+        _problem_of_tokens(tokens, asked.vocabulary)
+        or _problem_of_logprobs(np.frombuffer(logprobs))
+        or _problem_of_versions(reply.weight_versions, count)
+        or _problem_of_end(choice.finish_reason, tokens, asked)
+        or _problem_of_digest(reply, packed, logprobs)
+    )
+
+
+def _problem_of_tokens(tokens: NDArray[np.int64], vocabulary: int) -> str:
+    right = (tokens >= 0) & (tokens < vocabulary)
+    if not right.all():
+        at = int(right.argmin())
+        return f"token {at} is {tokens[at]}, the vocabulary has {vocabulary}"
+    return ""
+
+
+def _problem_of_logprobs(logprobs: NDArray[np.float64]) -> str:
+    right = (logprobs <= ROUNDING) & (logprobs > -np.inf)  # not-a-number is neither
+    if not right.all():
+        at = int(right.argmin())
+        return f"log-probability {at} is {logprobs[at]}, expected a finite number up to 0"
+    return ""
+
+
+def _problem_of_versions(versions: Sequence[tuple[int, int]], count: int) -> str:
+    """Every token needs a version: the first stretch begins at 0, each later one after the one before."""
+    starts = [start for start, _ in versions]
+    ascending = all(one < other for one, other in zip(starts, starts[1:], strict=False))
+    whole = starts[0] == 0 and starts[-1] < count if starts else count == 0
+    if not (whole and ascending and all(0 <= version < VERSIONS for _, version in versions)):
+        return f"weight_versions {list(versions)!r:.200} do not name one version for each of {count} tokens"
+    return ""
+
+
+def _problem_of_end(reason: str, tokens: NDArray[np.int64], asked: Asked) -> str:
+    if reason not in ("stop", "length", "abort"):
+        return f"finish_reason {reason!r:.50}"
+    if not len(tokens):
+        return "" if reason == "abort" else f'finish_reason "{reason}" without a token'
+    if reason == "stop" and tokens[-1] not in asked.ends:
+        return f'finish_reason "stop", but the last token, {tokens[-1]}, is no stop token'
+    before = tokens if reason == "abort" else tokens[:-1]  # vLLM calls a stop token at the limit "length"
+    if any((before == stop).any() for stop in asked.stops):
+        return f'a stop token inside, and finish_reason "{reason}"'
+    return ""
+
+
+def _problem_of_digest(reply: CompletionReply, tokens: array[int], logprobs: array[float]) -> str:
+    found = packed_digest(tokens, logprobs, reply.weight_versions, reply.choices[0].finish_reason)
+    return "" if found == reply.digest else f"its digest is {reply.digest!r:.50}, that of what arrived is {found}"

@@ -1,0 +1,151 @@
+"""Connections of an HTTP server: how many there may be, and how long a client may take to send a request's headers.
+
+This module imports the standard library only. A server calls `opened`, `expect`, `arrived` and `closed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+import time
+from typing import Any
+
+HEADERS_S = 10.0
+"""Seconds that a client has for a request's headers."""
+MOST = 4096
+"""Most connections at a time where the limit on open files allows them."""
+SPARE = 128
+"""Open files that are left for other things: models, logs, sockets of the process's own requests."""
+REPEAT_S = 60.0
+"""Seconds after which the same message is printed again."""
+
+
+def most_connections() -> int:
+    """How many connections a server of this process may have, by its limit on open files."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST if files == resource.RLIM_INFINITY else max(16, min(MOST, files - SPARE))
+
+
+class Connections:
+    """The connections of one server, on the event loop that makes this object."""
+
+    def __init__(self, most: int | None = None, headers_s: float = HEADERS_S) -> None:
+        self._most = most_connections() if most is None else most
+        self._headers_s = headers_s
+        self._all: set[asyncio.Transport] = set()
+        self._waiting: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+        """Those whose headers are awaited, the longest first."""
+        self._log = RareMessages()
+
+    def opened(self, transport: asyncio.Transport) -> None:
+        """A connection is there. If it is one too many, the one that has been without headers for longest is closed; if
+        there is none, this one is."""
+        if len(self._all) >= self._most:
+            self._log(f"more than {self._most} connections: closed one")
+            self._close(next(iter(self._waiting), transport))
+        self._all.add(transport)
+        self.expect(transport)
+
+    def expect(self, transport: asyncio.Transport) -> None:
+        """The headers of its next request are awaited from now on."""
+        self.arrived(transport)
+        if not transport.is_closing():
+            timer = asyncio.get_running_loop().call_later(self._headers_s, self._late, transport)
+            self._waiting[transport] = timer
+
+    def arrived(self, transport: asyncio.Transport) -> None:
+        """The headers are there, or nothing is awaited."""
+        if timer := self._waiting.pop(transport, None):
+            timer.cancel()
+
+    def closed(self, transport: asyncio.Transport) -> None:
+        """The connection is gone."""
+        self.arrived(transport)
+        self._all.discard(transport)
+
+    def _late(self, transport: asyncio.Transport) -> None:
+        self._log(f"a client sent no whole headers within {self._headers_s:g} s: closed its connection")
+        self._close(transport)
+
+    def _close(self, transport: asyncio.Transport) -> None:
+        self.closed(transport)
+        transport.abort()
+
+
+class RareMessages:
+    """Prints each message to stderr at most once in REPEAT_S, with the number of times that it was due since."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, float] = {}
+        self._held: dict[str, int] = {}
+
+    def __call__(self, message: str) -> None:
+        """Print the message, or count it."""
+        now = time.monotonic()
+        if now < self._due.get(message, 0.0):
+            self._held[message] = self._held.get(message, 0) + 1
+            return
+        held = self._held.pop(message, 0)
+        self._due[message] = now + REPEAT_S
+        print(message + (f" (and {held} times before)" if held else ""), file=sys.stderr, flush=True)
+
+    def of_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An event loop's exception handler: what the system refuses is printed rarely, all else as usual.
+
+        Without it, a process that has no more open files fills its log with the attempts to accept a connection.
+        """
+        if isinstance(context.get("exception"), OSError):
+            self(f"{context.get('message', 'error')}: {context['exception']}")
+        else:
+            loop.default_exception_handler(context)
+
+
+class OneRequest(asyncio.Protocol):
+    """Passes a connection on to another protocol, for one request: its headers have a limit of time, and so has the
+    whole."""
+
+    def __init__(self, inner: asyncio.Protocol, connections: Connections, whole_s: float = 60.0) -> None:
+        self._inner = inner
+        self._connections = connections
+        self._whole_s = whole_s
+        self._transport: asyncio.Transport | None = None
+        self._end: asyncio.TimerHandle | None = None
+        self._head = b""
+        """The last bytes while the end of the headers is awaited."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is there."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._inner.connection_made(transport)
+        self._connections.opened(transport)
+        self._end = asyncio.get_running_loop().call_later(self._whole_s, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the request."""
+        self._head = (self._head + data)[-len(data) - 3 :]
+        if b"\r\n\r\n" in self._head and self._transport is not None:
+            self._connections.arrived(self._transport)
+        self._head = self._head[-3:]
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        """The client sends no more."""
+        return self._inner.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        if self._transport is not None:
+            self._connections.closed(self._transport)
+        if self._end is not None:
+            self._end.cancel()
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client reads too slowly."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        self._inner.resume_writing()

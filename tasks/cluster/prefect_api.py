@@ -1,0 +1,41 @@
+"""Plain requests to a Prefect server's API, with the authentication that this process's environment names."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+CLIENT_AUTH = "PREFECT_API_AUTH_STRING"
+"""Environment variable by which Prefect's clients get "user:password"."""
+SERVER_AUTH = "PREFECT_SERVER_API_AUTH_STRING"
+"""The same of its server, which refuses requests without it."""
+ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
+"""Environment variable of the server: pages of which origins a browser lets read its replies. Prefect's default is
+all."""
+
+
+def get(url: str, timeout_s: float = 30.0) -> Any:  # noqa: ANN401
+    """The JSON reply to a GET request."""
+    return _ask(urllib.request.Request(url), timeout_s=timeout_s)
+
+
+def post(url: str, body: Mapping[str, Any], auth: str | None = None) -> Any:  # noqa: ANN401
+    """The JSON reply to a JSON request. `auth`: "user:password"; None: that of the environment."""
+    return _ask(urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"}), auth)
+
+
+def _ask(request: urllib.request.Request, auth: str | None = None, timeout_s: float = 30.0) -> Any:  # noqa: ANN401
+    if auth := auth or os.environ.get(CLIENT_AUTH):
+        request.add_header("Authorization", f"Basic {base64.b64encode(auth.encode()).decode()}")
+    with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        return json.load(reply)
+
+
+def server_environment(auth: str, port: int) -> dict[str, str]:
+    """Environment of a Prefect server on a port of loopback, which serves its own pages and clients only."""
+    own = ",".join(f"http://{host}:{port}" for host in ("127.0.0.1", "localhost"))
+    return {SERVER_AUTH: auth, ORIGINS: own}

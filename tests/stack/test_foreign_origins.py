@@ -1,0 +1,51 @@
+"""Who may use the servers of `make services`: a page of another origin and a stranger on this machine may not."""
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+
+from tasks.cluster.prefect_api import get, post
+from tasks.cluster.services import PASSWORD
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(400)]
+FOREIGN = "http://evil.example"
+
+
+def as_a_page(url, method, body=None, **headers):
+    """(status, headers) of what a browser sends for a page of another origin."""
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(url, data, {"Origin": FOREIGN, **headers}, method=method)
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as reply:
+            return reply.status, reply.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers
+
+
+def test_a_foreign_page_can_neither_read_nor_start_anything(services):
+    api = services.environment["PREFECT_API_URL"]
+    for path, body in (("/flows/", {"name": "evil"}), ("/flows/filter", {}), ("/deployments/filter", {})):
+        status, headers = as_a_page(f"{api}{path}", "POST", body, **{"Content-Type": "text/plain"})
+        assert status == 401, path
+        assert headers["Access-Control-Allow-Origin"] is None
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    status, headers = as_a_page(f"{api}/flows/", "OPTIONS", **asks)
+    assert headers["Access-Control-Allow-Origin"] is None
+    assert status in (400, 401)
+    assert "evil" not in [one["name"] for one in post(f"{api}/flows/filter", {})]
+
+
+def test_with_the_password_the_server_answers_and_anybody_may_ask_whether_it_lives(services):
+    api = services.environment["PREFECT_API_URL"]
+    assert isinstance(post(f"{api}/flows/filter", {}), list)
+    assert get(f"{api}/health") is True
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        post(f"{api}/flows/filter", {}, "metronome:wrong")
+
+
+def test_the_password_is_for_its_owner_only_and_stays(services):
+    file = services.folder / PASSWORD
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.read_text() == services.environment["PREFECT_API_AUTH_STRING"]

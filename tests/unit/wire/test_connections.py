@@ -1,0 +1,137 @@
+"""Half-sent requests and too many connections, on the servers that use the limits."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from engine.config import Config
+from engine.instance.embedded.server import Server
+from engine.launcher.pool import joining
+from engine.launcher.pool.pool import Pool
+from engine.wire import connections
+from engine.wire.connections import Connections, RareMessages, most_connections
+
+HEADERS_S = 0.5
+MOST = 8
+GET = b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def application(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextlib.asynccontextmanager
+async def instance(folder):
+    server = Server(application, Connections(MOST, HEADERS_S))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        task = asyncio.create_task(server.serve([listening]))
+        yield listening.getsockname()[1]
+        server.end()
+        await task
+
+
+@contextlib.asynccontextmanager
+async def launcher(folder):
+    pool = Pool(Config(), folder, folder)
+    async with joining.serve_joining(pool, Config(), folder):
+        yield int((folder / "rollout.address").read_text().rpartition(":")[2])
+
+
+SERVERS = {"instance": instance, "launcher": launcher}
+
+
+@pytest.fixture(params=SERVERS)
+async def port(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(joining, "Connections", lambda: Connections(MOST, HEADERS_S))
+    async with SERVERS[request.param](tmp_path) as found:
+        yield found
+
+
+async def status(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(GET)
+    line = await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    return line.split()[1]
+
+
+async def closed_after(reader):
+    """Seconds until the server closes the connection."""
+    began = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while await asyncio.wait_for(reader.read(1000), 20):
+            pass
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", GET[:-2]])
+async def test_headers_that_do_not_come_end_the_connection(port, sent):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(sent)
+    assert await closed_after(reader) < HEADERS_S + 5
+    assert await status(port) == b"200"
+    writer.close()
+
+
+async def test_half_a_request_after_a_whole_one_ends_the_connection(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(GET + GET[:-2])
+    assert await closed_after(reader) < HEADERS_S + 5
+    writer.close()
+
+
+async def test_half_sent_requests_do_not_keep_others_out(port):
+    """More than there may be: the oldest give way."""
+    held = []
+    for _ in range(3 * MOST):
+        held.append(await asyncio.open_connection("127.0.0.1", port))
+        held[-1][1].write(GET[:-2])
+    assert await status(port) == b"200"
+    for _, writer in held:
+        writer.close()
+
+
+async def test_a_connection_that_is_kept_alive_may_be_idle_for_longer_than_headers_take(tmp_path):
+    async with instance(tmp_path) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(2):
+            writer.write(GET)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            assert head.startswith(b"HTTP/1.1 200")
+            assert await reader.readexactly(2) == b"ok"
+            await asyncio.sleep(2 * HEADERS_S)
+        writer.close()
+
+
+def test_the_number_of_connections_leaves_open_files_for_other_things():
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)); "
+    code += "from engine.wire.connections import most_connections; print(most_connections())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True).stdout
+    assert int(said) == 256 - connections.SPARE
+    assert 16 <= most_connections() <= connections.MOST
+
+
+def test_the_same_message_is_printed_once_a_minute_with_its_count(monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr(connections.time, "monotonic", lambda: now)
+    log = RareMessages()
+    for _ in range(1000):
+        log("no more files")
+    log("another")
+    now = 61.0
+    log("no more files")
+    assert capsys.readouterr().err.splitlines() == ["no more files", "another", "no more files (and 999 times before)"]
+
+
+async def test_what_the_system_refuses_is_logged_rarely(capsys):
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(RareMessages().of_loop)
+    for _ in range(1000):
+        loop.call_exception_handler({"message": "accept() failed", "exception": OSError(24, "Too many open files")})
+    assert capsys.readouterr().err.count("Too many open files") == 1
