@@ -200,6 +200,60 @@ async def test_wrong_rewards_stop_with_the_reason(reward):
             assert f'reward.function = "{spec}", prompt 0123456789abcdef: ' in str(raised.value)
 
 
+DIES = """import os, pathlib, signal
+from engine.reward import per_response
+@per_response
+def reward(prompt, response):
+    lives = pathlib.Path(__file__).with_name(response.text)
+    left = int(lives.read_text()) if lives.exists() else 0
+    if left:
+        lives.write_text(str(left - 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0, 0.5][lives.exists()]
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_response_whose_worker_is_killed_is_scored_again(reward, tmp_path, workers):
+    (tmp_path / "killed").write_text("2")
+    async with VerifierPool(reward(DIES), workers=workers) as pool:
+        scores = await pool.score(PROMPT, [response("other"), response("killed")])
+    assert scores == [Score(1.0), Score(0.5)]
+
+
+async def test_a_response_that_kills_its_worker_again_and_again_is_an_error_by_name(reward, tmp_path):
+    (tmp_path / "killed").write_text("99")
+    spec = reward(DIES)
+    async with VerifierPool(spec) as pool:
+        with pytest.raises(RewardError, match="3 processes died of it, at last: its process was ended by SIGKILL"):
+            await pool.score(PROMPT, [response("killed")])
+        assert await pool.score(PROMPT, [response("other")]) == [Score(1.0)]
+    async with VerifierPool(spec, on_error="zero") as pool:
+        (score,) = await pool.score(PROMPT, [response("killed")])
+        assert (score.value, score.status) == (0.0, "error")
+
+
+async def test_an_idle_worker_that_is_killed_costs_no_score():
+    async with VerifierPool("exact") as pool:
+        os.kill(pool._workers[0]._child.pid, signal.SIGKILL)
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0, detail="2")]
+
+
+async def test_a_worker_that_is_killed_while_it_loads_is_started_again(reward, tmp_path):
+    lives = tmp_path / "lives"
+    lives.write_text("2")
+    body = (
+        f"import os, pathlib, signal\nlives = pathlib.Path({str(lives)!r})\nleft = int(lives.read_text())\n"
+        "lives.write_text(str(left - 1))\nif left: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def reward(prompt, responses): return [1.0]"
+    )
+    async with VerifierPool(reward(body)) as pool:
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+    lives.write_text("99")
+    with pytest.raises(BadInput, match="while loading it, its process was ended by SIGKILL"):
+        await VerifierPool(reward(body)).start()
+
+
 @pytest.mark.parametrize("body", ["raise ValueError('no')", "return [1.0, 2.0]", "import os; os._exit(3)"])
 async def test_wrong_reward_may_score_zero(reward, body):
     spec = reward(
