@@ -213,6 +213,10 @@ class _FakeChild:
     def alive(self):
         return not self._died.done()
 
+    @property
+    def was_killed(self):
+        return False
+
     def stop(self, grace_s):
         self._fake.die()
 

@@ -35,6 +35,7 @@ class HealthMonitor:
 
     async def __aenter__(self) -> Self:
         self._run(self._watch_arrivals())
+        self._run(self._watch_failed_starts())
         self._run(self._watch_processes())
         return self
 
@@ -61,7 +62,8 @@ class HealthMonitor:
     # processes ------------------------------------------------------------------------------------
 
     async def _watch_processes(self) -> None:
-        """Notice deaths at once; fail the pool when nothing lived for rollout.wait_s."""
+        """Notice deaths at once; fail the pool when nothing lived for rollout.wait_s. An address that never answers
+        does not live, however often it joins."""
         await self._pool.connected.wait()
         limit = self._pool.config.rollout.wait_s
         last_alive = time.monotonic()
@@ -70,7 +72,7 @@ class HealthMonitor:
                 if instance.dead:
                     self._pool.gone(instance, "its process ended")
             now = time.monotonic()
-            if any(instance.lives for instance in self._pool.instances):
+            if any(instance.counts for instance in self._pool.instances):
                 last_alive = now
             elif now - last_alive > limit:
                 self._pool.fail(self._pool.all_gone())
@@ -91,6 +93,11 @@ class HealthMonitor:
             else:
                 self._pool.enter(declared.name, http_url(*address), declared)
                 return
+
+    async def _watch_failed_starts(self) -> None:
+        """Start declared instances again that could not start with the others."""
+        while True:
+            self._run(self._restart(await self._pool.failed_starts.get(), wanted=True))
 
     # instances ------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.launcher.pool.pool import Pool
 from engine.launcher.pool.pool_metrics import CONTENT_TYPE, exposition
+from engine.run.files import write_atomically
 from engine.wire.access_token import access_token, authorized, check_address
 from engine.wire.address import ADDRESS_FILE, bracketed, reachable, split_address
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
@@ -127,7 +128,7 @@ async def serve_joining(pool: Pool, config: Config, folder: Path) -> AsyncIterat
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
             raise BadInput(f"rollout.listen = {config.rollout.listen!r}: {error.strerror}") from None
-        file.write_text(f"{bracketed(reachable(host))}:{runner.addresses[0][1]}\n")
+        write_atomically(file, f"{bracketed(reachable(host))}:{runner.addresses[0][1]}\n")
         yield routes
     finally:
         file.unlink(missing_ok=True)
