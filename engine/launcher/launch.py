@@ -24,12 +24,14 @@ from engine.data.loader import PromptLoader
 from engine.data.prepared import training_problems
 from engine.data.problems import Problems
 from engine.data.prompts import encode
-from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped
+from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped, TakenOver
 from engine.launcher.checks import check_instances, check_training
 from engine.launcher.coordinator import Coordinator
 from engine.launcher.pool.joining import listen_address, serve_joining
 from engine.launcher.rollout_service import rollout_service
 from engine.run.commands import agent_command, rank_arguments
+from engine.run.disk import named_disk_errors
+from engine.run.fence import Fence
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
@@ -51,6 +53,9 @@ TAKEOVER_S = 30.0
 """Seconds to wait for the lock of the run folder. The launcher of a killed attempt may still hold it; its lifeline ends
 that launcher within a second or two."""
 
+BEAT_S = 0.5
+"""Seconds between two signs of life."""
+
 END_S = 5.0
 """Seconds that the agent may take to end its ranks, by force if need be (engine.trainer.agent), before it is killed."""
 
@@ -69,9 +74,13 @@ def launch(config: Config, resume: bool = False, replay: Path | None = None) -> 
     folder = RunFolder(config.folder)
     with hold_lock(folder.launcher_lock, f"run folder {folder.path}", TAKEOVER_S):
         claim(folder.path, config, resume)
-        folder.create(config, resume)
+        folder.fence = Fence.begin(folder.path)
         try:
-            asyncio.run(_Launcher(config, folder, resume, replay).run())
+            with named_disk_errors(folder.path):
+                folder.create(config, resume)
+                asyncio.run(_Launcher(config, folder, resume, replay).run())
+        except TakenOver:
+            raise  # the run folder is another launcher's
         except MetronomeError as error:
             folder.fail(error)
             raise
@@ -100,10 +109,23 @@ class _Launcher:
         All processes start at the same time, because each takes seconds.
         """
         self._stop_on_signals()
+        beating = asyncio.create_task(self._beat())
+        try:
+            await self._run()
+        finally:
+            beating.cancel()
+
+    async def _beat(self) -> None:
+        """Show the flow that this process lives (tasks.launcher_process)."""
+        while True:
+            self.folder.heartbeat.touch()
+            await asyncio.sleep(BEAT_S)
+
+    async def _run(self) -> None:
         if self.replay is not None:
             await self._serve_trainer(Coordinator(self.config, self.folder, self.trace), self._start_trainer())
             return
-        problems = training_problems(self.config)
+        problems = await asyncio.to_thread(training_problems, self.config)
         trainer = self._start_trainer()
         try:
             await self._run_with_rollouts(problems, trainer)
@@ -128,7 +150,7 @@ class _Launcher:
         ):
             tokenizer = service.tokenizer.hf
             template = config.data.prompt_template
-            encoded = encode(problems, tokenizer, template, config.rollout.max_context)
+            encoded = await asyncio.to_thread(encode, problems, tokenizer, template, config.rollout.max_context)
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
             await service.pool.connect()
             coordinator = Coordinator(
@@ -168,6 +190,7 @@ class _Launcher:
             folder=self.folder.path,
             control=self._address,
             weights=weights,
+            attempt=self.folder.fence.attempt,
             resume=self.resume,
             replay=self.replay,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -230,8 +229,7 @@ class _VerifierProcess:
             self._check_open()
             what = f'reward.function = "{self._spec}": while loading it, its process {self._how_it_ended()}'
             assert self._child is not None, "it is set until `_kill`"
-            killed = self._child.process.returncode == -signal.SIGKILL
-            raise (_WorkerDied if killed else BadInput)(what) from None
+            raise (_WorkerDied if self._child.was_killed else BadInput)(what) from None
         if isinstance(hello, RewardRefused):
             raise BadInput(hello.message)
         assert isinstance(hello, RewardLoaded), "a verifier begins with RewardRefused or RewardLoaded"
