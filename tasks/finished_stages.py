@@ -39,8 +39,10 @@ class Stages:
         write_json(self._file, self.done)
 
 
-def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: bool = False) -> None:
+def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: bool = False) -> int:
     """Record a start of the flow or of its training (`what`). `why`: what ended the previous one.
+
+    Return how many starts before this one began from the same point.
 
     Raises MetronomeError if this is more than `limit` resumes in a row without a new stage or checkpoint between them.
     A start by a person (`by_hand`) begins a new count.
@@ -54,6 +56,7 @@ def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: b
             f"last: {why}"
         )
     append_line(folder.attempts, {"at": time.time(), "what": what, "progress": here, "why": why, "by_hand": by_hand})
+    return starts
 
 
 def progress(folder: RunFolder) -> list[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import shutil
 import signal
 import sys
@@ -35,6 +36,7 @@ from engine.run.fence import Fence
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
+from engine.run.logs import rotate
 from engine.run.process import Child, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.run.trace import Trace
 from engine.wire import record
@@ -55,6 +57,9 @@ that launcher within a second or two."""
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
+
+BEATS_PER_ROTATION = 60
+"""Signs of life between two looks at the sizes of the logs."""
 
 END_S = 5.0
 """Seconds that the agent may take to end its ranks, by force if need be (engine.trainer.agent), before it is killed."""
@@ -116,9 +121,11 @@ class _Launcher:
             beating.cancel()
 
     async def _beat(self) -> None:
-        """Show the flow that this process lives (tasks.launcher_process)."""
-        while True:
+        """Show the flow that this process lives (tasks.launcher_process), and keep the logs small."""
+        for beat in itertools.count():
             self.folder.heartbeat.touch()
+            if beat % BEATS_PER_ROTATION == 0:
+                await asyncio.to_thread(rotate, self.folder.logs)
             await asyncio.sleep(BEAT_S)
 
     async def _run(self) -> None:
@@ -150,7 +157,8 @@ class _Launcher:
         ):
             tokenizer = service.tokenizer.hf
             template = config.data.prompt_template
-            encoded = await asyncio.to_thread(encode, problems, tokenizer, template, config.rollout.max_context)
+            longest = config.rollout.max_context
+            encoded = await asyncio.to_thread(lambda: encode(problems, tokenizer, template, longest))
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
             await service.pool.connect()
             coordinator = Coordinator(

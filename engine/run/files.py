@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine.errors import BadInput
 
 
@@ -96,12 +98,20 @@ def read_lines(path: Path) -> Iterator[Any]:
 
 def _row(path: Path, number: int, line: bytes) -> Any:  # noqa: ANN401
     try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
+        row = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        row = _with_nan(line)
     if not isinstance(row, dict):
         raise BadInput(f"{path}, line {number}: it is damaged, expected a JSON object; cut the file before this line")
     return row
+
+
+def _with_nan(line: bytes) -> Any:  # noqa: ANN401
+    """A line with NaN or Infinity, which only Python's own reader takes; None for a damaged one."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def cut_torn_line(path: Path) -> int:

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import time
 
 import aiohttp
 
 from engine.errors import ProcessDied
 from engine.launcher.weight_sync.probe import probe
+from engine.run.instance_process import InstanceProcess
 
 PROBE = probe(64, 6, 64, "float32")
 BUCKETS = 2
@@ -187,9 +189,13 @@ class _Exchange:
 class FakeProcess:
     """Of a declared instance: engine.run.process.Child and engine.run.instance_process.InstanceProcess in one."""
 
+    may_restart = InstanceProcess.may_restart
+
     def __init__(self, machine, number):
         self.name = f"instance-{number}"
         self.restarts = 0
+        self.faults = 0
+        self.began = time.monotonic()
         self.machine = machine
         self.start()
 
@@ -232,6 +238,7 @@ class FakeProcesses:
 
     def restart(self, one):
         one.restarts += 1
+        one.faults += 1
         one.start()
 
     async def close(self):

@@ -79,11 +79,12 @@ class HealthMonitor:
             await asyncio.sleep(LOOK_S)
 
     async def _restart(self, declared: InstanceProcess, wanted: bool) -> None:
-        """End a declared instance's process. Start it again if it is `wanted`, at most rollout.restarts times."""
+        """End a declared instance's process. Start it again if it is `wanted`, at most rollout.restarts times in a
+        row."""
         rollout = self._pool.config.rollout
         await asyncio.to_thread(declared.child.stop, 0.0)
-        while wanted and declared.restarts < rollout.restarts:
-            await asyncio.sleep(BACKOFF_S * 2**declared.restarts)
+        while wanted and declared.may_restart(rollout.restarts):
+            await asyncio.sleep(BACKOFF_S * 2**declared.faults)
             self._pool.processes.restart(declared)
             try:
                 address = await declared.serves(rollout.timeout_s)

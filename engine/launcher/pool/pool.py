@@ -100,7 +100,7 @@ class Pool:
             try:
                 address = await one.serves(rollout.timeout_s)
             except MetronomeError as error:
-                if not one.child.was_killed or one.restarts >= rollout.restarts:
+                if not one.child.was_killed or not one.may_restart(rollout.restarts):
                     return error
                 self.processes.restart(one)
             else:

@@ -13,6 +13,7 @@ from engine.errors import DeadlineError, ProcessDied
 from engine.launcher.pool import health, processes
 from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.pool import Pool
+from engine.run import instance_process
 from engine.run.process import signal_group
 from support.scripted import SERVES, Sync, until
 
@@ -81,6 +82,19 @@ async def test_after_the_last_restart_the_pool_waits_and_then_fails_with_how_it_
         ):
             await asyncio.wait_for(pool.wait_for_member(), 5)
         assert len(started) == 2
+
+
+async def test_an_instance_that_ran_for_long_has_all_its_restarts_again(declare, monkeypatch):
+    monkeypatch.setattr(instance_process, "REFILL_S", 0.5)
+    async with declare([SERVES], restarts=1) as (pool, started):
+        await pool.connect()
+        for _ in range(3):
+            await until(lambda: pool.serving == 1, "it")
+            await asyncio.sleep(0.6)
+            kill(pool)
+            await until(lambda: pool.serving == 0, "its death")
+        await until(lambda: pool.serving == 1, "its return")
+        assert len(started) == 4
 
 
 async def test_an_instance_that_can_not_start_fails_the_run_at_once_by_name(declare):
