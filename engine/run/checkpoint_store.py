@@ -137,7 +137,11 @@ def set_aside(place: str, name: str) -> str:
     with _named(f"setting the damaged checkpoint {place}/{name} aside"):
         store, root = _open(place)
         aside = f"{DAMAGED}{name}"
-        store.mv(f"{root}/{name}", f"{root}/{aside}", recursive=True)
+        files = sorted(_sizes(store, f"{root}/{name}"), key=lambda file: file != MARKER)  # the marker goes first
+        for file in files:
+            store.mv(f"{root}/{name}/{file}", f"{root}/{aside}/{file}")
+        if isinstance(store, LocalFileSystem):
+            store.rm(f"{root}/{name}", recursive=True)
     return aside
 
 

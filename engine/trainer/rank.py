@@ -105,8 +105,13 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
     ranks = RankGroup(config.parallel.lockstep, _transfer_timeout(config))
     policy = Policy(config, platform.get(config.platform.device), ranks)
     reference_hash = content_hash(base) if config.algorithm.kl_coef > 0 else None
-    root = arguments.folder / "checkpoints"
-    checkpoints = Checkpoints(root, policy, config, reference_hash, arguments.attempt)
+    checkpoints = Checkpoints(
+        root=arguments.folder / "checkpoints",
+        policy=policy,
+        config=config,
+        reference_hash=reference_hash,
+        attempt=arguments.attempt,
+    )
     start = (checkpoints.resume() if arguments.resume else None) or 0
     if start > config.train.steps:
         raise BadInput(f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}")

@@ -1,4 +1,4 @@
-"""The run folder after a power cut, with damaged checkpoints, on a full disk, and under two launchers; on real runs."""
+"""Run folders with a damaged checkpoint, on a full disk, and under two launchers; on real runs."""
 
 import json
 import os
@@ -10,23 +10,12 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from engine.errors import MetronomeError
-from engine.launcher import drain_evaluation
-from engine.run.checkpoint_files import step_of
-from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
-from engine.run.files import append_line, read_lines
+from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.run.identity import claim, identity
-from engine.run.start import RunStart, read_start
-from engine.run.trace import Trace
-from engine.tools.timeline import draw
 from support.runs import ROOT, base_settings, launch, wait_for, write_config
-from tasks.compare import from_folder
-from tasks.finished_stages import Stages, count_attempt, last_end
 
 STEPS = 4
-EVALUATION = {"step": 0, "weight_version": 3, "benchmark": "heldout", "in_run": True}
 
 
 @pytest.fixture(scope="module")
@@ -44,86 +33,15 @@ def exact(tiny_model, problems, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(exact):
-    """The folder of a run that ended, with what a flow writes there."""
+    """The folder of a run that ended."""
     output = Path(exact["run.output"])
     code, told = launch(exact | {"run.name": "finished"}, output)
     assert code == 0, told
-    folder = RunFolder(output / "finished")
-    RunStart().write(folder.path)
-    Stages(folder).once("train", lambda: STEPS)
-    count_attempt(folder, "training", 3, "started by a person")
-    append_line(folder.evaluations, EVALUATION)
-    return folder
-
-
-def interrupted(finished, to):
-    """The folder as it was before the last step: the last checkpoint is not there."""
-    shutil.copytree(finished.path, to)
-    shutil.rmtree(to / "policy")
-    shutil.rmtree(to / "checkpoints/step-000004")
-    (to / "stages.json").unlink()
-    folder = RunFolder(to)
-    folder.fail(MetronomeError("it was ended"))
-    return folder
+    return RunFolder(output / "finished")
 
 
 def weights(folder):
     return {key: tensor.tobytes() for key, tensor in load_file(folder.path / "policy/model.safetensors").items()}
-
-
-def reads(path):
-    """All that a flow, a launcher and its trainer read when they resume a run, and what shows it. The step."""
-    folder = RunFolder(path)
-    config = folder.read_config()
-    last_end(folder)
-    claim(path, config, resume=True)
-    Fence.begin(path)
-    read_start(path)
-    count_attempt(folder, "training", 99, "it was ended", by_hand=True)
-    _ = Stages(folder).done
-    folder.create(config, resume=True)
-    found = newest_whole(folder.checkpoints, "", identity(path), lambda line: None)
-    step = 0 if found is None else step_of(found)
-    folder.cut(step)
-    drain_evaluation.cut(folder, step)
-    Trace(folder.trace, "launcher").flush()
-    draw(path)
-    from_folder(path)
-    return step
-
-
-def outcome(path):
-    """The step with which a run goes on, or the sentence that refuses that."""
-    try:
-        return reads(path)
-    except MetronomeError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("ended", [True, False], ids=["finished", "interrupted"])
-def test_every_state_file_may_be_torn(finished, tmp_path, ended):
-    whole = finished if ended else interrupted(finished, tmp_path / "interrupted")
-    files = [
-        path
-        for path in sorted(whole.path.rglob("*"))
-        if path.is_file() and "logs" not in path.parts and "policy" not in path.parts
-    ]
-    assert {path.name for path in files} >= {"config.toml", "run_id", "steps.jsonl", "start.json", "_SUCCESS.json"}
-    ends = {}
-    for path in files:
-        name = path.relative_to(whole.path)
-        for length in {0, path.stat().st_size // 2, path.stat().st_size - 1}:
-            torn = tmp_path / "torn"
-            shutil.rmtree(torn, ignore_errors=True)
-            shutil.copytree(whole.path, torn)
-            os.truncate(torn / name, length)
-            ends[str(name), length] = end = outcome(torn)
-            assert isinstance(end, int) or ("\n" not in end and str(torn) in end), end
-    damaged = {(name, end) for (name, _), end in ends.items() if name.startswith("checkpoints/step-000004")}
-    assert {end for name, end in damaged} == ({2} if ended else set())
-    refused = {name for (name, _), end in ends.items() if isinstance(end, str)}
-    assert "run_id" in refused
-    assert not refused & {"attempts.jsonl", "evaluations.jsonl", "failure.json"}
 
 
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_bit_for_bit(exact, finished):
