@@ -9,6 +9,7 @@ from engine.config.placing import overlaps
 from engine.errors import BadInput
 from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape, read_shape
+from engine.run.limits import check_limits, stored_parameters
 from engine.run.vllm_command import check_cores, device_of, interpreter, visible_devices
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -38,9 +39,10 @@ def check_rollouts(config: Config) -> ModelShape:
 
 
 def check_training(config: Config) -> None:
-    """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, and
-    the user's own algorithm functions work."""
+    """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, this
+    machine's limits suffice, and the user's own algorithm functions work."""
     check_layout(check_rollouts(config), config.parallel)
+    check_limits(config, stored_parameters(Path(config.model.path).expanduser()))
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):
         from engine.run.user_algorithms import try_algorithms  # here, because importing torch takes seconds
