@@ -21,10 +21,8 @@ def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: it is complete or absent, also after a power cut. OSError leaves nothing behind."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        partial.write_text(text)
+        _sync_file(partial)
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
@@ -41,9 +39,13 @@ def sync_all(folder: Path) -> None:
     """Put a folder's files on the disk, and their names."""
     for path in folder.iterdir():
         if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            _sync_file(path)
     sync_folder(folder)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
