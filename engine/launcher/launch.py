@@ -25,7 +25,7 @@ from engine.data.loader import PromptLoader
 from engine.data.prepared import training_problems
 from engine.data.problems import Problems
 from engine.data.prompts import encode
-from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped, TakenOver
+from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped
 from engine.launcher.checks import check_instances, check_training
 from engine.launcher.coordinator import Coordinator
 from engine.launcher.pool.joining import listen_address, serve_joining
@@ -84,8 +84,6 @@ def launch(config: Config, resume: bool = False, replay: Path | None = None) -> 
             with named_disk_errors(folder.path):
                 folder.create(config, resume)
                 asyncio.run(_Launcher(config, folder, resume, replay).run())
-        except TakenOver:
-            raise  # the run folder is another launcher's
         except MetronomeError as error:
             folder.fail(error)
             raise

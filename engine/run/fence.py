@@ -30,12 +30,17 @@ class Fence:
         write_atomically(folder / FILE, f"{fence.attempt}\n")
         return fence
 
+    @property
+    def is_passed(self) -> bool:
+        """Whether another launcher has begun since."""
+        return bool(self.attempt) and _newest(self.folder) != self.attempt
+
     def check(self) -> None:
         """Raise TakenOver if another launcher has begun since."""
-        if self.attempt and (newest := _newest(self.folder)) != self.attempt:
+        if self.is_passed:
             raise TakenOver(
-                f"run folder {self.folder}: another launcher (attempt {newest}) writes it now; this one (attempt "
-                f"{self.attempt}) stops without writing any more"
+                f"run folder {self.folder}: another launcher (attempt {_newest(self.folder)}) writes it now; "
+                f"this one (attempt {self.attempt}) stops without writing any more"
             )
 
 

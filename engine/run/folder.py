@@ -135,10 +135,13 @@ class RunFolder:
         write_atomically(self.responses / f"step-{step:06d}.jsonl", text)
 
     def fail(self, error: Exception) -> None:
-        """Write the reason of a failure to failure.json, for the process that started the run.
+        """Write the reason of a failure to failure.json, for the process that started the run. Not if another launcher
+        writes the run now.
 
         On a full disk it takes the space of a reserve. If that is not enough, the reason is only printed.
         """
+        if self.fence.is_passed:
+            return
         text = json.dumps({"error": type(error).__name__, "message": str(error)})
         try:
             write_atomically(self.failure, text)

@@ -53,7 +53,7 @@ class Limit:
     def _told(self, amount: float) -> str:
         if math.isinf(amount):
             return "no limit"
-        return f"{amount / 2**30:,.2f} GiB" if self.unit == "bytes" else f"{amount:,.0f}"
+        return _readable(amount) if self.unit == "bytes" else f"{amount:,.0f}"
 
 
 def limits(config: Config, parameters: int) -> Iterator[Limit]:
@@ -91,7 +91,7 @@ def limits(config: Config, parameters: int) -> Iterator[Limit]:
             need=count * each,
             has=shutil.disk_usage(place).free,
             unit="bytes",
-            formula=f"{count} x {each / 2**30:,.2f} GiB of checkpoints; the oldest goes when a newer one is complete",
+            formula=f"{count} x {_readable(each)} of checkpoints; the oldest goes when a newer one is complete",
             remedy="make space, set run.output to another disk, or lower checkpoint.keep_last",
         )
 
@@ -153,6 +153,10 @@ def _parameters_of(path: Path) -> int:
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     except (struct.error, ValueError, KeyError, TypeError, AttributeError):
         raise BadInput(f"{path}: damaged safetensors file") from None
+
+
+def _readable(amount: float) -> str:
+    return f"{amount / 2**30:,.2f} GiB" if amount >= 2**30 else f"{amount / 2**20:,.1f} MiB"
 
 
 def _process_limit() -> float:

@@ -26,7 +26,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from engine.config import Config
-from engine.errors import BadInput, CheckpointError, DeadlineError
+from engine.errors import BadInput, CheckpointError, DeadlineError, TakenOver
 from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import complete, folder_of, incomplete, latest, partial_of, prune, publish, step_of
 from engine.run.checkpoint_search import newest_whole
@@ -95,12 +95,15 @@ class Checkpoints:
         self._pending = _PendingSave(target.name, _in_background(lambda: self._write(taken, target, state, numbers)))
 
     def poll(self) -> None:
-        """Forget a save that has ended. Raises CheckpointError with its name if it failed. No collective."""
+        """Forget a save that has ended. Raises CheckpointError with its name if it failed, and TakenOver if another
+        launcher writes the run. No collective."""
         if self._pending is None or not self._pending.done.done():
             return
         flight = self._pending
         self._pending = None
         error = flight.done.exception()
+        if isinstance(error, TakenOver):
+            raise error
         if error is not None:
             raise CheckpointError(
                 f"checkpoint {flight.name} could not be saved: {type(error).__name__}: {error}"

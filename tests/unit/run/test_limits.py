@@ -44,7 +44,7 @@ def test_processes_are_counted(tmp_path, monkeypatch):
 def test_shared_memory_of_a_container(tmp_path, monkeypatch):
     config = a_config(tmp_path, parallel=Parallel(tensor=4), platform=Platform(device="cuda"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 64 * 2**20))
-    with pytest.raises(BadInput, match=r"shared memory: the run needs 0\.25 GiB .*there are 0\.06 GiB; .*--shm-size"):
+    with pytest.raises(BadInput, match=r"shared memory: the run needs 256\.0 MiB .*there are 64\.0 MiB; .*--shm-size"):
         limits.check_limits(config, 0)
 
 
