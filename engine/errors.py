@@ -22,6 +22,10 @@ class Stopped(MetronomeError):
     """A signal has ended the run."""
 
 
+class TakenOver(MetronomeError):
+    """Another launcher writes the run folder now, so this one stops."""
+
+
 class DeadlineError(MetronomeError):
     """A wait reached its deadline; the message names what it waited for."""
 
@@ -32,6 +36,14 @@ class RewardError(MetronomeError):
 
 class CheckpointError(MetronomeError):
     """A checkpoint could not be written, published, read or deleted; the message names it, its place and the reason."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The files of a checkpoint are not those that its marker was written for; an older one may be whole."""
+
+
+class DiskError(MetronomeError):
+    """The disk of the run folder is full or broken."""
 
 
 class ProcessDied(MetronomeError):

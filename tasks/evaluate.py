@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
 from engine.evaluation.known import done_before
 from engine.launcher import standalone_evaluation as evaluation
-from engine.run.files import write_atomically
+from engine.run.files import read_json, write_json
 from engine.run.folder import RunFolder
-from engine.types import JsonObject
 from tasks.cluster.devices import hold_npus, npus
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.console import say
@@ -62,8 +60,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
     file = RunFolder(config.folder).path / "evaluations" / f"flow-run-{flow_run.root_flow_run_id}.json"
     if file.exists():
         say("evaluate", "done by an earlier attempt")
-        found: JsonObject = json.loads(file.read_text())
-        return found
+        return read_json(file, "the evaluation of an earlier attempt", "delete it, and it is done again")
     known = done_before(config, model, weight_version, RunFolder(config.folder))
     if known is not None:
         say(
@@ -74,7 +71,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
         return known[0]
     with hold_npus(npus(config, pool_instances, training=False)):
         row = evaluate(config, model, weight_version, pool_instances)
-    write_atomically(file, json.dumps(row))
+    write_json(file, row)
     return row
 
 

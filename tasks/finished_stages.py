@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from engine.errors import MetronomeError
 from engine.run.checkpoint_files import latest, step_of
-from engine.run.files import append_line, read_lines, write_atomically
+from engine.run.files import append_line, read_json, read_lines, write_json
 from engine.run.folder import RunFolder
 
 Result = TypeVar("Result")
@@ -20,7 +19,8 @@ class Stages:
 
     def __init__(self, folder: RunFolder) -> None:
         self._file = folder.stages
-        self.done: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        repair = "delete it, and finished stages are done again"
+        self.done = read_json(self._file, "which stages are done", repair) if self._file.exists() else {}
 
     def once(self, name: str, work: Callable[[], Result]) -> Result:
         """The stored result of a stage. If the stage is not done, its work is done now."""
@@ -36,11 +36,13 @@ class Stages:
         self._write()
 
     def _write(self) -> None:
-        write_atomically(self._file, json.dumps(self.done, indent=1))
+        write_json(self._file, self.done)
 
 
-def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: bool = False) -> None:
+def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: bool = False) -> int:
     """Record a start of the flow or of its training (`what`). `why`: what ended the previous one.
+
+    Return how many starts before this one began from the same point.
 
     Raises MetronomeError if this is more than `limit` resumes in a row without a new stage or checkpoint between them.
     A start by a person (`by_hand`) begins a new count.
@@ -54,6 +56,7 @@ def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: b
             f"last: {why}"
         )
     append_line(folder.attempts, {"at": time.time(), "what": what, "progress": here, "why": why, "by_hand": by_hand})
+    return starts
 
 
 def progress(folder: RunFolder) -> list[int]:
@@ -74,8 +77,8 @@ def _starts_from(folder: RunFolder, what: str, here: list[int]) -> int:
 
 def last_end(folder: RunFolder) -> str:
     """Why the last attempt of the run ended, as far as it is known."""
-    if folder.failure.exists():
-        return str(json.loads(folder.failure.read_text())["message"])
+    if (told := folder.last_failure()) is not None:
+        return told[1]
     return "its process died without a message (killed, out of memory, or its node was lost)"
 
 

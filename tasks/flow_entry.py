@@ -10,7 +10,7 @@ from pathlib import Path
 from prefect.runtime import deployment, flow_run
 
 from engine.config import Config
-from engine.config.recipe import load
+from engine.errors import BadInput
 from engine.run.files import write_atomically
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
@@ -39,9 +39,11 @@ def settled(config: Config) -> Config:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, config.run.name)
-    named = config.model_copy(update={"run": config.run.model_copy(update={"name": file.read_text()})})
+    if not (name := file.read_text()):
+        raise BadInput(f"{file}: the name of this flow run's run is lost, because the file is damaged; write it there")
+    named = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     folder = RunFolder(named.folder)
-    return load(folder.config) if begun_by_this_flow(folder) and folder.config.exists() else named
+    return folder.read_config() if begun_by_this_flow(folder) and folder.config.exists() else named
 
 
 class Entry(Stages):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from engine import errors
 from engine.config import Config
-from engine.errors import BadInput, MetronomeError, ProcessDied
+from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
 from engine.run.commands import launcher_command
 from engine.run.folder import RunFolder, dump
 from engine.run.process import Child
@@ -20,6 +22,8 @@ from engine.types import JsonObject
 
 POLL_S = 0.3
 """Seconds between two looks at steps.jsonl."""
+PAUSE_S = 5.0
+"""Most seconds of silence that count between two looks."""
 STOP_S = 9.0
 """Time in which the launcher must end its own children; then it is killed, and they end by their lifelines."""
 
@@ -78,18 +82,60 @@ def run_training(
         file = Path(scratch) / "config.toml"
         dump(config, file)
         child = Child("launcher", launcher_command(file, resume, replay), folder.logs / "launcher.log")
+        watch = _Watch(child, folder.heartbeat, config)
         try:
-            code = _follow(child, follower, on_step)
+            code = _follow(child, follower, watch, on_step)
         finally:
             child.stop(STOP_S)
-    draw(folder.path)
+    try:
+        draw(folder.path)
+    except (OSError, BadInput) as error:
+        print(f"warning: the timeline can't be drawn: {error}", file=sys.stderr, flush=True)
     if code:
         raise _failure(child, folder, code)
     return folder
 
 
-def _follow(child: Child, follower: LineFollower, on_step: Callable[[JsonObject], None]) -> int:
-    """Pass every new line to `on_step` until the launcher ends; returns its exit status."""
+class _Watch:
+    """Notices a launcher that hangs or was stopped. All other deadlines of a run are the launcher's own."""
+
+    def __init__(self, child: Child, heartbeat: Path, config: Config) -> None:
+        self._child = child
+        self._heartbeat = heartbeat
+        self._limit_s = 2 * config.train.timeout_s
+        self._start_s = config.rollout.timeout_s
+        """Seconds that the launcher has in addition until its first sign of life: it may wait for a lock."""
+        self._seen = self._touched()
+        self._silence_s = 0.0
+        self._looked = time.monotonic()
+
+    def look(self) -> None:
+        """Raise DeadlineError if the launcher has given no sign of life for too long."""
+        now = time.monotonic()
+        # of a pause in which this process slept too, only a moment counts
+        self._silence_s += min(now - self._looked, PAUSE_S)
+        self._looked = now
+        if (touched := self._touched()) != self._seen:
+            self._seen = touched
+            self._silence_s = 0.0
+            self._start_s = 0.0
+        limit = self._limit_s + self._start_s
+        if self._silence_s > limit:
+            raise DeadlineError(
+                f"the launcher (process {self._child.pid}) gave no sign of life for {limit:g} s (2 x train.timeout_s"
+                + (" + rollout.timeout_s" if self._start_s else "")
+                + f"): it hangs or was stopped, and is ended; its log: {self._child.log}"
+            )
+
+    def _touched(self) -> int:
+        return self._heartbeat.stat().st_mtime_ns if self._heartbeat.exists() else 0
+
+
+def _follow(child: Child, follower: LineFollower, watch: _Watch, on_step: Callable[[JsonObject], None]) -> int:
+    """Pass every new line to `on_step` until the launcher ends; returns its exit status.
+
+    Raises DeadlineError if the launcher hangs.
+    """
     while True:
         try:
             code: int | None = child.process.wait(POLL_S)
@@ -99,16 +145,16 @@ def _follow(child: Child, follower: LineFollower, on_step: Callable[[JsonObject]
             on_step(row)
         if code is not None:
             return code
+        watch.look()
 
 
 def _failure(child: Child, folder: RunFolder, code: int) -> MetronomeError:
     """The error that the launcher wrote, or how it died if it wrote none."""
     if code == 2:  # perhaps before it wrote to the run folder: a reason there may be an earlier run's
         return BadInput(last_error(child))
-    if folder.failure.exists():
-        told = json.loads(folder.failure.read_text())
-        kind = getattr(errors, told["error"], MetronomeError)
-        return kind(told["message"])
+    if (told := folder.last_failure()) is not None:
+        name, message = told
+        return getattr(errors, name, MetronomeError)(message)
     return ProcessDied(f"the launcher {child.how_it_ended()}")
 
 

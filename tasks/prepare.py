@@ -3,7 +3,6 @@ and why."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from engine.data.problem_statistics import DataReport, report
 from engine.data.problems import counts
 from engine.data.prompts import encode
 from engine.data.tokenizer import Tokenizer
-from engine.run.files import write_atomically
+from engine.run.files import write_json
 from engine.types import JsonObject
 from tasks.code_version import code_hash
 
@@ -61,7 +60,7 @@ def prepare_data(config: Config) -> DataReport:
     """
     found = prepare(_settings(config), prepared.file_hashes(config), code_hash("data", "reward"))
     config.folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(config.folder / REPORT, json.dumps(found, indent=1))
+    write_json(config.folder / REPORT, found)
     create_markdown_artifact(page(found), key="data", description="What is in the data, what was left out and why")
     return found
 

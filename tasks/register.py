@@ -8,7 +8,6 @@ from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
-from engine.config.recipe import load
 from engine.run.folder import RunFolder
 from tasks.console import say
 from tasks.tracking import tracked_run
@@ -28,7 +27,7 @@ def register(name: str, policy: Path) -> str:
     what = f"registering {name}"
     version = retry_while_away(what, lambda: tracked_run.register(name, policy))
     folder = RunFolder(policy.parent)
-    verdict = retry_while_away(what, lambda: crown(name, version, folder, load(folder.config)))
+    verdict = retry_while_away(what, lambda: crown(name, version, folder, folder.read_config()))
     text = f"`{name}` version {version} {'is now' if verdict.wins else 'is not'} `{CHAMPION}`: {verdict.reason}"
     say("register", text.replace("`", ""))
     create_markdown_artifact(text, key="registered-model", description="In MLflow's registry")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from prefect import task
@@ -24,6 +25,18 @@ RETRIES = 1_000_000
 DELAY_S = 3.0
 """Seconds between a death and the next start."""
 
+STORAGE_S = (60.0, 180.0, 420.0)
+"""Further seconds before the first, the second and each later resume in a row after a checkpoint could not be written
+or read: together they outlast a storage outage of ten minutes."""
+
+
+def pause(told: tuple[str, str] | None, starts: int) -> float:
+    """Seconds to wait before a resume. `told`: name and message of the error that ended the attempt before; `starts`:
+    attempts since the last progress."""
+    if told is None or told[0] != CheckpointError.__name__:
+        return 0.0
+    return STORAGE_S[min(max(starts, 1), len(STORAGE_S)) - 1]
+
 
 def _worth_resuming(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
     """Whether the training is started again: yes after a death or a signal, no after a wrong reward or wrong input."""
@@ -45,12 +58,15 @@ def train(config: Config, resume: bool = False) -> int:
     Raises what ended the run; MetronomeError when it is not resumed any more.
     """
     folder = RunFolder(config.folder)
+    told = folder.last_failure()
     line = StepLines(config.train.steps)
     again = (task_run.run_count or 1) > 1
     why = last_end(folder) if again else "the start of the flow"
-    count_attempt(folder, "training", config.run.resumes, why)
+    starts = count_attempt(folder, "training", config.run.resumes, why)
     if again:
-        say("resume", f"the attempt before ended: {why}")
+        pause_s = pause(told, starts)
+        say("resume", f"the attempt before ended: {why}" + (f"; waiting {pause_s:.0f} s" if pause_s else ""))
+        time.sleep(pause_s)
     evaluated = InRun(folder)
     with Progress(config) as progress:
 

@@ -54,7 +54,8 @@ class Rollout(Table):
     timeout_s: PositiveFloat = 600.0
     """Longest time in seconds of one request, of one weight update, and of the start of an instance."""
     restarts: int = Field(default=2, ge=0)
-    """Number of times that each of the run's own instances is started again after it died. 0: never."""
+    """Number of times that each of the run's own instances is started again after it died. An hour without a fault
+    gives all of them back. 0: never."""
     heartbeat_s: PositiveFloat = 5.0
     """Seconds without an answer after which an instance gets no prompts, and what it holds is sent to other instances,
     until it answers again."""

@@ -9,15 +9,12 @@ from engine.config.placing import overlaps
 from engine.errors import BadInput
 from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape, read_shape
-from engine.run.open_files import reachable_limit
+from engine.run.limits import check_limits, stored_parameters
 from engine.run.vllm_command import check_cores, device_of, interpreter, visible_devices
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures that the embedded engine runs: those of `engine.instance.embedded.rollout_model.SUPPORTED`, which takes
 seconds to import."""
-OTHER_FILES = 256
-"""Files that a launcher needs beside sockets for responses: libraries, logs, pipes to its processes (about 60), and
-room for the control channels of ranks on other nodes."""
 
 
 def check_rollouts(config: Config) -> ModelShape:
@@ -42,9 +39,10 @@ def check_rollouts(config: Config) -> ModelShape:
 
 
 def check_training(config: Config) -> None:
-    """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, and
-    the user's own algorithm functions work."""
+    """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, this
+    machine's limits suffice, and the user's own algorithm functions work."""
     check_layout(check_rollouts(config), config.parallel)
+    check_limits(config, stored_parameters(Path(config.model.path).expanduser()))
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):
         from engine.run.user_algorithms import try_algorithms  # here, because importing torch takes seconds
@@ -54,8 +52,7 @@ def check_training(config: Config) -> None:
 
 def check_instances(config: Config) -> None:
     """Raise BadInput unless this machine has what vLLM instances need: vLLM's environment, and devices that no trainer
-    rank uses (on a CPU the cores of `rollout.devices`); and unless the launcher may open enough files."""
-    check_open_files(config)
+    rank uses (on a CPU the cores of `rollout.devices`)."""
     if config.rollout.engine != "vllm" or not config.rollout.instances:
         return
     device = device_of(interpreter(), config.platform.device)
@@ -65,21 +62,3 @@ def check_instances(config: Config) -> None:
     visible = visible_devices(device)
     if all(map(str.isdigit, visible)) and (wrong := list(overlaps(config, list(map(int, visible))))):  # not UUIDs
         raise BadInput("; ".join(wrong))
-
-
-def check_open_files(config: Config) -> None:
-    """Raise BadInput unless this process may have a socket for each response that can be in flight at once, from the
-    instances of the recipe and those of `dry_run.joining`."""
-    rollout = config.rollout
-    instances = max(1, rollout.instances + config.dry_run.joining)
-    size = max(rollout.group_size, config.evaluate.samples)
-    responses = instances * rollout.concurrency * size
-    needed = responses + OTHER_FILES + config.parallel.ranks
-    if needed > (limit := reachable_limit()):
-        raise BadInput(
-            f"this process may open {limit} files (ulimit -Hn), and the run needs {needed}: a socket for each "
-            f"response in flight, which are {instances} instances (rollout.instances and dry_run.joining) times "
-            f"{rollout.concurrency} groups (rollout.concurrency) times {size} responses (the larger of "
-            "rollout.group_size and evaluate.samples), and some more; raise the hard limit (LimitNOFILE of a systemd "
-            "unit, `--ulimit nofile=` of a container, /etc/security/limits.conf), or lower rollout.concurrency"
-        )

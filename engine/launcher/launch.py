@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import shutil
 import signal
 import sys
@@ -30,9 +31,12 @@ from engine.launcher.coordinator import Coordinator
 from engine.launcher.pool.joining import listen_address, serve_joining
 from engine.launcher.rollout_service import rollout_service
 from engine.run.commands import agent_command, rank_arguments, trainer_environment
+from engine.run.disk import named_disk_errors
+from engine.run.fence import Fence
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
+from engine.run.logs import rotate
 from engine.run.open_files import raise_limit
 from engine.run.process import Child, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.run.trace import Trace
@@ -53,6 +57,12 @@ TAKEOVER_S = 30.0
 """Seconds to wait for the lock of the run folder. The launcher of a killed attempt may still hold it; its lifeline ends
 that launcher within a second or two."""
 
+BEAT_S = 0.5
+"""Seconds between two signs of life."""
+
+BEATS_PER_ROTATION = 60
+"""Signs of life between two looks at the sizes of the logs."""
+
 END_S = 5.0
 """Seconds that the agent may take to end its ranks, by force if need be (engine.trainer.agent), before it is killed."""
 
@@ -71,9 +81,11 @@ def launch(config: Config, resume: bool = False, replay: Path | None = None) -> 
     folder = RunFolder(config.folder)
     with hold_lock(folder.launcher_lock, f"run folder {folder.path}", TAKEOVER_S):
         claim(folder.path, config, resume)
-        folder.create(config, resume)
+        folder.fence = Fence.begin(folder.path)
         try:
-            asyncio.run(_Launcher(config, folder, resume, replay).run())
+            with named_disk_errors(folder.path):
+                folder.create(config, resume)
+                asyncio.run(_Launcher(config, folder, resume, replay).run())
         except MetronomeError as error:
             folder.fail(error)
             raise
@@ -102,10 +114,25 @@ class _Launcher:
         All processes start at the same time, because each takes seconds.
         """
         self._stop_on_signals()
+        beating = asyncio.create_task(self._beat())
+        try:
+            await self._run()
+        finally:
+            beating.cancel()
+
+    async def _beat(self) -> None:
+        """Show the flow that this process lives (tasks.launcher_process), and keep the logs small."""
+        for beat in itertools.count():
+            self.folder.heartbeat.touch()
+            if beat % BEATS_PER_ROTATION == 0:
+                await asyncio.to_thread(rotate, self.folder.logs)
+            await asyncio.sleep(BEAT_S)
+
+    async def _run(self) -> None:
         if self.replay is not None:
             await self._serve_trainer(Coordinator(self.config, self.folder, self.trace), self._start_trainer())
             return
-        problems = training_problems(self.config)
+        problems = await asyncio.to_thread(training_problems, self.config)
         trainer = self._start_trainer()
         try:
             await self._run_with_rollouts(problems, trainer)
@@ -130,7 +157,8 @@ class _Launcher:
         ):
             tokenizer = service.tokenizer.hf
             template = config.data.prompt_template
-            encoded = encode(problems, tokenizer, template, config.rollout.max_context)
+            longest = config.rollout.max_context
+            encoded = await asyncio.to_thread(lambda: encode(problems, tokenizer, template, longest))
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
             await service.pool.connect()
             coordinator = Coordinator(
@@ -175,6 +203,7 @@ class _Launcher:
             folder=self.folder.path,
             control=self._address,
             weights=weights,
+            attempt=self.folder.fence.attempt,
             resume=self.resume,
             replay=self.replay,
         )

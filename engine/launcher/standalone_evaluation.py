@@ -11,11 +11,11 @@ from pathlib import Path
 from engine.config import Config
 from engine.evaluation.benchmarks import Benchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.results import Subject, record
-from engine.launcher.checks import check_open_files
 from engine.launcher.pool.joining import serve_joining
 from engine.launcher.producer import Land, Producer
 from engine.launcher.rollout_service import rollout_service
 from engine.run.folder import RunFolder
+from engine.run.limits import check_open_files
 from engine.run.open_files import raise_limit
 from engine.run.trace import Trace
 from engine.types import Group, JsonObject, Prompt

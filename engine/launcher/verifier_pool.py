@@ -27,6 +27,12 @@ from engine.wire.verifier_messages import RewardFailed, RewardLoaded, RewardRefu
 END_S = 6.0 if sys.platform == "linux" else 0.0
 """Seconds that a worker's guardian has to end what the worker has started (engine.verifier.guardian): some hundredths
 are usual."""
+DEATHS = 3
+"""A process that died is no fault of the response, unless so many die of the same call, or are killed while loading."""
+
+
+class _WorkerDied(RewardError):
+    """A verifier process ended before it answered; the message says how."""
 
 
 class VerifierPool:
@@ -104,8 +110,8 @@ class VerifierPool:
         """Return one score for each response, in order. A group reward needs the whole group in one call.
 
         A call that takes longer than `timeout_s` scores 0 with status "timeout". If the reward raises, returns no
-        number or ends its process, a user's reward raises RewardError with on_error = "stop"; with "zero", and for a
-        built-in reward, the responses score 0 with status "error".
+        number or ends its process DEATHS times, a user's reward raises RewardError with on_error = "stop"; with "zero",
+        and for a built-in reward, the responses score 0 with status "error".
         """
         if not self.per_response:
             return await self._score_call(prompt, responses)
@@ -126,7 +132,7 @@ class VerifierPool:
     async def _score_call(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
         request = verifier_messages.call(prompt, responses, text_only=self._spec in BUILT_IN)
         try:
-            return await self._ask_idle_worker(verifier_messages.frame(request))
+            return await self._ask_until_answered(verifier_messages.frame(request))
         except TimeoutError:
             return [Score(0.0, "timeout", f"no score within {self._timeout_s:g} s")] * len(responses)
         except RewardError as error:
@@ -134,6 +140,16 @@ class VerifierPool:
             if self._on_error == "stop" and self._spec not in BUILT_IN:  # a built-in one fails only by a response
                 raise RewardError(what) from None
             return [Score(0.0, "error", what)] * len(responses)
+
+    async def _ask_until_answered(self, request: bytes) -> list[Score]:
+        """Ask idle workers one after the other until one of them does not die, at most DEATHS."""
+        for _ in range(DEATHS - 1):
+            with contextlib.suppress(_WorkerDied):
+                return await self._ask_idle_worker(request)
+        try:
+            return await self._ask_idle_worker(request)
+        except _WorkerDied as error:
+            raise RewardError(f"{DEATHS} processes died of it, at last: {error}") from None
 
     async def _ask_idle_worker(self, request: bytes) -> list[Score]:
         # This wait needs no deadline: every call ahead of this one ends within its limit, and so does every restart.
@@ -177,11 +193,7 @@ class _VerifierProcess:
 
         Nothing is awaited here, so that `close` can't run in between.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._start_process(theirs.fileno())
-        self._writer = None
-        self._loading = asyncio.create_task(self._wait_until_loaded(ours))
+        self._loading = asyncio.create_task(self._load(self._start_process()))
         # `ready` raises the error. Retrieving it here too keeps asyncio from warning if `ready` is not called again.
         self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
@@ -196,8 +208,8 @@ class _VerifierProcess:
     async def ask(self, request: bytes, timeout_s: float) -> list[Score]:
         """Send a call and return its scores.
 
-        Raises TimeoutError after `timeout_s`, RewardError if the reward fails or the process ends, ProcessDied if the
-        pool was closed, and what `ready` raises.
+        Raises TimeoutError after `timeout_s`, RewardError if the reward fails, _WorkerDied if the process ends,
+        ProcessDied if the pool was closed, and what `ready` raises.
         """
         self._check_open()
         await self.ready()
@@ -207,7 +219,7 @@ class _VerifierProcess:
                 answer = await self._send_and_receive(request)
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
-            raise RewardError(f"its process {self._how_it_ended()}") from None
+            raise _WorkerDied(f"its process {self._how_it_ended()}") from None
         finally:
             if answer is None and not self._closed:
                 # It timed out, died or was cancelled: a late answer would be taken for the answer to the next call.
@@ -223,19 +235,37 @@ class _VerifierProcess:
         self._closed = True
         self._kill()
 
-    def _start_process(self, connection: int) -> None:
+    def _start_process(self) -> socket.socket:
+        """Start a process. Return our end of the connection to it."""
+        ours, theirs = socket.socketpair()
         pipe, self._lifeline = os.pipe()
         try:
-            command = verifier_command(connection, pipe, self._memory, self._spec)
+            command = verifier_command(theirs.fileno(), pipe, self._memory, self._spec)
             self._child = Child(
                 name=self._name,
                 arguments=command,
                 log=self._log,
-                pass_fds=(connection, pipe),
+                pass_fds=(theirs.fileno(), pipe),
                 inherited=self._environment,
             )
         finally:
+            theirs.close()
             os.close(pipe)
+        self._writer = None
+        return ours
+
+    async def _load(self, connection: socket.socket) -> None:
+        """Wait until the process has loaded the reward. One that is killed meanwhile is started again."""
+        for _ in range(DEATHS - 1):
+            with contextlib.suppress(_WorkerDied):
+                return await self._wait_until_loaded(connection)
+            self._check_open()
+            self._kill()
+            connection = self._start_process()
+        try:
+            await self._wait_until_loaded(connection)
+        except _WorkerDied as error:
+            raise BadInput(str(error)) from None
 
     async def _wait_until_loaded(self, connection: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=connection)
@@ -248,8 +278,9 @@ class _VerifierProcess:
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
-            how = self._how_it_ended()
-            raise BadInput(f'reward.function = "{self._spec}": while loading it, its process {how}') from None
+            what = f'reward.function = "{self._spec}": while loading it, its process {self._how_it_ended()}'
+            assert self._child is not None, "it is set until `_kill`"
+            raise (_WorkerDied if self._child.was_killed else BadInput)(what) from None
         if isinstance(hello, RewardRefused):
             raise BadInput(hello.message)
         assert isinstance(hello, RewardLoaded), "a verifier begins with RewardRefused or RewardLoaded"

@@ -15,19 +15,22 @@ import pickle
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
 import xxhash
 
-from engine.errors import CheckpointError
+from engine.errors import DamagedCheckpointError
+from engine.run.files import sync_all, sync_folder, write_json
 
 MARKER = "_SUCCESS.json"
 INDEX = ".metadata"
 """Name of Megatron's (torch's) index of the tensors in the files."""
 DATA = ".distcp"
 """Suffix of the files with the tensors."""
+DAMAGED = "damaged-"
+"""Prefix of the name of a checkpoint that was damaged and is kept aside."""
 BEST_BY = "reward_mean"
 """The figure of the last step by which checkpoints are ranked for `checkpoint.keep_best`."""
 
@@ -74,6 +77,15 @@ def folder_of(root: Path, step: int) -> Path:
 def partial_of(folder: Path) -> Path:
     """Folder of a checkpoint while it is written."""
     return folder.with_name(f".{folder.name}.partial")
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that no reader takes it for one, and return its new folder."""
+    names = (f"{DAMAGED}{folder.name}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
+    target = next(path for path in map(folder.with_name, names) if not path.exists())
+    folder.rename(target)
+    sync_folder(target.parent)
+    return target
 
 
 def fault(marker: Marker | None, sizes: Mapping[str, int]) -> str | None:
@@ -141,11 +153,18 @@ def incomplete(root: Path) -> dict[Path, str]:
     }
 
 
-def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float], run: str = "") -> None:
-    """Turn a finished folder into a checkpoint: rename it, then write the marker. An incomplete one at `target` is
-    removed.
+def publish(
+    partial: Path,
+    target: Path,
+    step: int,
+    figures: Mapping[str, float],
+    run: str = "",
+    fence: Callable[[], None] = lambda: None,
+) -> None:
+    """Turn a finished folder into a checkpoint: put its files on the disk, rename it, then write the marker. An
+    incomplete one at `target` is removed.
 
-    `run`: number of the run (`engine.run.identity`).
+    `run`: number of the run (`engine.run.identity`). `fence` raises if this process may not write the run any more.
     """
     files = sorted(path for path in partial.iterdir() if path.is_file())
     marker: Marker = {
@@ -159,8 +178,11 @@ def publish(partial: Path, target: Path, step: int, figures: Mapping[str, float]
         "sha256": {path.name: _sha256(path) for path in files if path.suffix != DATA},
         "xxh3_128": {path.name: _xxh3(path) for path in files if path.suffix == DATA},
     }
+    sync_all(partial)
     shutil.rmtree(target, ignore_errors=True)
+    fence()
     partial.rename(target)
+    sync_folder(target.parent)
     write_json(target / MARKER, marker)
 
 
@@ -188,16 +210,16 @@ def prune(root: Path, last: int, best: int) -> None:
 def check(folder: Path) -> None:
     """Refuse a checkpoint whose files differ from its marker, or whose index refers to anything but `PLAIN`.
 
-    Raises CheckpointError naming the file. Call it before Megatron reads the folder, because Megatron unpickles the
-    index. Reads every file once.
+    Raises DamagedCheckpointError naming the file. Call it before Megatron reads the folder, because Megatron unpickles
+    the index. Reads every file once.
     """
     if wrong := damage(folder, json.loads((folder / MARKER).read_text())):
-        raise CheckpointError(f"checkpoint {folder}: {wrong}; delete this checkpoint to go on from the one before")
+        raise DamagedCheckpointError(f"checkpoint {folder}: {wrong}")
     with (folder / INDEX).open("rb") as file:
         entries = _Plain(file, folder).load().state_dict_metadata
     for name, entry in entries.items():
         if type(entry).__name__ != "TensorStorageMetadata":
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"checkpoint {folder}: {name} is not a tensor; Metronome's checkpoints have tensors only"
             )
 
@@ -221,20 +243,13 @@ class _Plain(pickle.Unpickler):
         self._folder = folder
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
-        """The object to which the pickle refers. Raises CheckpointError if it is not in PLAIN."""
+        """The object to which the pickle refers. Raises DamagedCheckpointError if it is not in PLAIN."""
         if (module, name) not in PLAIN:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"checkpoint {self._folder}: {INDEX} refers to {module}.{name}, which no checkpoint of "
                 "Metronome does; this program did not write it and does not read it"
             )
         return super().find_class(module, name)
-
-
-def write_json(path: Path, content: Mapping[str, Any] | Iterable[Any]) -> None:
-    """Write a JSON file atomically: it is complete or absent."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1))
-    partial.rename(path)
 
 
 def _sha256(path: Path) -> str:

@@ -17,8 +17,9 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from engine.config import Config
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.run.checkpoint_files import (
+    DAMAGED,
     MARKER,
     Marker,
     damage,
@@ -27,8 +28,8 @@ from engine.run.checkpoint_files import (
     parse,
     partial_of,
     read_marker,
-    write_json,
 )
+from engine.run.files import sync_all, sync_folder, write_json
 
 
 def place_of(config: Config) -> str:
@@ -68,7 +69,7 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
         store.invalidate_cache()
         if wrong := fault(sent, _sizes(store, root)):
             raise CheckpointError(f"publishing the checkpoint to {place} (checkpoint.path) failed: {wrong}")
-        store.pipe_file(f"{root}/{MARKER}", json.dumps(sent, indent=1).encode())
+        _write_marker(store, root, sent)
 
 
 def survey(place: str, run: str | None = None) -> tuple[dict[str, Marker], list[str]]:
@@ -106,7 +107,8 @@ def _look(place: str) -> tuple[dict[str, Marker], dict[str, str]]:
 def download(place: str, name: str, marker: Marker, root: Path) -> Path:
     """Copy a published checkpoint into a root folder, marker last, without files in its subfolders.
 
-    Raises CheckpointError if the size or the checksum of a file differs from the marker.
+    Raises CheckpointError if the place can't be read, DamagedCheckpointError if the size or the checksum of a file
+    differs from the marker.
     """
     target = root / name
     partial = partial_of(target)
@@ -119,12 +121,37 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
         for file in got["files"]:
             store.get_file(f"{where}/{name}/{file}", str(partial / file))
     if wrong := fault(got, {file: (partial / file).stat().st_size for file in got["files"]}):
-        raise CheckpointError(f"fetching the checkpoint {place}/{name} failed: {wrong}")
+        raise DamagedCheckpointError(f"fetching the checkpoint {place}/{name} failed: {wrong}")
     if "sha256" in marker and (wrong := damage(partial, marker)):
-        raise CheckpointError(f"checkpoint {place}/{name}: {wrong}; delete it there to go on from the one before")
+        raise DamagedCheckpointError(f"checkpoint {place}/{name}: {wrong}")
+    sync_all(partial)
     partial.rename(target)
+    sync_folder(root)
     write_json(target / MARKER, got)
     return target
+
+
+def set_aside(place: str, name: str) -> str:
+    """Rename a damaged checkpoint in a place, so that no reader takes it for one. Returns its new name. Raises
+    CheckpointError."""
+    with _named(f"setting the damaged checkpoint {place}/{name} aside"):
+        store, root = _open(place)
+        aside = f"{DAMAGED}{name}"
+        files = sorted(_sizes(store, f"{root}/{name}"), key=lambda file: file != MARKER)  # the marker goes first
+        for file in files:
+            store.mv(f"{root}/{name}/{file}", f"{root}/{aside}/{file}")
+        if isinstance(store, LocalFileSystem):
+            store.rm(f"{root}/{name}", recursive=True)
+    return aside
+
+
+def damaged(place: str) -> list[str]:
+    """Names of the checkpoints in a place that were set aside."""
+    with _named(f"looking for checkpoints in {place}"):
+        store, root = _open(place)
+        store.invalidate_cache()
+        tops = {name.partition("/")[0] for name in _sizes(store, root)}
+    return sorted(name for name in tops if name.startswith(DAMAGED))
 
 
 def prune(place: str, last: int, best: int, run: str = "") -> None:
@@ -173,6 +200,15 @@ def _open(place: str) -> tuple[Any, str]:
 
 def _marker(store: Any, folder: str) -> Marker | None:  # noqa: ANN401
     return parse(store.cat_file(f"{folder}/{MARKER}")) if store.exists(f"{folder}/{MARKER}") else None
+
+
+def _write_marker(store: Any, folder: str, marker: Marker) -> None:  # noqa: ANN401
+    """Write the marker when the files are there to stay. What S3 has answered for is."""
+    if isinstance(store, LocalFileSystem):
+        sync_all(Path(folder))
+        write_json(Path(folder) / MARKER, marker)
+    else:
+        store.pipe_file(f"{folder}/{MARKER}", json.dumps(marker, indent=1).encode())
 
 
 def _is_of(marker: Marker, run: str) -> bool:

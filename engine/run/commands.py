@@ -22,12 +22,12 @@ def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[st
 
 
 def rank_arguments(
-    config: Config, folder: Path, control: str, weights: Path, resume: bool, replay: Path | None
+    config: Config, folder: Path, control: str, weights: Path, attempt: int, resume: bool, replay: Path | None
 ) -> list[str]:
     """Arguments of every trainer rank. `control`: the launcher's control channel; `weights`: folder for snapshots of
-    the weights."""
+    the weights; `attempt`: number of the launcher's attempt (engine.run.fence)."""
     arguments = ["--folder", str(folder.resolve()), "--control", control]
-    arguments += ["--weights", str(weights), "--threads", str(config.trainer_threads)]
+    arguments += ["--weights", str(weights), "--threads", str(config.trainer_threads), "--attempt", str(attempt)]
     arguments += ["--resume"] if resume else []
     return arguments + (["--replay", str(replay)] if replay is not None else [])
 

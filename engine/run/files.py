@@ -1,37 +1,142 @@
-"""Atomic writes of files, and files of JSON lines."""
+"""The one way to write a state file, and files of JSON lines. Both survive a kill and a power cut.
+
+A state file is written beside its place, synced, renamed and its folder synced. So it is complete or absent, whatever
+happens. A file of lines may end in a torn line; readers leave that line out, and the next append removes it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from engine.errors import BadInput
+
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: it is complete or absent."""
+    """Write a file atomically: it is complete or absent, also after a power cut. OSError leaves nothing behind."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        partial.write_text(text)
+        _sync_file(partial)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, content: Mapping[str, Any] | Iterable[Any]) -> None:
+    """Write a JSON file atomically."""
+    write_atomically(path, json.dumps(content, indent=1))
+
+
+def sync_all(folder: Path) -> None:
+    """Put a folder's files on the disk, and their names."""
+    for path in folder.iterdir():
+        if path.is_file():
+            _sync_file(path)
+    sync_folder(folder)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk: of files that were made, renamed or removed there."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path, what: str, repair: str) -> dict[str, Any]:
+    """The JSON object in a state file.
+
+    Raises BadInput for a damaged file; the message says what it holds (`what`) and what to do (`repair`).
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise BadInput(f"{path}: {what} can't be read, because the file is damaged ({_size(path)}); {repair}")
+    return found
 
 
 def append_line(path: Path, row: Mapping[str, object]) -> None:
-    """Append one JSON object as a line, in one write. On a full disk (OSError) the file is unchanged."""
+    """Append one JSON object as a line, in one write that is synced. A torn last line is removed first. On a full disk
+    (OSError) the file is unchanged."""
     data = (json.dumps(row) + "\n").encode()
     with path.open("ab", buffering=0) as file:
-        size = file.tell()
+        size = cut_torn_line(path)
         try:
             while data:
                 data = data[file.write(data) :]
+            os.fsync(file.fileno())
         except OSError:
             file.truncate(size)
             raise
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """The JSON objects in a file of lines; their readers know the keys. A last line that a kill has cut off is left
-    out."""
-    if path.exists():
-        for line in path.read_text().split("\n")[:-1]:
-            yield json.loads(line)
+    """The JSON objects in a file of lines, one after the other; their readers know the keys. A torn last line is left
+    out. Raises BadInput for any other line that is no JSON object."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            yield _row(path, number, line)
+
+
+def _row(path: Path, number: int, line: bytes) -> Any:  # noqa: ANN401
+    try:
+        row = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        row = _with_nan(line)
+    if not isinstance(row, dict):
+        raise BadInput(f"{path}, line {number}: it is damaged, expected a JSON object; cut the file before this line")
+    return row
+
+
+def _with_nan(line: bytes) -> Any:  # noqa: ANN401
+    """A line with NaN or Infinity, which only Python's own reader takes; None for a damaged one."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def cut_torn_line(path: Path) -> int:
+    """Remove a last line that is torn from a file of lines. Returns the size in bytes of the whole lines."""
+    size = _whole_lines(path) if path.exists() else 0
+    if path.exists() and path.stat().st_size > size:
+        os.truncate(path, size)
+    return size
+
+
+def _whole_lines(path: Path) -> int:
+    """Size in bytes of the file without a torn last line."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - 4096)
+            file.seek(begin)
+            if (found := file.read(end - begin).rfind(b"\n")) >= 0:
+                return begin + found + 1
+            end = begin
+    return 0
+
+
+def _size(path: Path) -> str:
+    size = path.stat().st_size
+    return f"{size} bytes" if size else "it is empty"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +13,9 @@ import tomli_w
 
 from engine.config import Config
 from engine.config.recipe import load
-from engine.errors import BadInput
-from engine.run.files import append_line, read_lines, write_atomically
+from engine.errors import BadInput, MetronomeError
+from engine.run.fence import Fence
+from engine.run.files import append_line, read_json, read_lines, write_atomically
 from engine.run.start import read_start
 from engine.types import Group, StepReport
 
@@ -37,6 +39,11 @@ FIXED = (
 )
 """Keys that must be the same in a resumed run."""
 
+LAST_TABLE = "tracking"
+"""The table at the end of a resolved config."""
+RESERVE = 64 * 1024
+"""Bytes in the run folder that a full disk leaves for the reason of the failure."""
+
 SAMPLED_GROUPS = 2
 """Number of groups per step whose prompts, responses and scores are kept for reading."""
 
@@ -59,6 +66,11 @@ class RunFolder:
         self.attempts = path / "attempts.jsonl"
         self.lock = path / "lock"
         self.launcher_lock = self.logs / "launcher.lock"
+        self.heartbeat = self.logs / "launcher.alive"
+        """Touched by the launcher as long as it lives."""
+        self.fence = Fence(path, 0)
+        """Of the launcher that writes through this object."""
+        self._reserve = path / ".reserve"
 
     def create(self, config: Config, resume: bool) -> None:
         """Create the folder and write the resolved config. Raises BadInput if the folder has steps and `resume` is
@@ -68,16 +80,29 @@ class RunFolder:
                 f"run folder {self.path} has a run already; give --resume to continue it, or another run.name"
             )
         if resume and self.config.exists():
-            check_same_run(config, load(self.config))
+            check_same_run(config, self.read_config())
         if self.config.exists():  # one of the last release says how the run began, and is replaced
             read_start(self.path).write(self.path)
         for folder in (self.logs, self.responses):
             folder.mkdir(parents=True, exist_ok=True)
         self.failure.unlink(missing_ok=True)
+        write_atomically(self._reserve, "." * RESERVE)
+        self.heartbeat.touch()
         dump(config, self.config)
+
+    def read_config(self) -> Config:
+        """The resolved config of the run. Raises BadInput if it can't be read, also where only its end is missing."""
+        text = self.config.read_text(errors="replace")
+        if not text.endswith("\n") or f"[{LAST_TABLE}]" not in text:
+            raise BadInput(
+                f"{self.config}: the file is damaged, its end is missing; put the run's config there (MLflow has it as "
+                "an artifact), or delete the file and resume with the recipe and the settings of the run's start"
+            )
+        return load(self.config)
 
     def cut(self, step: int) -> None:
         """Remove everything about steps from `step` on, because these steps are done again."""
+        self.fence.check()
         if self.steps.exists():
             kept = [line for line in read_lines(self.steps) if line["step"] < step]
             write_atomically(self.steps, "".join(json.dumps(line) + "\n" for line in kept))
@@ -86,7 +111,8 @@ class RunFolder:
                 sample.unlink()
 
     def add_step(self, report: StepReport) -> None:
-        """Append one line to steps.jsonl, in one write."""
+        """Append one line to steps.jsonl, in one write. Raises TakenOver if another launcher writes the run."""
+        self.fence.check()
         append_line(self.steps, {key: value for key, value in asdict(report).items() if value is not None})
 
     def add_samples(self, step: int, groups: Sequence[Group]) -> None:
@@ -109,8 +135,32 @@ class RunFolder:
         write_atomically(self.responses / f"step-{step:06d}.jsonl", text)
 
     def fail(self, error: Exception) -> None:
-        """Write the reason of a failure to failure.json, for the process that started the run."""
-        write_atomically(self.failure, json.dumps({"error": type(error).__name__, "message": str(error)}))
+        """Write the reason of a failure to failure.json, for the process that started the run. Not if another launcher
+        writes the run now.
+
+        On a full disk it takes the space of a reserve. If that is not enough, the reason is only printed.
+        """
+        if self.fence.is_passed:
+            return
+        text = json.dumps({"error": type(error).__name__, "message": str(error)})
+        try:
+            write_atomically(self.failure, text)
+        except OSError:
+            self._reserve.unlink(missing_ok=True)
+            try:
+                write_atomically(self.failure, text)
+            except OSError as full:
+                print(f"{self.failure} can't be written: {full}", file=sys.stderr, flush=True)
+
+    def last_failure(self) -> tuple[str, str] | None:
+        """Name and message of the error that ended the run, as `fail` wrote them; None if it wrote none."""
+        if not self.failure.exists():
+            return None
+        try:
+            told = read_json(self.failure, "why the run ended", "the logs tell")
+            return str(told["error"]), str(told["message"])
+        except (BadInput, KeyError) as error:
+            return MetronomeError.__name__, str(error)
 
 
 def check_same_run(config: Config, before: Config) -> None:

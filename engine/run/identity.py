@@ -7,6 +7,7 @@ others.
 
 from __future__ import annotations
 
+import re
 import uuid
 from pathlib import Path
 
@@ -17,12 +18,26 @@ from engine.run.checkpoint_store import place_of, survey
 from engine.run.files import write_atomically
 
 FILE = "run_id"
+NUMBER = re.compile("[0-9a-f]{32}")
+"""Of a file without a line's end, as the last release wrote it."""
 
 
 def identity(folder: Path) -> str:
-    """The number of the run in a folder, written by `claim`; "" if it has none."""
+    """The number of the run in a folder, written by `claim`; "" if it has none, as a run of an old release.
+
+    Raises BadInput for a damaged file: without its number the run can't know its own checkpoints.
+    """
     file = folder / FILE
-    return file.read_text() if file.exists() else ""
+    if not file.exists():
+        return ""
+    text = file.read_text(errors="replace")
+    number = text.removesuffix("\n")
+    if text == number and not NUMBER.fullmatch(number) and (number or not _is_of_an_old_release(folder)):
+        raise BadInput(
+            f"{file}: the run's number can't be read, because the file is damaged; delete it and resume, the number is "
+            "then taken from the newest checkpoint"
+        )
+    return number
 
 
 def claim(folder: Path, config: Config, resume: bool) -> None:
@@ -45,12 +60,19 @@ def claim(folder: Path, config: Config, resume: bool) -> None:
             )
         before = max(there.values(), key=lambda marker: int(marker["step"]))
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / FILE, uuid.uuid4().hex if before is None else str(before.get("run", "")))
+    number = uuid.uuid4().hex if before is None else str(before.get("run", ""))
+    write_atomically(folder / FILE, f"{number}\n")
 
 
 def published(config: Config) -> dict[str, Marker]:
     """The complete checkpoints, of any run, at the place where this run publishes; none without `checkpoint.path`."""
     return survey(place_of(config))[0] if config.checkpoint.path else {}
+
+
+def _is_of_an_old_release(folder: Path) -> bool:
+    """Whether the folder's checkpoints have no number, so that the run has none either."""
+    newest = _own_marker(folder)
+    return newest is not None and not newest.get("run")
 
 
 def _own_marker(folder: Path) -> Marker | None:

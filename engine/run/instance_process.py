@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.errors import DeadlineError
 from engine.run.process import Child
 
+REFILL_S = 3600.0
+"""Seconds without a fault after which an instance has all its restarts (rollout.restarts) again."""
 LOOK_S = 0.05
 """Seconds between two looks for an instance's address."""
 
@@ -23,11 +25,22 @@ class InstanceProcess:
     child: Child
     port_file: Path
     restarts: int = 0
+    """How often it was started again, in all."""
+    faults: int = 0
+    """Restarts that count against rollout.restarts: those since it last ran for long."""
+    began: float = field(default_factory=time.monotonic)
+    """Monotonic time of its last start."""
 
     @property
     def name(self) -> str:
         """instance-0 …"""
         return self.child.name
+
+    def may_restart(self, most: int) -> bool:
+        """Whether it may be started again. One that ran for `REFILL_S` before has all its restarts again."""
+        if time.monotonic() - self.began > REFILL_S:
+            self.faults = 0
+        return self.faults < most
 
     def address(self) -> tuple[str, int] | None:
         """Host and port on which it serves; None before it is ready."""

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from engine.errors import ProcessDied
+from engine.errors import DeadlineError, ProcessDied
 
 LIFELINE = "METRONOME_LIFELINE"
 """Environment variable with the path of the parent's pipe."""
@@ -33,6 +33,9 @@ PREFIX = "metronome-"
 """Prefix of the folders there."""
 YOUNG_S = 60.0
 """A folder younger than this (seconds) may not have its pipe yet."""
+
+KILLED_S = 60.0
+"""Seconds that a process may take to end after SIGKILL. One that writes tens of GiB of memory back takes some."""
 
 _held: tuple[int, str] | None = None
 _lock = threading.Lock()
@@ -163,6 +166,11 @@ class Child:
         """Whether the process still runs."""
         return self.process.poll() is None
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether SIGKILL ended it: somebody else did, or the system ran out of memory."""
+        return self.process.poll() == -signal.SIGKILL
+
     def check(self) -> None:
         """Raise ProcessDied, with how it ended and the end of its log, if it has ended."""
         if not self.alive:
@@ -187,12 +195,19 @@ class Child:
         return "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self, grace_s: float = 3.0) -> None:
-        """Send SIGTERM to its group, and SIGKILL after `grace_s` seconds."""
+        """Send SIGTERM to its group, and SIGKILL after `grace_s` seconds. Raises DeadlineError if even that does not
+        end it."""
         signal_group(self.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
         signal_group(self.pid, signal.SIGKILL)
-        self.process.wait()
+        try:
+            self.process.wait(KILLED_S)
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(
+                f"{self.name} (process {self.pid}) has not ended {KILLED_S:g} s after SIGKILL: it hangs in the kernel "
+                "(state D of ps), as with a disk or device that does not answer"
+            ) from None
 
 
 def signal_group(group: int, number: signal.Signals) -> None:
@@ -202,14 +217,20 @@ def signal_group(group: int, number: signal.Signals) -> None:
 
 
 def stop_all(children: Sequence[Child], grace_s: float = 3.0) -> None:
-    """Stop several children within one grace period."""
+    """Stop several children within one grace period. Raises DeadlineError as `Child.stop` does, once for all."""
     for child in children:
         signal_group(child.pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
+    errors = []
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, deadline - time.monotonic()))
-        child.stop(0.0)
+        try:
+            child.stop(0.0)
+        except DeadlineError as error:  # the others are ended too
+            errors.append(str(error))
+    if errors:
+        raise DeadlineError("; ".join(errors))
 
 
 def python(module: str, *arguments: str) -> list[str]:

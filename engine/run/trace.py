@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
+from engine.run.files import cut_torn_line, read_lines
+
 
 class _Attributes(TypedDict, total=False):
     step: int
@@ -38,6 +40,7 @@ class Trace:
         self.role = role
         self._path = folder / f"{role}.jsonl"
         self._lines: list[str] = []
+        cut_torn_line(self._path)
 
     def add(self, name: str, start: float, end: float, lane: str = "", **attributes: Any) -> None:  # noqa: ANN401
         """Record a span that has ended. `lane`: name of the row in which it is drawn (default: the role)."""
@@ -61,10 +64,11 @@ class Trace:
             self._lines.clear()
 
 
+def iterate_spans(folder: Path) -> Iterator[Span]:
+    """The spans in a run's trace folder, file by file. A last line that a kill has cut off is left out."""
+    return (span for path in sorted(folder.glob("*.jsonl")) for span in read_lines(path))
+
+
 def read_spans(folder: Path) -> list[Span]:
-    """All spans in a run's trace folder, sorted by start. A last line that a kill has cut off is left out."""
-    spans: list[Span] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        lines = path.read_text().split("\n")
-        spans += [json.loads(line) for line in lines[:-1] if line]
-    return sorted(spans, key=lambda span: span["start"])
+    """All spans in a run's trace folder, sorted by start; for a long run gigabytes."""
+    return sorted(iterate_spans(folder), key=lambda span: span["start"])

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.run.files import read_lines, write_atomically
-from engine.run.trace import Span, read_spans
+from engine.run.trace import Span, iterate_spans, read_spans
 
 COLORS = {
     "rollout": "#4e79a7",
@@ -35,17 +37,71 @@ COLORS = {
 """Colours by the name of the span; other spans are black."""
 WINDOW_STEPS = 3
 """Number of visible steps when the page opens."""
+MOST_SPANS = 100_000
+"""With more spans a page takes seconds to open, and the whole run no longer fits into memory."""
 
 
 def draw(run_folder: Path) -> Path:
-    """Write `<run_folder>/timeline.html` from its trace and return the path. An empty trace gives an empty page."""
-    spans = read_spans(run_folder / "trace")
+    """Write `<run_folder>/timeline.html` from its trace and return the path. An empty trace gives an empty page.
+
+    The trace is read as a stream: a long run has gigabytes of it. With more than `MOST_SPANS` spans, steps outside the
+    window in which the page opens have one bar for all spans of a name in a lane.
+    """
+    trace = run_folder / "trace"
+    outline = _Outline()
+    for span in iterate_spans(trace):
+        outline.add(span)
+    spans = read_spans(trace) if outline.count <= MOST_SPANS else _thinned(iterate_spans(trace), outline.shown())
+    overlaps = _overlaps(outline, iterate_spans(trace))
     sizes = {line["step"]: line["pool_size"] for line in read_lines(run_folder / "steps.jsonl")}
     target = run_folder / "timeline.html"
-    content = json.dumps(_content(run_folder.name, spans, sizes), separators=(",", ":")).replace("</", "<\\/")
+    content = json.dumps(_content(run_folder.name, spans, overlaps, sizes), separators=(",", ":")).replace("</", "<\\/")
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     write_atomically(target, template.replace("/*DATA*/null", content))
     return target
+
+
+class _Outline:
+    """What the page needs to know of the whole trace before it chooses spans."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.starts: dict[int, float] = {}
+        """By step: start of its weight sync on the trainer, of a repeated step the last one."""
+        self.ends: dict[int, float] = {}
+        """By step: end of its update."""
+
+    def add(self, span: Span) -> None:
+        """Take in a span."""
+        self.count += 1
+        if span["name"] == "sync" and span["lane"] != "instances":
+            self.starts[span["step"]] = max(span["start"], self.starts.get(span["step"], 0.0))
+        elif span["name"] == "update":
+            self.ends[span["step"]] = max(span["end"], self.ends.get(span["step"], 0.0))
+
+    def shown(self) -> set[int]:
+        """The steps in which the page opens, and one before and after them."""
+        steps = sorted(self.starts, key=lambda step: self.starts[step])
+        first = max(0, len(steps) // 2 - WINDOW_STEPS // 2 - 1)
+        return set(steps[first : first + WINDOW_STEPS + 2])
+
+
+def _thinned(spans: Iterable[Span], shown: Collection[int]) -> list[Span]:
+    """The spans of the steps `shown`, and those of no step; of the others one span for all of a name in a lane. Sorted
+    by start."""
+    kept: list[Span] = []
+    merged: dict[tuple[str, str, int], Span] = {}
+    for span in spans:
+        step = span.get("step")
+        if step is None or step in shown:
+            kept.append(span)
+            continue
+        whole = merged.setdefault((span["lane"], span["name"], step), {**span})
+        whole["start"] = min(whole["start"], span["start"])
+        whole["end"] = max(whole["end"], span["end"])
+        whole.pop("group", None)
+        whole.pop("groups", None)
+    return sorted([*kept, *merged.values()], key=lambda span: span["start"])
 
 
 def overlapped(spans: Sequence[Span]) -> dict[int, bool]:
@@ -53,18 +109,23 @@ def overlapped(spans: Sequence[Span]) -> dict[int, bool]:
 
     Rollouts outside the time of the step (first sync … update) belong to an evaluation and do not count.
     """
-    starts = dict(step_starts(spans))
-    ends = {span["step"]: span["end"] for span in spans if span["name"] == "update"}
-    trained: dict[int, list[float]] = {step: [] for step in starts.keys() & ends.keys()}
-    rolled: dict[int, list[float]] = {step: [] for step in trained}
+    outline = _Outline()
     for span in spans:
-        step = span.get("step")
-        if step in trained and starts[step] <= span["start"] <= ends[step]:
+        outline.add(span)
+    return _overlaps(outline, spans)
+
+
+def _overlaps(outline: _Outline, spans: Iterable[Span]) -> dict[int, bool]:
+    trained: dict[int, float] = {}
+    rolled: dict[int, float] = {}
+    for span in spans:
+        step = span.get("step", -1)
+        if outline.starts.get(step, math.inf) <= span["start"] <= outline.ends.get(step, -math.inf):
             if span["name"] == "train":
-                trained[step].append(span["start"])
+                trained[step] = min(span["start"], trained.get(step, math.inf))
             elif span["name"] == "rollout":
-                rolled[step].append(span["end"])
-    return {step: min(trained[step]) < max(rolled[step]) for step in sorted(trained) if trained[step] and rolled[step]}
+                rolled[step] = max(span["end"], rolled.get(step, -math.inf))
+    return {step: trained[step] < rolled[step] for step in sorted(trained.keys() & rolled.keys())}
 
 
 def step_starts(spans: Iterable[Span]) -> list[tuple[int, float]]:
@@ -98,16 +159,18 @@ def rows_of(spans: Sequence[Span]) -> list[int]:
     return rows
 
 
-def _content(name: str, spans: Sequence[Span], sizes: Mapping[int, int]) -> dict[str, Any]:
-    """The data for the page's script, with times in seconds from the first span. `sizes`: pool_size of finished
-    steps."""
+def _content(
+    name: str, spans: Sequence[Span], overlaps: Mapping[int, bool], sizes: Mapping[int, int]
+) -> dict[str, Any]:
+    """The data for the page's script, with times in seconds from the first span. `overlaps`: as of `overlapped`;
+    `sizes`: pool_size of finished steps."""
     zero = min((span["start"] for span in spans), default=0.0)
     end = max((span["end"] for span in spans), default=1.0) - zero
     starts = [(step, start - zero) for step, start in step_starts(spans)]
     lanes, bars = _bars(spans, zero)
     return {
         "title": f"{name}: timeline",
-        "summary": _summary(overlapped(spans)),
+        "summary": _summary(overlaps),
         "kinds": [{"name": kind, "color": COLORS.get(kind, "#000000")} for kind in _kinds(spans)],
         "lanes": lanes,
         "spans": bars,
@@ -121,8 +184,11 @@ def _bars(spans: Sequence[Span], zero: float) -> tuple[list[tuple[str, int]], li
     """(lane, number of rows) and [lane, row, kind, start, length, step, group] of every span."""
     lanes: list[tuple[str, int]] = []
     bars: list[list[Any]] = []
+    by_lane: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_lane[span["lane"]].append(span)
     for number, lane in enumerate(lanes_of(spans)):
-        own = [span for span in spans if span["lane"] == lane]
+        own = by_lane[lane]
         rows = rows_of(own)
         lanes.append((lane, max(rows) + 1))
         bars += [
@@ -145,7 +211,7 @@ def _kinds(spans: Sequence[Span]) -> list[str]:
     return [kind for kind in COLORS if kind in found] + sorted(found - COLORS.keys())
 
 
-def _summary(steps: dict[int, bool]) -> str:
+def _summary(steps: Mapping[int, bool]) -> str:
     if not steps:
         return "No step was finished."
     return (

@@ -89,10 +89,10 @@ class Loop:
         """Yield the unit's work of the step; the time until each piece arrives is counted as waiting."""
         arriving = self.rollouts.work(step)
         while True:
-            blocked = time.time()
-            work = next(arriving, None)
-            self.trace.add("wait", blocked, time.time(), step=step)
-            self.policy.metrics.add_wait(time.time() - blocked)
+            blocked = time.perf_counter()
+            with self.trace.span("wait", step=step):
+                work = next(arriving, None)
+            self.policy.metrics.add_wait(time.perf_counter() - blocked)
             if work is None:
                 return
             yield work

@@ -17,6 +17,7 @@ from engine.config import Config
 from engine.config.recipe import load
 from engine.errors import BadInput, MetronomeError
 from engine.model.shape import content_hash
+from engine.run.disk import named_disk_errors
 from engine.run.process import bind, watch_lifeline
 from engine.run.trace import Trace
 from engine.types import StepFigures
@@ -38,7 +39,7 @@ def main() -> int:
         ControlClient(arguments.control, who, _transfer_timeout(config)) for who in (name, f"{name}-weights")
     )
     try:
-        with _session(config):
+        with named_disk_errors(arguments.folder), _session(config):
             _train(config, arguments, control, sender)
         return 0
     except MetronomeError as error:
@@ -87,6 +88,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--weights", type=Path, required=True, help="folder shared with the instances")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint")
+    parser.add_argument("--attempt", type=int, required=True, help="number of the launcher's attempt")
     parser.add_argument("--replay", type=Path, help="train on a record instead of rollouts")
     return parser.parse_args()
 
@@ -106,7 +108,13 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
     ranks = RankGroup(config.parallel.lockstep, _transfer_timeout(config))
     policy = Policy(config, platform.get(config.platform.device), ranks)
     reference_hash = content_hash(base) if config.algorithm.kl_coef > 0 else None
-    checkpoints = Checkpoints(arguments.folder / "checkpoints", policy, config, reference_hash)
+    checkpoints = Checkpoints(
+        root=arguments.folder / "checkpoints",
+        policy=policy,
+        config=config,
+        reference_hash=reference_hash,
+        attempt=arguments.attempt,
+    )
     start = (checkpoints.resume() if arguments.resume else None) or 0
     if start > config.train.steps:
         raise BadInput(f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}")

@@ -15,6 +15,7 @@ from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, challenge, first
 from engine.model.shape import content_hash
+from engine.run.files import read_json
 from engine.run.folder import RunFolder
 from engine.run.start import read_start
 from tasks.code_version import code_version
@@ -58,7 +59,8 @@ def lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     base = Path(config.model.path)
     row = final_evaluation(folder, config)
     report = folder.path / REPORT
-    data = json.loads(report.read_text())["train"]["version"] if report.exists() else "unknown"
+    told = read_json(report, "the report on the data", "run `metronome run --resume` again") if report.exists() else {}
+    data = told["train"]["version"] if told else "unknown"
     begun = read_start(folder.path)
     found = {
         "base_model": str(base),

@@ -10,13 +10,13 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 
 from engine.config import Config
-from engine.config.recipe import load
 from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import RunFolder
 from engine.run.start import ContinueFrom, RunStart, read_start
 from tasks.console import say
 from tasks.tracking.retry import retry_while_away
+from tasks.tracking.sqlite_store import whole_store
 from tasks.tracking.tracked_run import shown_uri, tracking_uri
 
 CHAMPION = "champion"
@@ -76,7 +76,7 @@ def as_begun(config: Config, start: ContinueFrom = "base") -> tuple[Config, RunS
     begun = read_start(folder.path)
     if begun.start == start == "base":
         return config, begun
-    before = load(folder.config)
+    before = folder.read_config()
     return _with(config, before.model.path, config.run.seed if begun.start == "base" else before.run.seed), begun
 
 
@@ -111,7 +111,7 @@ def _registered(config: Config, name: str, which: str) -> ModelVersion | None:
 
 def _version(config: Config, name: str, which: str) -> ModelVersion | None:
     """The version with the alias, or the newest version, or the newest version of the nights (`START_TAG`)."""
-    client = mlflow.MlflowClient(tracking_uri(config))
+    client = mlflow.MlflowClient(whole_store(tracking_uri(config)))
     if which == CHAMPION:
         models = client.search_registered_models(f"name = '{name}'")
         holder = models[0].aliases.get(CHAMPION) if models else None

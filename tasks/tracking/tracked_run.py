@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -30,10 +31,13 @@ from tasks.tracking.metric_log import MetricLog
 from tasks.tracking.metric_names import metric_name, numbers
 from tasks.tracking.mlflow_run import NUMBER, log_samples, mlflow_run, write_queue
 from tasks.tracking.retry import retry_while_away
+from tasks.tracking.sqlite_store import whole_store
 from tasks.tracking.write_queue import first_line, refused
 
 RUN_ID = "mlflow_run_id"
 """File in the run folder with the id of its MLflow run, so that a resumed run continues the same MLflow run."""
+
+MLFLOW_ID = re.compile("[0-9a-f]{32}")
 
 POLICY_HASH = "metronome.policy_hash"
 """Tag of a registered version: hash of the contents of its files."""
@@ -80,7 +84,8 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
     """
     config.folder.mkdir(parents=True, exist_ok=True)
     id_file = config.folder / RUN_ID
-    known = id_file.read_text().strip() if id_file.exists() else None
+    text = id_file.read_text(errors="replace").strip() if id_file.exists() else ""
+    known = given = text if MLFLOW_ID.fullmatch(text) else None  # a damaged id is found again by the run's number
     try:
         if known is None and not evaluation:
             known = _found(config)
@@ -91,7 +96,7 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
     except mlflow.MlflowException as error:
         raise _unusable(config, error) from None
     with mlflow_run(config, known, keeps_status=evaluation) as run:
-        if not id_file.exists():
+        if run.info.run_id != given:
             write_atomically(id_file, run.info.run_id)
         _start_step_log(run.info.run_id, config, known is not None)
         yield run.info.run_id
@@ -188,7 +193,7 @@ def _use(uri: str) -> None:
     """Set MLflow's store, but restore the environment variable that MLflow also sets: it is the user's setting for
     later runs."""
     before = os.environ.get("MLFLOW_TRACKING_URI")
-    mlflow.set_tracking_uri(uri)
+    mlflow.set_tracking_uri(whole_store(uri))
     if before is None:
         os.environ.pop("MLFLOW_TRACKING_URI", None)
     else:

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import time
 
 import aiohttp
 
 from engine.errors import ProcessDied
 from engine.launcher.weight_sync.probe import probe
+from engine.run.instance_process import InstanceProcess
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.replies import reply
 
@@ -187,9 +189,13 @@ class _Exchange:
 class FakeProcess:
     """Of a declared instance: engine.run.process.Child and engine.run.instance_process.InstanceProcess in one."""
 
+    may_restart = InstanceProcess.may_restart
+
     def __init__(self, machine, number):
         self.name = f"instance-{number}"
         self.restarts = 0
+        self.faults = 0
+        self.began = time.monotonic()
         self.machine = machine
         self.start()
 
@@ -213,6 +219,10 @@ class _FakeChild:
     def alive(self):
         return not self._died.done()
 
+    @property
+    def was_killed(self):
+        return False
+
     def stop(self, grace_s):
         self._fake.die()
 
@@ -228,6 +238,7 @@ class FakeProcesses:
 
     def restart(self, one):
         one.restarts += 1
+        one.faults += 1
         one.start()
 
     async def close(self):

@@ -35,6 +35,7 @@ class HealthMonitor:
 
     async def __aenter__(self) -> Self:
         self._run(self._watch_arrivals())
+        self._run(self._watch_failed_starts())
         self._run(self._watch_processes())
         return self
 
@@ -61,7 +62,8 @@ class HealthMonitor:
     # processes ------------------------------------------------------------------------------------
 
     async def _watch_processes(self) -> None:
-        """Notice deaths at once; fail the pool when nothing lived for rollout.wait_s."""
+        """Notice deaths at once; fail the pool when nothing lived for rollout.wait_s. An address that never answers
+        does not live, however often it joins."""
         await self._pool.connected.wait()
         limit = self._pool.config.rollout.wait_s
         last_alive = time.monotonic()
@@ -70,18 +72,19 @@ class HealthMonitor:
                 if instance.dead:
                     self._pool.gone(instance, "its process ended")
             now = time.monotonic()
-            if any(instance.lives for instance in self._pool.instances):
+            if any(instance.counts for instance in self._pool.instances):
                 last_alive = now
             elif now - last_alive > limit:
                 self._pool.fail(self._pool.all_gone())
             await asyncio.sleep(LOOK_S)
 
     async def _restart(self, declared: InstanceProcess, wanted: bool) -> None:
-        """End a declared instance's process. Start it again if it is `wanted`, at most rollout.restarts times."""
+        """End a declared instance's process. Start it again if it is `wanted`, at most rollout.restarts times in a
+        row."""
         rollout = self._pool.config.rollout
         await asyncio.to_thread(declared.child.stop, 0.0)
-        while wanted and declared.restarts < rollout.restarts:
-            await asyncio.sleep(BACKOFF_S * 2**declared.restarts)
+        while wanted and declared.may_restart(rollout.restarts):
+            await asyncio.sleep(BACKOFF_S * 2**declared.faults)
             self._pool.processes.restart(declared)
             try:
                 address = await declared.serves(rollout.timeout_s)
@@ -91,6 +94,11 @@ class HealthMonitor:
             else:
                 self._pool.enter(declared.name, http_url(*address), declared)
                 return
+
+    async def _watch_failed_starts(self) -> None:
+        """Start declared instances again that could not start with the others."""
+        while True:
+            self._run(self._restart(await self._pool.failed_starts.get(), wanted=True))
 
     # instances ------------------------------------------------------------------------------------
 

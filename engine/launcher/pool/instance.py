@@ -155,6 +155,11 @@ class Instance:
         return self.takes_prompts or "serving" in NEXT[self._state]
 
     @property
+    def counts(self) -> bool:
+        """Whether it keeps the run from giving up: it lives, and is no address that has never answered."""
+        return self.lives and self.met
+
+    @property
     def may_depart(self) -> bool:
         """Whether it asked to leave and has nothing to finish: neither an update nor a group."""
         return self.leaving and not self.updating and not (self.state == "draining" and self._places)

@@ -17,6 +17,7 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.launcher.pool.pool import Pool
 from engine.launcher.pool.pool_metrics import CONTENT_TYPE, exposition
+from engine.run.files import write_atomically
 from engine.wire.access_token import access_token, authorized, check_address
 from engine.wire.address import ADDRESS_FILE, bracketed, reachable, split_address
 from engine.wire.connections import Connections, OneRequest, RareMessages
@@ -131,7 +132,7 @@ async def serve_joining(pool: Pool, config: Config, folder: Path) -> AsyncIterat
     await runner.setup()
     server = await _listen(runner, config.rollout.listen)
     try:
-        file.write_text(f"{bracketed(reachable(host))}:{server.sockets[0].getsockname()[1]}\n")
+        write_atomically(file, f"{bracketed(reachable(host))}:{server.sockets[0].getsockname()[1]}\n")
         yield routes
     finally:
         server.close()

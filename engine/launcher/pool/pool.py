@@ -63,8 +63,10 @@ class Pool:
         """All that are not gone."""
         self.arrived: asyncio.Queue[Instance] = asyncio.Queue()
         """New ones, which the health monitor does not look after yet."""
+        self.failed_starts: asyncio.Queue[InstanceProcess] = asyncio.Queue()
+        """Declared instances that could not start with the others, which the health monitor starts again."""
         self.connected = asyncio.Event()
-        """Set once every declared instance has been there."""
+        """Set once every declared instance has been there, or has failed to start."""
         self._trace = trace
         self._dispatcher = Dispatcher(self.instances, config.rollout.concurrency, self._give_back)
         self._changed = asyncio.Event()
@@ -78,11 +80,35 @@ class Pool:
         self.processes.spawn(count)
 
     async def connect(self) -> None:
-        """Wait until every declared instance serves. Raises ProcessDied or DeadlineError with its name."""
-        timeout_s = self.config.rollout.timeout_s
-        for one, address in zip(self.processes.declared, await _all(self.processes.declared, timeout_s), strict=True):
-            self.enter(one.name, http_url(*address), one)
+        """Wait until every declared instance serves or has failed to start. The health monitor starts the failed ones
+        again.
+
+        If all failed, the recipe is wrong: raises ProcessDied or DeadlineError with the name of the first.
+        """
+        declared = self.processes.declared
+        errors = await asyncio.gather(*(self._first_start(one) for one in declared))
+        failed = [(one, error) for one, error in zip(declared, errors, strict=True) if error is not None]
+        if failed and len(failed) == len(declared):
+            raise failed[0][1]
+        for one, error in failed:
+            self.note(one.name, str(error))
+            self.failed_starts.put_nowait(one)
         self.connected.set()
+
+    async def _first_start(self, one: InstanceProcess) -> MetronomeError | None:
+        """Wait until a declared instance serves, and take it in. A process that was killed is started again, at most
+        rollout.restarts times. Return why it failed to start; None if it serves."""
+        rollout = self.config.rollout
+        while True:
+            try:
+                address = await one.serves(rollout.timeout_s)
+            except MetronomeError as error:
+                if not one.child.was_killed or not one.may_restart(rollout.restarts):
+                    return error
+                self.processes.restart(one)
+            else:
+                self.enter(one.name, http_url(*address), one)
+                return None
 
     def enter(self, name: str, url: str, declared: InstanceProcess | None = None) -> Instance:
         """Take in an instance that answers under `url`; it serves once it holds the current weights."""
@@ -234,7 +260,11 @@ class Pool:
 
     def all_gone(self) -> ProcessDied:
         """The error that says how the instances ended."""
-        ends = self._ends | {one.name: f"is {one.state}: {one.reason}" for one in self.instances if not one.lives}
+        ends = self._ends | {
+            one.name: f"is {one.state}: {one.reason}" if one.met or one.reason else "did not answer since it joined"
+            for one in self.instances
+            if not one.counts
+        }
         how = "; ".join(f"{name} {end}" for name, end in ends.items()) or "none has joined"
         limit = self.config.rollout.wait_s
         return ProcessDied(f"no rollout instance is left: waited {limit:g} s for one (rollout.wait_s); {how}")
@@ -250,13 +280,3 @@ class Pool:
         if self._session is not None:
             await self._session.close()
         await self.processes.close()
-
-
-async def _all(declared: list[InstanceProcess], timeout_s: float) -> list[tuple[str, int]]:
-    """The addresses of all; the first that fails ends the wait."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            waits = [tasks.create_task(one.serves(timeout_s)) for one in declared]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [wait.result() for wait in waits]

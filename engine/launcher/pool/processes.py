@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 from engine.config import Config
@@ -30,6 +31,8 @@ class InstanceProcesses:
     def restart(self, one: InstanceProcess) -> None:
         """Start its process again."""
         one.restarts += 1
+        one.faults += 1
+        one.began = time.monotonic()
         one.child = self._child(one.number, one.port_file)
 
     def _child(self, number: int, port_file: Path) -> Child:

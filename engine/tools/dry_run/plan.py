@@ -12,6 +12,7 @@ from engine.errors import BadInput
 from engine.launcher.checks import EMBEDDED
 from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape
+from engine.run.limits import limits
 from engine.tools.dry_run.known_models import shape_of
 from engine.tools.dry_run.memory import Need, Room, host_bytes, instance_need, readable, trainer_need
 from engine.tools.dry_run.sizes import total_parameters
@@ -131,6 +132,7 @@ def sections(made: RunPlan) -> dict[str, dict[str, str]]:
         f"Memory of a {made.trainer.who}": _terms(made.trainer) | _host(made),
         f"Memory of a {made.instance.who}": _terms(made.instance) | _cache(made.cache),
         "A step": _step(made),
+        "Limits of this machine": _limits(made),
     }
 
 
@@ -175,6 +177,14 @@ def _cache(room: Room) -> dict[str, str]:
     return {
         "cache": f"{fits}; all slots at full length would fill {room.wanted:,}"
         + (": they take turns then" if short else "")
+    }
+
+
+def _limits(made: RunPlan) -> dict[str, str]:
+    """They refuse nothing here, because a recipe is planned for other machines too. The launcher refuses."""
+    return {
+        limit.what: str(limit).partition(": ")[2] + ("" if limit.suffices else f": TOO LITTLE; {limit.remedy}")
+        for limit in limits(made.config, total_parameters(made.shape))
     }
 
 

@@ -26,20 +26,12 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from engine.config import Config
-from engine.errors import BadInput, CheckpointError, DeadlineError
+from engine.errors import BadInput, CheckpointError, DeadlineError, TakenOver
 from engine.run import checkpoint_store as store
-from engine.run.checkpoint_files import (
-    check,
-    complete,
-    folder_of,
-    incomplete,
-    latest,
-    partial_of,
-    prune,
-    publish,
-    step_of,
-    write_json,
-)
+from engine.run.checkpoint_files import complete, folder_of, incomplete, latest, partial_of, prune, publish, step_of
+from engine.run.checkpoint_search import newest_whole
+from engine.run.fence import Fence
+from engine.run.files import write_json
 from engine.run.folder import check_same_keys
 from engine.run.identity import identity
 from engine.trainer.checkpoint.state import layout, load_state, state_to_save, updates_of
@@ -63,8 +55,12 @@ class _PendingSave:
 class Checkpoints:
     """The run's checkpoints, as one rank sees them. Built by every rank; `save` and `resume` are collectives of all."""
 
-    def __init__(self, root: Path, policy: Policy, config: Config, reference_hash: str | None) -> None:
-        """`root`: folder `checkpoints` of the run; `reference_hash`: content hash of the reference model, or None."""
+    def __init__(
+        self, root: Path, policy: Policy, config: Config, reference_hash: str | None, attempt: int = 0
+    ) -> None:
+        """`root`: folder `checkpoints` of the run; `reference_hash`: content hash of the reference model, or None;
+        `attempt`: number of the launcher's attempt, without which no checkpoint is published (engine.run.fence)."""
+        self._fence = Fence(root.parent, attempt)
         self._root = root
         self._policy = policy
         self._config = config
@@ -99,12 +95,15 @@ class Checkpoints:
         self._pending = _PendingSave(target.name, _in_background(lambda: self._write(taken, target, state, numbers)))
 
     def poll(self) -> None:
-        """Forget a save that has ended. Raises CheckpointError with its name if it failed. No collective."""
+        """Forget a save that has ended. Raises CheckpointError with its name if it failed, and TakenOver if another
+        launcher writes the run. No collective."""
         if self._pending is None or not self._pending.done.done():
             return
         flight = self._pending
         self._pending = None
         error = flight.done.exception()
+        if isinstance(error, TakenOver):
+            raise error
         if error is not None:
             raise CheckpointError(
                 f"checkpoint {flight.name} could not be saved: {type(error).__name__}: {error}"
@@ -123,11 +122,11 @@ class Checkpoints:
         self.poll()
 
     def resume(self) -> int | None:
-        """Load the newest complete checkpoint of the run folder, or else of `checkpoint.path`.
+        """Load the newest whole checkpoint of the run folder, or else of `checkpoint.path`.
 
-        Returns the step to go on with, None if there is no checkpoint. Prints which checkpoints are ignored and why,
+        Returns the step to go on with, None if there is no checkpoint. Prints which checkpoints are skipped and why,
         and what is not restored in another layout. Raises BadInput if the checkpoint has another model, reference or
-        fixed key, CheckpointError if it is damaged. A collective of all ranks.
+        fixed key, CheckpointError if all are damaged. A collective of all ranks.
         """
         found = self._policy.ranks.from_first(self._find_checkpoint)
         if found.name is None:
@@ -191,7 +190,14 @@ class Checkpoints:
             return
         taken.gather(self._config.train.timeout_s)
         write_json(partial_of(target) / STATE, state)
-        publish(partial=partial_of(target), target=target, step=int(state["step"]), figures=figures, run=self._run)
+        publish(
+            partial=partial_of(target),
+            target=target,
+            step=int(state["step"]),
+            figures=figures,
+            run=self._run,
+            fence=self._fence.check,
+        )
         keep = self._config.checkpoint
         prune(self._root, keep.keep_last, keep.keep_best)
         if self._place:
@@ -203,26 +209,8 @@ class Checkpoints:
 
     def _find_checkpoint(self) -> CheckpointFound:
         """Return the checkpoint to load, checked and in the run folder. On rank 0."""
-        for message in incomplete(self._root).values():
-            self._print_on_rank_0(message)
-        folder = latest(self._root)
-        if folder is None and self._place:
-            folder = self._download_newest()
-        if folder is None:
-            return CheckpointFound(None)
-        check(folder)
-        return CheckpointFound(folder.name)
-
-    def _download_newest(self) -> Path | None:
-        """Download the newest complete checkpoint of `checkpoint.path`. Return its folder, None if there is none."""
-        found, ignored = store.survey(self._place, self._run)
-        for message in ignored:
-            self._print_on_rank_0(message)
-        if not found:
-            return None
-        name = max(found, key=lambda name: found[name]["step"])
-        self._print_on_rank_0(f"checkpoint {name} comes from {self._place}")
-        return store.download(self._place, name, found[name], self._root)
+        folder = newest_whole(self._root, self._place, self._run, self._print_on_rank_0)
+        return CheckpointFound(None if folder is None else folder.name)
 
     def _check_same_model(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Raise BadInput if the checkpoint has another reference model, another model or another fixed key."""

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from engine.errors import DeadlineError, MetronomeError
-from engine.run.checkpoint_files import write_json
+from engine.run.files import write_json
 
 BACKEND = ("torch_dist", 1)
 LOOK_S = 0.02

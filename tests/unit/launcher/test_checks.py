@@ -3,7 +3,7 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from engine.config import Config, DryRun, Evaluate, Model, Parallel, Platform, Rollout
+from engine.config import Config, Evaluate, Model, Parallel, Platform, Rollout
 from engine.errors import BadInput
 from engine.launcher.checks import EMBEDDED, check_instances, check_rollouts, check_training
 from engine.run.vllm_command import MARKER, PYTHON
@@ -99,19 +99,6 @@ def test_instances_of_vllm_are_refused_without_it(monkeypatch):
     monkeypatch.setenv(PYTHON, "/nowhere/python")
     with pytest.raises(BadInput, match="METRONOME_VLLM_PYTHON=/nowhere/python: there is no interpreter"):
         check_instances(Config(rollout=Rollout(engine="vllm")))
-
-
-def test_a_run_that_needs_more_sockets_than_this_process_may_open_is_refused(monkeypatch):
-    large = Config(rollout=Rollout(concurrency=8, group_size=8, instances=0), dry_run=DryRun(joining=64))
-    monkeypatch.setattr("engine.launcher.checks.reachable_limit", lambda: 65_536)
-    check_instances(large)
-    monkeypatch.setattr("engine.launcher.checks.reachable_limit", lambda: 4096)
-    with pytest.raises(
-        BadInput, match=r"open 4096 files .*needs 4353: .* 64 instances .* 8 groups .* 8 responses .*LimitNOFILE"
-    ):
-        check_instances(large)
-    monkeypatch.setattr("engine.launcher.checks.reachable_limit", lambda: 1024)
-    check_instances(Config())
 
 
 def test_a_replay_needs_no_instances(monkeypatch, settings):

@@ -1,5 +1,4 @@
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -9,58 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Reward
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
 from engine.launcher.verifier_pool import VerifierPool
-from engine.types import Prompt, Response, Score
-from support.runs import wait_for
-
-PROMPT = Prompt(
-    id="0123456789abcdef",
-    problem="1+1=",
-    answer="2",
-    token_ids=(5, 6, 7),
-    columns={"level": 3, "big": 2**80, "nested": {"a": [None, 0.5]}},
-)
-
-
-def response(text: str = "#2", seed: int = 2**62) -> Response:
-    return Response(
-        token_ids=(8, 9),
-        logprobs=(-0.5, -1.5),
-        versions=((0, 4),),
-        loss_mask=(True, False),
-        finish_reason="length",
-        text=text,
-        seed=seed,
-        instance="rollout-0",
-    )
-
-
-@pytest.fixture
-def reward(tmp_path):
-    def write(body: str, name: str = "reward") -> str:
-        file = tmp_path / "user_reward.py"
-        file.write_text(body)
-        return f"{file}:{name}"
-
-    return write
-
-
-def alive(pid: int) -> bool:
-    """Whether the process still runs; one that only waits for its parent to look at it doesn't."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def until_dead(pid: int) -> None:
-    """It would run for 1000 s if nobody ended it; on a busy machine an end takes more than the usual moment."""
-    deadline = time.monotonic() + 10.0
-    while alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still alive after 10 s"
-        time.sleep(0.02)
+from engine.types import Score
+from support.verifier_calls import LAUNCHER, PROMPT, alive, response, until_dead
 
 
 @pytest.mark.parametrize("spec", ["exact", "math"])
@@ -203,6 +154,60 @@ async def test_wrong_rewards_stop_with_the_reason(reward):
             assert f'reward.function = "{spec}", prompt 0123456789abcdef: ' in str(raised.value)
 
 
+DIES = """import os, pathlib, signal
+from engine.reward import per_response
+@per_response
+def reward(prompt, response):
+    lives = pathlib.Path(__file__).with_name(response.text)
+    left = int(lives.read_text()) if lives.exists() else 0
+    if left:
+        lives.write_text(str(left - 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0, 0.5][lives.exists()]
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_response_whose_worker_is_killed_is_scored_again(reward, tmp_path, workers):
+    (tmp_path / "killed").write_text("2")
+    async with VerifierPool(reward(DIES), workers=workers) as pool:
+        scores = await pool.score(PROMPT, [response("other"), response("killed")])
+    assert scores == [Score(1.0), Score(0.5)]
+
+
+async def test_a_response_that_kills_its_worker_again_and_again_is_an_error_by_name(reward, tmp_path):
+    (tmp_path / "killed").write_text("99")
+    spec = reward(DIES)
+    async with VerifierPool(spec) as pool:
+        with pytest.raises(RewardError, match="3 processes died of it, at last: its process was ended by SIGKILL"):
+            await pool.score(PROMPT, [response("killed")])
+        assert await pool.score(PROMPT, [response("other")]) == [Score(1.0)]
+    async with VerifierPool(spec, on_error="zero") as pool:
+        (score,) = await pool.score(PROMPT, [response("killed")])
+        assert (score.value, score.status) == (0.0, "error")
+
+
+async def test_an_idle_worker_that_is_killed_costs_no_score():
+    async with VerifierPool("exact") as pool:
+        os.kill(pool._workers[0]._child.pid, signal.SIGKILL)
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0, detail="2")]
+
+
+async def test_a_worker_that_is_killed_while_it_loads_is_started_again(reward, tmp_path):
+    lives = tmp_path / "lives"
+    lives.write_text("2")
+    body = (
+        f"import os, pathlib, signal\nlives = pathlib.Path({str(lives)!r})\nleft = int(lives.read_text())\n"
+        "lives.write_text(str(left - 1))\nif left: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def reward(prompt, responses): return [1.0]"
+    )
+    async with VerifierPool(reward(body)) as pool:
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+    lives.write_text("99")
+    with pytest.raises(BadInput, match="while loading it, its process was ended by SIGKILL"):
+        await VerifierPool(reward(body)).start()
+
+
 @pytest.mark.parametrize("body", ["raise ValueError('no')", "return [1.0, 2.0]", "import os; os._exit(3)"])
 async def test_wrong_reward_may_score_zero(reward, body):
     spec = reward(
@@ -260,18 +265,6 @@ async def test_close_ends_everything_at_once(reward, tmp_path):
     assert len(pids) == 4
 
 
-LAUNCHER = """
-import asyncio, sys
-from engine.launcher.verifier_pool import VerifierPool
-from engine.types import Prompt, Response
-async def main():
-    pool = VerifierPool(sys.argv[1], timeout_s=600)
-    await pool.start()
-    await pool.score(Prompt("", "", "", ()), [Response((), (), (), (), "stop", "", 0, "")])
-asyncio.run(main())
-"""
-
-
 @pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS.keys())
 def test_workers_die_with_a_killed_launcher(reward, hang):
     spec = reward(
@@ -294,72 +287,3 @@ def test_workers_die_with_a_killed_launcher(reward, hang):
         launcher.kill()
         launcher.wait(10)
         launcher.stderr.close()
-
-
-SECRETS = {
-    "METRONOME_TOKEN": "a",
-    "AWS_ACCESS_KEY_ID": "b",
-    "AWS_SECRET_ACCESS_KEY": "c",
-    "MLFLOW_TRACKING_PASSWORD": "d",
-    "PREFECT_API_AUTH_STRING": "e",
-    "JUDGE_KEY": "f",
-}
-
-
-async def test_a_reward_sees_no_secret_but_those_that_the_recipe_names(reward, monkeypatch, tmp_path):
-    for name, value in SECRETS.items():
-        monkeypatch.setenv(name, value)
-    spec = reward(
-        "import json, os\ndef reward(prompt, responses):\n"
-        f"    open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps(dict(os.environ)))\n    return [1.0]"
-    )
-    async with VerifierPool.of(Reward(function=spec, environment=["JUDGE_KEY"])) as pool:
-        await pool.score(PROMPT, [response()])
-    seen = json.loads((tmp_path / "seen").read_text())
-    assert SECRETS.keys() & seen.keys() == {"JUDGE_KEY"}
-    assert seen["JUDGE_KEY"] == "f"
-    assert seen["PATH"] == os.environ["PATH"]
-
-
-ORPHAN = """
-import os, subprocess, sys
-def reward(prompt, responses):
-    code = "import os, time; os.fork() and os._exit(0); os.setsid(); print(os.getpid(), flush=True); time.sleep(1000)"
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    open({note!r}, "w").write(child.stdout.readline())
-    {end}
-    return [1.0]
-"""
-"""A reward that leaves a process behind in a session of its own, whose parent has ended."""
-
-
-@pytest.mark.parametrize("end", ["pass", "os._exit(3)", "os.kill(os.getpid(), 9)", "__import__('time').sleep(60)"])
-async def test_nothing_that_a_reward_has_started_survives_its_worker(reward, tmp_path, end):
-    spec = reward(ORPHAN.format(note=str(tmp_path / "pid"), end=end))
-    async with VerifierPool(spec, on_error="zero", timeout_s=20 if end == "pass" else 5) as pool:
-        [score] = await pool.score(PROMPT, [response()])
-        orphan = int((tmp_path / "pid").read_text())
-        assert (score.status == "ok") == alive(orphan) == (end == "pass")
-    until_dead(orphan)
-
-
-def test_nothing_that_a_reward_has_started_survives_a_killed_launcher(reward, tmp_path):
-    spec = reward(ORPHAN.format(note=str(tmp_path / "pid"), end="__import__('time').sleep(600)"))
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, spec])
-    try:
-        note = tmp_path / "pid"
-        wait_for(lambda: note.exists() and note.read_text().strip(), "the orphan")
-        assert alive(int(note.read_text()))
-    finally:
-        launcher.kill()
-        launcher.wait(10)
-    until_dead(int(note.read_text()))
-
-
-async def test_a_reward_has_a_limit_of_memory(reward):
-    spec = reward("def reward(prompt, responses):\n    return [float(len(bytearray(2**30)))]")
-    async with VerifierPool.of(Reward(function=spec, memory_gb=0.5)) as pool:
-        with pytest.raises(RewardError, match="raised MemoryError"):
-            await pool.score(PROMPT, [response()])
-    async with VerifierPool.of(Reward(function=spec)) as pool:
-        assert await pool.score(PROMPT, [response()]) == [Score(2.0**30)]

@@ -61,4 +61,4 @@ def test_checkpoints_in_the_run_folder_say_who_it_is_before_those_of_the_place(c
     checkpoint(tmp_path / "place/nightly", 100, run="other")
     checkpoint(config.folder / "checkpoints", 5)  # of a version that gave no numbers
     claim(config.folder, config, resume=True)
-    assert (config.folder / "run_id").read_text() == ""
+    assert identity(config.folder) == ""

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.errors import ProcessDied
+from engine.errors import DeadlineError, ProcessDied
+from engine.run import process
 from engine.run.process import Child, sweep
 from support.runs import ROOT, wait_for
 
@@ -95,3 +96,16 @@ def test_what_a_killed_process_left_in_memory_is_removed_and_what_a_living_one_h
         for holder in holders:
             holder.kill()
             holder.wait()
+
+
+def test_a_process_that_even_sigkill_does_not_end_is_named(tmp_path, monkeypatch):
+    """As one that waits for a disk in the kernel."""
+    monkeypatch.setattr(process, "KILLED_S", 0.2)
+    monkeypatch.setattr(process, "signal_group", lambda group, number: None)
+    children = [Child(name, [sys.executable, "-c", "import time; time.sleep(600)"]) for name in ("one", "two")]
+    try:
+        with pytest.raises(DeadlineError, match=r"one .process \d+. has not ended 0.2 s after SIGKILL.*; two .process"):
+            process.stop_all(children, 0.1)
+    finally:
+        monkeypatch.undo()
+        process.stop_all(children, 0.0)

@@ -1,13 +1,15 @@
 import json
 import sys
+import time
 
 import pytest
 
-from engine.config import Config, Model, Run
-from engine.errors import BadInput, ProcessDied, RatioGapError
+from engine.config import Config, Model, Rollout, Run, Train
+from engine.errors import BadInput, DeadlineError, ProcessDied, RatioGapError
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.process import Child
+from tasks import launcher_process
 from tasks.launcher_process import LineFollower, _failure, run_training
 
 
@@ -78,3 +80,38 @@ def test_bad_input_that_only_the_launcher_sees_is_bad_input_here(tmp_path):
     with pytest.raises(BadInput, match=r"model\.path|safetensors"):
         run_training(config)
     assert not (tmp_path / "mine" / "config.toml").exists()  # no run: the name stays free
+
+
+STOPS = """
+import os, pathlib, signal, sys, time
+time.sleep(0.2)
+if sys.argv[2] == "beats":
+    for _ in range(5):
+        pathlib.Path(sys.argv[1]).touch()
+        time.sleep(0.2)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.parametrize("beats", ["beats", "never"])
+def test_a_launcher_that_is_stopped_is_ended_and_named(tmp_path, monkeypatch, beats):
+    config = Config(
+        run=Run(name="mine", output=str(tmp_path)), train=Train(timeout_s=0.5), rollout=Rollout(timeout_s=1.0)
+    )
+    folder = RunFolder(config.folder)
+    folder.logs.mkdir(parents=True)
+    folder.heartbeat.touch()  # of an attempt before
+    command = [sys.executable, "-c", STOPS, str(folder.heartbeat), beats]
+    monkeypatch.setattr(launcher_process, "launcher_command", lambda *_: command)
+    monkeypatch.setattr(launcher_process, "STOP_S", 0.1)
+    said = "1 s .2 x train.timeout_s." if beats == "beats" else "2 s .2 x train.timeout_s . rollout.timeout_s."
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=rf"the launcher .process \d+. gave no sign of life for {said}"):
+        run_training(config)
+    assert time.monotonic() - began < 60
+
+
+def test_a_damaged_reason_is_named(tmp_path, ended):
+    folder = RunFolder(tmp_path)
+    folder.failure.write_text('{"error": "Rat')
+    assert "failure.json: why the run ended can't be read" in str(_failure(ended, folder, 1))

@@ -1,9 +1,13 @@
 import json
 import re
+import subprocess
+import sys
+from collections import Counter
 
 import pytest
 
 from engine.run.trace import Trace, read_spans
+from engine.tools import timeline
 from engine.tools.timeline import draw, lanes_of, overlapped, rows_of
 
 
@@ -88,3 +92,57 @@ def test_the_page_opens_on_three_steps_and_needs_no_network(page):
 
 def test_a_run_without_spans_gives_a_page(tmp_path):
     assert "No step was finished." in draw(tmp_path).read_text()
+
+
+def many(folder, steps, responses):
+    """The trace of a run: so many responses a step, on 64 instances, trained in windows of 32."""
+    for number in range(steps):
+        start = 10.0 * number
+        own = [
+            span("trainer-0", "sync", start, start + 0.5, step=number),
+            span("trainer-0", "update", start + 9, start + 9.5, step=number),
+        ]
+        own += [span("trainer-0", "train", start + 4, start + 5, step=number) for _ in range(responses // 32)]
+        for response in range(responses):
+            lane = f"instance-{response % 64}"
+            own.append(span(lane, "rollout", start + 1, start + 6, step=number, group=response // 16))
+            own.append(span("verifier", "verify", start + 6, start + 6.1, step=number, group=response // 16))
+        with (folder / "launcher.jsonl").open("a") as file:
+            file.writelines(json.dumps(each) + "\n" for each in own)
+
+
+def test_a_long_run_has_every_span_where_the_page_opens_and_one_bar_for_many_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "MOST_SPANS", 1000)
+    (tmp_path / "trace").mkdir()
+    many(tmp_path / "trace", steps=20, responses=64)
+    text = draw(tmp_path).read_text()
+    data = json.loads(re.search(r"const data = (.*);\n", text).group(1))
+    rollouts = Counter(step for _, _, kind, _, _, step, _ in data["spans"] if kind == "rollout")
+    verified = Counter(step for _, _, kind, _, _, step, _ in data["spans"] if kind == "verify")
+    assert set(rollouts.values()) == {64}  # one for each instance
+    assert Counter(verified.values()) == {1: 15, 64: 5}
+    assert "In 20 of 20 steps (100%)" in data["summary"]
+    assert data["end"] == 199.5
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from engine.tools.timeline import draw
+draw(Path(sys.argv[1]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_thousand_steps_of_8192_responses_are_drawn_in_less_than_a_gibibyte(tmp_path):
+    (tmp_path / "trace").mkdir()
+    many(tmp_path / "trace", steps=1, responses=8192)
+    line = (tmp_path / "trace/launcher.jsonl").read_text()
+    with (tmp_path / "trace/launcher.jsonl").open("w") as file:
+        for number in range(1000):
+            file.write(line.replace('"step": 0', f'"step": {number}').replace('": 0.', f'": {10 * number}.'))
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 2**30

@@ -236,3 +236,21 @@ async def test_figures_and_periods(world, tmp_path):
         "serving",
         "draining",
     ]
+
+
+async def test_an_address_that_never_answers_but_joins_again_and_again_holds_up_no_failure(world):
+    async with world(synced=True, wait_s=1.0) as w:
+        w.pool.sync = Sync(version=3)
+
+        async def joins():
+            while True:
+                if w.pool.find("far") is None:
+                    w.pool.enter("far", "http://127.0.0.1:9")
+                await asyncio.sleep(0.02)
+
+        joining = asyncio.create_task(joins())
+        try:
+            with pytest.raises(ProcessDied, match=r"no rollout instance is left: waited 1 s.*; far "):
+                await asyncio.wait_for(w.pool.wait_for_member(), 15)
+        finally:
+            joining.cancel()

@@ -13,10 +13,12 @@ from engine.errors import DeadlineError, ProcessDied
 from engine.launcher.pool import health, processes
 from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.pool import Pool
+from engine.run import instance_process
 from engine.run.process import signal_group
 from support.scripted import SERVES, Sync, until
 
 FAILS = "import sys; print('the model is bad', file=sys.stderr); sys.exit(2)"
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 HANGS = "import time; time.sleep(600)"
 
 
@@ -82,11 +84,44 @@ async def test_after_the_last_restart_the_pool_waits_and_then_fails_with_how_it_
         assert len(started) == 2
 
 
+async def test_an_instance_that_ran_for_long_has_all_its_restarts_again(declare, monkeypatch):
+    monkeypatch.setattr(instance_process, "REFILL_S", 0.5)
+    async with declare([SERVES], restarts=1) as (pool, started):
+        await pool.connect()
+        for _ in range(3):
+            await until(lambda: pool.serving == 1, "it")
+            await asyncio.sleep(0.6)
+            kill(pool)
+            await until(lambda: pool.serving == 0, "its death")
+        await until(lambda: pool.serving == 1, "its return")
+        assert len(started) == 4
+
+
 async def test_an_instance_that_can_not_start_fails_the_run_at_once_by_name(declare):
     async with declare([FAILS]) as (pool, started):
         with pytest.raises(ProcessDied, match=r"(?s)instance-0 exited with 2; its log .*the model is bad"):
             await pool.connect()
         assert len(started) == 1
+
+
+async def test_one_that_can_not_start_with_the_others_is_started_again_and_the_run_begins_without_it(declare):
+    async with declare([FAILS, SERVES, FAILS, SERVES], instances=2) as (pool, started):
+        await pool.connect()
+        assert pool.find("instance-1") is not None
+        await until(lambda: pool.serving == 2, "the second restart")
+        assert started == ["instance-0", "instance-1", "instance-0", "instance-0"]
+        assert pool.find("instance-0").restarts == 2
+
+
+async def test_one_that_is_killed_while_it_starts_is_started_again(declare):
+    async with declare([KILLED, SERVES]) as (pool, started):
+        await pool.connect()
+        await until(lambda: pool.serving == 1, "it")
+        assert len(started) == 2
+    async with declare([KILLED], restarts=1) as (pool, started):
+        with pytest.raises(ProcessDied, match="instance-0 was ended by SIGKILL"):
+            await pool.connect()
+        assert len(started) == 2
 
 
 async def test_an_instance_that_never_serves_is_named(declare):

@@ -139,3 +139,22 @@ def test_before_the_first_update(build, dtype):
     assert again.resume() == 0
     assert train(policy, 1) == train(other, 1)
     assert_same(policy, other)
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_bit_for_bit(build, capsys):
+    policy, checkpoints = build()
+    train(policy, 1)
+    save(checkpoints, 1)
+    train(policy, 2)
+    file = next(save(checkpoints, 2).glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    other, again = build()
+    assert again.resume() == 1
+    assert f"step-000002: {file.name} is not the file" in capsys.readouterr().out
+    train(other, 2)
+    assert_same(policy, other)
+    assert train(policy, 3) == train(other, 3)
+    assert files.complete(save(again, 2))
+    assert (file.parent.with_name("damaged-step-000002") / file.name).read_bytes() == bytes(data)

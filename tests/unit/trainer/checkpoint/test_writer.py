@@ -154,7 +154,7 @@ def test_another_run_of_the_name_neither_takes_nor_loses_checkpoints_in_the_shar
     pairs = {}
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run_id").write_text(name)
+        (tmp_path / name / "run_id").write_text(f"{name}\n")
         pairs[name] = build(root=tmp_path / name / "checkpoints", **kept)
     for name, step in (("first", 100), ("second", 5), ("second", 10)):
         save(pairs[name][1], step)

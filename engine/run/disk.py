@@ -1,0 +1,38 @@
+"""Errors of a disk that is full or broken, as one sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.errors import DiskError
+
+KINDS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+
+@contextmanager
+def named_disk_errors(folder: Path) -> Iterator[None]:
+    """Raise DiskError where the body fails because the disk of the run folder is full or broken."""
+    try:
+        yield
+    except (OSError, ExceptionGroup) as error:
+        if (cause := _cause(error)) is None:
+            raise
+        raise DiskError(
+            f"run folder {folder}: {os.strerror(cause.errno or 0)} ({_free(folder)}); make space there, then resume "
+            "the run, which goes on from its newest checkpoint"
+        ) from None
+
+
+def _cause(error: Exception) -> OSError | None:
+    if isinstance(error, ExceptionGroup):
+        return next(filter(None, map(_cause, error.exceptions)), None)
+    return error if isinstance(error, OSError) and error.errno in KINDS else None
+
+
+def _free(folder: Path) -> str:
+    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free on its disk"

@@ -1,0 +1,185 @@
+"""What a run needs of the machine's limits: open files, processes, shared memory, disk space.
+
+The launcher compares them with this machine's before anything starts, and `run.dry` shows both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.run.checkpoint_files import all_complete
+from engine.run.open_files import reachable_limit
+from engine.run.process import SHARED_MEMORY
+
+OWN_FILES = 200
+"""Open files of the launcher besides connections: libraries, logs, pipes, the control channel. About 60 are used."""
+OWN_THREADS = 16
+"""Threads of a process besides those that compute: OpenMP's, torch's and the HTTP server's."""
+RANK_SHARED = 64 * 2**20
+"""Bytes of shared memory for each device process of a node that has several: the device's collectives and vLLM keep
+buffers there. An allowance, not measured; containers have 64 MiB in all unless they are told otherwise."""
+SIZES = {"float32": 4, "bfloat16": 2}
+PIDS = Path("/sys/fs/cgroup/pids.max")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of the machine, and what a run needs of it."""
+
+    what: str
+    need: float
+    has: float
+    unit: str
+    formula: str
+    remedy: str
+
+    @property
+    def suffices(self) -> bool:
+        """Whether the machine has what the run needs."""
+        return self.need <= self.has
+
+    def __str__(self) -> str:
+        return f"{self.what}: the run needs {self._told(self.need)} ({self.formula}), there are {self._told(self.has)}"
+
+    def _told(self, amount: float) -> str:
+        if math.isinf(amount):
+            return "no limit"
+        return _readable(amount) if self.unit == "bytes" else f"{amount:,.0f}"
+
+
+def limits(config: Config, parameters: int) -> Iterator[Limit]:
+    """The limits of this machine. `parameters`: of the policy; 0 where they are not known."""
+    yield _open_files_limit(config)
+    yield Limit(
+        what="processes and threads",
+        need=threads(config),
+        has=_process_limit(),
+        unit="threads",
+        formula="those of trainer ranks, instances and verifiers on this node",
+        remedy="raise the limit (ulimit -u, or pids of the container), or lower reward.workers",
+    )
+    if need := shared_memory(config):
+        yield Limit(
+            what="shared memory",
+            need=need,
+            has=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY else 0.0,
+            unit="bytes",
+            formula=f"{RANK_SHARED // 2**20} MiB for each device process",
+            remedy="give the container more (--shm-size)",
+        )
+    if parameters:
+        count, each = checkpoints(config, parameters)
+        place = next(folder for folder in (config.folder, *config.folder.resolve().parents) if folder.exists())
+        yield Limit(
+            what=f"disk space at {config.run.output} (run.output)",
+            need=count * each,
+            has=shutil.disk_usage(place).free,
+            unit="bytes",
+            formula=f"{count} x {_readable(each)} of checkpoints; the oldest goes when a newer one is complete",
+            remedy="make space, set run.output to another disk, or lower checkpoint.keep_last",
+        )
+
+
+def check_limits(config: Config, parameters: int) -> None:
+    """Raise BadInput for the first limit that is too low."""
+    for limit in limits(config, parameters):
+        _check(limit)
+
+
+def check_open_files(config: Config) -> None:
+    """Raise BadInput if this process may not open as many files as the config needs: an evaluation has no ranks."""
+    _check(_open_files_limit(config))
+
+
+def _check(limit: Limit) -> None:
+    if not limit.suffices:
+        raise BadInput(f"{limit}; {limit.remedy}")
+
+
+def _open_files_limit(config: Config) -> Limit:
+    return Limit(
+        what="open files",
+        need=open_files(config),
+        has=reachable_limit(),
+        unit="files",
+        formula="a connection for each response in flight, and the launcher's own",
+        remedy="raise the hard limit (ulimit -Hn), or lower rollout.concurrency",
+    )
+
+
+def open_files(config: Config) -> int:
+    """Files that the launcher has open at once, at most. An evaluation in the run may sample more for each prompt."""
+    instances = max(1, config.rollout.instances + config.dry_run.joining)
+    in_flight = instances * config.rollout.concurrency * max(config.rollout.group_size, config.evaluate.samples)
+    return in_flight + 4 * instances + 4 * config.reward.workers + OWN_FILES
+
+
+def threads(config: Config) -> int:
+    """Processes and threads of the run on the launcher's node."""
+    ranks = config.parallel.ranks_per_node * (config.trainer_threads + OWN_THREADS)
+    instances = config.rollout.instances * (config.instance_threads + OWN_THREADS * config.rollout.tensor)
+    return ranks + instances + OWN_THREADS * (config.reward.workers + 3)
+
+
+def shared_memory(config: Config) -> int:
+    """Bytes of shared memory on the launcher's node. Weights on their way do not count: they go to the run folder if
+    there is no room."""
+    if config.platform.device not in ("cuda", "npu"):
+        return 0
+    ranks = config.parallel.ranks_per_node
+    split = config.rollout.instances * config.rollout.tensor if config.rollout.tensor > 1 else 0
+    return RANK_SHARED * ((ranks if ranks > 1 else 0) + split)
+
+
+def checkpoints(config: Config, parameters: int) -> tuple[int, float]:
+    """How many checkpoints still have to find room in the run folder, and the bytes of one.
+
+    One has the weights and Adam's two moments in fp32, and the old policy in the training's dtype.
+    """
+    old = SIZES[config.train.dtype] if config.algorithm.old_policy == "previous" else 0
+    every = config.checkpoint.every
+    all_of_them = config.train.steps // every + 1 if every else 1
+    kept = min(all_of_them, config.checkpoint.keep_last + config.checkpoint.keep_best + 1)
+    there = len(all_complete(config.folder / "checkpoints"))
+    return max(1, kept - there), parameters * (12.0 + old)
+
+
+def stored_parameters(model: Path) -> int:
+    """Number of parameters in the safetensors files of a model folder. Raises BadInput for a damaged file."""
+    return sum(map(_parameters_of, model.glob("*.safetensors")))
+
+
+def _parameters_of(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(size, path.stat().st_size)))
+        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError):
+        raise BadInput(f"{path}: damaged safetensors file") from None
+
+
+def _readable(amount: float) -> str:
+    return f"{amount / 2**30:,.2f} GiB" if amount >= 2**30 else f"{amount / 2**20:,.1f} MiB"
+
+
+def _process_limit() -> float:
+    own = math.inf if os.geteuid() == 0 else _unlimited(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+    group = PIDS.read_text().strip() if PIDS.exists() else "max"
+    if group == "max":
+        return own
+    return min(own, int(group) - int(PIDS.with_name("pids.current").read_text()))
+
+
+def _unlimited(limit: int) -> float:
+    return math.inf if limit == resource.RLIM_INFINITY else limit

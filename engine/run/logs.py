@@ -1,0 +1,22 @@
+"""Logs of a run's processes, which stay small however long the run lasts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+LOG_BYTES = 64 * 2**20
+"""A log of this size is put aside as NAME.log.1, which replaces the one before."""
+
+
+def rotate(folder: Path) -> None:
+    """Put aside the logs in a folder that have grown too large.
+
+    Their processes hold them open and append to them. So a log is copied and cut, not renamed; lines that are written
+    between the two are lost.
+    """
+    for log in folder.glob("*.log"):
+        if log.stat().st_size >= LOG_BYTES:
+            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+            os.truncate(log, 0)

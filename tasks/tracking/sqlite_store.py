@@ -1,0 +1,78 @@
+"""MLflow's sqlite store appears whole or not at all, also when the command that makes it is killed.
+
+MLflow makes a store by dozens of migrations, which take seconds. A file that a kill left halfway is refused by every
+later call ("out-of-date database schema").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+
+from mlflow.store.db.utils import _get_latest_schema_revision
+from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+from engine.run.files import sync_folder
+from engine.run.lock import hold_lock
+from tasks.console import complain
+
+SCHEME = "sqlite:///"
+WAIT_S = 120.0
+"""Seconds to wait for another process that makes the store; about ten times what that takes."""
+
+_whole: set[str] = set()
+"""URIs of the stores that this process has seen whole."""
+
+
+def whole_store(uri: str) -> str:
+    """Return `uri` once its store is whole: an sqlite file that is absent is made, one that a kill left half made is
+    made anew and kept aside. A store with runs, and any other kind of store, is left to MLflow."""
+    if uri.startswith(SCHEME) and uri not in _whole:
+        file = Path(uri.removeprefix(SCHEME))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with hold_lock(file.with_name(f".{file.name}.lock"), f"the tracking store {file}", WAIT_S, complain):
+            _make_whole(file)
+        _whole.add(uri)
+    return uri
+
+
+def _make_whole(file: Path) -> None:
+    if file.exists():
+        if _is_whole(file):
+            return
+        aside = file.with_name(f"{file.name}.half-made-{time.strftime('%Y%m%d-%H%M%S')}")
+        file.rename(aside)
+        complain(f"warning: the tracking store {file} had no runs and was made halfway; it is kept as {aside.name}")
+    partial = file.with_name(f".{file.name}.partial")
+    for stale in (partial, Path(f"{partial}-journal")):
+        stale.unlink(missing_ok=True)
+    store = SqlAlchemyStore(f"{SCHEME}{partial}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+    store.engine.dispose()
+    partial.rename(file)
+    sync_folder(file.parent)
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether all migrations were made. A store with runs, or that sqlite can't read, counts: MLflow says what is wrong
+    with it."""
+    with contextlib.closing(sqlite3.connect(file)) as store:
+        try:
+            return (
+                _first(store, "SELECT 1 FROM runs") is not None
+                or _first(store, "SELECT version_num FROM alembic_version") == _get_latest_schema_revision()
+            )
+        except sqlite3.DatabaseError:
+            return True
+
+
+def _first(store: sqlite3.Connection, query: str) -> object:
+    """The first value of a query; None if there is none, or no such table."""
+    try:
+        return next((row[0] for row in store.execute(query)), None)
+    except sqlite3.OperationalError as error:
+        if "no such table" in str(error):
+            return None
+        raise

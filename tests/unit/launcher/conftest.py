@@ -1,0 +1,11 @@
+import pytest
+
+
+@pytest.fixture
+def reward(tmp_path):
+    def write(body: str, name: str = "reward") -> str:
+        file = tmp_path / "user_reward.py"
+        file.write_text(body)
+        return f"{file}:{name}"
+
+    return write

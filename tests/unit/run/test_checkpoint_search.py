@@ -1,0 +1,113 @@
+"""Which checkpoint a run resumes from, when some are damaged."""
+
+import fsspec
+import pytest
+import s3fs
+
+from engine.errors import CheckpointError
+from engine.run import checkpoint_store as store
+from engine.run.checkpoint_files import MARKER
+from engine.run.checkpoint_search import newest_whole
+from support.run_folders import a_checkpoint
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json"])
+def test_the_newest_whole_one_is_taken_and_damaged_ones_are_named_and_kept(tmp_path, said, name):
+    for step in (2, 4, 6):
+        a_checkpoint(tmp_path, step)
+    for step in (4, 6):
+        flip(tmp_path / f"step-00000{step}" / name)
+    content = (tmp_path / "step-000006" / name).read_bytes()
+    assert newest_whole(tmp_path, "", "", said.append) == tmp_path / "step-000002"
+    assert len(said) == 2
+    for step, line in zip((6, 4), said, strict=True):
+        assert f"step-00000{step}: {name} is not the file that _SUCCESS.json was written for" in line
+        assert line.endswith(f"skipped, and kept as damaged-step-00000{step}")
+    assert (tmp_path / "damaged-step-000006" / name).read_bytes() == content
+    said.clear()
+    assert newest_whole(tmp_path, "", "", said.append) == tmp_path / "step-000002"
+    assert said == []
+
+
+def test_a_cut_file_too_and_the_same_step_may_be_damaged_again(tmp_path, said):
+    a_checkpoint(tmp_path, 2)
+    for _ in range(2):
+        (a_checkpoint(tmp_path, 4) / "__0_0.distcp").write_bytes(b"")
+        assert newest_whole(tmp_path, "", "", said.append) == tmp_path / "step-000002"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-000002",
+        "damaged-step-000004",
+        "damaged-step-000004-2",
+    }
+
+
+def test_an_interrupted_one_is_ignored_and_stays(tmp_path, said):
+    a_checkpoint(tmp_path, 2)
+    (a_checkpoint(tmp_path, 4) / MARKER).unlink()
+    assert newest_whole(tmp_path, "", "", said.append) == tmp_path / "step-000002"
+    assert said == ["checkpoint step-000004 is incomplete (no _SUCCESS.json), ignored"]
+    assert (tmp_path / "step-000004").is_dir()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_by_itself(tmp_path, said):
+    flip(a_checkpoint(tmp_path, 2) / "__0_0.distcp")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of this run is whole; to begin again at step 0 "):
+            newest_whole(tmp_path, "", "", said.append)
+
+
+@pytest.fixture(params=["folder", "s3"])
+def place(request, tmp_path, monkeypatch):
+    if request.param == "folder":
+        yield str(tmp_path / "place")
+        return
+    server = pytest.importorskip("moto.server")
+    endpoint = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    endpoint.start()
+    host, port = endpoint.get_host_and_port()
+    settings = {"ENDPOINT_URL": f"http://{host}:{port}", "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "x"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    bucket = tmp_path.name.replace("_", "-")
+    fsspec.filesystem("s3").mkdir(bucket)
+    yield f"s3://{bucket}/run"
+    s3fs.S3FileSystem.clear_instance_cache()
+    endpoint.stop()
+
+
+def test_a_damaged_one_of_the_place_is_kept_there_and_the_one_before_is_fetched(tmp_path, place, said):
+    for step in (2, 4):
+        checkpoint = a_checkpoint(tmp_path / "there", step)
+        store.upload(checkpoint, f"{place}/{checkpoint.name}")
+    files, root = store._open(place)
+    path = f"{root}/step-000004/__0_0.distcp"
+    data = bytearray(files.cat_file(path))
+    data[3] ^= 1
+    files.pipe_file(path, bytes(data))
+    assert newest_whole(tmp_path / "here", place, "", said.append) == tmp_path / "here/step-000002"
+    assert "step-000004: __0_0.distcp is not the file" in said[0]
+    assert said[0].endswith(f"skipped, and kept as {place}/damaged-step-000004")
+    assert store.damaged(place) == ["damaged-step-000004"]
+    assert list(store.survey(place)[0]) == ["step-000002"]
+
+
+def test_a_whole_copy_in_the_place_replaces_a_damaged_one(tmp_path, place, said):
+    for step in (2, 4):
+        checkpoint = a_checkpoint(tmp_path / "here", step)
+        store.upload(checkpoint, f"{place}/{checkpoint.name}")
+    flip(tmp_path / "here/step-000004/__0_0.distcp")
+    assert newest_whole(tmp_path / "here", place, "", said.append) == tmp_path / "here/step-000004"
+    assert said[-1] == f"checkpoint step-000004 comes from {place}"

@@ -1,0 +1,80 @@
+"""A full disk, which is a small file system of its own."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from engine.errors import DiskError
+from engine.run.disk import named_disk_errors
+from support.runs import ROOT
+
+FILLS = """
+import sys
+from pathlib import Path
+from engine.config import Config, Run
+from engine.errors import DiskError
+from engine.run.disk import named_disk_errors
+from engine.run.files import append_line, read_lines, write_atomically
+from engine.run.folder import RunFolder
+from engine.run.identity import claim
+disk = Path(sys.argv[1])
+config = Config(run=Run(name="full", output=str(disk)))
+folder = RunFolder(config.folder)
+claim(folder.path, config, resume=False)
+folder.create(config, resume=False)
+stages = folder.path / "stages.json"
+stages.write_text("{}")
+try:
+    with named_disk_errors(folder.path):
+        for step in range(10**6):
+            append_line(folder.steps, {"step": step, "text": "x" * 1000})
+except DiskError as error:
+    folder.fail(error)
+try:
+    write_atomically(stages, "y" * 10**6)
+except OSError:
+    pass
+assert stages.read_text() == "{}", "a state file was lost"
+assert not list(folder.path.glob(".*.partial")), "half of a file takes the space"
+whole = len(list(read_lines(folder.steps)))
+print(whole, folder.failure.read_text())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a file system of its own")
+def test_the_reason_is_written_and_no_state_is_lost(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = f'mount -t tmpfs -o size=1m tmpfs {disk} && {sys.executable} -c "$0" {disk}'
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", script, FILLS],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    whole, _, told = done.stdout.partition(" ")
+    assert int(whole) > 500
+    failure = json.loads(told)
+    assert failure["error"] == "DiskError"
+    assert failure["message"].startswith(f"run folder {disk / 'full'}: No space left on device (0 MiB are free")
+    assert "\n" not in failure["message"]
+
+
+def test_it_is_found_in_a_group_and_other_errors_pass(tmp_path):
+    full = ExceptionGroup(
+        "of tasks", [ExceptionGroup("of tasks", [OSError(errno.ENOSPC, "full")]), ValueError("other")]
+    )
+    with pytest.raises(DiskError, match="No space left on device"), named_disk_errors(tmp_path):
+        raise full
+    with pytest.raises(OSError, match="no such"), named_disk_errors(tmp_path):
+        raise OSError(errno.ENOENT, "no such")
+    with pytest.raises(ExceptionGroup), named_disk_errors(tmp_path):
+        raise ExceptionGroup("of tasks", [ValueError("other")])

@@ -1,0 +1,68 @@
+"""Two launchers of one run folder."""
+
+import pytest
+
+from engine.config import Config, Run
+from engine.errors import BadInput, MetronomeError, TakenOver
+from engine.launcher import launch
+from engine.run.fence import Fence
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder
+from support.run_folders import a_checkpoint, finished
+
+
+def test_the_older_launcher_writes_nothing_more(tmp_path):
+    folder = finished(tmp_path)
+    steps = folder.steps.read_bytes()
+    newer = RunFolder(folder.path)
+    newer.fence = Fence.begin(folder.path)
+    said = r"another launcher \(attempt 2\) writes it now; this one \(attempt 1\) stops"
+    for write in (lambda: folder.cut(0), lambda: folder.add_step(None), folder.fence.check):
+        with pytest.raises(TakenOver, match=said):
+            write()
+    assert folder.steps.read_bytes() == steps
+    newer.cut(2)
+    assert len(list(read_lines(folder.steps))) == 2
+
+
+def test_no_checkpoint_is_published_over_the_newer_launchers(tmp_path, monkeypatch):
+    from engine.run import checkpoint_files
+
+    fence = Fence.begin(tmp_path)
+    publish = checkpoint_files.publish
+    monkeypatch.setattr(checkpoint_files, "publish", lambda **given: publish(**given, fence=fence.check))
+    whole = a_checkpoint(tmp_path, 2)
+    content = (whole / "__0_0.distcp").read_bytes()
+    Fence.begin(tmp_path)
+    with pytest.raises(TakenOver):
+        a_checkpoint(tmp_path, 4)
+    assert (whole / "__0_0.distcp").read_bytes() == content
+    assert not (tmp_path / "step-000004").exists()
+
+
+def test_a_launcher_that_was_taken_over_leaves_no_reason_in_the_newer_ones_folder(tmp_path, monkeypatch):
+    config = Config(run=Run(name="mine", output=str(tmp_path)))
+    folder = RunFolder(config.folder)
+
+    async def run(launcher):
+        Fence.begin(folder.path)
+        launcher.folder.cut(0)
+
+    monkeypatch.setattr(launch, "check_training", lambda config: None)
+    monkeypatch.setattr(launch, "check_instances", lambda config: None)
+    monkeypatch.setattr(launch._Launcher, "run", run)
+    with pytest.raises(TakenOver):
+        launch.launch(config)
+    assert not folder.failure.exists()
+
+
+def test_a_process_without_a_launcher_is_not_fenced_off(tmp_path):
+    Fence.begin(tmp_path)
+    Fence(tmp_path, 0).check()
+
+
+def test_a_damaged_number_is_named(tmp_path):
+    (tmp_path / "launcher_attempt").write_text("1")
+    with pytest.raises(BadInput, match=r"launcher_attempt: the number of the newest attempt can't be read") as raised:
+        Fence.begin(tmp_path)
+    assert isinstance(raised.value, MetronomeError)

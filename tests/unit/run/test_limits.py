@@ -1,0 +1,83 @@
+"""What a run needs of the machine."""
+
+import resource
+import shutil
+from collections import namedtuple
+
+import numpy
+import pytest
+from safetensors.numpy import save_file
+
+from engine.config import Algorithm, Checkpoint, Config, DryRun, Evaluate, Parallel, Platform, Rollout, Run, Train
+from engine.errors import BadInput
+from engine.run import limits
+from support.run_folders import a_checkpoint
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def a_config(tmp_path, **tables):
+    return Config(run=Run(name="mine", output=str(tmp_path)), **tables)
+
+
+def test_a_machine_that_has_enough_is_accepted(tmp_path):
+    limits.check_limits(a_config(tmp_path), 1000)
+
+
+def test_open_files_are_counted_before_the_start(tmp_path, monkeypatch):
+    config = a_config(tmp_path, rollout=Rollout(instances=20, concurrency=20, group_size=8))
+    assert limits.open_files(config) > 20 * 20 * 8
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
+    with pytest.raises(BadInput, match=r"open files: the run needs 3,\d+ .*there are 1,024; raise the hard limit"):
+        limits.check_limits(config, 0)
+
+
+def test_instances_that_join_are_counted_and_samples_of_an_evaluation(monkeypatch):
+    large = Config(rollout=Rollout(concurrency=8, group_size=8, instances=0), dry_run=DryRun(joining=64))
+    monkeypatch.setattr(limits, "reachable_limit", lambda: 65_536)
+    limits.check_open_files(large)
+    monkeypatch.setattr(limits, "reachable_limit", lambda: 4096)
+    with pytest.raises(BadInput, match=r"open files: the run needs 4,5\d\d .*there are 4,096"):
+        limits.check_open_files(large)
+    more = Config(evaluate=Evaluate(samples=1024))
+    assert limits.open_files(more) > more.rollout.concurrency * 1024
+    monkeypatch.setattr(limits, "reachable_limit", lambda: 1024)
+    limits.check_open_files(Config())
+
+
+def test_processes_are_counted(tmp_path, monkeypatch):
+    pids = tmp_path / "pids.max"
+    pids.write_text("100\n")
+    (tmp_path / "pids.current").write_text("90\n")
+    monkeypatch.setattr(limits, "PIDS", pids)
+    with pytest.raises(BadInput, match=r"processes and threads: the run needs \d+ .*there are 10; raise"):
+        limits.check_limits(a_config(tmp_path), 0)
+
+
+def test_shared_memory_of_a_container(tmp_path, monkeypatch):
+    config = a_config(tmp_path, parallel=Parallel(tensor=4), platform=Platform(device="cuda"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 64 * 2**20))
+    with pytest.raises(BadInput, match=r"shared memory: the run needs 256\.0 MiB .*there are 64\.0 MiB; .*--shm-size"):
+        limits.check_limits(config, 0)
+
+
+def test_checkpoints_that_do_not_fit_are_refused_by_size(tmp_path, monkeypatch):
+    config = a_config(
+        tmp_path, train=Train(steps=100), checkpoint=Checkpoint(every=10), algorithm=Algorithm(old_policy="previous")
+    )
+    count, each = limits.checkpoints(config, 10**9)
+    assert (count, each) == (3, 16e9)  # two are kept while the third is written
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 40e9))
+    with pytest.raises(BadInput, match=r"disk space at .*: the run needs 44.70 GiB .*there are 37.25 GiB; make space"):
+        limits.check_limits(config, 10**9)
+    for step in (10, 20):
+        a_checkpoint(config.folder / "checkpoints", step)
+    limits.check_limits(config, 10**9)  # a resumed run has two already
+
+
+def test_parameters_are_counted_in_the_files(tmp_path):
+    save_file({"a": numpy.zeros((3, 5), "float16"), "b": numpy.zeros(7, "float32")}, tmp_path / "model.safetensors")
+    assert limits.stored_parameters(tmp_path) == 22
+    (tmp_path / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(BadInput, match="damaged safetensors"):
+        limits.stored_parameters(tmp_path)

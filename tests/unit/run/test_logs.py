@@ -1,0 +1,43 @@
+"""Logs that grow."""
+
+import subprocess
+import sys
+import time
+
+from engine.run import logs
+from engine.run.process import Child
+
+PRINTS = "import sys\nfor number in sys.stdin: print('x' * 99 + number, end='', flush=True)"
+
+
+def test_a_log_that_has_grown_is_put_aside_while_its_process_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "LOG_BYTES", 1000)
+    log = tmp_path / "instance-0.log"
+    with log.open("ab") as file:  # as Child opens it
+        process = subprocess.Popen([sys.executable, "-c", PRINTS], stdin=subprocess.PIPE, stdout=file, text=True)
+    written = []
+    for number in range(40):
+        process.stdin.write(f"{number}\n")
+        process.stdin.flush()
+        deadline = time.monotonic() + 10
+        while not log.read_text().endswith(f"x{number}\n"):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        written.append(number)
+        logs.rotate(tmp_path)
+        if log.stat().st_size == 0:
+            break
+    process.stdin.write("last\n")
+    process.stdin.close()
+    assert process.wait(10) == 0
+    assert log.read_text() == "x" * 99 + "last\n"
+    before = (tmp_path / "instance-0.log.1").read_text().split()
+    assert [int(line.strip("x")) for line in before] == written
+
+
+def test_a_small_log_stays(tmp_path):
+    child = Child("one", [sys.executable, "-c", "print('here')"], tmp_path / "one.log")
+    child.process.wait(30)
+    logs.rotate(tmp_path)
+    assert (tmp_path / "one.log").read_text() == "here\n"
+    assert not (tmp_path / "one.log.1").exists()
