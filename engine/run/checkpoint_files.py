@@ -16,6 +16,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -244,12 +245,23 @@ class _Plain(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
         """The object to which the pickle refers. Raises DamagedCheckpointError if it is not in PLAIN."""
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
         if (module, name) not in PLAIN:
-            raise DamagedCheckpointError(
-                f"checkpoint {self._folder}: {INDEX} refers to {module}.{name}, which no checkpoint of "
-                "Metronome does; this program did not write it and does not read it"
-            )
+            raise self._refused(f"{module}.{name}")
         return super().find_class(module, name)
+
+    def _member(self, kind: object, name: object) -> Enum:
+        """The member of an enum. Early releases of Python 3.11 pickle it as `getattr` of its class."""
+        if isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__:
+            return kind.__members__[name]  # type: ignore[no-any-return]  # members of any enum
+        raise self._refused(f"builtins.getattr of {kind!r}")
+
+    def _refused(self, what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError(
+            f"checkpoint {self._folder}: {INDEX} refers to {what}, which no checkpoint of "
+            "Metronome does; this program did not write it and does not read it"
+        )
 
 
 def _sha256(path: Path) -> str:

@@ -346,6 +346,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: asked.set())
     try:
+        for name in PORTS:  # before anything is made in the folder
+            check_port(arguments[name], name)
         _serve(Services(**arguments), asked)
     except MetronomeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -356,8 +358,6 @@ def main() -> int:
 
 
 def _serve(services: Services, asked: threading.Event) -> None:
-    for name, port in services.ports.items():
-        check_port(port, name)
     print("starting ...", flush=True)
     with services:
         print("\n".join(f"{one.name:<15} {one.url if one.port else 'runs'}" for one in services.services.values()))

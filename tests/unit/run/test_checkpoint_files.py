@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
     TensorProperties,
@@ -43,6 +44,33 @@ def test_an_index_of_tensors_is_read(tmp_path):
     files.check(folder)
     (folder / files.INDEX).write_bytes((folder / files.INDEX).read_bytes() + b".")
     with pytest.raises(MetronomeError, match=r"\.metadata is not the file that .* \(SHA-256 differs\)"):
+        files.check(folder)
+
+
+class Looked:
+    """An attribute of something, as some releases of Python pickle the member of an enum."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_the_member_of_an_enum_may_be_pickled_by_name(tmp_path):
+    """So does Python 3.11.2."""
+    found = Looked(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+    files.check(marked(tmp_path / "step-000002", an_index(TensorStorageMetadata(TensorProperties(), (3,), [found]))))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(TensorProperties, "__init__"), (_MEM_FORMAT_ENCODING, "mro"), (_MEM_FORMAT_ENCODING, ("a",))],
+    ids=["class", "method", "no-name"],
+)
+def test_no_other_attribute_is_looked_up(tmp_path, arguments):
+    folder = marked(tmp_path / "step-000002", an_index(Looked(*arguments)))
+    with pytest.raises(MetronomeError, match=r"\.metadata refers to builtins\.getattr of <\w+ .*, which no checkpoint"):
         files.check(folder)
 
 
