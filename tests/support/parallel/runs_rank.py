@@ -29,6 +29,7 @@ def main():
                 control=address,
                 weights=Path(folder) / "weights",
                 threads=1,
+                attempt=0,
                 resume=False,
                 replay=Path(record) if record else None,
             )
