@@ -3,16 +3,15 @@ Nothing is transferred here."""
 
 import ast
 import re
-import subprocess
 import sys
 import types
-import zipfile
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from engine.wire.weights.backends import BACKENDS, Membership
+from support.torch_npu_wheel import torch_npu_wheel
 
 SCHEMA = Path(__file__).with_name("hccl_process_group.schema")
 
@@ -57,22 +56,7 @@ def test_the_group_is_made_as_the_published_interface_wants_it(monkeypatch):
 
 @pytest.mark.slow
 def test_the_schema_is_what_the_wheel_says(tmp_path):
-    download = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "torch-npu==2.10.0.post4",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--python-version=3.11",
-        "--platform=manylinux_2_28_x86_64",
-        f"--dest={tmp_path}",
-    ]
-    done = subprocess.run(download, capture_output=True, text=True, timeout=200)
-    if done.returncode:
-        pytest.skip(f"torch-npu can't be downloaded: {done.stderr.strip().splitlines()[-1:]}")
-    with zipfile.ZipFile(next(tmp_path.glob("torch_npu-*.whl"))) as wheel:
+    with torch_npu_wheel(tmp_path) as wheel:
         tree = ast.parse(wheel.read("torch_npu/_init/registry/distributed.py"))
         library = wheel.read("torch_npu/lib/libtorch_npu.so")
     helper = next(node for node in tree.body if getattr(node, "name", "") == "_new_process_group_hccl_helper")

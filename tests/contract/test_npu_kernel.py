@@ -1,9 +1,5 @@
 """The NPU kernel without an NPU: torch_npu's published signature with the documented semantics behind it, on a CPU."""
 
-import subprocess
-import sys
-import zipfile
-
 import pytest
 import torch
 
@@ -12,6 +8,7 @@ from engine.model.kernels import npu
 from engine.model.kernels.reference import masked
 from engine.model.layout import layout
 from support.npu_operator import define, published
+from support.torch_npu_wheel import torch_npu_wheel
 
 CASES = {
     "ragged": [(5, [3, 7, 1])],
@@ -95,22 +92,7 @@ def test_another_sparse_mode_would_be_noticed(mode, monkeypatch):
 
 @pytest.mark.slow
 def test_the_fixture_is_what_the_wheel_ships(tmp_path):
-    download = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "torch_npu==2.10.0.post4",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--python-version=3.11",
-        "--platform=manylinux_2_28_x86_64",
-        f"--dest={tmp_path}",
-    ]
-    done = subprocess.run(download, capture_output=True, text=True, timeout=200)
-    if done.returncode:
-        pytest.skip(f"torch_npu can't be downloaded: {done.stderr.strip().splitlines()[-1:]}")
-    with zipfile.ZipFile(next(tmp_path.glob("torch_npu-*.whl"))) as wheel:
+    with torch_npu_wheel(tmp_path) as wheel:
         functions = wheel.read("torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml").decode()
         manual = wheel.read("torch_npu/_op_plugin_docs.py").decode()
     assert f"func: {published()}\n" in functions
