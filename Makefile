@@ -4,6 +4,9 @@ BIN := $(VENV)/bin
 NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 DEVICE ?= cpu
 WORKERS ?= 2
+SEED ?= 1
+MINUTES ?= 10
+STEPS ?= 5000
 RELEASE := $(if $(VLLM),-$(VLLM))
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
@@ -15,7 +18,8 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run services test slow-test parallel-test fault-test stack-test contract-ascend npu vllm vllm-test test-torch210 nightly check-pins \
+.PHONY: run services test slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
+	nightly check-pins hashes \
 	lint clean
 
 run: $(VENV)/installed  ## the main job on the quickstart recipe (about 5 minutes on 2 cores)
@@ -25,7 +29,7 @@ services: $(VENV)/installed-dev  ## Prefect server, MLflow server and an S3 endp
 	$(BIN)/python -m tasks.cluster.services $(ARGS)
 
 test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not vllm and not ascend"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not chaos and not vllm and not ascend and not transferqueue and not nightly"
 
 parallel-test: $(VENV)/installed-dev  ## several trainer ranks at once: layouts against Hugging Face, whole runs (under 15 minutes)
 	$(BIN)/python -m pytest -m "parallel and not slow"
@@ -36,8 +40,17 @@ fault-test: $(VENV)/installed-dev  ## instances that die, hang, err, come and go
 stack-test: $(VENV)/installed-dev  ## deployments, crashes and cancels on a real Prefect server, MLflow server and S3 endpoint
 	$(BIN)/python -m pytest -m "stack and not slow"
 
+chaos-test: $(VENV)/installed-dev  ## runs that are disturbed as fixed seeds say (8 minutes)
+	$(BIN)/python -m pytest -m chaos
+
+chaos: $(VENV)/installed-dev  ## a run for each SEED (1,2,...), disturbed for MINUTES: schedule, recoveries, what was found
+	PYTHONPATH=tests $(BIN)/python -m chaos --seeds $(SEED) --minutes $(MINUTES) $(ARGS)
+
+soak: $(VENV)/installed-dev  ## STEPS small steps on real servers: by how much each process grows
+	PYTHONPATH=tests $(BIN)/python -m chaos.soak --steps $(STEPS) $(ARGS)
+
 slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not vllm"
 
 long-test: $(VENV)/installed-dev  ## slow, parallel, fault and stack tests, WORKERS files at a time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "(slow or parallel or faults or stack) and not vllm"
@@ -54,18 +67,29 @@ vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), c
 	bash infra/vllm/install.sh $(DEVICE)$(RELEASE) "$(PYTHON)" .venv-vllm$(RELEASE)
 
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes); VLLM=0.23: on that release
-	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m vllm
+	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m "vllm and not slow"
+
+transferqueue-test: .venv-transferqueue/ready  ## runs whose groups lie in TransferQueue (4 minutes, and as many to build .venv-transferqueue once)
+	.venv-transferqueue/bin/python -m pytest -m transferqueue
 
 test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, which Ascend's set of versions has (downloads 4 GB once)
-	.venv-torch210/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not vllm and not ascend" \
+	.venv-torch210/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not chaos and not vllm and not ascend and not transferqueue and not nightly" \
 		$(addprefix tests/unit/,algorithm config model platform run tools trainer wire)
 	.venv-torch210/bin/python -m pytest -m "(parallel or ascend) and not slow"
 
-nightly: test-torch210  ## what .ci/run leaves out
+nightly: test-torch210 transferqueue-test  ## what .ci/run leaves out (hours)
+	$(BIN)/python -m pytest -m nightly
 	$(MAKE) vllm-test VLLM=0.23
+	$(BIN)/python -m pytest -m "vllm and slow"
+	$(MAKE) chaos SEED=1,2,3,4,5,6,7,8 MINUTES=10
+	$(MAKE) chaos SEED=9 MINUTES=60
+	$(MAKE) soak
 
 check-pins: $(VENV)/installed-dev  ## read what the pinned packages ask for from the package index, and check every list
 	PYTHONPATH=tests $(BIN)/python -m support.pins $(ARGS)
+
+hashes: $(VENV)/installed-dev  ## read the hashes of constraints.txt's packages from the package index into infra/packages
+	PYTHONPATH=tests $(BIN)/python -m support.hashes
 
 lint: $(VENV)/installed-dev  ## style, form, types, and who may import whom
 	$(BIN)/ruff check .
@@ -74,7 +98,7 @@ lint: $(VENV)/installed-dev  ## style, form, types, and who may import whom
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-vllm-* .venv-torch210
+	rm -rf $(VENV) .venv-vllm .venv-vllm-* .venv-torch210 .venv-transferqueue
 
 $(VENV)/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed, and none of python3.12, python3.11, python3, python is one; give one with make PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -88,6 +112,13 @@ $(VENV)/installed: $(VENV)/python pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) -e '.[dev]'
+	touch $@
+
+.venv-transferqueue/ready: pyproject.toml constraints.txt infra/trainer/transferqueue.txt
+	@echo "Installing Metronome with TransferQueue into .venv-transferqueue (240 MB of Ray) ..."
+	$(MAKE) VENV=.venv-transferqueue .venv-transferqueue/python
+	{ grep -v '^antlr4-python3-runtime==' constraints.txt; cat infra/trainer/transferqueue.txt; } > .venv-transferqueue/constraints.txt
+	.venv-transferqueue/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-transferqueue/constraints.txt -e '.[dev,transferqueue]'
 	touch $@
 
 .venv-torch210/ready: pyproject.toml constraints.txt

@@ -45,6 +45,8 @@ class InProcess:
         )
         self._loader = PromptLoader(self.prompts(config.data.train), config.run.seed, config.train.prompts_per_step)
         self._ready: dict[int, list[Group]] = {}
+        self.sent_bytes = 0
+        """Always 0, because the engine takes the policy's own tensors."""
 
     def prompts(self, path: str) -> list[Prompt]:
         """The problems of a file as prompts, in the config's template."""

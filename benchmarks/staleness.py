@@ -1,6 +1,7 @@
-"""The effect of staleness on grpo, m2po, bapo and grpo with gradient control: `python benchmarks/staleness.py`
+"""The effect of staleness on grpo (with a dual clip, and with the decoupled loss's truncated weight in place of ratio
+and clip), m2po, bapo and grpo with gradient control: `python benchmarks/staleness.py`
 
-The cells are staleness 0, 4, 16 updates (mode bounded, exact lag: batch t is sampled by version max(0, t − s)) × five
+The cells are staleness 0, 4, 16 updates (mode bounded, exact lag: batch t is sampled by version max(0, t − s)) × seven
 algorithms × seeds. Each cell is a whole run of the loop from the quickstart's base model (benchmarks/in_process.py).
 Its file is stored in --output, and existing cells are not run again. `--cell 4:m2po:0` runs one cell, `--report` runs
 none. The script writes a table and a plot.
@@ -35,6 +36,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm.gradient_control": "measure"},
     "m2po": {"algorithm.loss": "m2po", "algorithm.gradient_control": "measure"},
     "bapo": {"algorithm.loss": "bapo", "algorithm.gradient_control": "measure"},
+    "grpo+dual-clip": {"algorithm.dual_clip": 3.0, "algorithm.gradient_control": "measure"},
+    "decoupled": {
+        "algorithm.old_policy": "behavior",
+        "algorithm.mismatch": "truncate",
+        "algorithm.gradient_control": "measure",
+    },
     "grpo+gac": {"algorithm.gradient_control": "gac"},
     "grpo+gac-auto": {"algorithm.gradient_control": "gac", "algorithm.gac_low": "auto", "algorithm.gac_high": "auto"},
 }

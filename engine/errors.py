@@ -23,7 +23,7 @@ class Stopped(MetronomeError):
 
 
 class TakenOver(MetronomeError):
-    """Another launcher writes the run folder now, so this one stops."""
+    """Another launcher, or another flow, writes the run folder now, so this one stops."""
 
 
 class DeadlineError(MetronomeError):
@@ -51,8 +51,21 @@ class ProcessDied(MetronomeError):
 
 
 class TransferError(MetronomeError):
-    """The transfer of weights from the trainer was interrupted: a member of the transfer died or was closed. The
-    transfer may be tried again."""
+    """Weights or groups did not arrive whole. Of weights: a member of the transfer died or was closed, and it may be
+    tried again. Of a group: its bytes are not those that were sealed."""
+
+
+class ServiceConflict(MetronomeError):
+    """A program outside asked the service for what does not go with its state: another group at the same place, a step
+    that is over, a lease that was given again."""
+
+
+class ServiceFull(MetronomeError):
+    """The service holds as many bytes, or samples as many responses, as it may; later it can take more."""
+
+
+class StoreError(MetronomeError):
+    """The store of groups (queue.store) does not answer; the message names the part of it and what it was asked."""
 
 
 class WeightSyncError(MetronomeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -77,19 +77,11 @@ class BatchScores:
     lengths: tuple[tuple[int, ...], ...]
     """[B][G] lengths of the responses in tokens."""
 
-    @staticmethod
-    def of(groups: Sequence[Group]) -> BatchScores:
-        """The scores of all groups of a step, which may be given in any order."""
-        ordered = sorted(groups, key=lambda group: group.index)
-        values = tuple(tuple(score.value for score in group.scores) for group in ordered)
-        return BatchScores(
-            values, tuple(tuple(len(response.token_ids) for response in group.responses) for group in ordered)
-        )
-
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt with all its responses and scores. The sample queue holds groups, and a unit leases them."""
+    """A prompt with all its responses and scores. On its way from the launcher to the trainer it is sealed
+    (engine.wire.sealed)."""
 
     step: int
     index: int
@@ -99,6 +91,8 @@ class Group:
     scores: tuple[Score, ...]
     batch: BatchScores | None = None
     """The scores of the whole batch, if the advantages depend on them."""
+    mini_batch: int = 0
+    """Number of the step's update that trains it, 0 … train.updates − 1. The sample queue sets it."""
     advantages: tuple[float, ...] | None = None
     """Only in records of an older release, whose launcher computed the advantages of batch scope."""
 
@@ -116,14 +110,16 @@ class Landed:
     token_ids: tuple[int, ...]
 
 
-class GradientFigures(TypedDict, total=False):
-    """What gradient control measured; keys as of `StepReport`, absent where nothing was measured."""
+class OptionalFigures(TypedDict, total=False):
+    """Figures that not every run has; keys as of `StepReport`, absent where nothing was measured."""
 
+    kl: float
     grad_cosine: float
     skipped_updates: int
+    skipped_updates_of_run: int
 
 
-class TrainingFigures(GradientFigures):
+class TrainingFigures(OptionalFigures):
     """What the trainer's ranks added up over a step; keys as of `StepReport`."""
 
     versions_seen: list[int]
@@ -139,9 +135,9 @@ class TrainingFigures(GradientFigures):
     computed_tokens: int
     equal_groups: int
     loss: float
-    kl: float
     entropy: float
     clip_fraction: float
+    mismatch_dropped: float
     old_ratio_max: float
     max_ratio_gap: float
     mismatch_kl: float
@@ -152,15 +148,22 @@ class TrainingFigures(GradientFigures):
     memory_peak_gib: list[float]
 
 
-class StepFigures(TrainingFigures):
+class UpdateFigures(TypedDict):
+    """What a step's updates were; keys as of `StepReport`."""
+
+    update_s: float
+    grad_norm: float
+    learning_rate: float
+
+
+class StepFigures(TrainingFigures, UpdateFigures):
     """What the trainer reports of a step; the launcher's own complete it to a `StepReport`."""
 
     sync_s: float
     check_s: float
-    update_s: float
     step_s: float
-    grad_norm: float
-    learning_rate: float
+    wait_ratio: float
+    rollout_to_train_end_s: float
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ class StepReport:
     weight_version: int
     versions_seen: list[int]
     staleness_mean: float
-    """Mean number of updates between the weights that sampled a response and the weights that it trains; 0
+    """Mean number of steps between the weights that sampled a response and the weights that it trains; 0
     on-policy."""
     pool_size: int
     """Number of instances that take prompts or receive weights when the step ends."""
@@ -197,9 +200,13 @@ class StepReport:
     sync_s: float
     check_s: float
     """The trainer's wait for the comparison of the instances' log-probabilities with its own."""
+    wait_ratio: float
+    """Share of the step in which the trainer waited for responses: wait_s / step_s."""
+    rollout_to_train_end_s: float
+    """From the moment when the batch's first prompt could be sent to the end of the update that it trained. In sync and
+    periodic it is a part of the step; in one_step_off and bounded a batch is begun in an earlier step."""
     tokens_per_s_per_device: float
     loss: float
-    kl: float
     entropy: float
     clip_fraction: float
     old_ratio_max: float
@@ -209,14 +216,21 @@ class StepReport:
     learning_rate: float
     memory_peak_gib: list[float]
     """Peak memory of each trainer rank: of its device, or on a CPU of its process."""
+    kl: float | None = None
+    """KL divergence from the reference; left out without a reference (algorithm.kl_coef = 0)."""
     grad_cosine: float | None = None
     """Cosine of this step's gradient and the previous one; left out if it is not measured."""
     skipped_updates: int | None = None
     """Number of consecutive updates that gradient control has skipped; left out without it."""
+    skipped_updates_of_run: int | None = None
+    """Number of updates that it has skipped since the run began; left out without it."""
     prompts_used: int | None = None
     """Number of prompts up to the last one that was kept, with algorithm.dynamic_sampling; left out without it, and in
     a replay."""
     reward_tried: float | None = None
     """Mean reward over the responses to these prompts, kept or not."""
+    mismatch_dropped: float = 0.0
+    """Share of the trained tokens that algorithm.mismatch = "mask" or algorithm.mismatch_reject drops, weighted as in
+    the loss."""
     continued: int = 0
     """Number of responses with tokens of more than one weight version (rollout.partial)."""

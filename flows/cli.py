@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import gc
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from engine.config import Config
 from engine.config.recipe import load
 from engine.errors import BadInput, MetronomeError
 from engine.run.process import drop_lifeline, watch_lifeline
-from engine.types import JsonObject
 from flows import QUICKSTART
-from tasks import console
+from tasks import console, interruption
 from tasks.dry_run import dry_run
+from tasks.resume import Resumed
 
 Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are found by infra/recipes/NAME.toml")]
+OwnRecipe = Annotated[
+    str,
+    typer.Argument(
+        help=f"TOML file; recipes that ship are found by infra/recipes/NAME.toml. Default: {QUICKSTART}; with --resume "
+        "the run's own settings, which count in any case"
+    ),
+]
 Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="override a key, e.g. rollout.group_size=8")]
 
 app = typer.Typer(
@@ -33,7 +39,7 @@ app = typer.Typer(
 
 @app.command()
 def run(
-    recipe: Recipe = QUICKSTART,
+    recipe: OwnRecipe = "",
     overrides: Set = [],  # noqa: B006
     resume: Annotated[
         bool, typer.Option("--resume", help="continue the run of this run.name; finished stages are not repeated")
@@ -42,13 +48,21 @@ def run(
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
     from tasks.cluster.local_server import local_server, log_prefect_to
     from tasks.input_checks import check_inputs, check_run_folder
+    from tasks.resume import place
 
     with _exit_codes():
-        config = load(recipe, overrides)
+        found = _run_of(recipe, overrides, resume)
+        config = found.config
         if config.run.dry:
             dry_run(config)
             return
         check_run_folder(config, resume)
+        if not found.recipe:
+            raise BadInput(
+                f"--resume: {config.folder} does not say its recipe, since an older release began the run; name it: "
+                f"metronome run RECIPE.toml --resume --set run.name={config.run.name}"
+            )
+        interruption.about(config, "run")
         check_inputs(config)
         with local_server(Path(config.run.output)) as server:
             from flows.pipeline import pipeline  # seconds, while the server starts
@@ -56,58 +70,46 @@ def run(
             log_prefect_to(Path(config.run.output) / "prefect.log")
             if server is not None:
                 server.wait()
-            pipeline(recipe, [*overrides, f"run.name={config.run.name}"], resume=resume)
+            pipeline(recipe or found.recipe, [*overrides, *place(config)], resume=resume)
+
+
+def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:
+    """The run that a command means: a new one, or with `resume` one that is there."""
+    from tasks.resume import resumed
+
+    if resume:
+        return resumed(recipe or None, overrides)
+    return Resumed(load(recipe or QUICKSTART, overrides), recipe or QUICKSTART)
 
 
 @app.command()
 def train(
-    recipe: Recipe = QUICKSTART,
+    recipe: OwnRecipe = "",
     overrides: Set = [],  # noqa: B006
     resume: Annotated[bool, typer.Option("--resume", help="continue the run of this run.name")] = False,
     replay: Annotated[Path | None, typer.Option("--replay", help="repeat a recorded run (train.record)")] = None,
 ) -> None:
     """Train only, without Prefect; the run is tracked in MLflow."""
+    from flows.here import train_here
     from tasks.input_checks import check_inputs, check_run_folder, with_model_folder
-    from tasks.tracking.registered_policies import as_begun
+    from tasks.resume_checks import check_resume
 
     with _exit_codes():
-        config = load(recipe, overrides)
+        found = _run_of(recipe, overrides, resume)
+        config = found.config
         if config.run.dry:
             dry_run(config)
             return
         check_run_folder(config, resume)
         if replay is not None and not replay.is_file():
             raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
-        config, _ = as_begun(config)
         check_inputs(config, sampling=replay is None)
+        if resume:
+            found.tell()
+            config = check_resume(config)
+        interruption.about(config, "train")
         config = with_model_folder(config)
-        _train(config, resume, replay)
-
-
-def _train(config: Config, resume: bool, replay: Path | None) -> None:
-    from engine.run.folder import RunFolder
-    from engine.run.lock import hold_lock
-    from tasks import summary
-    from tasks.launcher_process import run_training
-    from tasks.tracking import evaluations, mlflow_run, tracked_run
-
-    folder = RunFolder(config.folder)
-    line = console.StepLines(config.train.steps)
-    evaluated = evaluations.InRun(folder)
-
-    def on_step(row: JsonObject) -> None:
-        line(row)
-        tracked_run.log_step(row)
-        evaluated()
-
-    # the lock comes before MLflow: a living process may be using the MLflow run
-    locked = hold_lock(folder.lock, f"run folder {folder.path}", 0.0)
-    with locked, tracked_run.tracked(config), console.stage("train") as say:
-        mlflow_run.log_model_input(Path(config.model.path))
-        run_training(config, resume, replay, on_step)
-        say(f"{config.train.steps} steps")
-    rows = {**evaluations.closing(folder), **summary.training(config), "MLflow UI": tracked_run.ui_command(config)}
-    console.table(f"Run {config.run.name}", rows)
+        train_here(config, resume, replay, found.recipe)
 
 
 @app.command()
@@ -118,6 +120,7 @@ def evaluate(
     benchmark: Annotated[str, typer.Option(help="problem file (default: evaluate.benchmark or data.heldout)")] = "",
 ) -> None:
     """Accuracy of a model on a benchmark, with its interval; a line in the run folder's evaluations.jsonl."""
+    from flows.here import evaluate_here
     from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
@@ -126,29 +129,16 @@ def evaluate(
         config = load(recipe, [*overrides, *given])
         check_inputs(config, training=False)
         config = with_model_folder(config)
-        _evaluate(config)
-
-
-def _evaluate(config: Config) -> None:
-    from engine.launcher import standalone_evaluation as evaluation
-    from engine.run.folder import RunFolder
-    from tasks import summary
-    from tasks.tracking import evaluations, tracked_run
-
-    folder = RunFolder(config.folder)
-    model = Path(config.model.path)
-    if not folder.config.exists():
-        folder.create(config, resume=False)
-    tracked_run.check_store(config)
-    with console.stage("evaluate") as say:
-        say(evaluations.report(evaluation.evaluate(config, model, summary.weight_version(model), folder)))
-    evaluations.log_or_say(config)
+        evaluate_here(config)
 
 
 @app.command()
 def serve(
-    recipe: Recipe = QUICKSTART,
+    recipe: Annotated[str, typer.Argument(help="TOML file (default: the quickstart; with --model the run's own)")] = "",
     overrides: Set = [],  # noqa: B006
+    model: Annotated[
+        str, typer.Option(metavar="RUN|DIR", help="answer text, as OpenAI's API does, with this policy or model")
+    ] = "",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 0,
     host: Annotated[
         str, typer.Option(help="address to listen on; others than loopback need METRONOME_TOKEN")
@@ -156,18 +146,70 @@ def serve(
     join: Annotated[str, typer.Option(help="join this run: its launcher's host:port, or its run folder")] = "",
     name: Annotated[str, typer.Option(help="its name in the run (default: host and process id)")] = "",
 ) -> None:
-    """Run one rollout instance of the recipe in the foreground. On Ctrl-C it leaves its run and ends."""
+    """Run one rollout instance of the recipe in the foreground. With --model a policy to talk to. On Ctrl-C it leaves
+    its run and ends."""
     from engine.instance.join import default_name, serve_alone, serve_joined
+    from engine.run.served_model import served
     from tasks.input_checks import with_model_folder
 
     with _exit_codes():
-        config = with_model_folder(load(recipe, overrides))
         instance = name or default_name()
+        if model and join:
+            raise BadInput("--model serves a policy to talk to, --join a run: give one of them")
+        if model:
+            config, text = served(model, recipe, overrides)
+            raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))
+        config = with_model_folder(load(recipe or QUICKSTART, overrides))
         if not join:
             raise typer.Exit(serve_alone(config, instance, host, port))
         raise typer.Exit(
             serve_joined(config=config, address=join, name=instance, host=host, port=port, say=console.complain)
         )
+
+
+@app.command()
+def service(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
+    """Run a recipe's rollout instances, rewards and weight sync for a trainer or programs of your own, in the
+    foreground."""
+    from engine.launcher.service.serve import serve as serve_programs
+    from tasks.input_checks import check_inputs, with_model_folder
+
+    with _exit_codes():
+        config = load(recipe, overrides)
+        check_inputs(config, training=False)
+        config = with_model_folder(config)
+        serve_programs(config, partial(console.say, "service"))
+
+
+@app.command()
+def conform(
+    url: Annotated[str, typer.Argument(metavar="URL", help="of a running engine that no run uses: http://host:port")],
+    model: Annotated[
+        str, typer.Option(metavar="DIR", help="the Hugging Face folder that it serves (default: the one that it names)")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="of the engine's weights: float32 or bfloat16")] = "float32",
+    shared: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="for files of weights, where the engine can read them (default: temporary)"),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="seconds for each call")] = 60.0,
+    only: Annotated[list[str], typer.Option("--only", metavar="RULE", help="only this rule")] = [],  # noqa: B006
+) -> None:
+    """Try the rules of the rollout protocol on an inference engine, and say which hold. Exit code 0: all that a run
+    needs."""
+    from engine.tools.conformance.suite import conform as try_rules
+
+    with _exit_codes():
+        holds = try_rules(
+            url=url,
+            model=model,
+            dtype=dtype,
+            shared=shared,
+            timeout_s=timeout_s,
+            only=only,
+            say=partial(print, flush=True),
+        )
+        raise typer.Exit(0 if holds else 1)
 
 
 @app.command()
@@ -177,10 +219,11 @@ def deploy(
     pool: Annotated[str, typer.Option(help="work pool of training and evaluation, of infra/pools/pools.toml")] = "cpu",
     rollout_pool: Annotated[str, typer.Option(help="work pool of rollout instances that join a run")] = "cpu",
     timezone: Annotated[str, typer.Option(help="time zone of the schedules, e.g. Asia/Shanghai")] = "Etc/UTC",
-    training: Annotated[str, typer.Option(help="cron line of the nightly training; empty: no schedule")] = "0 22 * * *",
-    evaluation: Annotated[
-        str, typer.Option(help="cron line of the nightly evaluation; empty: no schedule")
-    ] = "0 6 * * *",
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="train every night at 22:00, evaluate every morning at 6:00")
+    ] = False,
+    training: Annotated[str, typer.Option(help="cron line of a nightly training, instead of --schedule")] = "",
+    evaluation: Annotated[str, typer.Option(help="cron line of a nightly evaluation, instead of --schedule")] = "",
     npus: Annotated[
         int, typer.Option(help="NPUs of the cluster: slots of the limit ascend-npus; 0 leaves it as it is")
     ] = 0,
@@ -189,10 +232,11 @@ def deploy(
         Path | None, typer.Option(help="list of work pools of your own, as infra/pools/pools.toml")
     ] = None,
 ) -> None:
-    """Bring work pools, deployments, schedules and automations up to date on the server of PREFECT_API_URL."""
+    """Bring work pools, deployments and automations up to date on the server of PREFECT_API_URL. Nothing starts by
+    itself without --schedule (or a cron line)."""
     with _exit_codes():
         load(recipe, overrides)
-        from tasks.cluster.deploy import Choices
+        from tasks.cluster.deploy import NIGHTLY_EVALUATION, NIGHTLY_TRAINING, Choices
         from tasks.cluster.deploy import deploy as make
 
         rows = make(
@@ -202,8 +246,8 @@ def deploy(
                 pool=pool,
                 rollout_pool=rollout_pool,
                 timezone=timezone,
-                training=training,
-                evaluation=evaluation,
+                training=training or (NIGHTLY_TRAINING if schedule else ""),
+                evaluation=evaluation or (NIGHTLY_EVALUATION if schedule else ""),
                 npus=npus,
                 on_rollout_pool=on_rollout_pool,
                 pools=pools,
@@ -227,6 +271,49 @@ def compare(
         from tasks import compare as comparison
 
         print(comparison.compare(runs, out, tracking_uri))
+
+
+@app.command()
+def plan(
+    recipe: Recipe = QUICKSTART,
+    overrides: Set = [],  # noqa: B006
+    runs: Annotated[
+        list[str],
+        typer.Option("--from", metavar="RUN", help="folder of a run of this recipe; it is measured by its trace"),
+    ] = [],  # noqa: B006
+    measured: Annotated[
+        bool, typer.Option("--measure", help="measure four short runs of the recipe, a few minutes on the quickstart")
+    ] = False,
+    autotune: Annotated[
+        bool, typer.Option("--autotune", help="run the three best for a few steps each, and take the fastest")
+    ] = False,
+    devices: Annotated[int, typer.Option(help="devices to use (default: as many as the recipe uses)")] = 0,
+    device: Annotated[str, typer.Option(help="what they are: 910b, 910c, a100, h100, h200")] = "",
+    lengths: Annotated[
+        str, typer.Option(metavar="MEAN,P99", help="without --from: tokens of a response, mean and 99 % quantile")
+    ] = "",
+    out: Annotated[Path | None, typer.Option("--out", help="write the best settings as a recipe")] = None,
+    page: Annotated[Path | None, typer.Option("--page", metavar="FOLDER", help="write the plan as a page")] = None,
+) -> None:
+    """Say how to split and set a run: devices for rollouts and training, layout, mode, by simulation."""
+    from tasks.input_checks import check_inputs, with_model_folder
+    from tasks.plan import make_plan, measure
+
+    with _exit_codes():
+        config = load(recipe, overrides)
+        if measured or autotune:
+            check_inputs(config)
+            config = with_model_folder(config)
+        make_plan(
+            config,
+            [*runs, *(measure(config) if measured else [])],
+            count=devices,
+            kind=device,
+            lengths=lengths,
+            out=out,
+            page=page,
+            autotune=autotune,
+        )
 
 
 @app.command()
@@ -254,7 +341,7 @@ def doctor(
 @contextmanager
 def _exit_codes() -> Iterator[None]:
     """Turn errors into one message and an exit code. The children end in any case."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    interruption.catch()
     try:
         yield
     except BadInput as error:
@@ -264,15 +351,10 @@ def _exit_codes() -> Iterator[None]:
         console.complain(f"error: {type(error).__name__}: {error}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        console.complain("interrupted")
-        raise typer.Exit(130) from None
+        interruption.say_told()
+        raise typer.Exit(interruption.INTERRUPTED) from None
     finally:
         drop_lifeline()
-
-
-def _interrupt(*_: object) -> NoReturn:
-    """SIGTERM ends a command as Ctrl-C does: through its `finally` blocks."""
-    raise KeyboardInterrupt
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ from engine.run.folder import RunFolder
 from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings, configured
 from tasks import summary
+from tasks.cluster.flow_names import name_flow_run
+from tasks.cluster.story import story
 from tasks.console import stage
 from tasks.evaluate import evaluate_once
 from tasks.flow_entry import crashed_without_tracking, settled
@@ -43,18 +45,20 @@ def evaluate(
         on_rollout_pool: Number of rollout instances on the rollout pool during the evaluation, in addition to
             rollout.instances.
     """
-    given = [f"run.name={run}"] if run else []
-    with crashed_without_tracking():
-        config = model_folder(settled(configured(recipe, settings, [*overrides, *given])), recipe, model)
-        check_inputs(config, training=False)
-        config = with_model_folder(config)
-        folder = RunFolder(config.folder)
-        chosen = Path(config.model.path)
-        if not folder.config.exists():
-            folder.create(config, resume=False)
-        check_store(config)
-        with stage("evaluate") as say:
-            found = summary.accuracy(evaluate_once(config, chosen, summary.weight_version(chosen), on_rollout_pool))
-            say("accuracy " + found)
-        log_finished(config, tracked_flow)
-    return found
+    with story():
+        given = [f"run.name={run}"] if run else []
+        with crashed_without_tracking():
+            config = model_folder(settled(configured(recipe, settings, [*overrides, *given])), recipe, model)
+            check_inputs(config, training=False)
+            config = with_model_folder(config)
+            folder = RunFolder(config.folder)
+            name_flow_run(f"evaluation of {config.run.name}")
+            chosen = Path(config.model.path)
+            if not folder.config.exists():
+                folder.create(config, resume=False)
+            check_store(config)
+            with stage("evaluate") as say:
+                found = summary.accuracy(evaluate_once(config, chosen, summary.weight_version(chosen), on_rollout_pool))
+                say(found)
+            log_finished(config, tracked_flow)
+        return found

@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from engine.config import Config
+from engine.config.recipe import load
 from engine.run.folder import RunFolder
 from engine.run.start import ContinueFrom
-from flows.settings import Settings, configured
+from flows.settings import Settings
 from tasks.cluster.devices import hold_npus, npus
-from tasks.flow_entry import Entry, crashed_without_tracking, entered, settled
+from tasks.cluster.flow_names import name_flow_run, name_of
+from tasks.flow_entry import Entry, begun_by_this_flow, crashed_without_tracking, entered, settled
 from tasks.input_checks import check_inputs
+from tasks.resume import Resumed, resumed
+from tasks.resume_checks import check_resume
 from tasks.tracking.flow_links import tracked_flow
 from tasks.tracking.registered_policies import started_from
 
@@ -24,8 +28,12 @@ class Opened:
     config: Config
     folder: RunFolder
     entry: Entry
+    recipe: str
+    """What another flow reads to do the same: the recipe; for a resumed run its own config.toml."""
     overrides: list[str]
     """The settings, overrides and seed of the run, in the form of `--set`."""
+    registered: str
+    """Name of the registered model to which its policy belongs."""
 
 
 @contextmanager
@@ -41,10 +49,23 @@ def opened(
 
     Raises BadInput before anything slow starts.
     """
+    given = [*settings.overrides(), *overrides]
     with crashed_without_tracking():
-        config, begun = started_from(settled(configured(recipe, settings, overrides)), recipe, continue_from)
+        found = resumed(recipe, given) if resume else Resumed(load(recipe, given), recipe)
+        config, begun = started_from(settled(found.config), found.recipe, continue_from)
+    again = begun_by_this_flow(RunFolder(config.folder))
     check_inputs(config)
+    if resume and not again:
+        found.tell()
+        config = check_resume(config)
     with entered(config, begun, resume) as entry, hold_npus(npus(config, pool_instances)), tracked_flow(config):
+        folder = RunFolder(config.folder)
+        name_flow_run(name_of(folder))
         yield Opened(
-            config, RunFolder(config.folder), entry, [*settings.overrides(), *overrides, f"run.seed={config.run.seed}"]
+            config=config,
+            folder=folder,
+            entry=entry,
+            recipe=str(folder.config.resolve()) if resume else recipe,
+            overrides=[*given, f"run.seed={config.run.seed}"],
+            registered=begun.registered,
         )

@@ -18,6 +18,7 @@ from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.cluster.events import training_finished
 from tasks.cluster.other_nodes import other_nodes
+from tasks.cluster.story import story
 from tasks.code_version import code_hash
 from tasks.console import stage
 from tasks.convert import convert
@@ -30,7 +31,6 @@ from tasks.register import register
 from tasks.tracking.datasets import log_datasets
 from tasks.tracking.evaluations import log_new
 from tasks.tracking.mlflow_run import log_model_input
-from tasks.tracking.registered_policies import registered_name
 from tasks.train import train
 
 
@@ -59,40 +59,45 @@ def pipeline(
         resume: Continue the run of this run.name, which was cancelled or has failed. A run that crashed is resumed
             without it.
     """
-    with opened(
-        recipe=recipe,
-        overrides=overrides,
-        settings=settings,
-        continue_from=continue_from,
-        resume=resume,
-        pool_instances=on_rollout_pool,
-    ) as run:
-        entry = run.entry
-        folder = run.folder
-        config = _before_training(run.config, entry, on_rollout_pool)
-        with other_nodes(config, on_rollout_pool), stage("train") as say:
-            say(f"{entry.once('train', lambda: train(config, entry.resumed))} steps")
-        with stage("publish") as say:
-            say(published := entry.once("publish", lambda: publish(config)))
-        _evaluate(
-            config=config, model=folder.policy, version=config.train.steps, entry=entry, on_rollout_pool=on_rollout_pool
-        )
-        with stage("register") as say:
-            name = registered_name(recipe)
-            say(registered := f"{name} version {entry.once('register', lambda: register(name, folder.policy))}")
-        entry.once(
-            "announce",
-            lambda: training_finished(
-                recipe=recipe,
-                run=config.run.name,
-                policy=folder.policy,
-                overrides=run.overrides,
-                pool_instances=on_rollout_pool,
-            ),
-        )
-    rows = summary.outcome(config, published, registered)
-    console.table(f"Run {config.run.name}", rows)
-    return rows
+    with story():
+        with opened(
+            recipe=recipe,
+            overrides=overrides,
+            settings=settings,
+            continue_from=continue_from,
+            resume=resume,
+            pool_instances=on_rollout_pool,
+        ) as run:
+            entry = run.entry
+            folder = run.folder
+            config = _before_training(run.config, entry, on_rollout_pool)
+            with other_nodes(config, on_rollout_pool), stage("train") as say:
+                say(f"{entry.once('train', lambda: train(config, entry.resumed))} steps")
+            with stage("publish") as say:
+                say(published := entry.once("publish", lambda: publish(config)))
+            _evaluate(
+                config=config,
+                model=folder.policy,
+                version=config.train.steps,
+                entry=entry,
+                on_rollout_pool=on_rollout_pool,
+            )
+            with stage("register") as say:
+                name = run.registered
+                say(registered := f"{name} version {entry.once('register', lambda: register(name, folder.policy))}")
+            entry.once(
+                "announce",
+                lambda: training_finished(
+                    recipe=run.recipe,
+                    run=config.run.name,
+                    policy=folder.policy,
+                    overrides=run.overrides,
+                    pool_instances=on_rollout_pool,
+                ),
+            )
+        rows = summary.outcome(config, published, registered)
+        console.table(f"Run {config.run.name}", rows)
+        return rows
 
 
 def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Config:
@@ -123,5 +128,5 @@ def _prepared(config: Config) -> DataReport:
 def _evaluate(config: Config, model: Path, version: int, entry: Entry, on_rollout_pool: int) -> None:
     with stage("evaluate") as say:
         row = entry.once(f"evaluate version {version}", lambda: evaluate(config, model, version, on_rollout_pool))
-        say("accuracy " + summary.accuracy(row))
+        say(summary.accuracy(row))
     log_new(RunFolder(config.folder))

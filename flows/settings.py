@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat
 
 from engine.config import Config
 from engine.config.recipe import load
+from tasks.cluster.form import shown_values
 
 Recipe = str
 Overrides = Sequence[str]
@@ -43,8 +44,14 @@ class Settings(BaseModel):
     experiment: str | None = _key("tracking.experiment")
 
     def overrides(self) -> list[str]:
-        """KEY=VALUE for each key that was filled in, in the form of `--set`."""
-        return [f"{type(self).model_fields[name].title}={value}" for name, value in self if value is not None]
+        """KEY=VALUE for each key that was filled in, in the form of `--set`. A value that the form of the deployment
+        has filled in was left as it was: the recipe has it."""
+        shown = shown_values()
+        return [
+            f"{type(self).model_fields[name].title}={value}"
+            for name, value in self
+            if value is not None and value != shown.get(name)
+        ]
 
 
 AS_RECIPE = Settings()

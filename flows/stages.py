@@ -14,6 +14,7 @@ from flows import QUICKSTART
 from flows.settings import AS_RECIPE, Overrides, Recipe, Settings, configured
 from tasks.cluster.other_nodes import run_node
 from tasks.cluster.rollout_node import serve_until_the_run_ends
+from tasks.cluster.story import story
 from tasks.code_version import code_hash
 from tasks.console import say
 from tasks.convert import convert as convert_task
@@ -22,7 +23,7 @@ from tasks.input_checks import with_model_folder
 from tasks.prepare import describe, prepare_data
 
 
-@flow(name="prepare")
+@flow(name="prepare", flow_run_name="prepare {recipe}")
 def prepare(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Settings = AS_RECIPE) -> DataReport:
     """Read, clean, split and compare the recipe's problem sets; the report is an artifact.
 
@@ -31,12 +32,13 @@ def prepare(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
         overrides: Any other key of the configuration, one KEY=VALUE each, for example data.prompt_template=chat.
         settings: The keys that differ from run to run; a key that is left out is as in the recipe.
     """
-    found = prepare_data(configured(recipe, settings, overrides))
-    say("prepare data", describe(found))
-    return found
+    with story():
+        found = prepare_data(configured(recipe, settings, overrides))
+        say("prepare data", describe(found))
+        return found
 
 
-@flow(name="convert")
+@flow(name="convert", flow_run_name="convert {recipe}")
 def convert(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Settings = AS_RECIPE) -> JsonObject:
     """Convert the recipe's model to Megatron's layout and back, and compare it with Hugging Face's logits.
 
@@ -45,12 +47,13 @@ def convert(recipe: Recipe = QUICKSTART, overrides: Overrides = (), settings: Se
         overrides: Any other key of the configuration, one KEY=VALUE each, for example model.path=/models/Qwen3-8B.
         settings: The keys that differ from run to run; a key that is left out is as in the recipe.
     """
-    config = with_model_folder(configured(recipe, settings, overrides))
-    model = Path(config.model.path)
-    log = RunFolder(config.folder).logs / "convert.log"
-    found = convert_task(str(model), content_hash(model), code_hash("model", "platform"), log)
-    say("convert", describe_conversion(found))
-    return found
+    with story():
+        config = with_model_folder(configured(recipe, settings, overrides))
+        model = Path(config.model.path)
+        log = RunFolder(config.folder).logs / "convert.log"
+        found = convert_task(str(model), content_hash(model), code_hash("model", "platform"), log)
+        say("convert", describe_conversion(found))
+        return found
 
 
 @flow(name="serve-rollouts")
@@ -72,8 +75,9 @@ def serve_rollouts(
         instances: How many instances this node starts.
         host: Address that they listen on; any but loopback needs METRONOME_TOKEN in the pool's environment.
     """
-    config = with_model_folder(configured(recipe, settings, overrides))
-    serve_until_the_run_ends(config, join, instances, host)
+    with story():
+        config = with_model_folder(configured(recipe, settings, overrides))
+        serve_until_the_run_ends(config, join, instances, host)
 
 
 @flow(name="join-training")
@@ -84,4 +88,5 @@ def join_training(folder: str, wait_s: float = 600.0) -> None:
         folder: The run folder, which this node and the run's own node share.
         wait_s: Seconds to wait for the run to begin, or to begin again after a crash.
     """
-    run_node(Path(folder), wait_s)
+    with story():
+        run_node(Path(folder), wait_s)

@@ -14,6 +14,7 @@ from tasks import console, summary
 from tasks.base_model import base_model
 from tasks.cluster.events import training_finished
 from tasks.cluster.other_nodes import other_nodes
+from tasks.cluster.story import story
 from tasks.console import stage
 from tasks.publish import publish
 from tasks.tracking.mlflow_run import log_model_input
@@ -43,34 +44,35 @@ def train(
         resume: Continue the run of this run.name, which was cancelled or has failed. A run that crashed is resumed
             without it.
     """
-    with opened(
-        recipe=recipe,
-        overrides=overrides,
-        settings=settings,
-        continue_from=continue_from,
-        resume=resume,
-        pool_instances=on_rollout_pool,
-    ) as run:
-        entry = run.entry
-        policy = run.folder.policy
-        with stage("base model") as say:
-            config = base_model(run.config)
-            log_model_input(Path(config.model.path))
-            say(config.model.path)
-        with other_nodes(config, on_rollout_pool), stage("train") as say:
-            say(f"{entry.once('train', lambda: train_task(config, entry.resumed))} steps")
-        with stage("publish") as say:
-            say(entry.once("publish", lambda: publish(config)))
-        entry.once(
-            "announce",
-            lambda: training_finished(
-                recipe=recipe,
-                run=config.run.name,
-                policy=policy,
-                overrides=run.overrides,
-                pool_instances=on_rollout_pool,
-            ),
-        )
-    rows = summary.training(config)
-    console.table(f"Run {config.run.name}", rows)
-    return rows
+    with story():
+        with opened(
+            recipe=recipe,
+            overrides=overrides,
+            settings=settings,
+            continue_from=continue_from,
+            resume=resume,
+            pool_instances=on_rollout_pool,
+        ) as run:
+            entry = run.entry
+            policy = run.folder.policy
+            with stage("base model") as say:
+                config = base_model(run.config)
+                log_model_input(Path(config.model.path))
+                say(config.model.path)
+            with other_nodes(config, on_rollout_pool), stage("train") as say:
+                say(f"{entry.once('train', lambda: train_task(config, entry.resumed))} steps")
+            with stage("publish") as say:
+                say(entry.once("publish", lambda: publish(config)))
+            entry.once(
+                "announce",
+                lambda: training_finished(
+                    recipe=run.recipe,
+                    run=config.run.name,
+                    policy=policy,
+                    overrides=run.overrides,
+                    pool_instances=on_rollout_pool,
+                ),
+            )
+        rows = summary.training(config)
+        console.table(f"Run {config.run.name}", rows)
+        return rows

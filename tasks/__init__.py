@@ -8,6 +8,8 @@ for _switch, _value in {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "PREFECT_LOGGING_TO_API_ENABLED": "false",  # each line a request: seconds per run
 }.items():
     os.environ.setdefault(_switch, _value)  # set here, because the libraries read them when they are imported

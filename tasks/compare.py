@@ -25,6 +25,7 @@ from engine.tools.comparison.run_figures import ComparedRun, once
 from engine.tools.comparison.verdict import Verdict
 from engine.types import JsonObject
 from tasks.finished_stages import last_end
+from tasks.summary import bound
 from tasks.tracking.write_queue import STORE_ERRORS, first_line
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -48,7 +49,14 @@ def compare(given: Sequence[str], target: Path, uri: str = "") -> str:
     verdicts = page.write(runs, target)
     columns, rows = page.summary(runs)
     told = [line for verdict in verdicts for line in ("", *_told(verdict))]
-    return "\n".join([aligned([columns, *rows]), *told, "", f"page: {target}"])
+    return "\n".join([aligned([columns, *rows]), *told, *_bounds(runs), "", f"page: {target}"])
+
+
+def _bounds(runs: Sequence[ComparedRun]) -> list[str]:
+    """For each run of which the folder is here, what its steps were bound by; nothing about runs that are too short."""
+    found = {run.name: bound(Path(run.source)) for run in runs if Path(run.source).is_dir()}
+    rows = [[name, *row.values()] for name, row in found.items() if row]
+    return ["", "Bound by:", aligned(rows)] if rows else []
 
 
 def _told(verdict: Verdict) -> list[str]:
@@ -194,12 +202,15 @@ def _with_tables(folder: Path) -> tuple[list[JsonObject], dict[str, dict[str, fl
 
 
 def _from_metrics(client: mlflow.MlflowClient, run: Any) -> list[JsonObject]:  # noqa: ANN401
-    """`benchmark/figure` metrics as rows of evaluations.jsonl."""
+    """`benchmark/figure` metrics as rows of evaluations.jsonl. Their step is the weight version."""
     names = [name for name in run.data.metrics if "/" in name]
     benchmarks = dict.fromkeys(name.rpartition("/")[0] for name in names if name.endswith("/avg_at_k"))
     rows: list[JsonObject] = []
     for benchmark in benchmarks:
         own = [name for name in names if name.rpartition("/")[0] == benchmark]
-        found = {row["step"]: row | {"benchmark": benchmark} for row in _steps(client, run.info.run_id, own)}
+        found = {
+            row["step"]: row | {"benchmark": benchmark, "weight_version": row["step"]}
+            for row in _steps(client, run.info.run_id, own)
+        }
         rows += [{name.removeprefix(f"{benchmark}/"): value for name, value in row.items()} for row in found.values()]
     return rows

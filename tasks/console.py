@@ -1,7 +1,8 @@
-"""The console output of a run: plain lines, readable in a terminal and in a log file."""
+"""The console output of a run: plain lines, readable in a terminal and in a log file; with colours on a terminal."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -13,16 +14,73 @@ LINES_PER_RUN = 20
 """Approximate number of step lines per run; there are more if steps are slow."""
 QUIET_S = 10.0
 """If the last line is older than this, the next step prints a line in any case. In seconds."""
+SHOW_CURSOR = b"\x1b[?25h"
+"""What a terminal needs after a bar that could not end."""
+WARNINGS = ("warning", "rewards", "responses", "instances")
+"""Stages whose lines a terminal shows in another colour."""
+
+Listener = Callable[[int, str], None]
+"""Takes what is printed: its level as in `logging`, and the text."""
+
+
+class _Output:
+    """What this process has printed."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+        """Monotonic time of the last line."""
+        self.unread = False
+        """Whether nobody reads the output any more."""
+        self.listeners: list[Listener] = []
+
+
+_output = _Output()
 
 
 def say(stage: str, text: str) -> None:
     """Print one line, at once. If no process reads the output any more (a Prefect worker was killed), this process ends
     as in a crash."""
+    colour = ("33" if stage in WARNINGS else "1;36") if is_terminal() and not os.environ.get("NO_COLOR") else ""
+    head = f"\x1b[{colour}m{stage:<12}\x1b[0m" if colour else f"{stage:<12}"
+    _print(f"{head} {text}")
+    _listen(logging.WARNING if stage in WARNINGS else logging.INFO, f"{stage:<12} {text}")
+
+
+def _print(text: str) -> None:
+    _output.last = time.monotonic()
+    if not _output.unread:
+        try:
+            print(f"{text}\n", end="", flush=True)  # in one write: another thread may print, too
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter also fails at its end
+            _output.unread = True
+    if _output.unread:  # seen now, or earlier in a thread that could not end this process
+        raise SystemExit("nobody reads the output any more")
+
+
+def _listen(level: int, text: str) -> None:
+    for listener in _output.listeners:
+        listener(level, text)
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """During the body a listener also gets what is printed."""
+    _output.listeners.append(listener)
     try:
-        print(f"{stage:<12} {text}", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter also fails at its end
-        raise SystemExit("nobody reads the output any more") from None
+        yield
+    finally:
+        _output.listeners.remove(listener)
+
+
+def last_line() -> float:
+    """Monotonic time of the last line that was printed."""
+    return _output.last
+
+
+def is_terminal() -> bool:
+    """Whether a person sees the output on a terminal that can move its cursor."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextmanager
@@ -55,7 +113,7 @@ class StepLines:
             left = (self._steps - done) * sum(self._seconds) / len(self._seconds)
             say(
                 "train",
-                f"step {done:>{len(str(self._steps))}}/{self._steps}  reward {row['reward_mean']:.3f}  "
+                f"{done:>{len(str(self._steps))}}/{self._steps} steps  reward {row['reward_mean']:.3f}  "
                 f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device  {duration(left)} left",
             )
 
@@ -70,9 +128,13 @@ def duration(seconds: float) -> str:
 def table(title: str, rows: Mapping[str, str]) -> None:
     """Print a two-column table."""
     width = max(map(len, rows))
-    print(f"\n{title}\n" + "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items()), flush=True)
+    lines = "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())
+    _print(f"\n{title}\n{lines}")
+    _listen(logging.INFO, f"{title}\n{lines}")
 
 
 def complain(message: str) -> None:
     """Print a message on stderr: the error of a failed command, or a warning."""
     print(message, file=sys.stderr, flush=True)
+    _output.last = time.monotonic()
+    _listen(logging.WARNING if message.startswith("warning: ") else logging.ERROR, message)

@@ -16,7 +16,10 @@ from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.commands import conversion_command
 from engine.run.process import Child
 from engine.types import JsonObject
+from tasks import how_far
+from tasks.artifact_cells import markdown
 from tasks.launcher_process import last_error
+from tasks.live import showing
 
 LIMIT_S = 1800.0
 """Time limit of the conversion. A tiny model takes 10 s; a large one is read from disk three times."""
@@ -30,7 +33,8 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
     """
     child = Child("convert", conversion_command(model), log)
     try:
-        code_ = child.process.wait(LIMIT_S)
+        with showing("convert", how_far.conversion(log)):
+            code_ = child.process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         raise DeadlineError(f"the conversion of {model} is not done after {LIMIT_S:.0f} s; its log: {log}") from None
     finally:
@@ -44,11 +48,7 @@ def convert(model: str, model_hash: str, code: str, log: Path) -> JsonObject:
 def describe(report: Mapping[str, Any]) -> str:
     """The report in one line for the console. Also creates the artifact; the task cannot, because a cached task's body
     does not run."""
-    create_markdown_artifact(
-        "\n".join(f"- {name}: {value}" for name, value in report.items()),
-        key="conversion",
-        description="Hugging Face against Megatron",
-    )
+    create_markdown_artifact(markdown(report), key="conversion", description="Hugging Face against Megatron")
     return (
         f"{report['parameters']:,} parameters; logits within {report['max_logit_error']:.1e} of Hugging Face; "
         f"{report['weight_bytes'] / 2**30:.2f} GiB of weights converted within {report['peak_bytes'] / 2**30:.2f} GiB"

@@ -14,13 +14,15 @@ from prefect.runtime import flow_run
 from engine.config import Config
 from engine.errors import DeadlineError, ProcessDied
 from engine.evaluation.known import done_before
-from engine.launcher import standalone_evaluation as evaluation
 from engine.run.files import read_json, write_json
 from engine.run.folder import RunFolder
+from tasks.artifact_cells import table_rows
 from tasks.cluster.devices import hold_npus, npus
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.console import say
-from tasks.tracking import evaluations
+from tasks.fenced import run_folder
+from tasks.shown_evaluation import evaluate_shown
+from tasks.tracking import evaluation_texts
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
@@ -36,18 +38,15 @@ def evaluate(config: Config, model: Path, weight_version: int, pool_instances: i
     `pool_instances`: instances on the rollout pool, in addition to rollout.instances. MLflow is not needed, because
     `tasks.tracking.evaluations` logs evaluations.jsonl afterwards.
     """
-    folder = RunFolder(config.folder)
+    folder = run_folder(config)
     meeting = folder.path / "evaluations" / f"instances-{flow_run.id}-{weight_version}"
     with evaluation_nodes(config, model, pool_instances, meeting) as place:
-        rows = evaluation.evaluate(
-            config=config, model=model, weight_version=weight_version, folder=folder, meeting=place
-        )
+        rows = evaluate_shown(config=config, model=model, weight_version=weight_version, folder=folder, meeting=place)
     for row in rows[1:]:
-        say("evaluate", evaluations.describe(row))
+        say("evaluate", evaluation_texts.describe(row))
     for row in rows:
-        create_table_artifact(
-            _cells(row), key="evaluation", description=f"{row['benchmark']}, weight version {weight_version}"
-        )
+        description = f"{row['benchmark']}, weight version {weight_version}"
+        create_table_artifact(table_rows(_figures(row)), key="evaluation", description=description)
     return rows[0]
 
 
@@ -75,5 +74,7 @@ def evaluate_once(config: Config, model: Path, weight_version: int, pool_instanc
     return row
 
 
-def _cells(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [{"figure": name, "value": str(value)} for name, value in row.items()]
+def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of a row first, then how they were made. `step` is the weight version."""
+    how = dict(row["protocol"])
+    return {name: value for name, value in row.items() if name not in ("protocol", "step")} | how

@@ -18,13 +18,18 @@ class Stages:
     """The finished stages of a run by name, each with its result (anything that JSON can store)."""
 
     def __init__(self, folder: RunFolder) -> None:
+        self._fence = folder.fence
         self._file = folder.stages
         repair = "delete it, and finished stages are done again"
         self.done = read_json(self._file, "which stages are done", repair) if self._file.exists() else {}
 
     def once(self, name: str, work: Callable[[], Result]) -> Result:
-        """The stored result of a stage. If the stage is not done, its work is done now."""
+        """The stored result of a stage. If the stage is not done, its work is done now.
+
+        Raises TakenOver if another flow writes the run.
+        """
         if name not in self.done:
+            self._fence.check()
             self.done[name] = work()
             self._write()
         found: Result = self.done[name]
@@ -36,6 +41,7 @@ class Stages:
         self._write()
 
     def _write(self) -> None:
+        self._fence.check()
         write_json(self._file, self.done)
 
 
@@ -55,6 +61,7 @@ def count_attempt(folder: RunFolder, what: str, limit: int, why: str, by_hand: b
             f"({_named(here)}) and got no further; not resumed again (run.resumes = {limit}). What ended it "
             f"last: {why}"
         )
+    folder.fence.check()
     append_line(folder.attempts, {"at": time.time(), "what": what, "progress": here, "why": why, "by_hand": by_hand})
     return starts
 

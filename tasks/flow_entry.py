@@ -17,6 +17,7 @@ from engine.run.identity import claim
 from engine.run.lock import hold_lock
 from engine.run.start import RunStart
 from tasks.console import complain, say
+from tasks.fenced import fenced
 from tasks.finished_stages import Stages, count_attempt, last_end
 from tasks.input_checks import check_run_folder
 from tasks.tracking.retry import TrackingAway
@@ -67,9 +68,10 @@ def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
     again = begun_by_this_flow(folder)
     if not again:
         check_run_folder(config, resume)
-    with hold_lock(
+    locked = hold_lock(
         folder.lock, f"run folder {folder.path}", TAKEOVER_S if again else 0.0, lambda message: say("wait", message)
-    ):
+    )
+    with locked, fenced(folder):
         claim(folder.path, config, again or resume)
         why = last_end(folder) if again else "started by a person or a schedule"
         count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from functools import cache
 from pathlib import Path
 
 from engine.config import Config
+from engine.config.no_effect import without_effect
 from engine.config.recipe import HOME
+from engine.config.rules import ratio_is_one
 from engine.data.prepared import prepare
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks
 from engine.launcher.checks import check_instances, check_rollouts, check_training
+from engine.launcher.http_server import listen_address
 from engine.launcher.verifier_pool import VerifierPool
 from engine.model.shape import read_shape
 from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
 from engine.run.identity import published
+from engine.tools.dry_run.known_models import KNOWN
 from tasks.console import say
 
 QUICKSTART = "quickstart"
@@ -53,27 +59,75 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
     if training:
-        prepare(config)
+        _check_prompts(config, len(prepare(config).train.rows))
     for benchmark in read_benchmarks(config):
         if benchmark.note:
-            say("warning", benchmark.note)
-    scheme, separator, _ = config.checkpoint.path.partition("://")
-    if separator and scheme not in ("s3", "file"):
-        raise BadInput(f"checkpoint.path = {config.checkpoint.path!r}: expected a folder or s3://bucket/folder")
+            _warn(benchmark.note)
+    _check_checkpoint_path(config.checkpoint.path)
     asyncio.run(_try_reward(config))
     if config.rollout.top_p < 1 or config.rollout.top_k:
-        say(
-            "warning",
+        _warn(
             "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
             "is trained, and the mismatch figures are not comparable",
         )
+    if training and _clips_gpg(config):
+        _warn(
+            f'algorithm.advantage = "gpg" with algorithm.loss = "{config.algorithm.loss}" and algorithm.old_policy = '
+            f'"{config.algorithm.old_policy}" is clipped; GPG has neither ratio nor clip, as algorithm.loss = "gpg"',
+        )
+    if training and config.train.updates > 1 and config.train.mode in ("sync", "periodic"):
+        _warn(
+            f"train.updates = {config.train.updates}: the updates of a step after its first are off-policy, since the "
+            "batch was sampled with the weights before the first (docs/modes.md, Several updates per batch)",
+        )
+    for sentence in without_effect(config) if training else ():
+        _warn(sentence)
     if training and sampling:
+        listen_address(config.rollout.listen)
         check_instances(config)
-    if config.model.path != QUICKSTART:
-        if training:
-            check_training(config)
-        else:
-            check_rollouts(config)
+    shape = KNOWN[QUICKSTART] if config.model.path == QUICKSTART else None  # its warm-up takes minutes
+    if training:
+        check_training(config, shape)
+    else:
+        check_rollouts(config, shape)
+
+
+def _check_prompts(config: Config, problems: int) -> None:
+    """Warn if a step needs more prompts than there are problems."""
+    wanted = config.train.prompts_per_step
+    if wanted > problems:
+        _warn(
+            f"train.prompts_per_step = {wanted} is more than the {problems} problems of data.train: each step trains "
+            "problems more than once"
+        )
+
+
+@cache
+def _warn(message: str) -> None:
+    """Print a warning, each once in a process: a command checks the inputs, and then its flow does."""
+    say("warning", message)
+
+
+def _check_checkpoint_path(place: str) -> None:
+    """Raise BadInput unless `checkpoint.path` is empty, on S3, or a folder that is there or can be made."""
+    scheme, separator, rest = place.partition("://")
+    if separator and scheme not in ("s3", "file"):
+        raise BadInput(f"checkpoint.path = {place!r}: expected a folder or s3://bucket/folder")
+    if not place or (separator and scheme == "s3"):
+        return
+    folder = Path(rest if separator else place).expanduser().absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir():
+        raise BadInput(f"checkpoint.path = {place!r}: {there} is a file, expected a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise BadInput(f"checkpoint.path = {place!r}: this user may not write to {there}")
+
+
+def _clips_gpg(config: Config) -> bool:
+    """Whether the advantage "gpg" meets a loss that may clip: any built-in one but its own, at ratios other than 1."""
+    algorithm = config.algorithm
+    own = algorithm.loss == "gpg" or ":" in algorithm.loss
+    return algorithm.advantage == "gpg" and not ratio_is_one(config) and not own
 
 
 async def _try_reward(config: Config) -> None:

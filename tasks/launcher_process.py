@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,12 +14,17 @@ from pathlib import Path
 
 from engine import errors
 from engine.config import Config
-from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
+from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TakenOver
 from engine.run.commands import launcher_command
+from engine.run.fence import TAKEN_OVER
 from engine.run.folder import RunFolder, dump
 from engine.run.process import Child
 from engine.tools.timeline import draw
 from engine.types import JsonObject
+from tasks import how_far
+from tasks.console import say
+from tasks.interruption import say_stopping, signal_of
+from tasks.live import showing
 
 POLL_S = 0.3
 """Seconds between two looks at steps.jsonl."""
@@ -70,30 +76,61 @@ def run_training(
     replay: Path | None = None,
     on_step: Callable[[JsonObject], None] = lambda row: None,
 ) -> RunFolder:
-    """Train in a launcher process. `on_step` gets each new line of steps.jsonl. `model.path` must be a folder.
+    """Train in a launcher process. `on_step` gets each new line of steps.jsonl. `model.path` must be a folder. How far
+    the training is, and the launcher's notices, are printed.
 
     Raises the error that ended the run: BadInput, or another MetronomeError with the launcher's message. No process is
-    left behind.
+    left behind. The timeline is drawn in every ending, unless another launcher writes the folder now. A signal that
+    ends this process is passed on to the launcher.
     """
     folder = RunFolder(config.folder)
     folder.failure.unlink(missing_ok=True)  # of an earlier attempt
     follower = LineFollower(folder.steps)
+    notices = LineFollower(folder.notices)
+
+    def look() -> None:
+        for notice in notices.new():
+            say(notice["stage"], notice["text"])
+        for row in follower.new():
+            on_step(row)
+
+    folder.progress.unlink(missing_ok=True)  # a killed launcher's
     with tempfile.TemporaryDirectory(prefix="metronome-config-") as scratch:
         file = Path(scratch) / "config.toml"
         dump(config, file)
         child = Child("launcher", launcher_command(file, resume, replay), folder.logs / "launcher.log")
         watch = _Watch(child, folder.heartbeat, config)
         try:
-            code = _follow(child, follower, watch, on_step)
-        finally:
-            child.stop(STOP_S)
+            with showing("train", how_far.training(config)):
+                code = _follow(child, watch, look)
+        except BaseException as ended:
+            _stop(child, signal_of(ended))
+            if not isinstance(ended, TakenOver):
+                _draw(folder)
+            raise
+        child.stop(STOP_S)
+    if code == TAKEN_OVER:
+        raise TakenOver(f"run folder {folder.path}: another launcher writes it now; process {child.pid} has stopped")
+    _draw(folder)
+    if code:
+        raise _failure(child, folder, code)
+    return folder
+
+
+def _stop(child: Child, number: signal.Signals | None) -> None:
+    """Stop the launcher because of a signal, which is passed on to it, or because of an error."""
+    if number is None:
+        child.stop(STOP_S)
+        return
+    say_stopping(STOP_S)
+    child.stop(STOP_S, number)
+
+
+def _draw(folder: RunFolder) -> None:
     try:
         draw(folder.path)
     except (OSError, BadInput) as error:
         print(f"warning: the timeline can't be drawn: {error}", file=sys.stderr, flush=True)
-    if code:
-        raise _failure(child, folder, code)
-    return folder
 
 
 class _Watch:
@@ -131,8 +168,8 @@ class _Watch:
         return self._heartbeat.stat().st_mtime_ns if self._heartbeat.exists() else 0
 
 
-def _follow(child: Child, follower: LineFollower, watch: _Watch, on_step: Callable[[JsonObject], None]) -> int:
-    """Pass every new line to `on_step` until the launcher ends; returns its exit status.
+def _follow(child: Child, watch: _Watch, look: Callable[[], None]) -> int:
+    """Call `look`, which passes new lines on, until the launcher has ended; returns its exit status.
 
     Raises DeadlineError if the launcher hangs.
     """
@@ -141,8 +178,7 @@ def _follow(child: Child, follower: LineFollower, watch: _Watch, on_step: Callab
             code: int | None = child.process.wait(POLL_S)
         except subprocess.TimeoutExpired:
             code = None
-        for row in follower.new():
-            on_step(row)
+        look()
         if code is not None:
             return code
         watch.look()

@@ -20,6 +20,7 @@ from engine.data.prompts import encode
 from engine.data.tokenizer import Tokenizer
 from engine.run.files import write_json
 from engine.types import JsonObject
+from tasks.artifact_cells import cell, table_rows
 from tasks.code_version import code_hash
 
 REPORT = "data.json"
@@ -76,8 +77,7 @@ def encode_data(config: Config, model: Path) -> PromptFigures:
     found = encode_prompts(
         settings=_settings(config), model=str(model), max_context=config.rollout.max_context, hashes=hashes, code=code
     )
-    rows = [{"figure": name, "value": str(value)} for name, value in found.items()]
-    create_table_artifact(rows, key="prompts", description="Prompts in tokens, what was left out and why")
+    create_table_artifact(table_rows(found), key="prompts", description="Prompts in tokens, what was left out and why")
     return found
 
 
@@ -93,7 +93,9 @@ def encode_prompts(
 ) -> PromptFigures:
     """Figures of the training prompts in tokens. The hashes are only cache keys."""
     problems = prepared.training_problems(Config.model_validate(settings))
-    encoded = encode(problems, Tokenizer(Path(model)).hf, settings["data"]["prompt_template"], max_context)
+    tokenizer = Tokenizer(Path(model))
+    template = settings["data"]["prompt_template"]
+    encoded = encode(problems, tokenizer.hf, template, max_context, vocabulary=tokenizer.vocabulary())
     lengths = [len(prompt.token_ids) for prompt in encoded.prompts]
     return {
         "prompts": len(encoded.prompts),
@@ -153,8 +155,7 @@ def _settings(config: Config) -> JsonObject:
 
 
 def _cell(figures: Mapping[str, object], what: str) -> str:
-    value = figures[what]
-    return ", ".join(f"{name}: {number:g}" for name, number in value.items()) if isinstance(value, dict) else str(value)
+    return cell(figures[what])
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -85,7 +85,7 @@ def page(config: Config, rows: list[Mapping[str, Any]]) -> str:
     checkpoint = latest(RunFolder(config.folder).checkpoints)
     cells = {
         "run": config.run.name,
-        "step": f"{done} of {steps} ({100 * done / steps:.1f} %)",
+        "steps": f"{done} of {steps} ({100 * done / steps:.1f} %)",
         "reward (last step)": f"{row['reward_mean']:.3f}",
         f"reward (mean of {len(rows)} steps)": f"{sum(line['reward_mean'] for line in rows) / len(rows):.3f}",
         "response length": f"{row['response_length_mean']:.0f} tokens",

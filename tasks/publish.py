@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from prefect import task
@@ -11,7 +12,9 @@ from prefect.cache_policies import NO_CACHE
 from engine.config import Config
 from engine.run.checkpoint_files import folder_of
 from engine.run.checkpoint_store import place_of, upload
-from engine.run.folder import RunFolder
+from tasks import how_far
+from tasks.fenced import run_folder
+from tasks.live import showing
 
 
 @task(name="publish", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=5)
@@ -20,20 +23,34 @@ def publish(config: Config) -> str:
 
     That is `<checkpoint.path>/<run.name>/step-N`, or the folder in the run folder if the key is empty.
     """
-    folder = RunFolder(config.folder)
+    folder = run_folder(config)
     checkpoint = folder_of(folder.checkpoints, config.train.steps)
     place = str(checkpoint)
     if config.checkpoint.path:
         place = f"{place_of(config)}/{checkpoint.name}"
-        copy_checkpoint(checkpoint, folder.policy, place)
+        _copy_shown(checkpoint, folder.policy, place, folder.fence.check)
     note = "" if config.checkpoint.path else " (checkpoint.path is empty: it stays in the run folder)"
     create_markdown_artifact(f"`{place}`{note}", key="checkpoint", description="The final checkpoint")
     return place
 
 
-def copy_checkpoint(checkpoint: Path, policy: Path, place: str) -> None:
+def copy_checkpoint(
+    checkpoint: Path,
+    policy: Path,
+    place: str,
+    fence: Callable[[], None] = lambda: None,
+    sent: Callable[[int], None] = lambda size: None,
+) -> None:
     """Copy a complete checkpoint to a folder or s3:// URL, with the policy's Hugging Face folder as `policy/` in it.
 
-    Raises MetronomeError naming the place; then no marker is left there.
+    Raises MetronomeError naming the place; then no marker is left there. `fence` and `sent`: as in `upload`.
     """
-    upload(checkpoint, place, {f"policy/{path.name}": path for path in sorted(policy.iterdir()) if path.is_file()})
+    beside = {f"policy/{path.name}": path for path in sorted(policy.iterdir()) if path.is_file()}
+    upload(checkpoint=checkpoint, place=place, beside=beside, fence=fence, sent=sent)
+
+
+def _copy_shown(checkpoint: Path, policy: Path, place: str, fence: Callable[[], None]) -> None:
+    sizes: list[int] = []
+    whole = how_far.size_of(checkpoint) + how_far.size_of(policy)
+    with showing("publish", how_far.copied("uploaded", lambda: sum(sizes), whole)):
+        copy_checkpoint(checkpoint=checkpoint, policy=policy, place=place, fence=fence, sent=sizes.append)

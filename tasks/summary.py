@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
+from engine.errors import BadInput
 from engine.run.checkpoint_files import latest, step_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.types import JsonObject
-from tasks.tracking import evaluations
-from tasks.tracking.tracked_run import ui_command
+from tasks.tracking import evaluation_texts, pages
 
 
 def outcome(config: Config, published: str, registered: str) -> dict[str, str]:
     """The rows of the table at the end of a run: accuracy, reward, speed, places."""
     folder = RunFolder(config.folder)
     return {
-        **evaluations.closing(folder),
+        **evaluation_texts.closing(folder),
         **training(config),
         "checkpoint": published,
         "registered as": registered,
-        "MLflow UI": ui_command(config),
+        **pages.rows(config),
     }
 
 
@@ -33,6 +33,7 @@ def training(config: Config) -> dict[str, str]:
     steps = list(read_lines(folder.steps))
     return {
         **_figures(steps),
+        **bound(folder.path),
         "run folder": str(folder.path),
         "timeline": str(folder.path / "timeline.html"),
         "trained policy": str(folder.policy),
@@ -47,9 +48,20 @@ def _figures(steps: list[JsonObject]) -> dict[str, str]:
     return {"reward": reward, "speed": _speed(steps)}
 
 
+def bound(folder: Path) -> dict[str, str]:
+    """A row that says what the steps were bound by and which setting is predicted to be faster; none for a run that is
+    too short to say."""
+    from engine.tools.planner.planning import advice  # imports torch, which takes seconds
+
+    try:
+        return {"bound by": advice(folder)}
+    except BadInput:
+        return {}
+
+
 def accuracy(row: Mapping[str, Any]) -> str:
-    """One evaluation as text: accuracy with its 95 % interval."""
-    return evaluations.describe(row)
+    """One evaluation as text: accuracy, or mean reward, with its 95 % interval."""
+    return f"{evaluation_texts.kind(row)} {evaluation_texts.describe(row)}"
 
 
 def weight_version(model: Path) -> int:

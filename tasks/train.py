@@ -10,10 +10,19 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
 from engine.config import Config
-from engine.errors import CheckpointError, DeadlineError, MetronomeError, ProcessDied, Stopped, TransferError
-from engine.run.folder import RunFolder
+from engine.errors import (
+    CheckpointError,
+    DeadlineError,
+    MetronomeError,
+    ProcessDied,
+    Stopped,
+    TakenOver,
+    TransferError,
+    WeightSyncError,
+)
 from engine.types import JsonObject
 from tasks.console import StepLines, say
+from tasks.fenced import run_folder
 from tasks.finished_stages import count_attempt, last_end
 from tasks.launcher_process import run_training
 from tasks.progress import Progress
@@ -30,6 +39,10 @@ STORAGE_S = (60.0, 180.0, 420.0)
 or read: together they outlast a storage outage of ten minutes."""
 
 
+PASSING = (ProcessDied, Stopped, DeadlineError, TransferError, CheckpointError, WeightSyncError)
+"""Errors that need not occur again."""
+
+
 def pause(told: tuple[str, str] | None, starts: int) -> float:
     """Seconds to wait before a resume. `told`: name and message of the error that ended the attempt before; `starts`:
     attempts since the last progress."""
@@ -39,9 +52,10 @@ def pause(told: tuple[str, str] | None, starts: int) -> float:
 
 
 def _worth_resuming(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
-    """Whether the training is started again: yes after a death or a signal, no after a wrong reward or wrong input."""
-    error = state.result(raise_on_failure=False)
-    return isinstance(error, ProcessDied | Stopped | DeadlineError | TransferError | CheckpointError)
+    """Whether the training is started again: yes after a death, a signal or weights that were damaged on their way, no
+    after a wrong reward or wrong input. Nothing was trained on damaged weights; where they are wrong each time the run
+    gets no further, and ends."""
+    return isinstance(state.result(raise_on_failure=False), PASSING)
 
 
 @task(
@@ -57,7 +71,7 @@ def train(config: Config, resume: bool = False) -> int:
 
     Raises what ended the run; MetronomeError when it is not resumed any more.
     """
-    folder = RunFolder(config.folder)
+    folder = run_folder(config)
     told = folder.last_failure()
     line = StepLines(config.train.steps)
     again = (task_run.run_count or 1) > 1
@@ -71,6 +85,7 @@ def train(config: Config, resume: bool = False) -> int:
     with Progress(config) as progress:
 
         def on_step(row: JsonObject) -> None:
+            folder.fence.check()
             line(row)
             tracked_run.log_step(row)
             progress(row)
@@ -78,6 +93,8 @@ def train(config: Config, resume: bool = False) -> int:
 
         try:
             run_training(config, resume or again, on_step=on_step)
+        except TakenOver:
+            raise  # the folder is another's now
         except MetronomeError as error:
             folder.fail(error)  # also what the launcher could not write: how it died
             raise

@@ -5,7 +5,7 @@ import os
 import hypothesis
 import pytest
 
-from support.runs import base_settings, save_model
+from support.runs import base_settings, save_model, save_problems
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("busy", deadline=None)  # a busy machine makes no example slow
@@ -53,12 +53,7 @@ def no_grad():
 @pytest.fixture(scope="session")
 def problems(tmp_path_factory):
     """Forty additions in DeepScaleR's schema."""
-    import json
-
-    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
-    rows = [{"problem": f"{n}+{n * 7 % 41}=", "answer": str(n + n * 7 % 41), "solution": ""} for n in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return save_problems(tmp_path_factory.mktemp("data") / "problems.jsonl")
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ from typing import Literal
 
 LOW = 0.05
 HIGH = 0.3
-"""Default thresholds (c_low, c_high). Unconfirmed: our copy of the paper lacks the values; its Table 3 gives on-policy
-means of |c| of 0.03 to 0.07 and standard deviations of 0.06 to 0.13."""
+"""Default thresholds (c_low, c_high). Unconfirmed: our copy of the paper lacks the values. The shares of steps in its
+Table 3 imply a c_low near 0.1 (docs/algorithms.md)."""
 
 WARM_UP = 10
 """Number of cosines that "auto" thresholds are computed from. Until then every update is made."""
@@ -27,7 +27,8 @@ def scale_of_parallel(cosine: float, low: float) -> float:
 
     A gradient whose part along the last gradient is multiplied by α has the cosine ±c_low with it, with the sign of c.
     """
-    return low / abs(cosine) * math.sqrt((1 - cosine**2) / (1 - low**2))
+    across = max(0.0, 1 - cosine**2)  # rounding may put a cosine of parallel gradients above 1
+    return low / abs(cosine) * math.sqrt(across / (1 - low**2))
 
 
 @dataclass
@@ -81,6 +82,10 @@ class Step:
     """`algorithm.gac_low`; None for "auto"."""
     high: float | None
     """`algorithm.gac_high`; None for "auto"."""
+    skipped: int = 0
+    """Updates skipped in a row before this one."""
+    most_skips: int = 1
+    """`algorithm.gac_skips`: largest number of updates to skip in a row."""
 
 
 Control = Callable[[Step], float | None]
@@ -109,10 +114,14 @@ def measure(step: Step) -> float | None:
 
 @control("gac")
 def gac(step: Step) -> float | None:
-    """GAC, Algorithm 1. A |cosine| between c_low and c_high is reduced to c_low; above c_high the update is skipped."""
+    """GAC, Algorithm 1. A |cosine| between c_low and c_high is reduced to c_low; above c_high the update is skipped.
+
+    After `most_skips` skips in a row it is reduced, too. Algorithm 1 has no such bound. It compares with the gradient
+    of a skipped update, so it skips a direction that persists as long as it persists.
+    """
     thresholds = Thresholds(step.low, step.high, [abs(cosine) for cosine in step.seen[:WARM_UP]])
     regime = thresholds.regime(step.cosine)
-    if regime == "skip":
+    if regime == "skip" and step.skipped < step.most_skips:
         return None
     found = thresholds.now()
-    return scale_of_parallel(step.cosine, found[0]) if regime == "project" and found is not None else 1.0
+    return scale_of_parallel(step.cosine, found[0]) if regime != "safe" and found is not None else 1.0

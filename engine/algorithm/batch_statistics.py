@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from engine.algorithm.ratios import ratio_of
 
 TOLERANCE = 1e-6
 """How far BAPO's share may be below its target. At ratio 1 and equal lengths the share is exactly a half, but for
@@ -29,7 +32,7 @@ class BatchLossSettings:
     """Constants of the batch-scope losses (config: algorithm.m2po and algorithm.bapo)."""
 
     second_moment: float = 0.04
-    """M2PO: largest mean of (log ratio)² over the outward tokens that are not masked (τ)."""
+    """M2PO: largest mean of (log ratio)² over outward tokens (τ)."""
     share: float = 0.5
     """BAPO: least share of the surrogate that tokens with A > 0 are to contribute (ρ0)."""
     low: tuple[float, float] = (0.6, 0.9)
@@ -38,6 +41,9 @@ class BatchLossSettings:
     """BAPO: upper bound of the ratio, from its start to its limit."""
     step: float = 0.05
     """BAPO: amount by which a bound rises at a time."""
+    mean: Literal["kept", "capped"] = "kept"
+    """M2PO: what τ bounds. "kept": the mean over the outward tokens that are not masked. "capped": the mean over all
+    outward tokens, in which a masked one counts as much as the largest that is kept."""
 
 
 Statistics = Callable[[BatchTokens, BatchLossSettings], tuple[float, ...]]
@@ -51,17 +57,25 @@ def outward(log_ratios: Tensor, advantages: Tensor) -> Tensor:
 
 
 def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float]:
-    """(limit,): outward tokens with a larger (log r)² are masked, so that the mean over those kept is at most τ (M2PO,
-    Algorithm 1).
+    """(limit,): outward tokens with a larger (log r)² are masked, so that its mean is at most τ.
 
-    The limit lies half-way between the last token kept and the first one masked, so that rounding can't move a token
-    across it; inf if all are kept. Tokens of equal value are all kept or all masked, so their order does not matter.
+    The mean is that over the tokens kept (M2PO, Algorithm 1) or, with `limits.mean` "capped", that over all outward
+    tokens with values capped at the largest kept one (the authors' release, Infini-AI-Lab/M2PO, core_algos.py). The
+    capped mean masks at least as many tokens. The limit lies half-way between the last token kept and the first one
+    masked, so that rounding can't move a token across it; inf if all are kept. Tokens of equal value are all kept or
+    all masked, so their order does not matter.
     """
     moments = tokens.log_ratios[outward(tokens.log_ratios, tokens.advantages)].double().square().sort().values
-    means = moments.cumsum(0) / torch.arange(1, moments.numel() + 1, dtype=torch.float64)
-    keep = int((means <= limits.second_moment).sum())  # running means of ascending values ascend
-    if keep == moments.numel():
+    total = moments.cumsum(0)
+    number = torch.arange(1, moments.numel() + 1, dtype=torch.float64)
+    means = total / number
+    if not bool((means[-1:] > limits.second_moment).any()):
         return (math.inf,)
+    if limits.mean == "capped":
+        means = (total + moments * (number[-1] - number)) / number[-1]
+        keep = int((means < limits.second_moment).sum())
+    else:
+        keep = int((means <= limits.second_moment).sum())  # running means of ascending values ascend
     masked = float(moments[keep])
     kept = moments[moments < masked]
     return ((float(kept[-1]) if kept.numel() else 0.0) / 2 + masked / 2,)
@@ -88,7 +102,7 @@ def balanced_bounds(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[flo
 
 def positive_share(tokens: BatchTokens, low: float, high: float) -> float:
     """P / (P + N): P = Σ over A > 0 of min(r, high) A, N = Σ over A < 0 of max(r, low) |A|; 1 where both are 0."""
-    ratio = tokens.log_ratios.double().exp()
+    ratio = ratio_of(tokens.log_ratios.double())
     advantages = tokens.advantages.double()
     gains = advantages * torch.where(advantages > 0, ratio.clamp(max=high), ratio.clamp(min=low))
     positive = float(gains.clamp(min=0).sum())

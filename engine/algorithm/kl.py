@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.algorithm.ratios import bounded_log
+
+LARGEST_K3 = 10.0
+"""Largest value of k3 in a loss, as in verl: a token at x = 29 would count 4e12, and its gradient is as large. Above
+it, at x > 2.6 or x < −11, the token's gradient is 0."""
+
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Per-token KL(π‖π_ref) estimate −x with x = log π_ref − log π: unbiased and noisy.
@@ -25,9 +31,14 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     """Per-token KL(π‖π_ref) estimate e^x − x − 1 with x = log π_ref − log π (Periodic Asynchrony eq. 6).
 
     Both arguments are [T]. The estimate is never negative, 0 where the two are equal, and carries the gradient of
-    `logprobs`. `expm1` keeps the small values that e^x − 1 would lose to rounding.
+    `logprobs`. `expm1` keeps the small values that e^x − 1 would lose to rounding. At most `LARGEST_K3`.
     """
-    x = reference - logprobs
+    return unbounded_k3(logprobs, reference).clamp(max=LARGEST_K3)
+
+
+def unbounded_k3(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """k3 as a figure: without the bound of the loss, but with that of the log-ratio."""
+    x = bounded_log(reference - logprobs)
     return torch.expm1(x) - x
 
 

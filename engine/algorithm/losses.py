@@ -6,8 +6,10 @@ returns each token's gain.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -20,8 +22,9 @@ from engine.algorithm.batch_statistics import (
     outward,
     second_moment_limit,
 )
-from engine.algorithm.correction import correction
+from engine.algorithm.correction import correction, rejection
 from engine.algorithm.kl import KL
+from engine.algorithm.ratios import bounded_log, ratio_of
 
 Aggregation = Literal["response", "token", "constant"]
 """How tokens are summed up. "response": mean over each response's tokens, then over responses. "token": mean over all
@@ -57,12 +60,39 @@ class Terms:
     statistics: tuple[float, ...] = ()
     """Result of the loss's `statistics` over the whole batch; () for a loss of group scope."""
     sampled: Tensor | None = None
-    """The trainer's log-probabilities under the weights that sampled, detached; None: they are the policy's own."""
+    """The trainer's log-probabilities in the numerator of w, detached; None: they are the policy's own."""
 
-    @property
+    @cached_property
     def ratio(self) -> Tensor:
         """Token ratios π / π_old, with gradient."""
-        return torch.exp(self.logprobs - self.old)
+        return ratio_of(self.logprobs - self.old)
+
+    @cached_property
+    def sequence_ratio(self) -> Tensor:
+        """[T] s_i = exp(Σ_t weight · log π/π_old), the sum over its response, with the gradient s_i ∇ log π_t (GSPO
+        eq. 14).
+
+        It is the mean over the response where the weights are 1/|o_i|. A collective of the context-parallel ranks.
+        """
+        logs = (self.logprobs - self.old).detach()
+        sums = torch.zeros(self.responses, dtype=logs.dtype, device=logs.device).index_add_(
+            0, self.response, logs * self.weights
+        )
+        mean = self.whole(sums)[self.response]
+        return torch.exp(bounded_log(mean + self.logprobs - self.logprobs.detach()))
+
+    def at_level(self, logs: Tensor, level: str) -> Tensor:
+        """[T] log-ratios of tokens → those of `level` at each token: "token" as they are, "sequence" their sum over the
+        trained tokens of the response, "geometric" their mean over them. All but "token" is a collective of the
+        context-parallel ranks."""
+        if level == "token":
+            return logs
+        trained = (self.weights > 0).to(logs.dtype)
+        sums = torch.zeros(self.responses, dtype=logs.dtype, device=logs.device)
+        whole = self.whole(sums.index_add(0, self.response, logs * trained))
+        if level == "geometric":
+            whole = whole / self.whole(sums.index_add(0, self.response, trained)).clamp(min=1)
+        return whole[self.response]
 
 
 @dataclass(frozen=True)
@@ -75,10 +105,17 @@ class Coefficients:
     """Weight of the KL term (`kl_coef`)."""
     entropy: float
     """Weight of the entropy bonus (`entropy_coef`)."""
+    dual_clip: float = 0.0
+    """Largest ratio with which a token with A < 0 counts; 0: no bound."""
     kl_estimator: str = "k3"
     mismatch: str = "none"
     """Kind of `correction` that the gains are multiplied by ("truncate", "mask"); "none": no correction."""
+    mismatch_level: str = "token"
+    """Of which ratio it is ("token", "sequence")."""
     mismatch_limit: float = 2.0
+    mismatch_reject: str = "none"
+    """Of which ratio ("token", "sequence", "geometric") a value far from 1 drops a token; "none": of none."""
+    mismatch_reject_limit: float = 2.0
     limits: BatchLossSettings = field(default_factory=BatchLossSettings)
     """Constants of the losses of batch scope."""
 
@@ -95,6 +132,10 @@ class Loss:
     """Sum of the entropies in nats, without their coefficient."""
     clipped: Tensor
     """Sum of the weights of the tokens at which the clip or the mask is active."""
+    dropped: Tensor
+    """Sum of the weights of the tokens whose gain the correction of the rollouts makes 0."""
+    ratio_max: Tensor
+    """Largest ratio of the loss among the micro-batch's tokens; 0 without tokens, NaN if any is NaN."""
 
 
 Gain = Callable[[Terms, Coefficients], tuple[Tensor, Tensor]]
@@ -110,6 +151,8 @@ class PolicyLoss:
     statistics: Statistics | None = None
     """Numbers computed over the trained tokens of the step's whole batch, before the first backward pass, and given to
     `gain` as `Terms.statistics`; None for a loss of group scope."""
+    ratio: Callable[[Terms], Tensor] = operator.attrgetter("ratio")
+    """The ratio that the loss bounds, [T]."""
 
     @property
     def scope(self) -> Literal["group", "batch"]:
@@ -120,19 +163,28 @@ class PolicyLoss:
     def __call__(self, terms: Terms, coefficients: Coefficients) -> Loss:
         """Return the micro-batch's sums."""
         gain, clipped = self.gain(terms, coefficients)
-        if coefficients.mismatch != "none":
-            sampled = terms.logprobs.detach() if terms.sampled is None else terms.sampled
-            gain = gain * correction(sampled, terms.rollout, coefficients.mismatch, coefficients.mismatch_limit)
         weights = terms.weights
+        dropped = weights.new_zeros(())
+        if (factor := _correction(terms, coefficients)) is not None:
+            gain = gain * factor
+            dropped = ((factor == 0).to(weights.dtype) * weights).sum()
         entropy = (terms.entropy * weights).sum()
         objective = (gain * weights).sum()
-        kl = torch.zeros((), dtype=gain.dtype)
+        kl = gain.new_zeros(())
         if terms.reference is not None:
             kl = (KL[coefficients.kl_estimator](terms.logprobs, terms.reference) * weights).sum()
             objective = objective - coefficients.kl * kl
         if coefficients.entropy:
             objective = objective + coefficients.entropy * entropy
-        return Loss(-objective, kl.detach(), entropy.detach(), (clipped.to(weights.dtype) * weights).sum().detach())
+        ratio = self.ratio(terms).detach()
+        return Loss(
+            total=-objective,
+            kl=kl.detach(),
+            entropy=entropy.detach(),
+            clipped=(clipped.to(weights.dtype) * weights).sum().detach(),
+            dropped=dropped,
+            ratio_max=ratio.max() if ratio.numel() else ratio.new_zeros(()),
+        )
 
     def denominator(self, responses: int, tokens: int, longest: int) -> float:
         """Return what a step's sums are divided by: its responses (N·G), its trained tokens (at least 1), or N·G times
@@ -147,20 +199,51 @@ LOSSES: dict[str, PolicyLoss] = {}
 
 
 def loss(
-    name: str, aggregation: Aggregation = "response", statistics: Statistics | None = None
+    name: str,
+    aggregation: Aggregation = "response",
+    statistics: Statistics | None = None,
+    ratio: Callable[[Terms], Tensor] = operator.attrgetter("ratio"),
 ) -> Callable[[Gain], Gain]:
     """Register a function as the loss `name`; with `statistics` its scope is the batch (`PolicyLoss`)."""
 
     def register(gain: Gain) -> Gain:
-        LOSSES[name] = PolicyLoss(gain, aggregation, statistics)
+        LOSSES[name] = PolicyLoss(gain, aggregation, statistics, ratio)
         return gain
 
     return register
 
 
+def _correction(terms: Terms, coefficients: Coefficients) -> Tensor | None:
+    """[T] what the gains are multiplied by to correct for the rollouts, without gradient; None: nothing."""
+    if coefficients.mismatch == coefficients.mismatch_reject == "none":
+        return None
+    sampled = terms.logprobs.detach() if terms.sampled is None else terms.sampled
+    gaps = sampled - terms.rollout
+    factor = None
+    if coefficients.mismatch != "none":
+        logs = terms.at_level(gaps, coefficients.mismatch_level)
+        factor = correction(logs, coefficients.mismatch, coefficients.mismatch_limit)
+    if coefficients.mismatch_reject != "none":
+        logs = terms.at_level(gaps, coefficients.mismatch_reject)
+        kept = rejection(logs, coefficients.mismatch_reject_limit)
+        factor = kept if factor is None else factor * kept
+    return factor
+
+
 def _clipped(ratio: Tensor, advantages: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), and whether it is the clipped branch."""
     return _clipped_to(ratio, advantages, 1.0 - coefficients.clip_low, 1.0 + coefficients.clip_high)
+
+
+def _dual_clipped(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
+    """`_clipped` of the token ratios. With a dual clip c, max(that, c A) where A < 0 (Dual-clip PPO, arXiv:1912.09729):
+    PPO's clip leaves the ratio of such a token unbounded above."""
+    gain, clipped = _clipped(terms.ratio, terms.advantages, coefficients)
+    if not coefficients.dual_clip:
+        return gain, clipped
+    least = coefficients.dual_clip * terms.advantages
+    below = (terms.advantages < 0) & (gain < least)
+    return torch.where(below, least, gain), clipped | below
 
 
 def _clipped_to(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -174,37 +257,31 @@ def _clipped_to(ratio: Tensor, advantages: Tensor, low: float, high: float) -> t
 def grpo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """Clipped surrogate of token ratios, mean over the |o_i| tokens of a response, then over responses (Periodic
     Asynchrony eq. 4–9, as implementations read them)."""
-    return _clipped(terms.ratio, terms.advantages, coefficients)
+    return _dual_clipped(terms, coefficients)
 
 
 @loss("dapo", aggregation="token")
 def dapo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """The surrogate of `grpo`, mean over all tokens of the step (DAPO, arXiv:2503.14476, eq. 8; its clip-higher is
     ε_high > ε_low)."""
-    return _clipped(terms.ratio, terms.advantages, coefficients)
+    return _dual_clipped(terms, coefficients)
 
 
 @loss("dr_grpo", aggregation="constant")
 def dr_grpo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """The surrogate of `grpo` without its length bias: the sum over tokens, divided by a constant (Dr. GRPO,
     arXiv:2503.20783, §3.2)."""
-    return _clipped(terms.ratio, terms.advantages, coefficients)
+    return _dual_clipped(terms, coefficients)
 
 
-@loss("gspo")
+@loss("gspo", ratio=operator.attrgetter("sequence_ratio"))
 def gspo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """Clipped surrogate of the sequence ratio s_i = exp(1/|o_i| Σ_t log π/π_old) (GSPO, arXiv:2507.18071, eq. 5–7).
 
     Computed in the token form (eq. 14): each token has the value s_i and the gradient s_i ∇ log π_t, whose mean over t
     is the gradient of s_i.
     """
-    logs = (terms.logprobs - terms.old).detach()
-    sums = torch.zeros(terms.responses, dtype=logs.dtype, device=logs.device).index_add_(
-        0, terms.response, logs * terms.weights
-    )
-    mean = terms.whole(sums)[terms.response]
-    ratio = torch.exp(mean + terms.logprobs - terms.logprobs.detach())
-    return _clipped(ratio, terms.advantages, coefficients)
+    return _clipped(terms.sequence_ratio, terms.advantages, coefficients)
 
 
 @loss("cispo", aggregation="token")
@@ -216,15 +293,22 @@ def cispo(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     return bounded * terms.advantages * terms.logprobs, bounded != ratio
 
 
+@loss("gpg", aggregation="token")
+def gpg(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
+    """A log π: no ratio, no clip, no old policy, mean over all tokens of the step (GPG, arXiv:2504.02546; verl's loss
+    of this name). On data of other weights nothing corrects it."""
+    return terms.advantages * terms.logprobs, torch.zeros_like(terms.advantages, dtype=torch.bool)
+
+
 @loss("m2po", aggregation="token", statistics=second_moment_limit)
 def m2po(terms: Terms, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """r A without a clip. Of the outward tokens (A > 0 and r > 1, or A < 0 and r < 1) those with the largest (log r)²
     are masked, as many as needed for the mean (log r)² over the other outward tokens to be at most τ = 0.04.
 
     Second-Moment Trust Policy Optimization, arXiv:2510.01161, its estimate of M_2 and Algorithm 1; the denominator
-    counts all valid tokens, masked ones too. Source: AReaL's documentation, which gives both formulas, and two
-    implementations that agree on Algorithm 1's quadrants and on τ (Trinity-RFT PR 616, verl PR 4131). Unconfirmed: the
-    paper's own text and equation numbers.
+    counts all valid tokens, masked ones too. The authors' release (Infini-AI-Lab/M2PO) has the same quadrants and τ. It
+    bounds the capped mean (`second_moment_limit`), and clips where this masks: the gradients are the same. Unconfirmed:
+    the paper's own text and equation numbers, which come from AReaL's documentation.
     """
     (limit,) = terms.statistics
     logs = (terms.logprobs - terms.old).detach()

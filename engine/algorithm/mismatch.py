@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.algorithm.kl import k3
+from engine.algorithm.kl import unbounded_k3
+from engine.algorithm.ratios import bounded_log
 
 
 def mismatch(trainer: Tensor, rollout: Tensor) -> tuple[float, float]:
@@ -14,10 +15,10 @@ def mismatch(trainer: Tensor, rollout: Tensor) -> tuple[float, float]:
 
     The ratio is π_trainer / π_rollout; the KL is k3 of KL(rollout‖trainer), since the tokens are the instance's
     samples. Computed in fp64, so that rounding does not hide differences of 1e-9, and on the host, since NPUs have no
-    fp64. Empty input gives zeros; NaN anywhere gives NaN.
+    fp64. Log-ratios are bounded as in the loss (`bounded_log`). Empty input gives zeros; NaN anywhere gives NaN.
     """
     if trainer.numel() == 0:
         return 0.0, 0.0
     ours = trainer.cpu().double()
     theirs = rollout.cpu().double()
-    return float(torch.expm1(ours - theirs).abs().max()), float(k3(theirs, ours).sum())
+    return float(torch.expm1(bounded_log(ours - theirs)).abs().max()), float(unbounded_k3(theirs, ours).sum())

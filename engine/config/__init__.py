@@ -9,8 +9,8 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from engine.config.inputs import Data, DryRun, Model, Reward, Run
-from engine.config.results import Evaluate, Tracking
-from engine.config.rollouts import Rollout, Weights
+from engine.config.results import Evaluate, ServiceLimits, Tracking
+from engine.config.rollouts import Queue, Rollout, Weights
 from engine.config.rules import BATCH_SCOPE, BATCH_SCOPE_LOSSES, RULES
 from engine.config.training import Algorithm, Attention, Bapo, Checkpoint, M2po, Parallel, Platform, Train
 from engine.config.tree import WINDOW_PER_STAGE, Tree
@@ -31,9 +31,11 @@ __all__ = [
     "Model",
     "Parallel",
     "Platform",
+    "Queue",
     "Reward",
     "Rollout",
     "Run",
+    "ServiceLimits",
     "Tracking",
     "Train",
     "Weights",

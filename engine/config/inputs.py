@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from engine.config.table import Table
 
+NAME = re.compile("([A-Za-z0-9_-][A-Za-z0-9._-]*)?")
+
 
 class Run(Table):
     """The run as a whole."""
 
-    name: str = Field(default="", pattern=r"^([A-Za-z0-9_-][A-Za-z0-9._-]*)?$")
+    name: str = ""
     """Name of the run folder in `output`. Empty: the recipe's name and the start time, so that two runs never share a
     folder."""
     seed: int = Field(default=0, ge=0)
@@ -25,6 +28,15 @@ class Run(Table):
     dry: bool = False
     """Check layout, memory per device and batch arithmetic, print them and stop. This needs no device, no weights and
     no data."""
+
+    @model_validator(mode="after")
+    def _check_name(self) -> Run:
+        if not NAME.fullmatch(self.name):
+            raise ValueError(
+                f"run.name = {self.name!r}: expected letters, digits, dots, hyphens and underscores, and no dot at "
+                "the beginning"
+            )
+        return self
 
 
 class DryRun(Table):
@@ -108,6 +120,9 @@ class Reward(Table):
     memory_gb: float = Field(default=16.0, ge=0)
     """Limit in GiB of the memory (RLIMIT_DATA) of each process of a reward of your own: beyond it, it gets a
     MemoryError. A built-in reward has 0.5 GiB. 0: no limit."""
+    processes: int = Field(default=256, ge=0)
+    """Most processes that one verifier's reward may have started at once. If there are more, all of them end and the
+    call fails. Enough for a pool of a process for each core. 0: no limit."""
     environment: list[str] = []
     """Names of further environment variables that a reward may see, for example the key of a judge. It sees PATH, HOME,
     locale, caches, devices and Python's own, but neither METRONOME_TOKEN nor keys of S3 or MLflow."""

@@ -16,6 +16,7 @@ from engine.config import Config
 from engine.config.keys import accepted, flatten, nest
 from engine.config.table import is_table
 from engine.errors import BadInput
+from engine.types import JsonObject
 
 HOME = Path(__file__).resolve().parents[2]
 """Metronome's own folder: shipped recipes and data are found relative to it."""
@@ -38,17 +39,52 @@ def load(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -
     wrong and what would be right.
     """
     where = str(recipe) if recipe is not None else "--set"
-    given = accepted(flatten(_read_toml(recipe)), where) if recipe is not None else {}
-    given |= accepted(flatten(dict(map(_parse_override, overrides))), "--set")
+    in_file = written(recipe) if recipe is not None else {}
+    overriding = overridden(overrides)
+    tree = nest({**in_file, **overriding}, "--set" if overriding and _is_tree(in_file) else where)
     try:
-        config = Config.model_validate(nest(given, where))
+        config = Config.model_validate(tree)
     except ValidationError as error:
-        raise BadInput(f"{where}: {_first_mistake(error)}") from None
+        blamed = "--set" if _is_of(error, in_file, overriding) else where
+        raise BadInput(f"{blamed}: {_first_mistake(error)}") from None
     if config.run.name:
         return config
     stem = Path(recipe).stem if recipe is not None else "run"
     name = f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def _is_of(error: ValidationError, in_file: JsonObject, overriding: JsonObject) -> bool:
+    """Whether the first mistake is one of the overrides: in their keys, or against a rule that the file alone keeps."""
+    at = ".".join(map(str, error.errors()[0]["loc"]))
+    if any(f"{at}.".startswith(f"{key}.") for key in overriding):
+        return True
+    if any(f"{at}.".startswith(f"{key}.") for key in in_file):
+        return False
+    try:
+        Config.model_validate(nest(in_file, ""))
+    except ValidationError:
+        return False
+    return bool(overriding)
+
+
+def _is_tree(flat: JsonObject) -> bool:
+    """Whether no key of a file is both a value and a table."""
+    try:
+        nest(flat, "")
+    except BadInput:
+        return False
+    return True
+
+
+def written(recipe: str | os.PathLike[str]) -> JsonObject:
+    """The keys that a recipe file has, by their dotted names. Raises BadInput if it can't be read."""
+    return accepted(flatten(_read_toml(recipe)), str(recipe))
+
+
+def overridden(overrides: Iterable[str]) -> JsonObject:
+    """The keys of `key=value` overrides, by their dotted names. Raises BadInput for a text of another form."""
+    return accepted(flatten(dict(map(_parse_override, overrides))), "--set")
 
 
 def _read_toml(recipe: str | os.PathLike[str]) -> dict[str, Any]:

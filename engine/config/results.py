@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from engine.config.table import Table
 
@@ -33,9 +33,13 @@ class Evaluate(Table):
     max_context: int = Field(default=0, ge=0)
     """Largest number of tokens of prompt and response together, for instances that are started for an evaluation.
     0: rollout.max_context. The instances of a running training keep rollout.max_context."""
+    also: list[Literal["math_verify"]] = []
+    """Further verifiers that score the responses of an evaluation beside reward.function, for comparison with figures
+    of others. "math_verify": the library math-verify alone, as verl and TRL use it. They decide nothing: the champion
+    is that of reward.function."""
     every: int = Field(default=0, ge=0)
     """Steps between two evaluations in a running training, beginning with step 0; the last step has none. They run on
-    instances that wait for the trainer, in modes "sync" and "periodic" only. 0: never."""
+    the run's own instances (docs/evaluation.md). 0: never."""
     max_wait_s: float = Field(default=300.0, ge=0)
     """Longest time in seconds that training waits for an evaluation of `every`. One that takes longer is dropped and
     reported. 0: training does not wait."""
@@ -51,6 +55,19 @@ class Evaluate(Table):
     def benchmarks(self) -> list[str]:
         """The names and files of `benchmark`, in order."""
         return [name.strip() for name in self.benchmark.split(",") if name.strip()]
+
+
+class ServiceLimits(Table):
+    """The service for trainers and programs outside (`metronome service`, docs/service.md)."""
+
+    listen: str = "127.0.0.1:0"
+    """Address host:port at which the service answers; port 0 takes a free port. An address other than loopback needs
+    METRONOME_TOKEN to be set."""
+    lease_s: PositiveFloat = 300.0
+    """Seconds that a program outside has for what it was given before it is given again."""
+    max_mib: PositiveInt = 1024
+    """Largest size in MiB of the groups and prompts that programs have put and that are not trained yet, the bodies of
+    requests under way included. A put beyond it is refused for now."""
 
 
 class Tracking(Table):

@@ -46,8 +46,10 @@ class Rollout(Table):
     """Strings that end a response, beside the tokenizer's end of sequence. A string that is not exactly one token is
     refused."""
     deterministic: bool = False
-    """Decode in batches of a fixed shape, so that a response depends on prompt, seed and weights only. Embedded engine
-    only; benchmarks/determinism.py prints what it costs."""
+    """Make a response depend on prompt, seed and weights only, not on what else runs. The embedded engine decodes in
+    batches of a fixed shape (benchmarks/determinism.py prints what it costs). vLLM gets VLLM_BATCH_INVARIANT=1 on CUDA
+    and NPU; an instance that does not give the same bits alone and in a full batch refuses to start
+    (docs/rollouts.md)."""
     partial: bool = False
     """Cut responses under way when new weights come, and continue them under the new weights, so that a long response
     delays no update. Each token keeps its version. Only in modes "one_step_off" and "bounded" (docs/modes.md)."""
@@ -64,6 +66,23 @@ class Rollout(Table):
     listen: str = "127.0.0.1:0"
     """Address host:port at which instances join and /metrics is served; port 0 takes a free port. An address other than
     loopback needs METRONOME_TOKEN to be set."""
+
+
+class Queue(Table):
+    """Where the finished groups of a step lie until they are trained."""
+
+    store: Literal["launcher", "transferqueue"] = "launcher"
+    """"launcher": in the launcher's memory. "transferqueue": in the storage units of TransferQueue, AsyncFlow's library
+    (`pip install metronome[transferqueue]`), in processes of their own on the launcher's machine
+    (docs/rollouts.md). It needs unauthenticated = true."""
+    unauthenticated: bool = False
+    """Allow a store without passwords: with "transferqueue" every user of the launcher's machine can read and change
+    the groups, and run code as the user of the run."""
+    units: PositiveInt = 2
+    """Number of TransferQueue's storage units, over which the groups are spread."""
+    timeout_s: PositiveFloat = 30.0
+    """Longest time in seconds of a call to TransferQueue. After it a storage unit counts as lost: its groups are
+    generated again. If the controller does not answer either, the run fails."""
 
 
 class Weights(Table):

@@ -63,6 +63,21 @@ def _check_precision(config: Tree) -> None:
             )
 
 
+def _check_updates(config: Tree) -> None:
+    updates = config.train.updates
+    if config.train.prompts_per_step % updates:
+        raise ValueError(
+            f"train.updates ({updates}) must divide train.prompts_per_step ({config.train.prompts_per_step}): each "
+            "update trains equally many groups"
+        )
+    if updates > 1 and config.algorithm.old_policy == "previous":
+        raise ValueError(
+            'algorithm.old_policy = "previous" is the policy one update ago, and train.updates = '
+            f'{updates} makes several in a step: set it to "behavior" (the weights at the step\'s start, which is '
+            'verl\'s recomputed old policy) or to "rollout"'
+        )
+
+
 def _check_early_scores(config: Tree) -> None:
     if config.train.score_early and config.train.consume == "prompt_order":
         raise ValueError(
@@ -104,35 +119,27 @@ def _check_partial(config: Tree) -> None:
         )
 
 
-def _check_evaluation(config: Tree) -> None:
-    if config.evaluate.every and config.train.mode not in ("sync", "periodic"):
-        raise ValueError(
-            f"evaluate.every evaluates on instances that wait for the trainer, and train.mode = "
-            f'"{config.train.mode}" keeps them busy with the next batches: it needs "sync" or "periodic"'
-        )
-
-
 BATCH_SCOPE = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Names of the advantages whose statistics are over the whole batch."""
+"""Names of the advantages whose statistics are over the whole batch. Its groups are held back until the last is there
+(engine.launcher.batches), in every mode but "periodic"."""
 BATCH_SCOPE_LOSSES = ("m2po", "bapo")
 """Names of the losses whose statistics are over the whole batch. The trainer holds all windows of a step until the
 statistics are known, so off-policy modes can use these losses, too."""
 
 
 def _check_scope(config: Tree) -> None:
-    advantage = config.algorithm.advantage
-    mode = config.train.mode
-    if advantage in BATCH_SCOPE and mode != "sync":
-        raise ValueError(
-            f'algorithm.advantage = "{advantage}" takes its statistics over the whole batch, so no group can be '
-            f'trained before the last one is there: it needs train.mode = "sync", not "{mode}"'
-        )
-    if config.algorithm.loss in BATCH_SCOPE_LOSSES and mode == "periodic":
-        raise ValueError(
-            f'algorithm.loss = "{config.algorithm.loss}" takes its statistics over the whole batch, so no group '
-            'can be trained before the last one is there: it needs train.mode = "sync", "one_step_off" or '
-            '"bounded", not "periodic"'
-        )
+    if config.train.mode != "periodic":
+        return
+    for key, value, whole in (
+        ("advantage", config.algorithm.advantage, BATCH_SCOPE),
+        ("loss", config.algorithm.loss, BATCH_SCOPE_LOSSES),
+    ):
+        if value in whole:
+            raise ValueError(
+                f'algorithm.{key} = "{value}" takes its statistics over the whole batch, so no group can be trained '
+                'before the last one is there: it needs train.mode = "sync", "one_step_off" or "bounded", not '
+                '"periodic"'
+            )
 
 
 def _check_staleness(config: Tree) -> None:
@@ -143,23 +150,72 @@ def _check_staleness(config: Tree) -> None:
         )
 
 
+def _largest_staleness(config: Tree) -> int:
+    """Largest number of steps between the weights that sample a response and those that it trains."""
+    return {"sync": 0, "periodic": 0, "one_step_off": 1}.get(config.train.mode, config.train.max_staleness)
+
+
+def ratio_is_one(config: Tree) -> bool:
+    """Whether the ratio π / π_old of every token is 1, as it is with the policy's own log-probabilities at the only
+    update of a batch."""
+    return config.algorithm.old_policy == "behavior" and config.train.updates == 1
+
+
+def _check_ratio(config: Tree) -> None:
+    loss = config.algorithm.loss
+    if loss not in BATCH_SCOPE_LOSSES:
+        return
+    if ratio_is_one(config):
+        raise ValueError(
+            f'algorithm.loss = "{loss}" acts on ratios other than 1, and algorithm.old_policy = "behavior" makes every '
+            'ratio of a batch\'s only update 1: it needs algorithm.old_policy = "rollout" (or "previous" with a '
+            "staleness of at most one update), or train.updates above 1"
+        )
+    staleness = _largest_staleness(config)
+    if config.algorithm.old_policy == "previous" and staleness > 1:
+        raise ValueError(
+            f'algorithm.loss = "{loss}" needs the ratio to the weights that sampled. With a staleness of up to '
+            f'{staleness} updates algorithm.old_policy = "previous" is not that: it needs algorithm.old_policy = '
+            '"rollout"'
+        )
+
+
+DUAL_CLIP_LOSSES = ("grpo", "dapo", "dr_grpo")
+"""Names of the losses that read algorithm.dual_clip. A loss of one's own may read it, too."""
+
+
+def _check_dual_clip(config: Tree) -> None:
+    bound = config.algorithm.dual_clip
+    if bound and bound <= 1:
+        raise ValueError(
+            f"algorithm.dual_clip = {bound:g} must be above 1 (verl's default is 3), or 0 for no bound: it bounds "
+            "ratios that have grown"
+        )
+    if bound and config.algorithm.loss not in DUAL_CLIP_LOSSES and ":" not in config.algorithm.loss:
+        raise ValueError(
+            f'algorithm.dual_clip is not read by algorithm.loss = "{config.algorithm.loss}": set it to 0, or take one '
+            f"of {', '.join(DUAL_CLIP_LOSSES)}"
+        )
+
+
 def _check_mismatch(config: Tree) -> None:
     algorithm = config.algorithm
-    train = config.train
-    if algorithm.mismatch == "none":
+    if algorithm.mismatch != "none":
+        key = f'algorithm.mismatch = "{algorithm.mismatch}"'
+    elif algorithm.mismatch_reject != "none":
+        key = f'algorithm.mismatch_reject = "{algorithm.mismatch_reject}"'
+    else:
         return
-    key = f'algorithm.mismatch = "{algorithm.mismatch}"'
-    if algorithm.old_policy == "rollout":
+    if algorithm.old_policy == "rollout" and algorithm.mismatch != "none":
         raise ValueError(
             f'{key} does not go with algorithm.old_policy = "rollout": its ratio already divides by the engine\'s '
             "probabilities, and the same correction would count twice"
         )
-    lag = {"sync": 0, "periodic": 0, "one_step_off": 1}.get(train.mode, train.max_staleness)
-    if lag > 1 or (lag and algorithm.old_policy != "previous"):
+    if algorithm.old_policy == "previous" and _largest_staleness(config) > 1:
         raise ValueError(
-            f"{key} needs the trainer's probabilities under the weights that sampled. In train.mode = "
-            f'"{train.mode}" these are known with algorithm.old_policy = "previous" and a staleness of at most '
-            'one update; without algorithm.mismatch, old_policy = "rollout" corrects for both staleness and engine'
+            f'{key} with algorithm.old_policy = "previous" needs a staleness of at most one update, since the weights '
+            'before the last update sampled nothing older. algorithm.old_policy = "behavior" (the decoupled loss) and, '
+            'without algorithm.mismatch, "rollout" go with any staleness'
         )
 
 
@@ -196,10 +252,11 @@ def _check_embedded_engine(config: Tree) -> None:
 def _check_vllm(config: Tree) -> None:
     if config.rollout.engine != "vllm":
         return
-    if config.rollout.deterministic:
+    if config.rollout.deterministic and config.weights.transport == "nccl":
         raise ValueError(
-            'rollout.deterministic needs rollout.engine = "embedded": vLLM\'s batches change the last bit of its '
-            "log-probabilities"
+            'rollout.deterministic with rollout.engine = "vllm" does not go with weights.transport = "nccl": '
+            "batch-invariant vLLM sets NCCL variables of its own, without which the trainer's end of the communicator "
+            'would hang; use "gloo" or "file"'
         )
     if config.weights.staged and config.weights.transport in ("nccl", "hccl") and config.rollout.tensor > 1:
         raise ValueError(
@@ -209,9 +266,30 @@ def _check_vllm(config: Tree) -> None:
         )
 
 
+def _check_store(config: Tree) -> None:
+    if config.queue.store == "launcher":
+        return
+    key = f'queue.store = "{config.queue.store}"'
+    if not config.queue.unauthenticated:
+        raise ValueError(
+            f"{key} has no passwords: every user of the launcher's machine can read and change the groups, and run "
+            "code as the user of the run. Where you allow that, set queue.unauthenticated = true"
+        )
+    if config.algorithm.dynamic_sampling:
+        raise ValueError(
+            f"{key} does not go with algorithm.dynamic_sampling: a lost group is generated again, and might then not "
+            "be one that is selected"
+        )
+    if config.algorithm.advantage in BATCH_SCOPE and not config.rollout.deterministic:
+        raise ValueError(
+            f'{key} with algorithm.advantage = "{config.algorithm.advantage}" needs rollout.deterministic: a lost '
+            "group is generated again, and the statistics of the batch must stay true"
+        )
+
+
 RULES: tuple[Callable[[Tree], None], ...] = (
-    _check_groups, _check_cores, _check_precision, _check_early_scores, _check_scope, _check_staleness,
-    _check_dynamic_sampling, _check_partial, _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm,
-    _check_evaluation, check_no_password,
+    _check_groups, _check_cores, _check_precision, _check_updates, _check_early_scores, _check_scope, _check_staleness,
+    _check_dynamic_sampling, _check_partial, _check_ratio, _check_dual_clip, _check_mismatch, _check_thresholds,
+    _check_embedded_engine, _check_vllm, _check_store, check_no_password,
 )  # fmt: skip
 """All rules, in the order in which they are checked; the first that does not hold is reported."""

@@ -31,15 +31,18 @@ class Train(Table):
     arrived. Both train on responses of the step's own weights only. "one_step_off" also generates the next batch while
     a step trains, "bounded" up to max_staleness batches; these two are off-policy on purpose (docs/modes.md)."""
     max_staleness: PositiveInt = 1
-    """Largest number of updates between the weights that sampled a response and those that train it. Only in mode
+    """Largest number of steps between the weights that sampled a response and those that train it. Only in mode
     "bounded"; the other modes refuse a value above 1."""
     exact_lag: bool = False
     """Publish new weights only when all batches in flight are generated, so that batch t is sampled from version
     t − max_staleness exactly. Only in mode "bounded"; the other modes refuse it."""
     steps: PositiveInt = 60
-    """Number of steps of the run. Each step makes one update, so this is also the final weight version."""
+    """Number of steps of the run. Each step publishes its weights once, so this is also the final weight version."""
     prompts_per_step: PositiveInt = 32
     """Prompts, and so groups, that one step trains on (B; N in the papers)."""
+    updates: PositiveInt = 1
+    """Optimizer updates per step. Each trains a mini-batch of prompts_per_step / updates groups, taken in the order of
+    `consume`. Updates after the first are off-policy, in every mode (docs/modes.md)."""
     consume: Literal["arrival", "prompt_order"] = "arrival"
     """Order in which a step trains its groups. "arrival" is the fastest. "prompt_order" makes a run a function of its
     seed, if rollout.deterministic is on."""
@@ -55,21 +58,24 @@ class Train(Table):
     """Learning rate of AdamW at the peak of the schedule. The papers use 1e-6 for full models; tiny models need about
     3e-4."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up. "linear" and "cosine" fall to 0 at train.steps."""
+    """Course of the learning rate after the warm-up. "linear" and "cosine" fall to 0 at the run's last update."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises linearly to its peak. 0: no warm-up."""
+    """Updates in which the learning rate rises linearly to its peak. 0: no warm-up."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Weight decay of AdamW. It is never applied to norms and biases."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
     max_grad_norm: PositiveFloat = 1.0
-    """Largest norm of a step's whole gradient. A gradient above it is scaled down to it."""
+    """Largest norm of an update's whole gradient. A gradient above it is scaled down to it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trainer's weights and activations. With "bfloat16" the optimizer keeps master weights and gradients
     in fp32, and ratio_gap_limit must be 0 or at least 0.2."""
     recompute: bool = False
     """Drop each layer's activations and compute them again in the backward pass. This needs less memory and about a
     third more time."""
+    deterministic: bool = False
+    """Have a CUDA or NPU device add up in the same order each time, so that equal batches give equal bits. torch then
+    refuses operators that can't. This is slower; a CPU does so anyway."""
     offload: bool = False
     """Keep the weights of old policy and reference in host memory. The two take turns in one model on the device, and
     are copied there for each window."""
@@ -92,7 +98,12 @@ class M2po(Table):
 
     threshold: PositiveFloat = 0.04
     """Of the tokens whose ratio the gradient moves further from 1, those with the largest (log ratio)² are masked,
-    until the mean of (log ratio)² over the others is at most this number (the paper's τ). 0.04 is the paper's value."""
+    until the mean of (log ratio)² is at most this number (the paper's τ). 0.04 is the paper's value, and that of the
+    authors' release."""
+    mean: Literal["kept", "capped"] = "kept"
+    """What threshold bounds. "kept": the mean over the tokens that are not masked, as the paper's Algorithm 1 has it.
+    "capped": the mean over masked tokens, too, each as large as the largest that is kept, as in the authors' release,
+    which masks more of them (docs/algorithms.md)."""
 
 
 class Bapo(Table):
@@ -129,19 +140,25 @@ class Algorithm(Table):
         | Own
     ) = "grpo"
     """Advantage of a response, computed from the rewards of its group (formulas in docs/algorithms.md). The last two
-    need the whole batch, and so mode "sync". A function of your own is "file.py:function"."""
-    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "m2po", "bapo"] | Own = "grpo"
+    need the whole batch, and so any mode but "periodic". A function of your own is "file.py:function"."""
+    loss: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "gpg", "m2po", "bapo"] | Own = "grpo"
     """Surrogate and its mean over tokens (formulas in docs/algorithms.md); "grpo" takes the mean over each response,
-    then over all responses. The last two need statistics of the whole batch, and so any mode but "periodic". A
-    function of your own is "file.py:function"."""
+    then over all responses. The last two need statistics of the whole batch, and so any mode but "periodic",
+    and old_policy = "rollout" (or "previous", at a staleness of at most 1). A function of your own is
+    "file.py:function"."""
     old_policy: Literal["behavior", "previous", "rollout"] = "behavior"
-    """Denominator of the loss's ratio π / π_old. "behavior": the policy's own log-probabilities, detached. "previous":
-    those of the weights before the last update, which are kept as a third model. "rollout": those that the instance
-    returned."""
+    """Denominator of the loss's ratio π / π_old. "behavior": the policy's own log-probabilities, detached, which on
+    on-policy data gives the policy gradient. "previous": those of the weights before the last update, which are kept as
+    a third model, as in the papers' Algorithm 1. "rollout": those that the instance returned (docs/modes.md, Which
+    gradient). With train.updates above 1 "behavior" is the weights at the step's start, and "previous" is refused."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The ratio is clipped below at 1 − clip_low. Not read by "m2po" and "bapo"."""
+    """The ratio is clipped below at 1 − clip_low. Not read by "gpg", "m2po" and "bapo"."""
     clip_high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above at 1 + clip_high. Not read by "m2po" and "bapo"."""
+    """The ratio is clipped above at 1 + clip_high. Not read by "gpg", "m2po" and "bapo"."""
+    dual_clip: float = 0.0
+    """Largest ratio with which a token with A < 0 counts, which clip_low and clip_high leave unbounded (dual-clip PPO;
+    verl's clip_ratio_c). Above 1; 0: no bound, as in the papers. verl's default is 3. Only for "grpo", "dapo" and
+    "dr_grpo"; the other losses of Metronome refuse it."""
     m2po: M2po = M2po()
     """Settings of the loss "m2po"."""
     bapo: Bapo = Bapo()
@@ -173,15 +190,29 @@ class Algorithm(Table):
     gac_high: Threshold = 0.3
     """Absolute cosine above which GAC skips the update; must be above gac_low. "auto" as for gac_low. The defaults of
     both are unconfirmed: our copy of the paper lacks its values."""
+    gac_skips: PositiveInt | Literal["staleness"] = "staleness"
+    """Largest number of updates that GAC skips in a row; the next one is made, turned as below gac_high. "staleness":
+    train.max_staleness, which is 1 in modes without it. After so many skips the weights have not moved for as long as a
+    response may be old, so its age is no reason to skip any more. The paper has no bound: a direction that persists is
+    then skipped for ever."""
     mask_truncated: bool = False
     """Train no token of a response that the length limit cut. The response still counts in the group's statistics, and
     in the denominator of a loss that divides by responses."""
     mismatch: Literal["none", "truncate", "mask"] = "none"
-    """Multiply each token's gain by π_trainer / π_rollout, both under the weights that sampled it. "truncate" bounds
-    this factor by mismatch_limit; "mask" drops tokens whose factor is outside of 1/mismatch_limit to mismatch_limit.
-    Refused with old_policy = "rollout", and where the trainer no longer has those weights (docs/algorithms.md)."""
+    """Multiply each token's gain by w = π_old / π_rollout. "truncate" bounds w by mismatch_limit; "mask" drops tokens
+    whose w is outside of 1/mismatch_limit to mismatch_limit. With old_policy = "behavior" in an off-policy mode this is
+    verl's decoupled loss. Refused with old_policy = "rollout", and with "previous" at a staleness above 1
+    (docs/algorithms.md)."""
+    mismatch_level: Literal["token", "sequence"] = "token"
+    """Whose w it is. "token": each token's own. "sequence": the product over the trained tokens of its response."""
     mismatch_limit: float = Field(default=2.0, gt=1)
     """Largest factor that `mismatch` leaves as it is; for "mask" the smallest is 1/mismatch_limit."""
+    mismatch_reject: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Drop tokens whose w is outside of 1/mismatch_reject_limit to mismatch_reject_limit, and leave the weight of the
+    others alone. w is that of the token, the product over its response, or the geometric mean over it, which does not
+    depend on its length. With old_policy = "rollout" it is π / π_rollout. Goes with or without `mismatch`."""
+    mismatch_reject_limit: float = Field(default=2.0, gt=1)
+    """Largest w that mismatch_reject keeps. 2 suits "token"; verl's examples have about 1.001 for "geometric"."""
 
 
 class Attention(Table):

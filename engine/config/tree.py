@@ -6,8 +6,8 @@ from pathlib import Path
 
 from engine.config.cores import usable_cores
 from engine.config.inputs import Data, DryRun, Model, Reward, Run
-from engine.config.results import Evaluate, Tracking
-from engine.config.rollouts import Rollout, Weights
+from engine.config.results import Evaluate, ServiceLimits, Tracking
+from engine.config.rollouts import Queue, Rollout, Weights
 from engine.config.table import Table
 from engine.config.training import Algorithm, Attention, Checkpoint, Parallel, Platform, Train
 
@@ -25,6 +25,7 @@ class Tree(Table):
     data: Data = Data()
     reward: Reward = Reward()
     rollout: Rollout = Rollout()
+    queue: Queue = Queue()
     train: Train = Train()
     algorithm: Algorithm = Algorithm()
     attention: Attention = Attention()
@@ -33,6 +34,7 @@ class Tree(Table):
     weights: Weights = Weights()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
+    service: ServiceLimits = ServiceLimits()
     tracking: Tracking = Tracking()
 
     @property
@@ -47,6 +49,24 @@ class Tree(Table):
         pipeline = self.parallel.pipeline
         deep = self.parallel.pipeline > 1
         return self.train.micro_batch_tokens * self.parallel.lockstep * (WINDOW_PER_STAGE * pipeline if deep else 1)
+
+    @property
+    def least_window_tokens(self) -> int:
+        """Tokens below which a window is not made smaller for the balance of the units: 0 where a window is one
+        micro-batch; a micro-batch for each replica in lockstep; under a pipeline half a full window, since filling and
+        draining it for less costs more than the balance gives."""
+        if self.parallel.pipeline > 1:
+            return self.window_tokens // 2
+        return self.window_tokens if self.parallel.lockstep > 1 else 0
+
+    @property
+    def transfer_timeout_s(self) -> float:
+        """Seconds that a trainer waits for the launcher, for other ranks or for a transfer.
+
+        They are more than the launcher's own deadlines for an instance and its update, so that the launcher, which
+        knows the names, gives up first.
+        """
+        return self.train.timeout_s + self.rollout.timeout_s + self.rollout.wait_s
 
     @property
     def trainer_threads(self) -> int:

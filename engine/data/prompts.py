@@ -26,12 +26,20 @@ class EncodedPrompts:
     token")."""
 
 
-def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str, max_context: int) -> EncodedPrompts:
+def encode(
+    problems: Problems,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    max_context: int,
+    *,
+    vocabulary: int | None = None,
+) -> EncodedPrompts:
     """Put every problem into the template and tokenize it.
 
     `template` is a text with `{problem}`, to which no special tokens are added, or "chat" for the tokenizer's chat
-    template with one user message. `max_context` is the limit of prompt and response together, in tokens. Raises
-    BadInput if no prompt is left, or if the tokenizer has no chat template.
+    template with one user message. `max_context` is the limit of prompt and response together, in tokens. `vocabulary`
+    is the number of tokens that the model has; None where there is no model yet. Raises BadInput if no prompt is left,
+    if a prompt has a token that the model lacks, or if the tokenizer has no chat template.
     """
     if template == "chat" and not tokenizer.chat_template:
         raise BadInput(
@@ -52,7 +60,18 @@ def encode(problems: Problems, tokenizer: PreTrainedTokenizerBase, template: str
             f"problem set {problems.source}: no prompt is left of {len(problems.rows)} rows "
             f"({counts(skipped)}); rollout.max_context is {max_context} tokens"
         )
+    if vocabulary is not None:
+        _check_ids(prompts, vocabulary, problems.source)
     return EncodedPrompts(tuple(prompts), dict(skipped))
+
+
+def _check_ids(prompts: Sequence[Prompt], vocabulary: int, source: str) -> None:
+    for prompt in prompts:
+        if (largest := max(prompt.token_ids)) >= vocabulary:
+            raise BadInput(
+                f"model.path: its tokenizer gives token {largest} in the prompt {prompt.problem[:60]!r} of {source}, "
+                f"but the model's vocab_size is {vocabulary}; take the tokenizer that belongs to the model"
+            )
 
 
 def prompt_id(problem: str, answer: str) -> str:

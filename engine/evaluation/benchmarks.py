@@ -66,5 +66,8 @@ def encode_benchmarks(config: Config, benchmarks: Sequence[Benchmark], tokenizer
     template = config.data.prompt_template
     context = config.rollout.max_context
     most = config.evaluate.problems or None
-    encoded = [(one.name, encode(one.problems, tokenizer.hf, template, context)) for one in benchmarks]
+    vocabulary = tokenizer.vocabulary()
+    encoded = [
+        (one.name, encode(one.problems, tokenizer.hf, template, context, vocabulary=vocabulary)) for one in benchmarks
+    ]
     return [EncodedBenchmark(name, found.prompts[:most], found.skipped) for name, found in encoded]

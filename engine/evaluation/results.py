@@ -7,16 +7,17 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from engine.config import Config
 from engine.evaluation import paired, tables
 from engine.evaluation.benchmarks import EncodedBenchmark
+from engine.evaluation.bootstrap import best_of
 from engine.evaluation.intervals import accuracy, pass_curve
 from engine.evaluation.tables import EvaluationRow, LengthFigures
 from engine.evaluation.votes import majorities
 from engine.reward.scorer import Scorer
-from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.types import Group, JsonObject
 
@@ -58,15 +59,19 @@ async def record(
         "samples": config.evaluate.samples,
         **accuracy(values, [vote.value for vote in votes] if votes is not None else None),
         "pass_curve": pass_curve(values),
+        "best_at_k_bootstrap": fmean(map(best_of, values)),
         **_lengths(groups, config.evaluate.max_new_tokens),
         "reward_timeouts": sum(score.status == "timeout" for group in groups for score in group.scores),
+        "partial_scores": sum(value not in (0.0, 1.0) for scores in values for value in scores),
         "protocol": how,
         "table": str(table.relative_to(folder.path)),
     }
+    if votes is not None:
+        row["maj_at_k_bootstrap"] = fmean(vote.bootstrap for vote in votes)
     found: JsonObject = {**row, **more}
     if (base := tables.baseline(folder, row)) is not None:
         found["against"] = against(row, base, folder.path, config.evaluate.confidence)
-    append_line(folder.evaluations, found)
+    folder.add_evaluation(found)
     return found
 
 

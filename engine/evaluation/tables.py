@@ -68,6 +68,8 @@ class _Further(TypedDict, total=False):
     """How long weights waited for it."""
     against: JsonObject
     """A `Paired`, and the weight_version and model that it is against."""
+    maj_at_k_bootstrap: float
+    """Only where votes can be counted."""
 
 
 class EvaluationRow(Accuracy, LengthFigures, _Further):
@@ -81,7 +83,10 @@ class EvaluationRow(Accuracy, LengthFigures, _Further):
     skipped: dict[str, int]
     samples: int
     pass_curve: dict[str, float]
+    best_at_k_bootstrap: float
     reward_timeouts: int
+    partial_scores: int
+    """Responses whose score is neither 0 nor 1: where there are any, avg@k is a mean reward, no accuracy."""
     protocol: EvaluationProtocol
     table: str
     """Path in the run folder."""

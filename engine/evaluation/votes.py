@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from engine.evaluation.bootstrap import majority_of
 from engine.reward.scorer import Scorer
 from engine.reward.verifiers import last_boxed
 from engine.types import Group, Prompt, Response
@@ -28,6 +29,9 @@ class Majority:
     """Number of answers with that many votes."""
     value: float
     """1/tied if the right answer is among them, else 0."""
+    bootstrap: float = field(default=0.0, compare=False)
+    """Mean value of the majority of as many responses drawn with replacement (engine.evaluation.bootstrap). Responses
+    without an answer are one wrong answer there, as in verl."""
 
 
 @dataclass
@@ -76,7 +80,7 @@ async def _majority(group: Group, reward: str, verifier: Scorer) -> Majority:
         else:
             place.votes += 1
             place.spellings.add(spelled)
-    return _outcome(answers)
+    return _outcome(answers, silent=len(group.responses) - sum(answer.votes for answer in answers))
 
 
 async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: Scorer) -> _Answer | None:
@@ -112,9 +116,17 @@ async def _equal(gold: str, text: str, verifier: Scorer) -> bool:
     return score.value >= 1.0
 
 
-def _outcome(answers: Sequence[_Answer]) -> Majority:
+def _outcome(answers: Sequence[_Answer], silent: int) -> Majority:
+    """The outcome; `silent`: number of responses that abstained."""
     if not answers:
         return Majority("", 0, 0, 0.0)
     most = max(answer.votes for answer in answers)
     top = [answer for answer in answers if answer.votes == most]
-    return Majority(top[0].text, most, len(top), any(answer.right for answer in top) / len(top))
+    right = next((number for number, answer in enumerate(answers) if answer.right), None)
+    return Majority(
+        answer=top[0].text,
+        votes=most,
+        tied=len(top),
+        value=any(answer.right for answer in top) / len(top),
+        bootstrap=majority_of([*(answer.votes for answer in answers), *([silent] if silent else [])], right),
+    )

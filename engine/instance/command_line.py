@@ -15,7 +15,9 @@ from pathlib import Path
 
 from engine.errors import BadInput, MetronomeError
 from engine.run.open_files import raise_limit
+from engine.run.process import BAD_INPUT
 from engine.wire.access_token import access_token, check_address
+from engine.wire.address import bracketed
 
 KEEP_ALIVE_S = 75
 """Seconds an idle connection is kept. The launcher keeps it for less (aiohttp: 15), so that the instance does not close
@@ -39,7 +41,16 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--threads", type=int, default=1, help="compute threads of each process on a CPU")
     made.add_argument("--cores", type=_cores, default=[], help="comma-separated CPU cores to stay on")
     made.add_argument(
+        "--deterministic", action="store_true", help="make a response depend on prompt, seed and weights only"
+    )
+    made.add_argument(
         "--open-requests", type=int, default=4096, help="completions waiting or running; more are answered 429"
+    )
+    made.add_argument(
+        "--text",
+        default="",
+        metavar="NAME",
+        help="take and give text too, as OpenAI's API does, with this name of the model; needs the model's tokenizer",
     )
     made.add_argument(
         "--read-timeout", type=float, default=60.0, help="seconds a client may take to send a request's body"
@@ -73,8 +84,13 @@ def run(options: argparse.Namespace, work: Callable[[argparse.Namespace], None])
         work(options)
     except MetronomeError as error:
         print(f"{options.name}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, BadInput) else 1
+        return exit_code(error)
     return 0
+
+
+def exit_code(error: MetronomeError) -> int:
+    """Return the exit code of an instance that ends with this error."""
+    return BAD_INPUT if isinstance(error, BadInput) else 1
 
 
 def bound(options: argparse.Namespace) -> socket.socket:
@@ -93,7 +109,10 @@ def bound(options: argparse.Namespace) -> socket.socket:
 
 def announce(options: argparse.Namespace, port: int) -> None:
     """Print the address that the instance serves at, and write the port file, whole or not at all."""
-    print(f"{options.name}: serving {options.model} on http://{options.host}:{port}", flush=True)
+    url = f"http://{bracketed(options.host)}:{port}"
+    print(f"{options.name}: serving {options.model} on {url}", flush=True)
+    if options.text:
+        print(f"{options.name}: OpenAI's API is at {url}/v1, with the model {options.text!r}", flush=True)
     if options.port_file is not None:
         partial = options.port_file.with_name(options.port_file.name + ".partial")
         partial.write_text(json.dumps({"host": options.host, "port": port, "pid": os.getpid()}))

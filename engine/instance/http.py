@@ -7,27 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from reprlib import repr as repr_short
-from typing import Any
+from typing import Protocol
 from urllib.parse import parse_qs
 
 from engine.errors import BadInput, MetronomeError
 from engine.instance import protocol
+from engine.instance.asgi import (
+    ClientLeft,
+    Message,
+    Receive,
+    Send,
+    send_body,
+    send_error,
+    send_json,
+    unless_client_leaves,
+)
 from engine.instance.backend import Backend
 from engine.instance.metrics import CONTENT_TYPE, exposition
 from engine.instance.refusals import Refusal, as_refusal
-from engine.instance.replies import Result, completion_reply
+from engine.instance.replies import completion_columns, completion_reply
 from engine.types import JsonObject
+from engine.wire import reply_columns
 from engine.wire.access_token import VARIABLE, access_token, authorized
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 WEIGHTS_BYTES = 16 * 2**20
 """Largest body of a weight route: names, shapes and checksums of a bucket's tensors, about 200 bytes each;
@@ -37,32 +43,56 @@ OTHER_BYTES = 2**16
 TOKEN_BYTES = 16
 """Bytes allowed for one token id in a JSON list, with its comma and spaces."""
 COMPLETION = ("POST", "/v1/completions")
+CHAT = ("POST", "/v1/chat/completions")
+MODELS = ("GET", "/v1/models")
 HEALTH = ("GET", "/health")
+TOKENS_ONLY = "this instance takes token ids only; `metronome serve --model FOLDER` starts one that takes text"
 
 
-class _ClientLeft(Exception):
-    """The client has closed its connection, so there is no one to reply to."""
+class TextRoutes(Protocol):
+    """The routes with text, for clients of OpenAI's API (docs/serving.md)."""
+
+    name: str
+    """The model's name in requests and replies."""
+
+    async def __call__(self, scope: Message, body: JsonObject, receive: Receive, send: Send) -> None:
+        """Answer a request for MODELS, CHAT, or COMPLETION with a text, whose body was read and parsed.
+
+        An error that is raised before the reply has begun becomes the reply.
+        """
 
 
 @dataclass(frozen=True)
 class _Request:
     """A request that passed the checks of token, route and size."""
 
-    query: str
+    scope: Message
     body: JsonObject
     receive: Receive
+    send: Send
 
 
-Handler = Callable[[_Request], Awaitable[JsonObject | bytes]]
+@dataclass(frozen=True)
+class _Content:
+    """The body of a reply that is no JSON."""
+
+    body: bytes
+    kind: str
+    """Its media type."""
+
+
+Handler = Callable[[_Request], Awaitable[JsonObject | _Content | None]]
+"""It returns the reply's body; None means that it has replied."""
 
 
 class InstanceApp:
     """The routes of one instance."""
 
-    def __init__(self, backend: Backend, open_requests: int, read_s: float) -> None:
+    def __init__(self, backend: Backend, open_requests: int, read_s: float, text: TextRoutes | None = None) -> None:
         """`open_requests`: most completions that wait or run at a time.
-        `read_s`: seconds a client may take to send a body."""
+        `read_s`: seconds a client may take to send a body. Without `text` the instance takes token ids only."""
         self._backend = backend
+        self._text = text
         self._token = access_token()
         self._open_requests = open_requests
         self._read_s = read_s
@@ -71,8 +101,10 @@ class InstanceApp:
         self._numbers = itertools.count()
         # most token ids in a request: the longest prompt, and every token as a stop token
         ids = backend.limits.max_context + backend.limits.vocabulary
+        longest = OTHER_BYTES + TOKEN_BYTES * ids
         self._routes: dict[tuple[str, str], tuple[Handler, int]] = {
-            COMPLETION: (self._complete, OTHER_BYTES + TOKEN_BYTES * ids),
+            ("GET", "/"): (self._about, OTHER_BYTES),
+            COMPLETION: (self._complete, longest),
             HEALTH: (self._health, OTHER_BYTES),
             ("GET", "/weight_version"): (self._weight_version, OTHER_BYTES),
             ("GET", "/get_world_size"): (self._world_size, OTHER_BYTES),
@@ -86,44 +118,54 @@ class InstanceApp:
             ("POST", "/update_weights"): (self._update, WEIGHTS_BYTES),
             ("POST", "/finish_weight_update"): (self._finish_update, WEIGHTS_BYTES),
         }
+        if text is not None:
+            self._routes |= {CHAT: (self._answer_text, longest), MODELS: (self._answer_text, OTHER_BYTES)}
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Reply to one request; a WebSocket is closed."""
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        begun = False
+
+        async def reply(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
         try:
-            content = await self._answer(scope, receive)
-        except _ClientLeft:
+            content = await self._answer(scope, receive, reply)
+        except ClientLeft:
             return
         except MetronomeError as error:
-            await _send_error(send, as_refusal(error))
+            if not begun:
+                await send_error(send, as_refusal(error))
         except Exception as error:  # a fault of ours: the trace goes to the log
             logging.getLogger(__name__).exception("%s %s", scope["method"], scope["path"])
-            await _send_error(send, Refusal(500, f"{type(error).__name__}: {error}"))
+            if not begun:
+                await send_error(send, Refusal(500, f"{type(error).__name__}: {error}"))
         else:
-            if isinstance(content, bytes):
-                await _send(send, 200, content, CONTENT_TYPE)
-            else:
-                await _send(send, 200, json.dumps(content).encode())
+            if isinstance(content, _Content):
+                await send_body(send, 200, content.body, content.kind)
+            elif content is not None:
+                await send_json(send, content)
 
     # checks before the routes ---------------------------------------------------------------------
 
-    async def _answer(self, scope: Message, receive: Receive) -> JsonObject | bytes:
-        """Return the body of the reply. The token is checked before any of the request's body is kept."""
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> JsonObject | _Content | None:
+        """Return what the handler returns. The token is checked before any of the request's body is kept."""
         route = (scope["method"], scope["path"])
         self._demand_token(scope, route)
         if route not in self._routes:
             raise self._route_refusal(route)
         handler, limit = self._routes[route]
-        counts = route == COMPLETION
+        counts = route in (COMPLETION, CHAT)
         if counts and self._open >= self._open_requests:  # the client may send it again later, or elsewhere
             raise Refusal(429, f"{self._open} completions wait or run here already, which is the limit")
         self._open += counts
         try:
             body = await self._read_body(scope, receive, limit)
-            query = scope["query_string"].decode("ascii", "replace")
-            return await handler(_Request(query, protocol.parse_object(body or b"{}"), receive))
+            return await handler(_Request(scope, protocol.parse_object(body or b"{}"), receive, send))
         finally:
             self._open -= counts
 
@@ -156,7 +198,7 @@ class InstanceApp:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise _ClientLeft
+                        raise ClientLeft
                     body += message.get("body", b"")
                     if len(body) > limit:
                         raise too_large
@@ -167,13 +209,41 @@ class InstanceApp:
 
     # the routes -----------------------------------------------------------------------------------
 
-    async def _complete(self, request: _Request) -> JsonObject:
-        """Sample one response to one prompt."""
+    async def _about(self, request: _Request) -> JsonObject:
+        """Say what this is, for a person who looks."""
+        return {
+            "what": "a rollout instance of Metronome: it samples responses of a language model",
+            "model": self._backend.model,
+            "weight_version": (await self._backend.load())["weight_version"],
+            "context": self._backend.limits.max_context,
+            "protocol": ROLLOUT_PROTOCOL,
+            "text": f"not here: {TOKENS_ONLY}"
+            if self._text is None
+            else f"OpenAI's API under /v1; the model is {self._text.name!r}",
+            "routes": [f"{method} {path}" for method, path in self._routes],
+        }
+
+    async def _answer_text(self, request: _Request) -> None:
+        assert self._text is not None
+        await self._text(request.scope, request.body, request.receive, request.send)
+
+    async def _complete(self, request: _Request) -> JsonObject | _Content | None:
+        """Sample one response to one prompt of token ids; a prompt of text is another route's."""
+        if protocol.has_text(request.body):
+            if self._text is None:
+                raise Refusal(400, f"prompt is a text: {TOKENS_ONLY}", param="prompt")
+            await self._answer_text(request)
+            return None
         asked = protocol.parse_completion(request.body, self._backend.limits)
-        result = await _unless_client_leaves(self._backend.complete(asked), request.receive)
+        result = await unless_client_leaves(self._backend.complete(asked), request.receive)
         if not result.finite:
             raise Refusal(500, f"the logits of weight version {result.version} are not finite")
-        return completion_reply(next(self._numbers), self._backend.model, asked.prompt, result)
+        number = next(self._numbers)
+        model = self._backend.model
+        accept = b",".join(value for name, value in request.scope["headers"] if name == b"accept").decode("latin-1")
+        if reply_columns.CONTENT_TYPE in accept:
+            return _Content(completion_columns(number, model, asked.prompt, result), reply_columns.CONTENT_TYPE)
+        return completion_reply(number, model, asked.prompt, result)
 
     async def _health(self, request: _Request) -> JsonObject:
         """Give the protocol's version if the engine lives."""
@@ -189,11 +259,13 @@ class InstanceApp:
     async def _load(self, request: _Request) -> JsonObject:
         return await self._backend.load()
 
-    async def _metrics(self, request: _Request) -> bytes:
-        return exposition(await self._backend.load() | {"updates": self._updates}) + await self._backend.metrics()
+    async def _metrics(self, request: _Request) -> _Content:
+        own = exposition(await self._backend.load() | {"updates": self._updates})
+        return _Content(own + await self._backend.metrics(), CONTENT_TYPE)
 
     async def _pause(self, request: _Request) -> JsonObject:
-        modes = parse_qs(request.query, keep_blank_values=True).get("mode", ["abort"])
+        query = request.scope["query_string"].decode("ascii", "replace")
+        modes = parse_qs(query, keep_blank_values=True).get("mode", ["abort"])
         if modes not in (["abort"], ["wait"]):
             raise BadInput(f"mode = {', '.join(modes)!r}; it must be abort or wait, once")
         await self._backend.pause(abort=modes == ["abort"])
@@ -230,39 +302,3 @@ class InstanceApp:
         await self._backend.finish_update(version)
         self._updates += 1
         return {"weight_version": version}
-
-
-async def _unless_client_leaves(work: Awaitable[Result], receive: Receive) -> Result:
-    """Return the result of `work`. If the client leaves before it is there, cancel `work` and raise _ClientLeft."""
-    task = asyncio.current_task()
-    assert task is not None
-    watch = asyncio.ensure_future(_wait_until_client_leaves(receive))
-    watch.add_done_callback(lambda ended: None if ended.cancelled() else task.cancel())
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if not watch.done():
-            raise
-        task.uncancel()
-        raise _ClientLeft from None
-    finally:
-        watch.cancel()
-
-
-async def _wait_until_client_leaves(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send_error(send: Send, error: Refusal) -> None:
-    content = {"error": {"message": str(error), "type": error.kind, "code": error.status}}
-    await _send(send=send, status=error.status, body=json.dumps(content).encode(), more=error.headers)
-
-
-async def _send(
-    send: Send, status: int, body: bytes, content_type: str = "application/json", more: Mapping[str, str] | None = None
-) -> None:
-    headers = {"Content-Type": content_type, "Content-Length": str(len(body)), **(more or {})}
-    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})

@@ -51,9 +51,10 @@ def default_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def serve_alone(config: Config, name: str, host: str, port: int) -> int:
-    """One instance until it ends, or SIGTERM or Ctrl-C end it; its exit code."""
-    return _run(_serve(config=config, name=name, host=host, port=port, joins=None))
+def serve_alone(config: Config, name: str, host: str, port: int, text: str = "") -> int:
+    """One instance until it ends, or SIGTERM or Ctrl-C end it; its exit code. `text`: the model's name, if it is to
+    answer text."""
+    return _run(_serve(config=config, name=name, host=host, port=port, joins=None, text=text))
 
 
 def serve_joined(config: Config, address: str, name: str, host: str, port: int, say: Say) -> int:
@@ -85,7 +86,12 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
 
 
 async def _serve(
-    config: Config, name: str, host: str, port: int, joins: Callable[[str], _LauncherClient] | None
+    config: Config,
+    name: str,
+    host: str,
+    port: int,
+    joins: Callable[[str], _LauncherClient] | None,
+    text: str = "",
 ) -> int:
     check_address(host, access_token())
     asked = _signals()
@@ -94,6 +100,7 @@ async def _serve(
         command, env = instance_command(
             config=config, model=Path(config.model.path), name=name, number=0, port_file=port_file, port=port, host=host
         )
+        command += ["--text", text] if text else []
         child = Child(name, command, None, env)
         try:
             return await _join_and_serve(
@@ -112,7 +119,7 @@ async def _join_and_serve(
 ) -> int:
     try:
         address = await _unless(asked, InstanceProcess(0, child, port_file).serves(timeout_s))
-    except ProcessDied:
+    except (BadInput, ProcessDied):
         if child.process.returncode < 0:
             raise
         return int(child.process.returncode)  # it has said why

@@ -82,6 +82,12 @@ def parse_object(body: bytes | bytearray) -> JsonObject:
     return value
 
 
+def has_text(body: Mapping[str, Any]) -> bool:
+    """Whether the prompt of a /v1/completions body is a text or a list that begins with one."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, str) or (isinstance(prompt, list) and prompt[:1] != [] and isinstance(prompt[0], str))
+
+
 def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completion:
     """Return a checked /v1/completions body. Raise BadInput that names the first key that can't be served as asked."""
     if unknown := sorted(body.keys() - COMPLETION_KEYS):

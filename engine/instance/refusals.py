@@ -30,13 +30,20 @@ class Refusal(MetronomeError):
     """An error that becomes a reply with its status, message and headers."""
 
     def __init__(
-        self, status: int, message: str, kind: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        kind: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        param: str | None = None,
     ) -> None:
-        """`kind`: the error type in the reply; by default the one that KINDS has for the status."""
+        """`kind`: the error type in the reply; by default the one that KINDS has for the status. `param`: the key of
+        the body that is wrong."""
         super().__init__(message)
         self.status = status
         self.kind = kind or KINDS[status]
         self.headers = headers or {}
+        self.param = param
 
 
 def as_refusal(error: MetronomeError) -> Refusal:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from engine.types import JsonObject
-from engine.wire.reply_digest import digest
+from engine.wire.reply_columns import write
+from engine.wire.reply_digest import packed_digest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """Why a response ended; "error" means that the logits were not finite."""
@@ -44,15 +46,40 @@ class Result:
 
 def completion_reply(number: int, model: str, prompt: Sequence[int], result: Result) -> JsonObject:
     """Return the reply to /v1/completions. Its `weight_version` is the version at the end of the response."""
+    reply = _head(number=number, model=model, prompt=prompt, result=result)
+    (choice,) = reply["choices"]
+    choice["token_ids"] = result.token_ids
+    choice["logprobs"] = {
+        "token_logprobs": result.logprobs,
+        "tokens": [f"token_id:{token}" for token in result.token_ids],
+    }
+    reply["digest"] = _digest(result, *_columns(result))
+    return reply
+
+
+def completion_columns(number: int, model: str, prompt: Sequence[int], result: Result) -> bytes:
+    """Return the same reply with its numbers as bytes (engine.wire.reply_columns), in whose place lists are empty."""
+    columns = _columns(result)
+    head = _head(number=number, model=model, prompt=prompt, result=result)
+    return write(head | {"digest": _digest(result, *columns)}, *columns)
+
+
+def _columns(result: Result) -> tuple[array[int], array[float]]:
+    return array("q", result.token_ids), array("d", result.logprobs)
+
+
+def _digest(result: Result, token_ids: array[int], logprobs: array[float]) -> str:
+    return packed_digest(token_ids, logprobs, result.versions, result.finish_reason)
+
+
+def _head(number: int, model: str, prompt: Sequence[int], result: Result) -> JsonObject:
+    """Return the reply without its numbers and its digest."""
     choice: JsonObject = {
         "index": 0,
         "text": "",
-        "token_ids": result.token_ids,
+        "token_ids": [],
         "finish_reason": result.finish_reason,
-        "logprobs": {
-            "token_logprobs": result.logprobs,
-            "tokens": [f"token_id:{token}" for token in result.token_ids],
-        },
+        "logprobs": {"token_logprobs": [], "tokens": []},
     }
     if result.prompt_logprobs is not None:
         choice["prompt_logprobs"] = _prompt_logprobs(prompt, result.prompt_logprobs)
@@ -66,7 +93,6 @@ def completion_reply(number: int, model: str, prompt: Sequence[int], result: Res
         "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": used, "total_tokens": prompt_tokens + used},
         "weight_version": result.version,
         "weight_versions": result.versions,
-        "digest": digest(result.token_ids, result.logprobs, result.versions, result.finish_reason),
     }
 
 

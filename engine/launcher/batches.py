@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from engine.config import BATCH_SCOPE, Config
@@ -17,7 +17,9 @@ from engine.launcher.dynamic_sampling import DynamicSampling
 from engine.launcher.rollout_service import RolloutService
 from engine.launcher.sample_queue import SampleQueue
 from engine.run.folder import SAMPLED_GROUPS
-from engine.types import BatchScores, Group, Landed
+from engine.types import Prompt
+from engine.wire.codec import PackedLanded
+from engine.wire.sealed import SealedGroup, batch_scores
 
 
 @dataclass
@@ -25,9 +27,9 @@ class Batch:
     """The launcher's state of one step, from its start to its report."""
 
     queue: SampleQueue
-    samples: list[Group] = field(default_factory=list)
+    samples: list[SealedGroup] = field(default_factory=list)
     """The first groups, written to the run folder for people to read."""
-    held: list[Group] = field(default_factory=list)
+    held: list[SealedGroup] = field(default_factory=list)
     """Groups held back until all are there, because the advantage depends on the whole batch."""
     prompts_used: int | None = None
     """Number of prompts up to and with the last kept one; None without dynamic sampling, or while it is unknown."""
@@ -38,7 +40,7 @@ class Batch:
     rollout_s: float = 0.0
     """Seconds from the start of the generation to the last group that has come in."""
     task: asyncio.Task[None] | None = None
-    """The task that generates the batch; None before it is started."""
+    """The task that generates the batch; None before it is started, and where groups come from outside."""
 
     @staticmethod
     def of(config: Config, step: int) -> Batch:
@@ -51,6 +53,8 @@ class Batch:
                 order=train.consume,
                 hold=train.mode == "sync",
                 units=config.parallel.units,
+                updates=train.updates,
+                least=config.least_window_tokens,
             )
         )
 
@@ -59,20 +63,21 @@ class Batch:
         """Whether every group has come in."""
         return self.queue.arrived == self.queue.expected
 
-    def put(self, group: Group, config: Config) -> None:
+    def put(self, group: SealedGroup, config: Config) -> None:
         """Put a finished group into the queue.
 
-        If the advantage depends on the whole batch, the groups are held back until all are there; each then carries
-        the scores of the whole batch.
+        If the advantage depends on the whole batch, the groups are held back until all are there; the queue then has
+        the scores of the whole batch, too.
         """
         if config.algorithm.advantage not in BATCH_SCOPE:
             self.queue.put(group)
             return
         self.held.append(group)
         if len(self.held) == self.queue.expected:
-            scores = BatchScores.of(self.held)
+            self.queue.batch = batch_scores(self.held)
             for held in self.held:
-                self.queue.put(replace(held, batch=scores))
+                self.queue.put(held)
+            self.held = []
 
 
 class BatchGenerator:
@@ -82,6 +87,8 @@ class BatchGenerator:
         self, config: Config, loader: PromptLoader, service: RolloutService, notify: Callable[[], Awaitable[None]]
     ) -> None:
         """`notify` is called whenever there is something new to lease."""
+        self.keep: Callable[[SealedGroup], Awaitable[SealedGroup]] | None = None
+        """Called with each finished group; its result goes into the queue."""
         self._config = config
         self._loader = loader
         self._service = service
@@ -134,8 +141,17 @@ class BatchGenerator:
             self._previous = batch
         return batch, before
 
-    async def fill(self, step: int, batch: Batch, before: Batch | None) -> None:
-        """Generate `batch` once `before` is generated. Raises MetronomeError if the generation fails."""
+    async def fill(
+        self,
+        step: int,
+        batch: Batch,
+        before: Batch | None = None,
+        prompts: Sequence[tuple[int, Prompt]] | None = None,
+    ) -> None:
+        """Generate `batch` once `before` is generated. Raises MetronomeError if the generation fails.
+
+        `prompts`: (epoch, prompt) of each group; None: the next ones of the data.
+        """
         if before is not None and before.task is not None:
             await asyncio.wait([before.task])
             if before.next_position is None:
@@ -143,29 +159,43 @@ class BatchGenerator:
             self._position = before.next_position
         started = time.perf_counter()
 
-        async def put(group: Group) -> None:
-            batch.put(group, self._config)
+        async def put(group: SealedGroup) -> None:
             if len(batch.samples) < SAMPLED_GROUPS:
                 batch.samples.append(group)
+            batch.put(group if self.keep is None else await self.keep(group), self._config)
             batch.rollout_s = time.perf_counter() - started
             await self._notify()
 
         if self._config.algorithm.dynamic_sampling:
             await self._generate_selected(step, batch, put)
         else:
-            await self._generate_all(step, batch, put)
+            await self._generate_all(step, batch, put, prompts or self._prompts(step))
 
-    async def _generate_all(self, step: int, batch: Batch, put: Callable[[Group], Awaitable[None]]) -> None:
-        """Generate a group for each prompt of the step."""
+    def _prompts(self, step: int) -> list[tuple[int, Prompt]]:
+        """(epoch, prompt) of each group of the step."""
+        return [(self._loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self._loader.batch(step))]
 
-        async def land(landed: Landed) -> None:
+    async def _generate_all(
+        self,
+        step: int,
+        batch: Batch,
+        put: Callable[[SealedGroup], Awaitable[None]],
+        prompts: Sequence[tuple[int, Prompt]],
+    ) -> None:
+        """Generate a group for each prompt."""
+
+        async def land(landed: PackedLanded) -> None:
             batch.queue.land(landed)
             await self._notify()
 
-        prompts = [(self._loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self._loader.batch(step))]
         await self._service.producer.run(step, prompts, put, land if self._scores_early else None)
 
-    async def _generate_selected(self, step: int, batch: Batch, put: Callable[[Group], Awaitable[None]]) -> None:
+    async def generate_again(self, step: int, index: int) -> SealedGroup:
+        """Generate a group of a step again, with the same seeds. There is no dynamic sampling."""
+        prompt = self._loader.batch(step)[index]
+        return await self._service.producer.run_again(step, index, self._loader.epoch_of(step, index), prompt)
+
+    async def _generate_selected(self, step: int, batch: Batch, put: Callable[[SealedGroup], Awaitable[None]]) -> None:
         """Generate groups for the next prompts until enough of them have unequal rewards (dynamic sampling)."""
         wanted = self._config.train.prompts_per_step
         position = self._position
@@ -173,9 +203,9 @@ class BatchGenerator:
 
         rewards: dict[int, float] = {}
 
-        async def decide(group: Group) -> None:
+        async def decide(group: SealedGroup) -> None:
             due = selection.decide(group)
-            rewards[group.index] = fmean(score.value for score in group.scores)
+            rewards[group.index] = fmean(group.rewards)
             if due and selection.used is not None:
                 batch.reward_tried = fmean(rewards[number] for number in range(selection.used))
                 batch.prompts_used = selection.used

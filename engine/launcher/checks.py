@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from engine.config import Config
@@ -17,37 +20,57 @@ EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 seconds to import."""
 
 
-def check_rollouts(config: Config) -> ModelShape:
-    """Return the shape of the model in `model.path`, a Hugging Face folder.
+def unfit_rollouts(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Yield each reason why instances can't sample from a model of this shape."""
+    rollout = config.rollout
+    if rollout.engine == "embedded" and shape.architecture not in EMBEDDED:
+        yield f'rollout.engine = "embedded" does not run {shape.architecture}, only {", ".join(EMBEDDED)}'
+    if rollout.engine == "vllm" and shape.heads % rollout.tensor:
+        yield f"rollout.tensor = {rollout.tensor} does not divide the model's {shape.heads} attention heads"
+    for key, context in (
+        ("rollout.max_context", rollout.max_context),
+        ("evaluate.max_context", config.evaluate.max_context),
+    ):
+        if context > shape.context:
+            yield f"{key} = {context:,} is more than the {shape.context:,} positions that the model was made for"
+
+
+def check_rollouts(config: Config, shape: ModelShape | None = None) -> ModelShape:
+    """Return the shape of the model in `model.path`, a Hugging Face folder; `shape`: that of a folder which is not
+    there yet.
 
     Raises BadInput unless instances can sample from it.
     """
-    folder = Path(config.model.path).expanduser()
-    shape = read_shape(folder)
-    if config.rollout.engine == "embedded" and shape.architecture not in EMBEDDED:
-        raise BadInput(
-            f'model.path {folder}: rollout.engine = "embedded" does not run {shape.architecture}, '
-            f"only {', '.join(EMBEDDED)}"
-        )
-    for table in ("rollout", "evaluate"):
-        if (context := getattr(config, table).max_context) > shape.context:
-            raise BadInput(
-                f"{table}.max_context = {context} is more than the {shape.context} positions that the model in "
-                f"{config.model.path} was made for"
-            )
+    shape = shape or read_shape(Path(config.model.path).expanduser())
+    for reason in unfit_rollouts(config, shape):
+        raise BadInput(f"model.path {config.model.path}: {reason}")
     return shape
 
 
-def check_training(config: Config) -> None:
+def check_training(config: Config, shape: ModelShape | None = None) -> None:
     """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, this
-    machine's limits suffice, and the user's own algorithm functions work."""
-    check_layout(check_rollouts(config), config.parallel)
-    check_limits(config, stored_parameters(Path(config.model.path).expanduser()))
+    machine's limits suffice (once the model's folder is there), the store of groups is installed, and the user's own
+    algorithm functions work.
+
+    `shape`: that of a folder which is not there yet.
+    """
+    check_layout(check_rollouts(config, shape), config.parallel)
+    if shape is None:
+        check_limits(config, stored_parameters(Path(config.model.path).expanduser()))
+    check_store(config)
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):
         from engine.run.user_algorithms import try_algorithms  # here, because importing torch takes seconds
 
         try_algorithms(algorithm.advantage, algorithm.loss, algorithm.gradient_control)
+
+
+def check_store(config: Config) -> None:
+    """Raise BadInput unless what `queue.store` needs is installed."""
+    if config.queue.store == "transferqueue" and find_spec("transfer_queue") is None:
+        raise BadInput(
+            f'queue.store = "transferqueue" needs the library: pip install "metronome[transferqueue]" into {sys.prefix}'
+        )
 
 
 def check_instances(config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +12,26 @@ from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError
 from engine.launcher.batches import Batch, BatchGenerator
+from engine.launcher.batches_in_flight import BatchesInFlight
+from engine.launcher.group_store import TransferQueueStore
 from engine.launcher.liveness import Liveness
 from engine.launcher.rollout_service import RolloutService
 from engine.launcher.run_state import RunState
 from engine.launcher.sample_queue import SampleQueue
+from engine.launcher.stored_groups import StoredGroups
 from engine.launcher.weight_sync.publish_requests import PublishRequests
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
-from engine.types import StepReport
+from engine.schedule import Schedule
+from engine.types import BatchScores, Group, JsonObject, StepReport
 from engine.wire import messages
-from engine.wire.codec import pack_group, pack_landed
 from engine.wire.control_server import Answers
 from engine.wire.messages import ControlRequest, Message
-from engine.wire.record import RecordWriter
+from engine.wire.record import FILE, RecordWriter
+from engine.wire.sealed import SealedGroup, open_group
 
 if TYPE_CHECKING:
-    from engine.launcher.drain_evaluation import DrainEvaluation
+    from engine.launcher.in_run_evaluation import InRunEvaluation
 
 
 class Coordinator:
@@ -39,8 +44,12 @@ class Coordinator:
         trace: Trace,
         loader: PromptLoader | None = None,
         service: RolloutService | None = None,
+        store: TransferQueueStore | None = None,
     ) -> None:
-        """A replay has no `loader` and no `service`; then only the requests that need no instances are answered."""
+        """A replay has no `loader` and no `service`; then only the requests that need no instances are answered.
+
+        `store`: where the bodies of groups lie; None: in the sample queues.
+        """
         self.config = config
         self.folder = folder
         self.trace = trace
@@ -48,26 +57,36 @@ class Coordinator:
         self._run_state = RunState()
         self._generator: BatchGenerator | None = None
         self._publishing: PublishRequests | None = None
-        self._evaluation: DrainEvaluation | None = None
+        self._schedule = Schedule.of(config.train, config.rollout.partial)
+        self._evaluation: InRunEvaluation | None = None
         self.trainer_error: MetronomeError | None = None
         self.last: dict[str, Any] = {}
         """The report of the last finished step, with the keys of steps.jsonl; empty before the first."""
         self._liveness = Liveness()
         self._is_ready = False
-        self._batches: dict[int, Batch] = {}
+        self._batches = BatchesInFlight(self._run_state)
         self._recorder: RecordWriter | None = None
         self._replayed_by: dict[int, set[int]] = {}
+        self._stored: StoredGroups | None = None
+        self._opening: dict[int, asyncio.Task[None]] = {}
+        """By unit: the task that fetches its leased window from the store."""
+        self._opened: dict[int, messages.Window] = {}
+        """By unit: its leased window, once it has come from the store."""
         if loader is not None and service is not None:
             self._generator = BatchGenerator(config, loader, service, self._run_state.notify)
+            if store is not None:
+                self._stored = StoredGroups(store, self._generator.generate_again)
+                self._generator.keep = self._stored.put
         if service is not None:
-            self._evaluation = self._drain_evaluation(service) if config.evaluate.every else None
+            self._evaluation = self._in_run_evaluation(service) if config.evaluate.every else None
             self._publishing = PublishRequests(
                 config=config,
                 service=service,
                 trace=trace,
                 run_state=self._run_state,
-                batches=lambda: list(self._batches.values()),
+                batches=self._batches.values,
                 allows_publish=self._allows_publish,
+                served=self._served,
             )
         self._answers = self.answers()
 
@@ -113,6 +132,11 @@ class Coordinator:
     def _allows_publish(self) -> bool:
         return self._evaluation is None or self._evaluation.allows_publish()
 
+    def _served(self, version: int) -> None:
+        """All instances hold a version that the trainer has published."""
+        if self._evaluation is not None and self._schedule.ahead:
+            self._evaluation.evaluate(version)
+
     @property
     def is_ready(self) -> bool:
         """Whether the trainer has loaded its models. From then on it is told of a failure and saves a checkpoint."""
@@ -127,16 +151,7 @@ class Coordinator:
 
         Raises an exception of a background task that is not a MetronomeError: that is a bug of the launcher.
         """
-        for step, batch in list(self._batches.items()):
-            if batch.task is not None and batch.task.done():
-                batch.task.result()
-                if self.failure is None and not batch.generated:
-                    await self.fail(
-                        MetronomeError(
-                            f"step {step}: its generation ended with {batch.queue.arrived} of "
-                            f"{batch.queue.expected} groups, so the trainer would wait for ever"
-                        )
-                    )
+        await self._batches.check()
         if self._publishing is not None:
             self._publishing.check()
         if self._evaluation is not None:
@@ -151,6 +166,18 @@ class Coordinator:
                 )
             )
 
+    def how_far(self) -> JsonObject:
+        """The progress of the oldest step under way: its groups that have come in, and those that are trained; and of
+        an evaluation that is being sampled."""
+        found: JsonObject = {"ready": self._is_ready, "done": self.last.get("step", -1) + 1}
+        if oldest := self._batches.oldest:
+            step, batch = oldest
+            queue = batch.queue
+            found |= {"step": step, "arrived": queue.arrived, "trained": queue.trained, "expected": queue.expected}
+        if self._evaluation is not None and (under_way := self._evaluation.under_way) is not None:
+            found["evaluation"] = under_way
+        return found
+
     def _silence_limit(self) -> tuple[float, str]:
         """The longest time in seconds that the trainer may be silent, and the keys that set it.
 
@@ -163,20 +190,22 @@ class Coordinator:
 
     async def close(self) -> None:
         """Cancel the batches under way, the publishing and the evaluation, and write the timeline."""
-        tasks = [batch.task for batch in self._batches.values() if batch.task is not None]
-        for task in tasks:
+        for task in self._opening.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+        await self._batches.close()
+        if self._stored is not None:
+            await self._stored.close()
         if self._publishing is not None:
             await self._publishing.close()
         if self._evaluation is not None:
             await self._evaluation.close()
         self.trace.flush()
 
-    def _drain_evaluation(self, service: RolloutService) -> DrainEvaluation:
-        from engine.launcher.drain_evaluation import DrainEvaluation  # only the runs that have it pay for its imports
+    def _in_run_evaluation(self, service: RolloutService) -> InRunEvaluation:
+        from engine.launcher.in_run_evaluation import InRunEvaluation  # only the runs that have it pay for its imports
 
-        return DrainEvaluation(self.config, self.folder, service, self._run_state.notify)
+        return InRunEvaluation(self.config, self.folder, service, self._run_state.notify)
 
     async def _ready(self, request: messages.Ready) -> messages.Prompts:
         """The trainer has loaded its models and begins with step `start`; the reply is the fingerprint of the run's
@@ -188,9 +217,7 @@ class Coordinator:
         if self._evaluation is not None:
             self._evaluation.begin(request.start)
         if self.config.train.record and self.service is not None:
-            self._recorder = await asyncio.to_thread(
-                RecordWriter, self.folder.path / "record.msgpack", self.config, request.start
-            )
+            self._recorder = await asyncio.to_thread(RecordWriter, self.folder.path / FILE, self.config, request.start)
         return messages.Prompts(None if self._generator is None else self._generator.fingerprint)
 
     async def _start_batch(self, request: messages.StartBatch) -> messages.Done:
@@ -199,8 +226,7 @@ class Coordinator:
         step = request.step
         assert self._generator is not None
         batch, before = self._generator.begin(step)
-        self._batches[step] = batch
-        batch.task = asyncio.create_task(self._generate_batch(step, batch, before))
+        self._batches.start(step, batch, self._generate_batch(step, batch, before))
         self._liveness.expect(self.config.parallel.units)
         return messages.Done()
 
@@ -208,12 +234,9 @@ class Coordinator:
         assert self._generator is not None
         assert self._publishing is not None
         await self._publishing.wait_for_swap()
-        try:
-            await self._generator.fill(step, batch, before)
-            if self._evaluation is not None:
-                self._evaluation.drained(step)
-        except MetronomeError as error:
-            await self.fail(error)
+        await self._generator.fill(step, batch, before)
+        if self._evaluation is not None and not self._schedule.ahead:
+            self._evaluation.evaluate(step)
 
     async def _lease(self, request: messages.Lease) -> messages.Work:
         """Acknowledge what a unit has trained, and reply with what it does next."""
@@ -225,6 +248,8 @@ class Coordinator:
             )
         queue = batch.queue
         queue.acknowledge(request.trained, unit)
+        if self._stored is not None:
+            self._stored.trained(request.step, request.trained)
         if queue.done:
             await self._run_state.notify()  # the other units wait for the end of the step
         found: messages.Work | None = await self._run_state.wait_briefly(
@@ -243,11 +268,29 @@ class Coordinator:
         if queue.done:
             return messages.EndOfStep()
         self._run_state.check()  # a run that stops leases nothing more
+        if unit in self._opened:
+            return self._opened.pop(unit)
+        if unit in self._opening:
+            return None
         if window := queue.lease(unit, budget):
-            return messages.Window(tuple(map(pack_group, window)))
+            if self._stored is not None:
+                self._opening[unit] = asyncio.create_task(self._open(self._stored, unit, window, queue.batch))
+                return None
+            return messages.Window(tuple(window), queue.batch)
         if landed := queue.early(unit, budget):
-            return messages.EarlyWork(tuple(map(pack_landed, landed)))
+            return messages.EarlyWork(tuple(landed))
         return None
+
+    async def _open(
+        self, stored: StoredGroups, unit: int, window: Sequence[SealedGroup], batch: BatchScores | None
+    ) -> None:
+        """Fetch the bodies of a leased window, and wake the unit's request."""
+        try:
+            self._opened[unit] = messages.Window(tuple(await stored.open(window)), batch)
+        except MetronomeError as error:
+            await self.fail(error)
+        del self._opening[unit]
+        await self._run_state.notify()
 
     async def _heartbeat(self, request: messages.Heartbeat) -> messages.Done:
         """The trainer is busy with work that needs no other request; the reply may be the error that stops the run."""
@@ -272,7 +315,9 @@ class Coordinator:
         prompts."""
         figures = request.figures
         step = request.step
-        batch = self._batches.pop(step, None)
+        batch = self._batches.pop(step)
+        if self._stored is not None:
+            await self._stored.clear(step)
         pool_size = self.service.pool.size if self.service is not None else 0
         devices = self.config.parallel.ranks + pool_size * self.config.rollout.tensor
         report = StepReport(
@@ -287,13 +332,20 @@ class Coordinator:
         )
         self.folder.add_step(report)
         self.last = dataclasses.asdict(report)
-        self.folder.add_samples(step, batch.samples if batch is not None else [])
+        self.folder.add_samples(step, await self._texts(batch.samples if batch is not None else []))
         if self._evaluation is not None and step == self.config.train.steps - 1:
             await self._evaluation.finish()
         if self._recorder is not None:
             self._recorder.flush()
         self.trace.flush()
         return messages.Reported(batch.next_position if batch is not None else None)
+
+    async def _texts(self, groups: Sequence[SealedGroup]) -> list[Group]:
+        """Return the groups with the responses' texts. They are decoded in a thread, because that takes long."""
+        if self.service is None:
+            return []
+        decode = self.service.tokenizer.decode
+        return await asyncio.to_thread(lambda: [open_group(group, decode=decode) for group in groups])
 
     async def _trainer_failed(self, request: messages.TrainerFailed) -> messages.Done:
         """Stop the run with the error of a unit that ends. The next request of each other unit is answered with it."""

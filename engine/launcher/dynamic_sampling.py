@@ -7,10 +7,10 @@ groups arrive, does not change it. Pure bookkeeping; `engine.launcher.producer` 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from engine.errors import MetronomeError
-from engine.types import Group
+from engine.wire.sealed import SealedGroup
 
 
 class DynamicSampling:
@@ -25,7 +25,7 @@ class DynamicSampling:
         self.used: int | None = None
         """Number of prompts up to and with the last kept one; None until that is known."""
         self._step = step
-        self._verdicts: dict[int, Group | None] = {}
+        self._verdicts: dict[int, SealedGroup | None] = {}
         self._decided = 0
         """Number of prompts, from the first on without a gap, whose groups are known."""
         self._kept = 0
@@ -44,7 +44,7 @@ class DynamicSampling:
         """
         return self.found < self.wanted and tried < self.limit and in_flight < max(self.wanted - self.found, room)
 
-    def decide(self, group: Group) -> list[Group]:
+    def decide(self, group: SealedGroup) -> list[SealedGroup]:
         """Take in a finished group, whose `index` is the prompt's number. Returns the groups that are now selected.
 
         Their `index` is their place among the selected, 0 … B−1, in prompt order. A group is selected once the groups
@@ -75,7 +75,7 @@ class DynamicSampling:
         )
 
 
-def is_unequal(group: Group) -> bool:
+def is_unequal(group: SealedGroup) -> bool:
     """Whether the verifier's scores in the group differ. With scores of 0 and 1: some responses are right, but not
     all (DAPO eq. 11). Reward shaping, such as the penalty on long responses, is not part of these scores."""
-    return any(score.value != group.scores[0].value for score in group.scores)
+    return any(reward != group.rewards[0] for reward in group.rewards)

@@ -25,14 +25,18 @@ from engine.data.loader import PromptLoader
 from engine.data.prepared import training_problems
 from engine.data.problems import Problems
 from engine.data.prompts import encode
-from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped
+from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped, TakenOver
 from engine.launcher.checks import check_instances, check_training
 from engine.launcher.coordinator import Coordinator
-from engine.launcher.pool.joining import listen_address, serve_joining
+from engine.launcher.group_store import starting_store
+from engine.launcher.http_server import listen_address
+from engine.launcher.live_progress import LiveProgress
+from engine.launcher.pool.joining import serve_joining
 from engine.launcher.rollout_service import rollout_service
+from engine.launcher.weight_sync.place import weights_folder
 from engine.run.commands import agent_command, rank_arguments, trainer_environment
 from engine.run.disk import named_disk_errors
-from engine.run.fence import Fence
+from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
@@ -90,7 +94,8 @@ def launch(config: Config, resume: bool = False, replay: Path | None = None) -> 
             folder.fail(error)
             raise
         finally:
-            (folder.path / INVITATION).unlink(missing_ok=True)
+            if not folder.fence.is_passed:
+                (folder.path / INVITATION).unlink(missing_ok=True)
             drop_lifeline()
     return folder
 
@@ -104,9 +109,11 @@ class _Launcher:
         self.scratch = Path(hold_lifeline()).parent
         self.trace = Trace(folder.trace, "launcher")
         self._keys = make_keys() if config.parallel.nodes > 1 else None
+        self._beating: asyncio.Task[None]
         self._signal: str | None = None
         """Name of the first signal that told the run to end; None before."""
         self._coordinator: Coordinator | None = None
+        self._live = LiveProgress(folder)
 
     async def run(self) -> None:
         """Start all processes, wait until the trainer ends, then end the others.
@@ -114,16 +121,20 @@ class _Launcher:
         All processes start at the same time, because each takes seconds.
         """
         self._stop_on_signals()
-        beating = asyncio.create_task(self._beat())
+        self._beating = asyncio.create_task(self._beat())
         try:
             await self._run()
         finally:
-            beating.cancel()
+            self._beating.cancel()
+            self._live.close()
 
     async def _beat(self) -> None:
-        """Show the flow that this process lives (tasks.launcher_process), and keep the logs small."""
+        """Show the flow that this process lives (tasks.launcher_process), and keep the logs small. Raises TakenOver if
+        another launcher writes the run now."""
         for beat in itertools.count():
+            self.folder.fence.check()
             self.folder.heartbeat.touch()
+            self._live.look()
             if beat % BEATS_PER_ROTATION == 0:
                 await asyncio.to_thread(rotate, self.folder.logs)
             await asyncio.sleep(BEAT_S)
@@ -152,17 +163,27 @@ class _Launcher:
                 group_size=group_size,
                 trace=self.trace,
                 synced=True,
+                notices=self._live.notices,
             ) as service,
             serve_joining(service.pool, config, self.folder.path) as routes,
+            starting_store(config, self.folder.path) as store,
         ):
-            tokenizer = service.tokenizer.hf
+            self._live.pool = service.pool
+            tokenizer = service.tokenizer
             template = config.data.prompt_template
             longest = config.rollout.max_context
-            encoded = await asyncio.to_thread(lambda: encode(problems, tokenizer, template, longest))
+            encoded = await asyncio.to_thread(
+                lambda: encode(problems, tokenizer.hf, template, longest, vocabulary=tokenizer.vocabulary())
+            )
             loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
             await service.pool.connect()
             coordinator = Coordinator(
-                config=config, folder=self.folder, trace=self.trace, loader=loader, service=service
+                config=config,
+                folder=self.folder,
+                trace=self.trace,
+                loader=loader,
+                service=service,
+                store=await store if store is not None else None,
             )
             routes.step = lambda: coordinator.last
             await self._serve_trainer(coordinator, trainer)
@@ -178,6 +199,7 @@ class _Launcher:
     async def _serve_trainer(self, coordinator: Coordinator, trainer: Child) -> None:
         """Serve the trainer's requests and watch all processes until the trainer ends."""
         self._coordinator = coordinator
+        self._live.coordinator = coordinator
         server = asyncio.create_task(ControlServer(self._address, coordinator.answer, self._keys).serve())
         try:
             await self._wait_for_trainer(trainer, server, coordinator)
@@ -214,25 +236,20 @@ class _Launcher:
         return agent_command(self.config, arguments, run_id)
 
     def _weights_folder(self) -> Path:
-        """Folder for the weights on their way to instances.
-
-        It lies beside the lifeline (in shared memory, where there is any) if twice the space of two versions is free
-        there and the run has one node; else in the run folder.
-        """
-        needed = sum(path.stat().st_size for path in Path(self.config.model.path).glob("*.safetensors"))
-        roomy = shutil.disk_usage(self.scratch).free > 4 * needed and self.config.parallel.nodes == 1
-        return (self.scratch if roomy else self.folder.path) / "weights"
+        return weights_folder(self.config, self.scratch, self.folder.path)
 
     async def _wait_for_trainer(self, trainer: Child, server: asyncio.Task[None], coordinator: Coordinator) -> None:
         """Wait until the trainer ends, and call Coordinator.check meanwhile.
 
         Raises the error that ended the run: the trainer's own, the coordinator's if the trainer does not stop in time
-        or dies, ProcessDied if it dies without one, or the exception that ended the control channel's server.
+        or dies, ProcessDied if it dies without one, TakenOver if another launcher has begun, or the exception that
+        ended the control channel's server.
         """
         stop_by: float | None = None
         while trainer.alive:
-            if server.done():
-                server.result()
+            for background in (server, self._beating):
+                if background.done():
+                    background.result()
             await coordinator.check()
             if self._signal is not None and coordinator.failure is None:
                 await coordinator.fail(Stopped(f"ended by {self._signal}"))
@@ -268,7 +285,7 @@ class _Launcher:
 
 
 def main() -> int:
-    """Run the command line and return the exit code: 0, 1 on failure, 2 on bad input.
+    """Run the command line and return the exit code: 0, 1 on failure, 2 on bad input, 3 if another launcher has begun.
 
     The reason is printed; `launch` also leaves an error of a started run in failure.json.
     """
@@ -286,7 +303,7 @@ def main() -> int:
         return 2
     except MetronomeError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return TAKEN_OVER if isinstance(error, TakenOver) else 1
     except asyncio.CancelledError as ended:
         print(f"error: {' '.join(map(str, ended.args)) or 'cancelled'}", file=sys.stderr)
         return 1

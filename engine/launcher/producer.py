@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from engine.data.loader import sampling_seed
 from engine.errors import DeadlineError, MetronomeError
 from engine.launcher.dynamic_sampling import DynamicSampling
+from engine.launcher.notices import Notices
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import (
     BrokenReply,
@@ -25,12 +25,14 @@ from engine.launcher.pool.pool import Pool
 from engine.reward.scorer import Scorer
 from engine.run.trace import Trace
 from engine.schedule import Schedule
-from engine.types import Group, Landed, Prompt, Response, Score
+from engine.types import Prompt, Score
+from engine.wire.codec import PackedLanded, PackedResponse, pack_ids
+from engine.wire.sealed import SealedGroup, seal
 
 ScoreTask = asyncio.Task[list[Score]]
 """The task that scores a response."""
 
-Land = Callable[[Landed], Awaitable[None]]
+Land = Callable[[PackedLanded], Awaitable[None]]
 """Called with each response as it arrives, before its group is complete."""
 
 
@@ -50,9 +52,11 @@ class _PendingGroup:
     seeds: list[int]
     verifying: asyncio.TaskGroup
     land: Land | None
-    done: dict[int, tuple[Response, ScoreTask | None]] = field(default_factory=dict)
+    scored: bool = True
+    """Whether its responses are scored."""
+    done: dict[int, tuple[PackedResponse, ScoreTask | None]] = field(default_factory=dict)
     """By number: the finished responses, and their scoring where the reward takes one response per call."""
-    so_far: dict[int, Response] = field(default_factory=dict)
+    so_far: dict[int, PackedResponse] = field(default_factory=dict)
     """By number: the beginnings of responses that a weight update cut (rollout.partial)."""
     faults: Counter[int] = field(default_factory=Counter)
     """By number: how often instances failed on the response."""
@@ -91,34 +95,35 @@ class _PendingGroup:
 
 
 class Producer:
-    """Generates groups: sends the requests of a prompt to one instance together, and scores the responses."""
+    """Generates groups: sends the requests of a prompt to one instance together, has the responses scored, seals it."""
 
     def __init__(
         self,
         pool: Pool,
         verifier: Scorer,
-        decode: Callable[[Sequence[int]], str],
         sampling: SamplingSettings,
         group_size: int,
         seed: int,
         trace: Trace,
         deadlines_count: bool = True,
+        notices: Notices | None = None,
     ) -> None:
-        """`deadlines_count`: whether a response that takes longer than rollout.timeout_s is a fault of the instance."""
+        """`deadlines_count`: whether a response that takes longer than rollout.timeout_s is a fault of the instance;
+        `notices`: get what goes wrong with responses and scores."""
         self._pool = pool
         self._verifier = verifier
-        self._decode = decode
         self._sampling = sampling
         self._group_size = group_size
         self._seed = seed
         self._trace = trace
         self._deadlines_count = deadlines_count
+        self._notices = notices or Notices()
 
     async def run(
         self,
         step: int,
         prompts: Sequence[tuple[int, Prompt]],
-        put: Callable[[Group], Awaitable[None]],
+        put: Callable[[SealedGroup], Awaitable[None]],
         land: Land | None = None,
     ) -> None:
         """Generate a group for each (epoch, prompt); `put` gets each finished group, `land` each finished response.
@@ -135,11 +140,24 @@ class Producer:
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
 
+    async def run_again(self, step: int, index: int, epoch: int, prompt: Prompt) -> SealedGroup:
+        """Generate a group of a step again, with the seeds of the first time, and return it."""
+        made: list[SealedGroup] = []
+
+        async def put(group: SealedGroup) -> None:
+            made.append(group)
+
+        try:
+            await self._generate_group(step=step, index=index, epoch=epoch, prompt=prompt, put=put, land=None)
+        except ExceptionGroup as failures:
+            raise first_leaf(failures) from failures
+        return made[0]
+
     async def run_until(
         self,
         step: int,
         prompts: Iterator[tuple[int, Prompt]],
-        put: Callable[[Group], Awaitable[None]],
+        put: Callable[[SealedGroup], Awaitable[None]],
         selection: DynamicSampling,
     ) -> None:
         """Generate groups of (epoch, prompt) pairs, in order and numbered from 0, until `selection` is complete.
@@ -153,7 +171,7 @@ class Producer:
         running = set[asyncio.Task[None]]()
         putting = set[asyncio.Task[None] | None]()
 
-        async def begin(group: Group) -> None:
+        async def begin(group: SealedGroup) -> None:
             putting.add(asyncio.current_task())
             await put(group)
 
@@ -184,7 +202,7 @@ class Producer:
         index: int,
         epoch: int,
         prompt: Prompt,
-        put: Callable[[Group], Awaitable[None]],
+        put: Callable[[SealedGroup], Awaitable[None]],
         land: Land | None,
     ) -> None:
         """Generate and score one group, and `put` it."""
@@ -198,7 +216,24 @@ class Producer:
             scores = [score for verdict in verdicts for score in verdict.result()]
         else:
             scores = await self._score(step, index, prompt, responses)
-        await put(Group(step=step, index=index, prompt=prompt, responses=responses, scores=tuple(scores)))
+        self._notices.group(responses, scores, self._sampling.max_new_tokens)
+        await put(seal(step=step, index=index, prompt=prompt, responses=responses, scores=scores))
+
+    async def sample(self, step: int, prompt: Prompt, seeds: Sequence[int]) -> list[PackedResponse]:
+        """Sample a response for each seed on the instances, and score none. `step`: for messages and the trace.
+
+        Raises MetronomeError as `run` does.
+        """
+        try:
+            async with asyncio.TaskGroup() as verifying:
+                work = _PendingGroup(
+                    step=step, index=-1, prompt=prompt, seeds=list(seeds), verifying=verifying, land=None, scored=False
+                )
+                while missing := work.missing:
+                    await self._send_missing(work, missing)
+        except ExceptionGroup as failures:
+            raise first_leaf(failures) from failures
+        return [work.done[number][0] for number in range(len(seeds))]
 
     async def _send_missing(self, work: _PendingGroup, missing: list[int]) -> None:
         """Send the requests for the missing responses to one instance, and wait until each is finished or has failed.
@@ -253,7 +288,7 @@ class Producer:
             if isinstance(error, BrokenReply):
                 self._pool.broke_protocol(instance, str(error))
             elif self._deadlines_count or not isinstance(error, DeadlineError):
-                self._pool.fault(instance)
+                self._pool.fault(instance, str(error))
             work.failed_on = (instance,)
             work.refused_since = None
             work.count_failure(number, error)
@@ -262,30 +297,39 @@ class Producer:
             raise Refused(f"{work.where(number)}: {error}") from error
         self._pool.success(instance)
         work.refused_since = None
-        self._trace.add("rollout", started, time.time(), lane=instance.name, step=work.step, group=work.index)
+        before = work.so_far.get(number)
+        self._trace.add(
+            "rollout",
+            started,
+            time.time(),
+            lane=instance.name,
+            step=work.step,
+            group=work.index,
+            number=number,
+            prompt_tokens=len(prompt.token_ids),
+            tokens=sampled.length - (before.length if before is not None else 0),
+            **({"version": sampled.versions[-1][1]} if sampled.versions else {}),
+        )
         if sampled.finish_reason == "abort":
             work.so_far[number] = sampled  # the next attempt continues it
             return
         if work.land is not None:
             await work.land(
-                Landed(
+                PackedLanded(
                     step=work.step,
                     group=work.index,
                     number=number,
-                    prompt=prompt.token_ids,
+                    prompt=pack_ids(prompt.token_ids),
                     token_ids=sampled.token_ids,
                 )
             )
-        response = dataclasses.replace(sampled, text=self._decode(sampled.token_ids))
-        verify = self._verifier.per_response
-        verdict = (
-            work.verifying.create_task(self._score(work.step, work.index, prompt, (response,))) if verify else None
-        )
-        work.done[number] = response, verdict
+        verify = work.scored and self._verifier.per_response
+        verdict = work.verifying.create_task(self._score(work.step, work.index, prompt, (sampled,))) if verify else None
+        work.done[number] = sampled, verdict
 
-    async def _score(self, step: int, index: int, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+    async def _score(self, step: int, index: int, prompt: Prompt, responses: Sequence[PackedResponse]) -> list[Score]:
         started = time.time()
-        scores = await self._verifier.score(prompt, list(responses))
+        scores = await self._verifier.score(prompt, responses)
         self._trace.add("verify", started, time.time(), lane="verifier", step=step, group=index)
         return scores
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import Config, Evaluate, Rollout
 from engine.data.tokenizer import Tokenizer
+from engine.launcher.notices import Notices
 from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.instance_client import SamplingSettings
 from engine.launcher.pool.pool import Pool
 from engine.launcher.producer import Producer
 from engine.launcher.verifier_pool import VerifierPool
 from engine.run.trace import Trace
+from engine.wire.verifier_messages import LoadTokenizer
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ async def rollout_service(
     trace: Trace,
     synced: bool = False,
     joined: bool = False,
+    notices: Notices | None = None,
 ) -> AsyncIterator[RolloutService]:
     """Start instances and verifiers, load the tokenizer meanwhile; end all when the body is left, however.
 
@@ -45,25 +48,31 @@ async def rollout_service(
     else (evaluation) what is on disk. The recipe may declare none where others join, in training or with `joined`; else
     at least one is started. They may still be loading when the body is entered: `pool.connect()` waits for them.
     """
-    pool = Pool(config=config, model=model, folder=folder, trace=trace, synced=synced)
+    pool = Pool(config=config, model=model, folder=folder, trace=trace, synced=synced, notices=notices)
     verifier = VerifierPool.of(config.reward, folder / "logs" / "verifier.log")
     try:
         async with HealthMonitor(pool):
             pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
-            tokenizer, _ = await asyncio.gather(asyncio.to_thread(Tokenizer, model), verifier.start())
+            loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model))
+            await verifier.start(_for_verifiers(loading))
+            tokenizer = await loading
             stop = tokenizer.stop_ids(config.rollout.stop)
             partial = synced and config.rollout.partial
             producer = Producer(
                 pool=pool,
                 verifier=verifier,
-                decode=tokenizer.decode,
                 sampling=SamplingSettings.of(settings, model, stop, partial),
                 group_size=group_size,
                 seed=config.run.seed,
                 trace=trace,
+                notices=notices,
             )
             yield RolloutService(pool, producer, tokenizer, verifier)
     finally:
         verifier.close()
         await pool.close()
         trace.flush()
+
+
+async def _for_verifiers(loading: Awaitable[Tokenizer]) -> LoadTokenizer:
+    return (await loading).for_verifiers

@@ -7,29 +7,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.types import Group, Landed
+from msgspec.structs import replace
+
+from engine.types import BatchScores
+from engine.wire.codec import PackedLanded
+from engine.wire.sealed import SealedGroup
 
 
 class SampleQueue:
-    """The groups of one step, for the trainer's units. Every group is leased once and acknowledged once.
+    """The sealed groups of one step, for the trainer's units. Every group is leased once and acknowledged once.
 
     The leases of a unit that dies are not given to another unit, because its gradient is lost: the run stops, and the
     step is redone.
     """
 
-    def __init__(self, step: int, expected: int, order: str = "arrival", hold: bool = False, units: int = 1) -> None:
+    def __init__(
+        self,
+        step: int,
+        expected: int,
+        order: str = "arrival",
+        hold: bool = False,
+        units: int = 1,
+        updates: int = 1,
+        least: int = 0,
+    ) -> None:
         """`expected`: number of groups; `order`: "arrival" or "prompt_order"; `hold` (mode "sync"): lease nothing
-        before all groups have come in."""
+        before all groups have come in; `updates`: number of mini-batches, into which the groups go in that order;
+        `least`: tokens of a window below which it is not made smaller for the balance of the units."""
         self.step = step
         self.expected = expected
+        self.batch: BatchScores | None = None
+        """The scores of the whole batch, which each window brings along; None if no advantage depends on them."""
+        self._mini_batch = expected // updates
+        # so that every unit has a part of each mini-batch
+        self._most = expected if updates == 1 else -(-self._mini_batch // units)
         self._in_order = order == "prompt_order"
         self._hold = hold
         self._units = units
+        self._least = least
         self._arrived: list[int] = []
-        self._groups: dict[int, Group] = {}
+        self._tokens = 0
+        """Tokens of the groups that have come in."""
+        self._groups: dict[int, SealedGroup] = {}
         self._leases: dict[int, int] = {}
         self._trained: set[int] = set()
-        self._landed: dict[tuple[int, int], Landed] = {}
+        self._landed: dict[tuple[int, int], PackedLanded] = {}
         """Responses that no unit scores yet, of groups that are not complete, by (group, number)."""
         self._scorer: dict[int, int] = {}
         """By group: the unit that holds its early scores."""
@@ -38,43 +60,46 @@ class SampleQueue:
         self._taken = [0] * units
         """By unit: the number of windows of `_ordered` that it has leased."""
 
-    def put(self, group: Group) -> None:
+    def put(self, group: SealedGroup) -> None:
         """Add a finished group. Raises ValueError for another step's group, and for a wrong or repeated index."""
         if group.step != self.step or group.index in self._groups or not 0 <= group.index < self.expected:
             raise ValueError(
                 f"group {group.index} of step {group.step} does not belong into the queue of step {self.step}"
             )
-        self._groups[group.index] = group
+        place = group.index if self._in_order else len(self._arrived)
+        self._groups[group.index] = replace(group, mini_batch=place // self._mini_batch)
         self._arrived.append(group.index)
+        self._tokens += group.tokens
         self._landed = {key: landed for key, landed in self._landed.items() if landed.group != group.index}
 
-    def land(self, landed: Landed) -> None:
+    def land(self, landed: PackedLanded) -> None:
         """Add a response of a group that is not complete yet."""
         self._landed[landed.group, landed.number] = landed
 
-    def early(self, unit: int, budget: int) -> list[Landed]:
+    def early(self, unit: int, budget: int) -> list[PackedLanded]:
         """Return responses for a unit to score early while it has nothing to train.
 
         They have at most `budget` tokens with their prompts, but one is always returned if there is any. All responses
         of a group go to the same unit.
         """
-        taken: list[Landed] = []
+        taken: list[PackedLanded] = []
         for landed in list(self._landed.values()):
             if self._scorer.get(landed.group, unit) == unit:
-                budget -= len(landed.prompt) + len(landed.token_ids)
+                budget -= landed.tokens
                 if budget < 0 and taken:
                     break
                 taken.append(self._landed.pop((landed.group, landed.number)))
                 self._scorer[landed.group] = unit
         return taken
 
-    def lease(self, unit: int, budget: int) -> list[Group]:
+    def lease(self, unit: int, budget: int) -> list[SealedGroup]:
         """Lease the next window to a unit: groups of at most `budget` tokens together, but at least one group. Returns
         [] if there is no window yet.
 
-        In arrival order a window is made of the groups that are there, for the unit that asks. In prompt order the
-        windows are a function of the ordered groups alone: a window is leased once it can't grow any more, and the
-        units get the windows in turn.
+        In arrival order a window is made of the groups that are there, for the unit that asks; towards the end of the
+        mini-batch windows get smaller (`_guided`). In prompt order the windows are a function of the ordered groups
+        alone: a window is leased once it can't grow any more, and the units get the windows in turn. A window has
+        groups of one mini-batch.
         """
         if self._hold and len(self._arrived) < self.expected:
             return []
@@ -85,9 +110,26 @@ class SampleQueue:
     def _arrived_window(self, unit: int, budget: int) -> list[int]:
         """Choose first the groups that this unit has scored early, last those that another unit has scored early."""
         free = [index for index in self._arrived if index not in self._leases and index not in self._trained]
+        mini_batch = min((self._groups[index].mini_batch for index in free), default=0)
+        free = [index for index in free if self._groups[index].mini_batch == mini_batch]
         if self._scorer:
             free.sort(key=lambda index: (self._scorer.get(index) != unit, index in self._scorer))
-        return free[: self._count_fitting(free, budget)]
+        return free[: self._count_fitting(free, self._guided(budget, free, mini_batch))]
+
+    def _guided(self, budget: int, free: Sequence[int], mini_batch: int) -> int:
+        """Return the largest number of tokens of the next window: `budget`, but at most 1 / (2 · units) of what no unit
+        has of the mini-batch yet, so that the units end it together.
+
+        This is guided self-scheduling (Polychronopoulos and Kuck 1987) with factoring's half (Hummel, Schonberg and
+        Flynn 1992); it is how AsyncFlow's balance of tokens (§3.3) is kept here. A group that has not come in counts
+        with the mean of those that have. One unit has nobody to wait for.
+        """
+        if self._units == 1 or not free:
+            return budget
+        coming = max(0, (mini_batch + 1) * self._mini_batch - len(self._arrived))
+        mean = self._tokens / len(self._arrived)
+        remaining = sum(self._groups[index].tokens for index in free) + coming * mean
+        return min(budget, max(self._least, int(remaining / (2 * self._units))))
 
     def _ordered_window(self, unit: int, budget: int) -> list[int]:
         self._cut_windows(budget)
@@ -101,21 +143,22 @@ class SampleQueue:
         """Cut the next groups in prompt order into windows, as long as the end of the next window is known."""
         while True:
             first = self._ordered[-1][-1] + 1 if self._ordered else 0
+            border = (first // self._mini_batch + 1) * self._mini_batch
             last = first
-            while last in self._groups:
+            while last < border and last in self._groups:
                 last += 1
             ready = list(range(first, last))
             count = self._count_fitting(ready, budget)
-            if not ready or (count == len(ready) and last < self.expected):
+            if not ready or (count == len(ready) and count < self._most and last < border):
                 return
             self._ordered.append(ready[:count])
 
     def _count_fitting(self, indices: Sequence[int], budget: int) -> int:
-        """Return how many groups, from the first on, fit into the budget; the first always counts as fitting."""
+        """Return how many groups, from the first on, fit into a window; the first always counts as fitting."""
         used = 0
         for count, index in enumerate(indices):
-            used += size(self._groups[index])
-            if used > budget and count:
+            used += self._groups[index].tokens
+            if count and (used > budget or count == self._most):
                 return count
         return len(indices)
 
@@ -127,17 +170,25 @@ class SampleQueue:
             del self._leases[index]
             self._trained.add(index)
 
+    def begin_again(self) -> None:
+        """Forget what was leased and trained: a new attempt trains the step from its first group on."""
+        self._leases.clear()
+        self._trained.clear()
+        self._scorer.clear()
+        self._ordered.clear()
+        self._taken = [0] * self._units
+
     @property
     def arrived(self) -> int:
         """Number of groups that have come in."""
         return len(self._arrived)
 
     @property
+    def trained(self) -> int:
+        """Number of groups that are trained."""
+        return len(self._trained)
+
+    @property
     def done(self) -> bool:
         """Whether all expected groups are trained."""
         return len(self._trained) == self.expected
-
-
-def size(group: Group) -> int:
-    """Number of tokens of a group, its prompt counted once."""
-    return len(group.prompt.token_ids) + sum(len(response.token_ids) for response in group.responses)

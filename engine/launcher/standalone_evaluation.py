@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from engine.config import Config
 from engine.evaluation.benchmarks import Benchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.results import Subject, record
+from engine.launcher.evaluation_progress import EvaluationProgress
+from engine.launcher.further_scores import further_figures
 from engine.launcher.pool.joining import serve_joining
 from engine.launcher.producer import Land, Producer
 from engine.launcher.rollout_service import rollout_service
@@ -19,34 +22,53 @@ from engine.run.limits import check_open_files
 from engine.run.open_files import raise_limit
 from engine.run.trace import Trace
 from engine.types import Group, JsonObject, Prompt
+from engine.wire.codec import Decode, PackedLanded
+from engine.wire.sealed import SealedGroup, open_group
 
 EPOCH = -1
 """Epoch in the sampling seeds. No training step has it, and all models are sampled with the same seeds."""
 
 
 def evaluate(
-    config: Config, model: Path, weight_version: int, folder: RunFolder, meeting: Path | None = None
+    config: Config,
+    model: Path,
+    weight_version: int,
+    folder: RunFolder,
+    meeting: Path | None = None,
+    progress: EvaluationProgress | None = None,
 ) -> list[JsonObject]:
     """Sample `evaluate.samples` responses to each problem of the benchmarks with the model in a Hugging Face folder.
 
     Appends a row per benchmark to evaluations.jsonl and returns the rows (docs/evaluation.md describes them). Writes a
     table of all responses per benchmark. Prompts that are too long are skipped and counted. `meeting`: a folder
     through which instances that were started elsewhere, with the same model, join the evaluation, as they join a run
-    through its folder; then the evaluation need not start any. Raises ProcessDied if there is no instance for
-    rollout.wait_s seconds, and BadInput for input that can't be evaluated.
+    through its folder; then the evaluation need not start any. `progress` is kept up to date. Raises ProcessDied if
+    there is no instance for rollout.wait_s seconds, and BadInput for input that can't be evaluated.
     """
     check_open_files(config)
     raise_limit()
     benchmarks = read_benchmarks(config)
     return asyncio.run(
         _evaluate(
-            config=config, model=model, version=weight_version, folder=folder, benchmarks=benchmarks, meeting=meeting
+            config=config,
+            model=model,
+            version=weight_version,
+            folder=folder,
+            benchmarks=benchmarks,
+            meeting=meeting,
+            progress=progress or EvaluationProgress(),
         )
     )
 
 
 async def _evaluate(
-    config: Config, model: Path, version: int, folder: RunFolder, benchmarks: Sequence[Benchmark], meeting: Path | None
+    config: Config,
+    model: Path,
+    version: int,
+    folder: RunFolder,
+    benchmarks: Sequence[Benchmark],
+    meeting: Path | None,
+    progress: EvaluationProgress,
 ) -> list[JsonObject]:
     settings = config.evaluate
     trace = Trace(folder.trace, "evaluation")
@@ -61,6 +83,7 @@ async def _evaluate(
             group_size=settings.samples,
             trace=trace,
             joined=joined,
+            notices=progress.notices,
         ) as service,
         AsyncExitStack() as stack,
     ):
@@ -69,7 +92,16 @@ async def _evaluate(
         encoded = encode_benchmarks(config, benchmarks, service.tokenizer)
         await service.pool.connect()
         started = time.perf_counter()
-        sampled = await asyncio.gather(*(sample(service.producer, one.prompts) for one in encoded))
+        progress.expected = sum(len(one.prompts) for one in encoded) * settings.samples
+
+        async def land(landed: PackedLanded) -> None:
+            progress.landed += 1
+
+        decode = service.tokenizer.decode
+        sampled = await asyncio.gather(
+            *(sample(service.producer, one.prompts, decode, land=land, scored=progress.group) for one in encoded)
+        )
+        progress.notices.close()
         figures = {"seconds": time.perf_counter() - started}
         subject = Subject(str(model.resolve()), version)
         return [
@@ -80,18 +112,28 @@ async def _evaluate(
                 benchmark=one,
                 groups=groups,
                 verifier=service.verifier,
-                more=figures,
+                more={**figures, **await further_figures(config, groups)},
             )
             for one, groups in zip(encoded, sampled, strict=True)
         ]
 
 
-async def sample(producer: Producer, prompts: Sequence[Prompt], step: int = 0, land: Land | None = None) -> list[Group]:
-    """Generate a group for each prompt and return the groups in the order of the prompts."""
+async def sample(
+    producer: Producer,
+    prompts: Sequence[Prompt],
+    decode: Decode,
+    step: int = 0,
+    land: Land | None = None,
+    scored: Callable[[Sequence[float]], None] = lambda rewards: None,
+) -> list[Group]:
+    """Generate a group for each prompt and return the groups in the order of the prompts, with the responses' texts.
+    `land` gets each response, `scored` the rewards of each group, as they come in."""
     groups: list[Group] = []
 
-    async def put(group: Group) -> None:
-        groups.append(group)
+    async def put(sealed: SealedGroup) -> None:
+        group = await asyncio.to_thread(open_group, sealed, decode=decode)
+        groups.append(replace(group, prompt=prompts[group.index]))
+        scored(sealed.rewards)
 
     await producer.run(step, [(EPOCH, prompt) for prompt in prompts], put, land)
     return sorted(groups, key=lambda group: group.index)

@@ -8,10 +8,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from engine.config import Reward
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
@@ -21,14 +22,31 @@ from engine.run.commands import verifier_command
 from engine.run.process import Child
 from engine.types import Prompt, Response, Score
 from engine.wire import verifier_messages
+from engine.wire.codec import PackedResponse
 from engine.wire.messages import PROTOCOL
-from engine.wire.verifier_messages import RewardFailed, RewardLoaded, RewardRefused, Scores, VerifierMessage
+from engine.wire.verifier_messages import (
+    TOO_MANY_PROCESSES,
+    LoadTokenizer,
+    RewardFailed,
+    RewardLoaded,
+    RewardRefused,
+    Scores,
+    VerifierMessage,
+)
 
 END_S = 6.0 if sys.platform == "linux" else 0.0
 """Seconds that a worker's guardian has to end what the worker has started (engine.verifier.guardian): some hundredths
 are usual."""
 DEATHS = 3
 """A process that died is no fault of the response, unless so many die of the same call, or are killed while loading."""
+
+
+NO_TOKENIZER = LoadTokenizer()
+"""Each response that is scored comes with its text."""
+
+TICK_S = 0.5
+"""At most so many seconds pass for a call between two looks at the clock. A launcher that was stopped meanwhile has not
+waited longer."""
 
 
 class _WorkerDied(RewardError):
@@ -51,10 +69,12 @@ class VerifierPool:
         log: Path | None = None,
         variables: Sequence[str] = (),
         memory: int = 0,
+        processes: int = 0,
     ) -> None:
         """`spec`: reward.function; `timeout_s`: seconds for a call; `on_error`: reward.on_error; `start_timeout_s`:
         seconds for loading the reward; `log`: file for what the reward prints, else this process's stderr; `variables`:
-        reward.environment; `memory`: limit in bytes for a user's reward, 0 for none."""
+        reward.environment; `memory`: limit in bytes for a user's reward, `processes`: of what each worker's reward may
+        have started at once; 0 for none."""
         self._spec = spec
         self._timeout_s = timeout_s
         self._on_error = on_error
@@ -67,6 +87,7 @@ class VerifierPool:
                 log=log,
                 environment=environment,
                 memory=memory,
+                processes=processes,
             )
             for index in range(workers)
         ]
@@ -84,16 +105,21 @@ class VerifierPool:
             log=log,
             variables=reward.environment,
             memory=int(reward.memory_gb * 2**30),
+            processes=reward.processes,
         )
 
-    async def start(self) -> None:
-        """Start all workers and wait until each has loaded the reward.
+    async def start(self, tokenizer: Awaitable[LoadTokenizer] | LoadTokenizer = NO_TOKENIZER) -> None:
+        """Start all workers and wait until each has loaded the reward. The processes start while `tokenizer`, which
+        decodes responses, is waited for.
 
         Raises BadInput if the reward can't be loaded, DeadlineError if loading takes longer than `start_timeout_s`.
         """
         try:
             for worker in self._workers:
                 worker.launch()
+            loaded = tokenizer if isinstance(tokenizer, LoadTokenizer) else await tokenizer
+            for worker in self._workers:
+                worker.begin(loaded)
             for worker in self._workers:
                 await worker.ready()
                 self._idle.put_nowait(worker)
@@ -106,7 +132,7 @@ class VerifierPool:
         """Whether the reward takes one response per call, instead of a whole group; known after `start`."""
         return self._workers[0].per_response
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+    async def score(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
         """Return one score for each response, in order. A group reward needs the whole group in one call.
 
         A call that takes longer than `timeout_s` scores 0 with status "timeout". If the reward raises, returns no
@@ -129,7 +155,7 @@ class VerifierPool:
     async def __aexit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    async def _score_call(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
+    async def _score_call(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
         request = verifier_messages.call(prompt, responses, text_only=self._spec in BUILT_IN)
         try:
             return await self._ask_until_answered(verifier_messages.frame(request))
@@ -171,11 +197,14 @@ class _VerifierProcess:
         log: Path | None,
         environment: Mapping[str, str],
         memory: int,
+        processes: int,
     ) -> None:
-        """`environment`: all variables that it gets; `memory`: limit in bytes, 0 for none."""
+        """`environment`: all variables that it gets; `memory`: limit in bytes, `processes`: of those that it starts; 0
+        for none."""
         self.per_response = False
         self._environment = environment
         self._memory = memory
+        self._processes = processes
         self._child: Child | None = None
         self._name = name
         self._spec = spec
@@ -187,6 +216,9 @@ class _VerifierProcess:
         self._lifeline: int | None = None
         """File descriptor of our end of the process's lifeline; None before the first process."""
         self._loading: asyncio.Task[None] | None = None
+        self._tokenizer = b""
+        """The frame of `LoadTokenizer`, once `_begun`."""
+        self._begun = asyncio.Event()
 
     def launch(self) -> None:
         """Start the process; `ready` waits until it takes calls.
@@ -196,6 +228,11 @@ class _VerifierProcess:
         self._loading = asyncio.create_task(self._load(self._start_process()))
         # `ready` raises the error. Retrieving it here too keeps asyncio from warning if `ready` is not called again.
         self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def begin(self, tokenizer: LoadTokenizer) -> None:
+        """Give this process, and each that replaces it, what it needs first."""
+        self._tokenizer = verifier_messages.frame(tokenizer)
+        self._begun.set()
 
     async def ready(self) -> None:
         """Wait until the process has loaded the reward.
@@ -215,11 +252,11 @@ class _VerifierProcess:
         await self.ready()
         answer = None
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._send_and_receive(request)
+            answer = await _within(timeout_s, self._send_and_receive(request))
         except (asyncio.IncompleteReadError, ConnectionError):
             self._check_open()
-            raise _WorkerDied(f"its process {self._how_it_ended()}") from None
+            how = self._how_it_ended()
+            raise (RewardError if self._had_too_many() else _WorkerDied)(f"its process {how}") from None
         finally:
             if answer is None and not self._closed:
                 # It timed out, died or was cancelled: a late answer would be taken for the answer to the next call.
@@ -233,6 +270,7 @@ class _VerifierProcess:
     def close(self) -> None:
         """Kill the process and start no new one."""
         self._closed = True
+        self._begun.set()
         self._kill()
 
     def _start_process(self) -> socket.socket:
@@ -240,7 +278,13 @@ class _VerifierProcess:
         ours, theirs = socket.socketpair()
         pipe, self._lifeline = os.pipe()
         try:
-            command = verifier_command(theirs.fileno(), pipe, self._memory, self._spec)
+            command = verifier_command(
+                connection=theirs.fileno(),
+                lifeline=pipe,
+                memory=self._memory,
+                processes=self._processes,
+                spec=self._spec,
+            )
             self._child = Child(
                 name=self._name,
                 arguments=command,
@@ -269,8 +313,11 @@ class _VerifierProcess:
 
     async def _wait_until_loaded(self, connection: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=connection)
+        await self._begun.wait()  # `start` ends it: it begins or closes the process
         try:
             async with asyncio.timeout(self._start_timeout_s):
+                self._writer.write(self._tokenizer)
+                await self._writer.drain()
                 hello = await self._receive()
         except TimeoutError:
             raise DeadlineError(
@@ -320,5 +367,30 @@ class _VerifierProcess:
         """Say how the process ended, for messages. Its connection is closed, so it has ended or ends within moments."""
         assert self._child is not None, "`ask` and `_wait_until_loaded` call this while there is a process"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.process.wait(1.0)
+            self._child.process.wait(max(1.0, END_S))
+        if self._had_too_many():
+            return (
+                f"was ended with all that it had started: they were more than {self._processes} at once "
+                "(reward.processes)"
+            )
         return self._child.how_it_ended()
+
+    def _had_too_many(self) -> bool:
+        """Whether its guardian has ended it because of the number of processes that it had started."""
+        return self._child is not None and self._child.process.poll() == TOO_MANY_PROCESSES
+
+
+async def _within(timeout_s: float, work: Coroutine[Any, Any, VerifierMessage]) -> VerifierMessage:
+    """The result of `work`. Raises TimeoutError after `timeout_s` in which this process ran."""
+    task = asyncio.ensure_future(work)
+    left = timeout_s
+    try:
+        while left > 0:
+            began = time.monotonic()
+            await asyncio.wait((task,), timeout=min(left, TICK_S))
+            if task.done():
+                return task.result()
+            left -= min(time.monotonic() - began, TICK_S)
+        raise TimeoutError
+    finally:
+        task.cancel()

@@ -27,8 +27,9 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from engine.model import linear, rotary
+from engine.model import linear, rotary, weight_gradients
 from engine.model.attention import LayoutParams, SegmentAttention, params
+from engine.model.experts import GroupedExperts
 from engine.model.families import settings
 from engine.model.hf_weights import padded_vocabulary
 from engine.model.layout import Layout
@@ -50,15 +51,19 @@ class Computation:
     attention: str = "cpu"
     """Attention kernel, a key of `engine.model.kernels.KERNELS`."""
     device: torch.device = torch.device("cpu")
+    add_in_product: bool = False
+    """Whether weight gradients are added to Megatron's fp32 buffer within their product. The model must be wrapped by
+    Megatron's DistributedDataParallel, which has that buffer, and `weight_gradients.fusible`."""
 
 
 def transformer_config(shape: ModelShape, computation: Computation) -> TransformerConfig:
     """Return Megatron's configuration of the shape in the present layout; Transformer Engine's fusions are off.
 
-    For a CPU this also installs our rotation as Megatron's fused one (`rotary.install`).
+    This also installs our rotation as Megatron's fused one (`rotary.install`).
     """
-    if computation.device.type == "cpu":
-        rotary.install()
+    rotary.install()
+    if computation.add_in_product:
+        weight_gradients.install()
     return TransformerConfig(
         **settings(shape),
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -81,8 +86,8 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=computation.device.type == "cpu",
-        gradient_accumulation_fusion=False,
+        apply_rope_fusion=True,
+        gradient_accumulation_fusion=computation.add_in_product,
         persist_layer_norm=False,
         use_cpu_initialization=True,
         perform_initialization=False,
@@ -111,7 +116,7 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
     )
-    model.rotary_pos_emb = RotaryAtPositions(shape, tables=config.apply_rope_fusion)
+    model.rotary_pos_emb = RotaryAtPositions(shape)
     if model.post_process:
         model.decoder.register_forward_hook(_keep_scored, with_kwargs=True)
         model.output_layer.sequence_parallel = False  # `_keep_scored` gathers before it selects
@@ -160,7 +165,10 @@ def _block_spec(config: TransformerConfig, attention: str) -> TransformerBlockSu
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
         mlp = parts.mlp.submodules
-        (mlp if isinstance(mlp, MLPSubmodules) else mlp.experts.submodules).activation_func = SwiGLU
+        if not isinstance(mlp, MLPSubmodules):
+            mlp.experts.module = GroupedExperts
+            mlp = mlp.experts.submodules
+        mlp.activation_func = SwiGLU
         inner = parts.self_attention.submodules
         inner.core_attention = ModuleSpec(module=SegmentAttention, params={"kernel": attention})
         if inner.q_layernorm is not IdentityOp:

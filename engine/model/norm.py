@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.model import npu_operators
+
 
 class RMSNorm(torch.nn.Module):
     """x / rms(x) · weight over the last dimension, [..., hidden] → [..., hidden]. The rms is computed in fp32 for every
@@ -27,6 +29,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`, normalised over the last dimension."""
+        if npu_operators.on_npu(x):
+            return npu_operators.rms_norm(x, self.weight, self.eps)
         if x.device.type == "cpu" and x.dtype is torch.float32:
             out: Tensor = _Normalise.apply(x, self.weight, self.eps)
             return out

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer import attention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.model import npu_operators
+from engine.model.fusion import compiled, fuses
 from engine.model.shape import Llama3Scaling, ModelShape
 
 
@@ -21,11 +25,9 @@ class RotaryAtPositions(torch.nn.Module):
     model to bf16 would round one; they are moved to the positions' device at each call.
     """
 
-    def __init__(self, shape: ModelShape, tables: bool = False) -> None:
-        """`tables`: give the layers the tables that `rotate` takes, computed once for all layers, instead of angles."""
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.frequencies = frequencies(shape)
-        self.tables = tables
 
     def get_rotary_seq_len(self, context: Any, transformer: Any, hidden: Any, config: Any, carried: Any) -> Tensor:  # noqa: ANN401
         """Return the positions [S] of the layout in packed_seq_params. GPTModel asks for a length, and passes what it
@@ -34,20 +36,25 @@ class RotaryAtPositions(torch.nn.Module):
         return positions
 
     def forward(self, positions: Tensor, **unused: Any) -> Tensor:  # noqa: ANN401
-        """[S] positions → [S, 1, 1, d] fp32 angles in Megatron's (non-interleaved) order, or [3, S, 1, 1, d] tables."""
+        """[S] positions → [3, S, 1, 1, d] fp32 tables that all layers share: the cosine, then the sine for the rotation
+        and for its gradient, with the signs that `_turned` expects."""
         self.frequencies = self.frequencies.to(positions.device)
         angles = torch.outer(positions.float(), self.frequencies)[:, None, None, :]
-        if not self.tables:
-            return torch.cat([angles, angles], dim=-1)
         cos = angles.cos()
         sin = angles.sin()
-        return torch.stack([torch.cat(pair, dim=-1) for pair in ((cos, cos), (-sin, sin), (sin, -sin))])
+        sines = ((sin, sin), (-sin, -sin)) if npu_operators.on_npu(angles) else ((-sin, sin), (sin, -sin))
+        return torch.stack([torch.cat(pair, dim=-1) for pair in ((cos, cos), *sines)])
 
 
 def install() -> None:
-    """Have Megatron call `rotate` for its fused rotary embedding (its option apply_rope_fusion). Without this it
-    calls Transformer Engine."""
-    vars(rope_utils)["fused_apply_rotary_pos_emb"] = rotate
+    """Have Megatron's attention call `rotate`. Without this it calls Transformer Engine; under MindSpeed's adaptor it
+    calls Apex, and takes the tables for angles where there is none."""
+    vars(rope_utils)["fused_apply_rotary_pos_emb"] = rotate  # Megatron's check of the option wants one
+    vars(attention)["apply_rotary_pos_emb"] = _apply
+
+
+def _apply(t: Tensor, tables: Tensor, config: TransformerConfig, **unused: Any) -> Tensor:  # noqa: ANN401
+    return rotate(t, tables, config.rotary_interleaved)
 
 
 def rotate(t: Tensor, tables: Tensor, interleaved: bool = False) -> Tensor:
@@ -78,6 +85,16 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(t: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    if npu_operators.on_npu(t):
+        return npu_operators.turned(t, cos, signed_sin)
+    if fuses(t):
+        fused: Tensor = compiled(turn)(t, cos, signed_sin)
+        return fused
+    return turn(t, cos, signed_sin)
+
+
+def turn(t: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """t · cos + (t₂, t₁) · sin with its signs, for the halves t = (t₁, t₂)."""
     first, second = t.chunk(2, -1)
     return torch.cat([second, first], dim=-1).mul_(signed_sin).addcmul_(t, cos)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
     if not path.is_file():
         raise BadInput(
             f"model.path {folder}: no config.json there; expected a Hugging Face folder with config.json, "
-            "tokenizer files and *.safetensors"
+            f"tokenizer files and *.safetensors{_from_hub(folder)}"
         )
     try:
         config = json.loads(path.read_text())
@@ -222,6 +223,17 @@ def _check_sizes(path: Path, shape: ModelShape) -> ModelShape:
             "it is not supported, only two or more experts per token"
         )
     return shape
+
+
+def _from_hub(folder: Path) -> str:
+    """How to get a model that is named as on the Hugging Face hub, owner/name; "" for another path."""
+    if folder.exists() or not re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)):
+        return ""
+    there = f"models/{folder.name}"
+    return (
+        f". If {folder} is a name on the Hugging Face hub, download it: `hf download {folder} --local-dir {there}`, "
+        f"then --set model.path={there}"
+    )
 
 
 def content_hash(folder: Path) -> str:

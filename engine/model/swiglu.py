@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.model import npu_operators
+from engine.model.fusion import compiled, fuses
+
 
 class SwiGLU:
     """silu(gate) · up: [..., 2·f], gate and up side by side → [..., f]. Only the input is kept for the backward pass.
@@ -20,14 +23,32 @@ class SwiGLU:
 
     def __call__(self, joint: Tensor) -> Tensor:
         """Return silu(gate) · up."""
+        if npu_operators.on_npu(joint):
+            return npu_operators.swiglu(joint)
         out: Tensor = _SwiGLU.apply(joint)
         return out
+
+
+def product(joint: Tensor) -> Tensor:
+    """silu(gate) · up, to be compiled."""
+    gate, up = joint.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def gradient(joint: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of `product`, to be compiled."""
+    gate, up = joint.chunk(2, -1)
+    share = torch.sigmoid(gate)
+    return torch.cat([grad * up * share * (1 + gate * (1 - share)), grad * gate * share], dim=-1)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: Tensor) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(joint)
+        if fuses(joint):
+            fused: Tensor = compiled(product)(joint)
+            return fused
         gate, up = joint.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
@@ -35,6 +56,9 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
         """With s = silu(g): d up = grad · s(g), d gate = grad · up · s'(g)."""
         (joint,) = ctx.saved_tensors
+        if fuses(joint):
+            fused: Tensor = compiled(gradient)(joint, grad)
+            return fused
         gate, up = joint.chunk(2, -1)
         out = torch.empty_like(joint)
         to_gate, to_up = out.chunk(2, -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import warnings
 from abc import ABC, abstractmethod
@@ -47,6 +48,10 @@ class Platform(ABC):
     @abstractmethod
     def adapt_megatron(self) -> None:
         """Make megatron-core run on this platform. Needed before a model is built; further calls are harmless."""
+
+    @abstractmethod
+    def make_deterministic(self) -> None:
+        """Make equal inputs give equal bits on this platform, before its device is first used."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -102,9 +107,19 @@ def without_transformer_engine() -> None:
 class Accelerator(Platform):
     """What cuda and npu have in common: torch has the same functions for both, in `torch.cuda` and `torch.npu`."""
 
+    in_order: ClassVar[dict[str, str]]
+    """Environment variables by which the platform's libraries add up in the same order each time."""
+
     @abstractmethod
     def api(self) -> ModuleType:
         """Return `torch.cuda` or `torch.npu`."""
+
+    def make_deterministic(self) -> None:
+        """Set the libraries' variables, but none that is set already, and have torch refuse every operator that has no
+        deterministic kernel."""
+        for name, value in self.in_order.items():
+            os.environ.setdefault(name, value)
+        torch.use_deterministic_algorithms(True)
 
     def device(self, local_rank: int) -> torch.device:
         """Return the device with the rank's number. Raises BadInput if there are too few devices."""

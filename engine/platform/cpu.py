@@ -39,6 +39,9 @@ class Cpu(Platform):
         """Give megatron-core the view of torch of `engine.platform.host_view`."""
         host_view.install()
 
+    def make_deterministic(self) -> None:
+        """Do nothing: a CPU adds up in the same order each time."""
+
     def synchronize(self) -> None:
         """Do nothing: an operation on the CPU returns when it is done."""
 

@@ -1,8 +1,9 @@
-"""NVIDIA GPUs: NCCL between processes, Megatron nearly as it is, FlexAttention."""
+"""NVIDIA GPUs: NCCL between processes, Megatron nearly as it is, FlashAttention or FlexAttention."""
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 
@@ -15,6 +16,8 @@ class Cuda(Accelerator):
     name = "cuda"
     backend = "nccl"
     attention = "cuda"
+    in_order: ClassVar[dict[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
+    """cuBLAS's is the one that torch asks for. Megatron's deterministic mode asks for an algorithm of NCCL."""
 
     def missing(self) -> str | None:
         """Return what is missing of a torch built for CUDA and a GPU that its driver shows; None if nothing is."""

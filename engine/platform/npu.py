@@ -1,7 +1,7 @@
-"""Ascend NPUs: torch_npu, HCCL, MindSpeed's adaptor under Megatron, npu_fusion_attention.
+"""Ascend NPUs: torch_npu, HCCL, MindSpeed's adaptor under Megatron, operators of torch_npu.
 
 Written against torch_npu 2.10 and MindSpeed's branch core_r0.16.0 (which pairs with megatron-core 0.16.1). It has not
-run on an NPU: the attention call is tested against the operator's published schema, MindSpeed's adaptor on the host.
+run on an NPU: the operators are tested by their published schemas, MindSpeed's adaptor on the host.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import sys
 from types import ModuleType
+from typing import ClassVar
 
 import torch
 
@@ -26,6 +27,8 @@ class Npu(Accelerator):
     name = "npu"
     backend = "hccl"
     attention = "npu"
+    in_order: ClassVar[dict[str, str]] = {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
+    """Those that MindSpeed sets (mindspeed/functional/npu_deterministic)."""
 
     def missing(self) -> str | None:
         """Return what is missing of torch_npu (its import needs CANN), a device, MindSpeed and what it imports; None if

@@ -32,6 +32,14 @@ def equal(gold: str, found: str) -> bool:
     return bool(verify(_expression(gold), _parsed(found), timeout_seconds=None))
 
 
+def verified(answer: str, response: str) -> bool:
+    r"""math-verify's verdict on a whole response: what it extracts from it against what it extracts from
+    `\boxed{answer}`. Without the limits of `equal`; the worker's limit of time and memory ends a call."""
+    from math_verify import verify
+
+    return bool(verify(extract(f"\\boxed{{{answer}}}"), extract(response), timeout_seconds=None))
+
+
 def nesting(text: str) -> int:
     """The depth of nested brackets."""
     depth = deepest = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.types import Prompt, Response, Score
+from engine.wire.codec import PackedResponse
 
 
 class Scorer(Protocol):
@@ -15,5 +16,5 @@ class Scorer(Protocol):
     def per_response(self) -> bool:
         """Whether responses are scored one by one, as they arrive."""
 
-    async def score(self, prompt: Prompt, responses: Sequence[Response]) -> list[Score]:
-        """Scores of the responses, in order."""
+    async def score(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
+        """Scores of the responses, in order. The text of a packed one is decoded where it is scored."""

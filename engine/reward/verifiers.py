@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.reward.equality import same
-from engine.reward.formulas import extract
+from engine.reward.formulas import extract, verified
 from engine.types import Prompt, Response, Score
 
 _TAIL = 2_000
@@ -48,6 +48,17 @@ def math(prompt: Prompt, response: Response) -> Score:
     except (RecursionError, MemoryError) as error:  # no answer needs this much, see engine.verifier.worker.MEMORY
         return Score(0.0, detail=f"{type(error).__name__}: {shown[:_DETAIL].strip()}")
     return Score(float(right), detail=shown[-_DETAIL:].strip())
+
+
+@per_response
+def math_verify(prompt: Prompt, response: Response) -> Score:
+    """1 if math-verify alone, with its own extraction, finds the answer in the response: a figure to compare with
+    others who use it so (verl, TRL)."""
+    try:
+        right = verified(prompt.answer, response.text)
+    except (RecursionError, MemoryError) as error:
+        return Score(0.0, detail=type(error).__name__)
+    return Score(float(right))
 
 
 def last_boxed(text: str) -> str | None:
@@ -97,5 +108,5 @@ def _right(answer: str, shown: str, plain: bool) -> bool:
     return any(isinstance(found, str) and same(gold, found) for found in extract(shown))
 
 
-BUILT_IN: dict[str, Callable[..., Any]] = {"math": math, "exact": exact}
+BUILT_IN: dict[str, Callable[..., Any]] = {"math": math, "exact": exact, "math_verify": math_verify}
 """Rewards that are named without a module."""

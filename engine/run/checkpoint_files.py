@@ -28,6 +28,8 @@ from engine.run.files import sync_all, sync_folder, write_json
 MARKER = "_SUCCESS.json"
 INDEX = ".metadata"
 """Name of Megatron's (torch's) index of the tensors in the files."""
+STATE = "state.json"
+"""Name of the file that says what the tensors belong to: step, config, model, position in the prompts."""
 DATA = ".distcp"
 """Suffix of the files with the tensors."""
 DAMAGED = "damaged-"

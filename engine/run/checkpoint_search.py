@@ -48,9 +48,11 @@ def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -
 
 def _fetched(place: str, run: str, root: Path, after: int, say: Callable[[str], None]) -> Path | None:
     """The newest whole checkpoint of a place, downloaded, if it is of a later step than `after`."""
-    there, ignored = store.survey(place, run)
-    for message in ignored:
-        say(message)
+    there, damaged, interrupted = store.survey(place, run)
+    for name, wrong in interrupted.items():
+        say(f"checkpoint {place}/{name} is incomplete ({wrong}), ignored")
+    for name, wrong in damaged.items():
+        say(f"checkpoint {place}/{name}: {wrong}; skipped, and kept as {place}/{store.set_aside(place, name)}")
     for name in sorted(there, key=lambda name: there[name]["step"], reverse=True):
         if there[name]["step"] <= after:
             break

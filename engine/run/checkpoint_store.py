@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import botocore.exceptions
 import fsspec
@@ -38,13 +38,20 @@ def place_of(config: Config) -> str:
     return f"{config.checkpoint.path.rstrip('/')}/{config.run.name}" if config.checkpoint.path else ""
 
 
-def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = None) -> None:
+def upload(
+    checkpoint: Path,
+    place: str,
+    beside: Mapping[str, Path] | None = None,
+    fence: Callable[[], None] = lambda: None,
+    sent: Callable[[int], None] = lambda size: None,
+) -> None:
     """Copy a complete checkpoint, and further files `beside` (by name), to a folder or URL.
 
     An existing marker is removed first. If it is the marker of this checkpoint, files that it names are not copied
     again. The new marker is written when the place lists every file with its size. Raises CheckpointError naming the
     place. A failure never leaves an incomplete checkpoint that looks complete. A checkpoint of another run is not
-    overwritten: that also raises CheckpointError.
+    overwritten: that also raises CheckpointError. `fence` raises if this process may not write the run any more; it is
+    called before each change. `sent` gets the number of bytes of each part that is there.
     """
     marker = read_marker(checkpoint)
     if marker is None:
@@ -59,34 +66,55 @@ def upload(checkpoint: Path, place: str, beside: Mapping[str, Path] | None = Non
                 f"{place} (checkpoint.path and run.name) has a checkpoint of another run, which is not "
                 "overwritten; delete it, or give one of the two runs another run.name or checkpoint.path"
             )
+        fence()
         if there is not None:
             store.rm_file(f"{root}/{MARKER}")
         same = there["files"] if there and "id" in marker and there.get("id") == marker["id"] else {}
         for name, file in files.items():
+            part = _Part(sent)
             if name not in same or name in (beside or {}):
-                store.put_file(str(file), f"{root}/{name}")
-        sent: Marker = {**marker, "files": {name: file.stat().st_size for name, file in files.items()}}
+                fence()
+                store.put_file(str(file), f"{root}/{name}", callback=part)
+            part.complete(file.stat().st_size)
+        whole: Marker = {**marker, "files": {name: file.stat().st_size for name, file in files.items()}}
         store.invalidate_cache()
-        if wrong := fault(sent, _sizes(store, root)):
+        if wrong := fault(whole, _sizes(store, root)):
             raise CheckpointError(f"publishing the checkpoint to {place} (checkpoint.path) failed: {wrong}")
-        _write_marker(store, root, sent)
+        fence()
+        _write_marker(store, root, whole)
 
 
-def survey(place: str, run: str | None = None) -> tuple[dict[str, Marker], list[str]]:
-    """The complete checkpoints of a place by name, and a sentence about each incomplete one.
+class _Part(fsspec.callbacks.Callback):  # type: ignore[misc]
+    """Passes on how much of a file was sent. Some file systems say it as they send, others not at all."""
 
-    `run`: only the checkpoints of the run with this number; None: all.
-    """
-    complete, broken = _look(place)
-    if run is not None:
-        complete = {name: marker for name, marker in complete.items() if _is_of(marker, run)}
-    return complete, [f"checkpoint {place}/{name} is incomplete ({wrong}), ignored" for name, wrong in broken.items()]
+    def __init__(self, sent: Callable[[int], None]) -> None:
+        super().__init__()
+        self._sent = sent
+        self._told = 0
+
+    def relative_update(self, inc: int = 1) -> None:
+        """So many more bytes were sent."""
+        self._told += inc
+        self._sent(inc)
+
+    def complete(self, size: int) -> None:
+        """The whole file, of so many bytes, is there."""
+        self._sent(size - self._told)
 
 
-def _look(place: str) -> tuple[dict[str, Marker], dict[str, str]]:
-    """The complete checkpoints of a place by name, and for each other one, by name, what is wrong."""
-    complete: dict[str, Marker] = {}
-    broken: dict[str, str] = {}
+class Survey(NamedTuple):
+    """The checkpoints of a place by name."""
+
+    complete: dict[str, Marker]
+    damaged: dict[str, str]
+    """Those that were complete once, since they have their marker: which file is missing or has another size."""
+    interrupted: dict[str, str]
+    """Those that an upload or a deletion has left half done: why they are not complete."""
+
+
+def survey(place: str, run: str | None = None) -> Survey:
+    """What a place has. `run`: with a marker, only the checkpoints of the run with this number; None: all."""
+    found = Survey({}, {}, {})
     with _named(f"looking for checkpoints in {place}"):
         store, root = _open(place)
         store.invalidate_cache()
@@ -97,11 +125,14 @@ def _look(place: str) -> tuple[dict[str, Marker], dict[str, str]]:
                 name.removeprefix(f"{folder}/"): size for name, size in listed.items() if name.startswith(f"{folder}/")
             }
             wrong = fault(marker, sizes)
-            if marker is not None and wrong is None:
-                complete[folder] = marker
-            else:
-                broken[folder] = str(wrong)
-    return complete, broken
+            if marker is None:
+                found.interrupted[folder] = str(wrong)
+            elif run is None or _is_of(marker, run):
+                if wrong is None:
+                    found.complete[folder] = marker
+                else:
+                    found.damaged[folder] = wrong
+    return found
 
 
 def download(place: str, name: str, marker: Marker, root: Path) -> Path:
@@ -129,6 +160,13 @@ def download(place: str, name: str, marker: Marker, root: Path) -> Path:
     sync_folder(root)
     write_json(target / MARKER, got)
     return target
+
+
+def read(place: str, name: str, file: str) -> bytes:
+    """The content of a file of a published checkpoint. Raises CheckpointError."""
+    with _named(f"reading the checkpoint {place}/{name}"):
+        store, root = _open(place)
+        return bytes(store.cat_file(f"{root}/{name}/{file}"))
 
 
 def set_aside(place: str, name: str) -> str:
@@ -162,10 +200,9 @@ def prune(place: str, last: int, best: int, run: str = "") -> None:
     call also aborts interrupted uploads to S3. Checkpoints of other runs are neither deleted nor counted. Raises
     CheckpointError.
     """
-    found, broken = _look(place)
-    markers = {name: marker for name, marker in found.items() if _is_of(marker, run)}
+    markers, _, interrupted = survey(place, run)
     newest = max(markers, key=lambda name: markers[name]["step"], default="")
-    half = {name for name in broken if name < newest}
+    half = {name for name in interrupted if name < newest}
     with _named(f"deleting old checkpoints in {place}"):
         store, root = _open(place)
         for name in sorted(set(markers) - kept(markers, last, best) | half):

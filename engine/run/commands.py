@@ -21,6 +21,11 @@ def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[st
     return python("engine.launcher.launch", *arguments, *(["--replay", str(replay)] if replay is not None else []))
 
 
+def service_command(config: Path) -> list[str]:
+    """Command line of the service. `config`: a resolved config file."""
+    return python("engine.launcher.service.serve", "--config", str(config))
+
+
 def rank_arguments(
     config: Config, folder: Path, control: str, weights: Path, attempt: int, resume: bool, replay: Path | None
 ) -> list[str]:
@@ -69,10 +74,17 @@ def training_node_command(folder: Path, wait_s: float) -> list[str]:
     return python("engine.trainer.nodes", str(folder), "--wait", str(wait_s))
 
 
-def verifier_command(connection: int, lifeline: int, memory: int, spec: str) -> list[str]:
+def verifier_command(connection: int, lifeline: int, memory: int, processes: int, spec: str) -> list[str]:
     """Command line of a verifier process: its ends of the socket pair and of the lifeline (file descriptors), its limit
-    of memory in bytes (0: none), and `reward.function`."""
-    return python("engine.verifier.worker", *map(str, (connection, lifeline, memory)), spec)
+    of memory in bytes and that of processes that it starts (0: none), and `reward.function`."""
+    return python("engine.verifier.worker", *map(str, (connection, lifeline, memory, processes)), spec)
+
+
+def store_command(units: int, folder: Path) -> list[str]:
+    """Command line of the process that hosts TransferQueue. It writes where its servers listen to `addresses` in the
+    folder, in which Ray keeps its files, too."""
+    arguments = ("--units", str(units), "--folder", str(folder / "ray"), "--addresses", str(folder / "addresses"))
+    return python("engine.store.transferqueue", *arguments)
 
 
 def conversion_command(model: str) -> list[str]:
@@ -91,6 +103,7 @@ def instance_command(
     command, env = start(config=config, model=model, name=name, number=number, port_file=port_file)
     command += ["--port", str(port)] if port else []
     command += ["--host", host] if host else []
+    command += ["--deterministic"] if config.rollout.deterministic else []
     return command, env
 
 
@@ -113,5 +126,4 @@ def _embedded(config: Config, model: Path, name: str, number: int, port_file: Pa
     }
     if cores:
         arguments["--cores"] = ",".join(map(str, cores))
-    flags = ["--deterministic"] if rollout.deterministic else []
-    return python("engine.instance.embedded", *(part for pair in arguments.items() for part in pair), *flags), {}
+    return python("engine.instance.embedded", *(part for pair in arguments.items() for part in pair)), {}

@@ -1,18 +1,23 @@
-"""Only the newest launcher of a run writes it, also where a lock was lost.
+"""Only the newest launcher, and the newest flow, of a run write it, also where a lock was lost.
 
-The lock of a run folder can be lost: a node that an NFS server takes for dead loses it, and another launcher begins. So
-each launcher takes the next number, and writes only while the number in the run folder is its own.
+The lock of a run folder can be lost: a node that an NFS server takes for dead loses it, and another process begins. So
+each launcher and each flow takes the next number of its kind, and writes only while the number in the run folder is its
+own. Logs and traces have no such check: their lines only stand beside those of the newer process.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from engine.errors import BadInput, TakenOver
 from engine.run.files import write_atomically
 
-FILE = "launcher_attempt"
+Kind = Literal["launcher", "flow"]
+TAKEN_OVER = 3
+"""Exit status of a launcher that stopped because another one has begun. The run folder is that one's, also for the
+reason of a failure."""
 
 
 @dataclass(frozen=True)
@@ -21,38 +26,49 @@ class Fence:
 
     folder: Path
     attempt: int
-    """0: a process without a launcher, which nobody fences off."""
+    """0: a process that took no number, which nobody fences off."""
+    kind: Kind = "launcher"
 
     @staticmethod
-    def begin(folder: Path) -> Fence:
-        """Take the next number. To be called with the launcher's lock held."""
-        fence = Fence(folder, _newest(folder) + 1)
-        write_atomically(folder / FILE, f"{fence.attempt}\n")
+    def begin(folder: Path, kind: Kind = "launcher") -> Fence:
+        """Take the next number. To be called with the lock held."""
+        fence = Fence(folder, _newest(folder, kind) + 1, kind)
+        write_atomically(_file(folder, kind), f"{fence.attempt}\n")
         return fence
 
     @property
     def is_passed(self) -> bool:
-        """Whether another launcher has begun since."""
-        return bool(self.attempt) and _newest(self.folder) != self.attempt
+        """Whether another one has begun since."""
+        return bool(self.attempt) and _newest(self.folder, self.kind) != self.attempt
 
     def check(self) -> None:
-        """Raise TakenOver if another launcher has begun since."""
+        """Raise TakenOver if another one has begun since."""
         if self.is_passed:
             raise TakenOver(
-                f"run folder {self.folder}: another launcher (attempt {_newest(self.folder)}) writes it now; "
-                f"this one (attempt {self.attempt}) stops without writing any more"
+                f"run folder {self.folder}: another {self.kind} (attempt {_newest(self.folder, self.kind)}) writes it "
+                f"now; this one (attempt {self.attempt}) stops without writing any more"
             )
 
 
-def _newest(folder: Path) -> int:
+def check_readable(folder: Path) -> None:
+    """Raise BadInput if a number of a run folder is damaged, so that no attempt could begin."""
+    for kind in get_args(Kind):
+        _newest(folder, kind)
+
+
+def _file(folder: Path, kind: Kind) -> Path:
+    return folder / f"{kind}_attempt"
+
+
+def _newest(folder: Path, kind: Kind) -> int:
     """The number of the newest attempt; 0 before the first. Raises BadInput for a damaged file."""
-    file = folder / FILE
+    file = _file(folder, kind)
     if not file.exists():
         return 0
     text = file.read_text(errors="replace")
     if not (text.endswith("\n") and text.strip().isdecimal()):
         raise BadInput(
             f"{file}: the number of the newest attempt can't be read, because the file is damaged; make sure that no "
-            "launcher of this run lives, then delete the file"
+            f"{kind} of this run lives, then delete the file"
         )
     return int(text)

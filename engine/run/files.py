@@ -30,6 +30,13 @@ def write_atomically(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def write_unsynced(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file that is complete or absent as long as the machine runs: for what only living processes read."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)
+
+
 def write_json(path: Path, content: Mapping[str, Any] | Iterable[Any]) -> None:
     """Write a JSON file atomically."""
     write_atomically(path, json.dumps(content, indent=1))

@@ -29,6 +29,7 @@ FIXED = (
     "rollout.group_size",
     "rollout.temperature",
     "train.prompts_per_step",
+    "train.updates",
     "train.schedule",
     "train.betas",
     "algorithm.advantage",
@@ -39,6 +40,8 @@ FIXED = (
 )
 """Keys that must be the same in a resumed run."""
 
+CONFIG = "config.toml"
+"""The file with the whole configuration of a run."""
 LAST_TABLE = "tracking"
 """The table at the end of a resolved config."""
 RESERVE = 64 * 1024
@@ -53,7 +56,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.toml"
+        self.config = path / CONFIG
         self.steps = path / "steps.jsonl"
         self.evaluations = path / "evaluations.jsonl"
         self.responses = path / "responses"
@@ -68,8 +71,12 @@ class RunFolder:
         self.launcher_lock = self.logs / "launcher.lock"
         self.heartbeat = self.logs / "launcher.alive"
         """Touched by the launcher as long as it lives."""
+        self.progress = self.logs / "progress.json"
+        """How far the step under way is (engine.launcher.live_progress)."""
+        self.notices = self.logs / "notices.jsonl"
+        """Lines for the user of the run (engine.launcher.notices): stage, text, at."""
         self.fence = Fence(path, 0)
-        """Of the launcher that writes through this object."""
+        """Of the launcher or the flow that writes through this object."""
         self._reserve = path / ".reserve"
 
     def create(self, config: Config, resume: bool) -> None:
@@ -115,8 +122,14 @@ class RunFolder:
         self.fence.check()
         append_line(self.steps, {key: value for key, value in asdict(report).items() if value is not None})
 
+    def add_evaluation(self, row: Mapping[str, object]) -> None:
+        """Append one line to evaluations.jsonl. Raises TakenOver as `add_step` does."""
+        self.fence.check()
+        append_line(self.evaluations, row)
+
     def add_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """Write the first `SAMPLED_GROUPS` groups of a step, one JSON object per response."""
+        """Write the first `SAMPLED_GROUPS` groups of a step, one JSON object per response. Raises TakenOver."""
+        self.fence.check()
         rows = [
             {
                 "step": step,
@@ -177,7 +190,16 @@ def check_same_keys(config: Config, before: Mapping[str, Mapping[str, Any]]) -> 
         now = ours[table][name]
         then = before.get(table, {}).get(name, now)
         if now != then:
-            raise BadInput(f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps its value")
+            raise BadInput(
+                f"--resume: {key} is {now!r}, but the run has {then!r}; a resumed run keeps its value. Leave it out, "
+                f"or begin a new run with it (another run.name){_from_here(config)}"
+            )
+
+
+def _from_here(config: Config) -> str:
+    """How a new run begins where this one ended, if it did."""
+    policy = RunFolder(config.folder).policy
+    return f", from this run's policy if you like: --set model.path={policy}" if policy.exists() else ""
 
 
 def dump(config: Config, path: Path) -> None:

@@ -66,7 +66,7 @@ def claim(folder: Path, config: Config, resume: bool) -> None:
 
 def published(config: Config) -> dict[str, Marker]:
     """The complete checkpoints, of any run, at the place where this run publishes; none without `checkpoint.path`."""
-    return survey(place_of(config))[0] if config.checkpoint.path else {}
+    return survey(place_of(config)).complete if config.checkpoint.path else {}
 
 
 def _is_of_an_old_release(folder: Path) -> bool:

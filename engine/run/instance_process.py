@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.errors import DeadlineError
+from engine.errors import BadInput, DeadlineError
 from engine.run.process import Child
 
 REFILL_S = 3600.0
@@ -50,9 +50,12 @@ class InstanceProcess:
         return address["host"], address["port"]
 
     async def serves(self, timeout_s: float) -> tuple[str, int]:
-        """Wait for its address and return it. Raises ProcessDied or DeadlineError with its name."""
+        """Wait for its address and return it. Raises BadInput if it refuses its input, ProcessDied or DeadlineError,
+        with its name."""
         deadline = time.monotonic() + timeout_s
         while (address := self.address()) is None:
+            if self.child.refused_input:
+                raise BadInput(self._refusal())
             self.child.check()
             if time.monotonic() > deadline:
                 raise DeadlineError(
@@ -61,3 +64,10 @@ class InstanceProcess:
                 )
             await asyncio.sleep(LOOK_S)
         return address
+
+    def _refusal(self) -> str:
+        """The line in which it says why it refuses its input."""
+        log = self.child.log
+        lines = log.read_text(errors="replace").splitlines() if log is not None else []
+        said = [line for line in lines if line.startswith(f"{self.name}: ")]
+        return f"{said[-1]} (its log: {log})" if said else f"{self.name} {self.child.how_it_ended()}"

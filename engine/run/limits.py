@@ -1,6 +1,6 @@
 """What a run needs of the machine's limits: open files, processes, shared memory, disk space.
 
-The launcher compares them with this machine's before anything starts, and `run.dry` shows both.
+The launcher compares them with this machine's before anything starts, and `run.dry` too, which shows both.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ class Limit:
     def suffices(self) -> bool:
         """Whether the machine has what the run needs."""
         return self.need <= self.has
+
+    @property
+    def refusal(self) -> str:
+        """Why the run can't start on this machine, and what to do. For a limit that does not suffice."""
+        return f"{self}; {self.remedy}"
 
     def __str__(self) -> str:
         return f"{self.what}: the run needs {self._told(self.need)} ({self.formula}), there are {self._told(self.has)}"
@@ -103,7 +108,7 @@ def check_open_files(config: Config) -> None:
 
 def _check(limit: Limit) -> None:
     if not limit.suffices:
-        raise BadInput(f"{limit}; {limit.remedy}")
+        raise BadInput(limit.refusal)
 
 
 def _open_files_limit(config: Config) -> Limit:

@@ -34,6 +34,8 @@ PREFIX = "metronome-"
 YOUNG_S = 60.0
 """A folder younger than this (seconds) may not have its pipe yet."""
 
+BAD_INPUT = 2
+"""Exit code of a process that refuses its input. With the same input it would do so again."""
 KILLED_S = 60.0
 """Seconds that a process may take to end after SIGKILL. One that writes tens of GiB of memory back takes some."""
 
@@ -171,6 +173,11 @@ class Child:
         """Whether SIGKILL ended it: somebody else did, or the system ran out of memory."""
         return self.process.poll() == -signal.SIGKILL
 
+    @property
+    def refused_input(self) -> bool:
+        """Whether it ended because it can't use its input."""
+        return self.process.poll() == BAD_INPUT
+
     def check(self) -> None:
         """Raise ProcessDied, with how it ended and the end of its log, if it has ended."""
         if not self.alive:
@@ -194,10 +201,10 @@ class Child:
             return ""
         return "\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-lines:])
 
-    def stop(self, grace_s: float = 3.0) -> None:
-        """Send SIGTERM to its group, and SIGKILL after `grace_s` seconds. Raises DeadlineError if even that does not
-        end it."""
-        signal_group(self.pid, signal.SIGTERM)
+    def stop(self, grace_s: float = 3.0, first: signal.Signals = signal.SIGTERM) -> None:
+        """Send the signal `first` to its group, and SIGKILL after `grace_s` seconds. Raises DeadlineError if even that
+        does not end it."""
+        signal_group(self.pid, first)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(grace_s)
         signal_group(self.pid, signal.SIGKILL)

@@ -25,6 +25,10 @@ class RunStart(Table):
     """The parameter `continue_from` of the flow."""
     continued_from: str = ""
     """The registered policy that `model.path` is, as models:/NAME/VERSION; "" where it is none."""
+    recipe: str = ""
+    """The recipe, as the command named it; "" where an older release began the run."""
+    registered: str = ""
+    """Name of the registered model to which the run's policy belongs; "" likewise."""
 
     def write(self, folder: Path) -> None:
         """Keep it in a run folder. To be called before a first config.toml is written: a folder with a config and no

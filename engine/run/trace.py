@@ -16,10 +16,24 @@ class _Attributes(TypedDict, total=False):
     step: int
     group: int
     groups: list[int]
+    number: int
+    """Of "rollout": the response's number in its group."""
+    prompt_tokens: int
+    """Of "rollout"."""
+    tokens: int
+    """Of "rollout": tokens that this request sampled. Of "train": prompt and response tokens of all responses."""
+    version: int
+    """Of "rollout": weight version of the last of these tokens; absent if there are none."""
+    computed_tokens: int
+    """Of "train": rows of the micro-batches that this rank computed, a shared prompt once."""
+    micro_batches: int
+    """Of "train"."""
+    bytes: int
+    """Of "sync" on the trainer: weights that this rank sent."""
 
 
 class Span(_Attributes):
-    """A line of a trace; attributes of other names are for people alone."""
+    """A line of a trace. Traces of older releases lack most attributes, and others are for people alone."""
 
     lane: str
     """The row it is drawn in."""
@@ -48,11 +62,11 @@ class Trace:
         self._lines.append(json.dumps(span))
 
     @contextmanager
-    def span(self, name: str, **attributes: Any) -> Iterator[None]:  # noqa: ANN401
-        """Record the body as a span, also if it raises."""
+    def span(self, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
+        """Record the body as a span, also if it raises. The body gets the attributes, and may add to them."""
         start = time.time()
         try:
-            yield
+            yield attributes
         finally:
             self.add(name, start, time.time(), **attributes)
 

@@ -1,4 +1,5 @@
-"""Checks a conversion: `python -m engine.tools.conversion FOLDER` prints one JSON line (see ConversionReport).
+"""Checks a conversion: `python -m engine.tools.conversion FOLDER` prints lines about its progress, and
+last a JSON line (see ConversionReport).
 
 The Megatron model that is built from a Hugging Face folder must give the logits of the Hugging Face model, and convert
 back to identical tensors. The check runs in a process of its own, because it sets up Megatron's parallel state.
@@ -18,6 +19,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.model.shape import ModelShape, content_hash, read_shape
 from engine.platform import get, single
 from engine.run.process import watch_lifeline
+from engine.tools.conversion_progress import counted, say_part
 from engine.wire.weights.hf_folder import Reader, open_folder
 
 TOLERANCE = 1e-4
@@ -49,8 +51,10 @@ def check(folder: Path) -> ConversionReport:
     peak = get("cpu").peak_bytes()
     sizes = [parameter.numel() for parameter in model.parameters()]
     ids = torch.randint(shape.vocabulary, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    say_part(3, "logits of Megatron")
     ours = _ours(model, ids)
     del model  # free it before the next model of this size is built
+    say_part(4, "logits of Hugging Face")
     error = float((ours - _theirs(folder, ids)).abs().max())
     if not error <= TOLERANCE:
         raise MetronomeError(f"{folder}: conversion is wrong: logits differ by {error:.3g} (limit {TOLERANCE:g})")
@@ -71,7 +75,7 @@ def _convert(folder: Path, shape: ModelShape) -> torch.nn.Module:
 
     model = build_model(shape)
     with open_folder(folder) as files:
-        load(model, files.read, shape)
+        load(model, counted(files.read, 1, "into Megatron's layout", len(files.names)), shape)
     return model
 
 
@@ -81,8 +85,9 @@ def _check_round_trip(model: torch.nn.Module, folder: Path, shape: ModelShape) -
 
     with open_folder(folder) as files:
         left = set(files.names)
+        read = counted(files.read, 2, "and back, bit for bit", len(left))
         for name, tensor in export(dict(model.named_parameters()), model, shape):
-            if not torch.equal(tensor, files.read(name).float()):
+            if not torch.equal(tensor, read(name).float()):
                 raise MetronomeError(f"{folder}: conversion is wrong: tensor {name} does not come back unchanged")
             left.remove(name)
         if unknown := sorted(name for name in left if not _redundant(name, files, shape)):

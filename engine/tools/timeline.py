@@ -15,6 +15,7 @@ from typing import Any
 
 from engine.run.files import read_lines, write_atomically
 from engine.run.trace import Span, iterate_spans, read_spans
+from engine.tools.timeline_legend import legend
 
 COLORS = {
     "rollout": "#4e79a7",
@@ -39,13 +40,18 @@ WINDOW_STEPS = 3
 """Number of visible steps when the page opens."""
 MOST_SPANS = 100_000
 """With more spans a page takes seconds to open, and the whole run no longer fits into memory."""
+MOST_BARS = 100_000
+"""Most bars for steps outside the window in which the page opens. About 1 KiB of memory each."""
+MOST_STEPS = 2**20
+"""Steps of the longest run for which bars are merged further; then only lanes and names are left."""
 
 
 def draw(run_folder: Path) -> Path:
     """Write `<run_folder>/timeline.html` from its trace and return the path. An empty trace gives an empty page.
 
     The trace is read as a stream: a long run has gigabytes of it. With more than `MOST_SPANS` spans, steps outside the
-    window in which the page opens have one bar for all spans of a name in a lane.
+    window in which the page opens have one bar for all spans of a name in a lane; several steps have one together if
+    there would be more than `MOST_BARS`.
     """
     trace = run_folder / "trace"
     outline = _Outline()
@@ -90,18 +96,42 @@ def _thinned(spans: Iterable[Span], shown: Collection[int]) -> list[Span]:
     """The spans of the steps `shown`, and those of no step; of the others one span for all of a name in a lane. Sorted
     by start."""
     kept: list[Span] = []
-    merged: dict[tuple[str, str, int], Span] = {}
+    others = _Merged(max(shown, default=0))
     for span in spans:
-        step = span.get("step")
-        if step is None or step in shown:
+        if span.get("step") is None or span["step"] in shown:
             kept.append(span)
-            continue
-        whole = merged.setdefault((span["lane"], span["name"], step), {**span})
+        else:
+            others.add(span)
+    return sorted([*kept, *others.spans.values()], key=lambda span: span["start"])
+
+
+class _Merged:
+    """One span for all spans of a name in a lane in a block of steps. Blocks are of one step, until there are too many
+    of them; then they double. None lies on both sides of the steps that are shown."""
+
+    def __init__(self, shown: int) -> None:
+        """`shown`: one of the steps that are shown."""
+        self._shown = shown
+        self._steps = 1
+        """In a block."""
+        self.spans: dict[tuple[str, str, int, bool], Span] = {}
+
+    def add(self, span: Span) -> None:
+        """Take in a span."""
+        step = span["step"]
+        place = (span["lane"], span["name"], step // self._steps, step < self._shown)
+        whole = self.spans.setdefault(place, {**span})
+        whole["step"] = min(whole["step"], step)
         whole["start"] = min(whole["start"], span["start"])
         whole["end"] = max(whole["end"], span["end"])
         whole.pop("group", None)
         whole.pop("groups", None)
-    return sorted([*kept, *merged.values()], key=lambda span: span["start"])
+        if len(self.spans) > MOST_BARS and self._steps < MOST_STEPS:
+            self._steps *= 2
+            smaller = list(self.spans.values())
+            self.spans = {}
+            for each in smaller:
+                self.add(each)
 
 
 def overlapped(spans: Sequence[Span]) -> dict[int, bool]:
@@ -168,10 +198,12 @@ def _content(
     end = max((span["end"] for span in spans), default=1.0) - zero
     starts = [(step, start - zero) for step, start in step_starts(spans)]
     lanes, bars = _bars(spans, zero)
+    kinds = _kinds(spans)
     return {
         "title": f"{name}: timeline",
         "summary": _summary(overlaps),
-        "kinds": [{"name": kind, "color": COLORS.get(kind, "#000000")} for kind in _kinds(spans)],
+        "kinds": [{"name": kind, "color": COLORS.get(kind, "#000000")} for kind in kinds],
+        "legend": legend((lane for lane, _ in lanes), kinds),
         "lanes": lanes,
         "spans": bars,
         "steps": [(step, start, sizes.get(step)) for step, start in starts],

@@ -15,6 +15,8 @@ import sys
 import uuid
 from collections.abc import Sequence
 
+from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -53,6 +55,7 @@ def run_ranks(ranks: int, arguments: Sequence[str], nodes: int, rendezvous: str,
     `serves`: whether the store at `rendezvous`, where the nodes and the ranks meet, is this node's.
     """
     register()
+    _kill_soon()
     os.environ[LIFELINE] = hold_lifeline()  # the ranks watch the agent, not the launcher
     launch = LaunchConfig(
         min_nodes=nodes,
@@ -64,7 +67,6 @@ def run_ranks(ranks: int, arguments: Sequence[str], nodes: int, rendezvous: str,
         rdzv_configs={"serves": serves},
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=KILL_S,
     )
     try:
         elastic_launch(launch, sys.executable)("-u", "-m", "engine.trainer.rank", *arguments)
@@ -75,7 +77,20 @@ def run_ranks(ranks: int, arguments: Sequence[str], nodes: int, rendezvous: str,
     except RendezvousError as error:
         print(f"the nodes did not meet at {rendezvous}: {error}", file=sys.stderr)
         return 1
+    except SignalException as ended:
+        print(f"the trainer ranks are ended: {signal.Signals(ended.sigval).name}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _kill_soon() -> None:
+    """Let torch wait KILL_S before it kills a rank, not 30 s.
+
+    When a signal ends the agent, torch reads the environment. When a rank has failed, and always before torch 2.13, it
+    takes the default of `PContext.close`, for which it has no setting.
+    """
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(KILL_S)
+    PContext.close.__defaults__ = (None, KILL_S)
 
 
 def _first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.model.tri_model import TriModel
@@ -10,11 +11,13 @@ from engine.trainer.rank_group import RankGroup
 from engine.wire.weights.hf_folder import join, write_sharded
 
 
-def export(models: TriModel, ranks: RankGroup, base: Path, target: Path) -> None:
+def export(
+    models: TriModel, ranks: RankGroup, base: Path, target: Path, fence: Callable[[], None] = lambda: None
+) -> None:
     """Write the policy's weights to `target`, with the base model's configuration and tokenizer.
 
     One rank of each pipeline stage gathers and writes the stage's tensors. The folder appears once it is complete. A
-    collective of all ranks.
+    collective of all ranks. `fence` raises if this process may not write the run any more.
     """
     partial = target.with_name(f".{target.name}.partial")
     if ranks.rank == 0:
@@ -31,5 +34,6 @@ def export(models: TriModel, ranks: RankGroup, base: Path, target: Path) -> None
     ranks.barrier()
     if ranks.rank == 0:
         join(partial, sorted(partial.glob("stage-*")))
+        fence()
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)

@@ -22,13 +22,15 @@ from engine.config import Config
 from engine.errors import BadInput, MetronomeError
 from engine.run.user_algorithms import control_of, decided
 from engine.run.user_code import UserCode, describe
-from engine.types import GradientFigures
+from engine.types import OptionalFigures
 
 
 class ControlState(TypedDict, total=False):
     """Gradient control's part of a checkpoint beside the last gradient; empty before the first gradient."""
 
     skipped: int
+    skipped_of_run: int
+    """Not in checkpoints of older releases."""
     seen: list[float]
 
 
@@ -43,6 +45,7 @@ class GradientControl:
         low = algorithm.gac_low
         high = algorithm.gac_high
         self._low, self._high = (None if value == "auto" else value for value in (low, high))
+        self._most_skips = config.train.max_staleness if algorithm.gac_skips == "staleness" else algorithm.gac_skips
         self.seen: list[float] = []
         """The cosines of the run so far, oldest first."""
         self._optimizer = optimizer
@@ -50,6 +53,8 @@ class GradientControl:
         self._previous: list[Tensor] | None = None
         self.skipped = 0
         """Updates skipped in a row."""
+        self.skipped_of_run = 0
+        """Updates skipped since the run began."""
         self._cosine: float | None = None
 
     @torch.no_grad()
@@ -70,10 +75,20 @@ class GradientControl:
             self._subtract_last(0.0)
             return True
         self._cosine = dot / math.sqrt(square * before)
-        factor = self._factor(Step(self._cosine, tuple(self.seen), self._low, self._high))
+        factor = self._factor(
+            Step(
+                cosine=self._cosine,
+                seen=tuple(self.seen),
+                low=self._low,
+                high=self._high,
+                skipped=self.skipped,
+                most_skips=self._most_skips,
+            )
+        )
         self._subtract_last(0.0 if factor is None else (1.0 - factor) * dot / before)
         self.seen.append(self._cosine)
         self.skipped = self.skipped + 1 if factor is None else 0
+        self.skipped_of_run += factor is None
         if self.skipped and dist.get_rank() == 0:
             print(
                 f"gradient control {self._spec}: cosine with the last gradient {self._cosine:.3f}: update skipped, "
@@ -94,14 +109,18 @@ class GradientControl:
             raise BadInput(f'algorithm.gradient_control = "{self._spec}": it failed: {describe(attempt.error)}')
         return found
 
-    def figures(self) -> GradientFigures:
+    def figures(self) -> OptionalFigures:
         """Return the figures by the keys of steps.jsonl.
 
         They are empty before the second gradient, and if this gradient or the last one is zero.
         """
         if self._cosine is None:
             return {}
-        return {"grad_cosine": self._cosine, "skipped_updates": self.skipped}
+        return {
+            "grad_cosine": self._cosine,
+            "skipped_updates": self.skipped,
+            "skipped_updates_of_run": self.skipped_of_run,
+        }
 
     def _subtract_last(self, share: float) -> None:
         """Subtract `share` times the last gradient from this one, and keep this one as it was as the last gradient."""
@@ -140,11 +159,14 @@ class GradientControl:
 
     def state(self) -> ControlState:
         """Return the state that is not in tensors; {} before the first gradient."""
-        return {"skipped": self.skipped, "seen": self.seen} if self._previous is not None else {}
+        if self._previous is None:
+            return {}
+        return {"skipped": self.skipped, "skipped_of_run": self.skipped_of_run, "seen": self.seen}
 
     def load(self, state: ControlState) -> None:
         """Set the state that `state()` returned. The last gradient is loaded into `previous(loading=True)`."""
         self.skipped = int(state["skipped"])
+        self.skipped_of_run = int(state.get("skipped_of_run", state["skipped"]))
         self.seen = [float(value) for value in state["seen"]]
 
     def previous(self, loading: bool = False) -> dict[int, Tensor] | None:

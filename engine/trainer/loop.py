@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import fmean
+from typing import Any
 
 from engine.config import Config
 from engine.errors import MetronomeError, RatioGapError
 from engine.run.trace import Trace
 from engine.schedule import Schedule
+from engine.trainer.micro_batches import trained_tokens
 from engine.trainer.policy import Policy
 from engine.trainer.rollouts import Rollouts, Work
-from engine.types import Group, Landed, StepFigures
+from engine.types import Group, Landed, StepFigures, UpdateFigures
 
 
 class Loop:
@@ -37,46 +40,70 @@ class Loop:
         self.report = report
         self.checkpoint = checkpoint
         self.schedule = Schedule.of(config.train, config.rollout.partial)
+        self._moved = False
+        """Whether the step has made an update. From then on there are no weights from before the step to save."""
+        self._computed = (0, 0)
+        """Computed tokens and micro-batches of the step's windows that are traced."""
+        self._started: dict[int, float] = {}
+        """By step, when its rollouts were started."""
 
     def run(self, start: int) -> None:
         """Train steps `start` … `config.train.steps` − 1. Step N publishes weight version N and trains from it."""
-        denominator = self.config.train.prompts_per_step * self.config.rollout.group_size
         for step in range(start, self.config.train.steps):
             began = time.perf_counter()
             self.policy.start_step()
+            self._moved = False
+            self._computed = (0, 0)
             try:
-                with self.trace.span("sync", step=step):
+                with self.trace.span("sync", step=step) as span:
                     sync_s = self.rollouts.publish(self.policy.models, version=step)
+                    span["bytes"] = self.rollouts.sent_bytes
                 for batch in self.schedule.due(step, start, self.config.train.steps):
+                    self._started[batch] = time.perf_counter()
                     self.rollouts.start(batch)
                 check_s = self._verify(step)
                 for work in self._arriving_work(step):
                     self._score_or_train(step, work)
                 self.rollouts.settle()
-                self.policy.reduce(denominator, partial(self._held_window_trained, step))
-                updated = time.perf_counter()
-                self.policy.decide()  # before the weights change, since a user's code may fail
+                updates = self._update(step)
             except MetronomeError as error:
                 self.rollouts.failed(error)
-                self.checkpoint(step, None)  # the weights from before this step
+                if not self._moved:
+                    self.checkpoint(step, None)  # the weights from before this step
                 raise
-            with self.trace.span("update", step=step):
-                self.policy.models.copy_policy_to_old()
-                norm, rate = self.policy.update()
             ended = time.perf_counter()
+            trained = self.policy.figures()
             figures: StepFigures = {
                 "sync_s": sync_s,
                 "check_s": check_s,
-                "update_s": ended - updated,
                 "step_s": ended - began,
-                "grad_norm": norm,
-                "learning_rate": rate,
-                **self.policy.figures(),
+                "wait_ratio": trained["wait_s"] / (ended - began),
+                "rollout_to_train_end_s": ended - self._started.pop(step),
+                **updates,
+                **trained,
             }
             self.report(step, figures)
             self.trace.flush()
             if self._checkpoint_due(step + 1):
                 self.checkpoint(step + 1, figures)
+
+    def _update(self, step: int) -> UpdateFigures:
+        """Make the step's updates. Each trains what is held for it, and needs every rank."""
+        train = self.config.train
+        responses = train.prompts_per_step // train.updates * self.config.rollout.group_size
+        seconds = 0.0
+        norms = []
+        for _ in range(train.updates):
+            self.policy.reduce(responses, partial(self._held_window_trained, step))
+            began = time.perf_counter()
+            self.policy.decide()  # before the weights change, since a user's code may fail
+            self._moved = True
+            with self.trace.span("update", step=step):
+                self.policy.models.copy_policy_to_old()
+                norm, rate = self.policy.update()
+            norms.append(norm)
+            seconds += time.perf_counter() - began
+        return {"update_s": seconds, "grad_norm": fmean(norms), "learning_rate": rate}
 
     def _verify(self, step: int) -> float:
         """Return the seconds that `Rollouts.verify` blocks; the instances sample meanwhile."""
@@ -115,7 +142,13 @@ class Loop:
         started = time.time()
         idle = self.policy.accumulate(window)
         ended = time.time()
-        self.trace.add("train", started, ended, step=step, groups=[group.index for group in window])
+        self._trace_window(
+            step,
+            started,
+            ended,
+            groups=[group.index for group in window],
+            tokens=sum(map(trained_tokens, window)),
+        )
         if idle is not None:
             self.trace.add("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=step)
         if self.schedule.ahead:
@@ -133,8 +166,16 @@ class Loop:
 
     def _held_window_trained(self, step: int, started: float, ended: float) -> None:
         """Trace a held window that was trained, and send the launcher a sign of life: training them all takes long."""
-        self.trace.add("train", started, ended, step=step)
+        self._trace_window(step, started, ended)
         self.rollouts.heartbeat()
+
+    def _trace_window(self, step: int, started: float, ended: float, **attributes: Any) -> None:  # noqa: ANN401
+        """Trace a window, with what it computed: what the step's sums have grown by since the last one."""
+        metrics = self.policy.metrics
+        computed = (metrics.computed_tokens, metrics.micro_batches)
+        tokens, count = (new - old for new, old in zip(computed, self._computed, strict=True))
+        self._computed = computed
+        self.trace.add("train", started, ended, step=step, computed_tokens=tokens, micro_batches=count, **attributes)
 
     def _checkpoint_due(self, step: int) -> bool:
         every = self.config.checkpoint.every

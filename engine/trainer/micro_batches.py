@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class Packing:
         whole group. Replicas in lockstep take the micro-batches in turn and all run equally many: a replica that would
         have one less gets FILLER.
         """
-        packed = list(_pack_parts([part for group in window for part in self._parts(group)], self.budget))
+        packed = list(pack_parts([part for group in window for part in self._parts(group)], self.budget))
         number, count = self.share
         mine = packed[number::count]
         fillers = -(-len(packed) // count) - len(mine)
@@ -137,8 +138,20 @@ FILLER = GroupPart((0,), (), torch.zeros(0), 1)
 """A part of one token without a response: it trains nothing."""
 
 
-def _pack_parts(parts: Sequence[GroupPart], budget: int) -> Iterator[list[GroupPart]]:
-    packed: list[GroupPart] = []
+class Sized(Protocol):
+    """Something that fills a part of a row."""
+
+    @property
+    def size(self) -> int:
+        """Tokens that a row computes for it."""
+
+
+Part = TypeVar("Part", bound=Sized)
+
+
+def pack_parts(parts: Sequence[Part], budget: int) -> Iterator[list[Part]]:
+    """Yield the parts of each micro-batch, in their order: as many as fit into the budget, at least one."""
+    packed: list[Part] = []
     for part in parts:
         if packed and sum(other.size for other in packed) + part.size > budget:
             yield packed

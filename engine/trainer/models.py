@@ -14,6 +14,7 @@ from engine.model.build import Computation
 from engine.model.hf_weights import load
 from engine.model.shape import ModelShape, read_shape
 from engine.model.tri_model import TriModel
+from engine.model.weight_gradients import fusible
 from engine.platform import Platform
 from engine.wire.weights.hf_folder import open_folder
 
@@ -24,9 +25,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def computation(config: Config, platform: Platform) -> Computation:
     """Return how models are computed on this platform, by the config."""
     device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
+    dtype = DTYPES[config.train.dtype]
     return Computation(
         sequence=config.parallel.sequence,
-        dtype=DTYPES[config.train.dtype],
+        dtype=dtype,
+        add_in_product=fusible(device, dtype),
         recompute=config.train.recompute,
         attention=platform.attention,
         device=device,

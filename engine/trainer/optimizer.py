@@ -11,9 +11,14 @@ from engine.trainer.models import DTYPES
 
 
 def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
-    """Return AdamW over the model's gradient buffers. Built by every rank at once."""
+    """Return AdamW over the model's gradient buffers. Built by every rank at once.
+
+    On GPUs torch's fused kernel updates the parameters, without temporary tensors. On NPUs MindSpeed puts a fused AdamW
+    of its own here. Elsewhere torch updates one parameter at a time: all together would need temporary tensors of the
+    size of all fp32 weights.
+    """
     train = config.train
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             bf16=train.dtype == "bfloat16",
@@ -29,11 +34,16 @@ def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimi
         [ddp],
         use_gloo_process_groups=False,
     )
+    for group in optimizer.param_groups:  # read by torch's AdamW only
+        group["foreach"] = False
+        group["fused"] = all(main.device.type == "cuda" for main in group["params"])
+    return optimizer
 
 
 def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Return Megatron's schedule: linear warm-up over w steps, the first at 1/w of the peak, then the chosen decay."""
+    """Return Megatron's schedule: linear warm-up over w updates, the first at 1/w of the peak, then the decay."""
     train = config.train
+    updates = train.steps * train.updates
     peak = train.learning_rate
     warmup = train.warmup_steps
     scheduler = OptimizerParamScheduler(
@@ -42,11 +52,11 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
         max_lr=peak,
         min_lr=0.0,
         lr_warmup_steps=max(0, warmup - 1),
-        lr_decay_steps=max(train.steps, warmup + 1),
+        lr_decay_steps=max(updates, warmup + 1),
         lr_decay_style=train.schedule,
         start_wd=train.weight_decay,
         end_wd=train.weight_decay,
-        wd_incr_steps=train.steps,
+        wd_incr_steps=updates,
         wd_incr_style="constant",
         # a resumed run takes the position from its checkpoint and these settings from its config
         use_checkpoint_opt_param_scheduler=False,

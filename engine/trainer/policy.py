@@ -14,8 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from engine.algorithm.batch_statistics import BatchLossSettings
-from engine.algorithm.losses import Coefficients, Loss, Terms
-from engine.algorithm.mismatch import mismatch
+from engine.algorithm.losses import Coefficients, Terms
 from engine.config import Config
 from engine.errors import MetronomeError
 from engine.model.build import logits, row_multiple
@@ -26,14 +25,18 @@ from engine.run.user_algorithms import advantage_of, loss_of
 from engine.trainer.credit import Credit
 from engine.trainer.early_scoring import EarlyScores
 from engine.trainer.gradient_control import GradientControl
-from engine.trainer.held_windows import HeldWindows, Scored, hold_windows
+from engine.trainer.held_windows import HeldWindows, Scored, check_scope
 from engine.trainer.micro_batches import MicroBatch, Packing
 from engine.trainer.models import computation, open_models
 from engine.trainer.optimizer import optimizer_of, scheduler_of
 from engine.trainer.pipeline_bubble import ComputeTimer
 from engine.trainer.rank_group import RankGroup
-from engine.trainer.step_metrics import LossCounts, RankMetrics, StepMetrics
+from engine.trainer.step_metrics import RankMetrics, StepMetrics
+from engine.trainer.step_sums import StepSums
 from engine.types import Group, Landed, TrainingFigures
+
+PIECE = 2**24
+"""Numbers of the gradient that are looked at together."""
 
 
 class Policy:
@@ -45,8 +48,8 @@ class Policy:
         self.platform = platform
         self.ranks = ranks or RankGroup(config.parallel.lockstep)
         self.models: TriModel = open_models(config, platform)
-        self.metrics = StepMetrics()
         self.packing = self._packing()
+        self.sums = self._no_sums()
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
         advantage_of(algorithm.advantage)  # raises now if a user's own advantage has a mistake
@@ -56,20 +59,24 @@ class Policy:
             clip_high=algorithm.clip_high,
             kl=algorithm.kl_coef,
             entropy=algorithm.entropy_coef,
+            dual_clip=algorithm.dual_clip,
             kl_estimator=algorithm.kl_estimator,
             mismatch=algorithm.mismatch,
+            mismatch_level=algorithm.mismatch_level,
             mismatch_limit=algorithm.mismatch_limit,
+            mismatch_reject=algorithm.mismatch_reject,
+            mismatch_reject_limit=algorithm.mismatch_reject_limit,
             limits=BatchLossSettings(
-                algorithm.m2po.threshold, algorithm.bapo.share, algorithm.bapo.low, algorithm.bapo.high
+                second_moment=algorithm.m2po.threshold,
+                mean=algorithm.m2po.mean,
+                share=algorithm.bapo.share,
+                low=algorithm.bapo.low,
+                high=algorithm.bapo.high,
             ),
         )
-        self._held = hold_windows(
-            spec=algorithm.loss,
-            loss=self._loss,
-            limits=self._coefficients.limits,
-            ranks=self.ranks,
-            mode=config.train.mode,
-        )
+        check_scope(algorithm.loss, self._loss, config.train.mode)
+        self._batch_scope = self._loss.scope != "group"
+        self._held = HeldWindows(self._loss, self._coefficients.limits, self.ranks)
         self._statistics: tuple[float, ...] = ()
         sharded = config.train.distributed_optimizer
         self.ddp = DistributedDataParallel(
@@ -87,8 +94,6 @@ class Policy:
             GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
         )
         self._decided: bool | None = None
-        self._denominator: float | None = None
-        """Denominator of the step that was reduced last."""
         self.scheduler = scheduler_of(config, self.optimizer)
 
     def _packing(self) -> Packing:
@@ -104,34 +109,43 @@ class Policy:
             device=self.models.device,
         )
 
+    @property
+    def metrics(self) -> StepMetrics:
+        """This rank's figures of the step."""
+        return self.sums.metrics
+
+    def _no_sums(self) -> StepSums:
+        return StepSums(self.ranks, self.packing.credit, self.config.train.updates)
+
     def start_step(self) -> None:
         """Set gradients and metrics back, also those of a step that was not finished."""
-        self.metrics = StepMetrics()
-        self._decided = None
+        self.sums = self._no_sums()
         self.early.clear()
-        if self._held is not None:
-            self._held.clear()
+        self._held.clear()
+        self._start_update()
+
+    def _start_update(self) -> None:
+        self._decided = None
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def accumulate(self, window: Sequence[Group]) -> float | None:
         """Score the groups under the frozen models and add their gradient; no optimizer step. A collective of the unit.
 
-        A loss of batch scope holds them: `reduce` adds their gradient once the whole batch is there.
+        Groups of a later mini-batch, and those of a loss of batch scope, are held: `reduce` adds their gradient.
         Returns the seconds of the schedule in which this pipeline stage computed nothing; None without a pipeline, or
         for a window that is held.
         """
         started = time.perf_counter()
-        batches = self.packing.micro_batches(window)
-        scored = self._frozen_scores(batches)
+        self.sums.add_window(window)
+        update = window[0].mini_batch
+        scored = self._frozen_scores(self.packing.micro_batches(window))
         idle = None
-        if self._held is None:
-            idle = self._forward_backward(iter(scored), len(scored))
+        if update or self._batch_scope:
+            self._hold_window(scored, update)
         else:
-            self._hold_window(self._held, scored)
-        if self.ranks.leader:
-            for group in window:
-                self.metrics.add_group(group, self.packing.credit.tokens(group), self.packing.credit.unequal(group))
+            idle = self._forward_backward(iter(scored), len(scored))
+        self.sums.end_window()
         self.metrics.train_s += time.perf_counter() - started
         return idle
 
@@ -153,30 +167,54 @@ class Policy:
         started = time.perf_counter()
         old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
         self.metrics.score_s += time.perf_counter() - started
-        return list(zip(batches, old, reference, strict=True))
+        return list(map(Scored, batches, old, reference))
 
-    def _hold_window(self, held: HeldWindows, window: Sequence[Scored]) -> None:
-        """Hold a window with its log-ratios of policy to old policy (engine.trainer.held_windows)."""
+    def _hold_window(self, window: Sequence[Scored], update: int) -> None:
+        """Hold a window for its update. Its tokens are scored now, under the weights at the step's start, where they
+        are its old policy, are compared with the instances', or the first update's statistics need them."""
+        config = self.config
+        behavior = config.algorithm.old_policy == "behavior"
+        if behavior or config.train.mode in ("sync", "periodic") or (self._batch_scope and not update):
+            found = self._policy_scores(window)
+            for (batch, _, _, _), logprobs in zip(window, found, strict=True):
+                if logprobs is not None:
+                    self.sums.compare(batch, logprobs)
+            if self._batch_scope and not update:
+                self._add_log_ratios(window, found)
+            window = [
+                scored._replace(old=logprobs if behavior else scored.old, compared=True)
+                for scored, logprobs in zip(window, found, strict=True)
+            ]
+        self._held.add(window, update)
+
+    def _policy_scores(self, window: Sequence[Scored]) -> list[Tensor | None]:
+        """[T] log-probabilities of each micro-batch under the policy as it is now. A collective of the unit."""
         models = self.models
-        found = score(
-            models.policy, [batch.layout for batch, _, _ in window], models.temperature, models.shape.vocabulary
-        )
-        log_ratios: list[Tensor | None] = []
-        for (batch, old, _), logprobs in zip(window, found, strict=True):
-            if logprobs is not None:
-                # the ratio gap is checked after each window, so it is measured now and not in `reduce`
-                self.metrics.worst_gap(mismatch(logprobs, batch.rollout)[0])
-            log_ratios.append(None if logprobs is None else logprobs - self._old_logprobs(batch, logprobs, old))
-        held.add(window, log_ratios)
+        layouts = [scored.batch.layout for scored in window]
+        return score(models.policy, layouts, models.temperature, models.shape.vocabulary)
 
-    def _train_held(self, trained: Callable[[float, float], None]) -> None:
-        """Train the held windows one by one, with the statistics over all of them. A collective of all ranks."""
-        if self._held is None:
-            return
-        windows, self._statistics = self._held.take()
+    def _add_log_ratios(self, window: Sequence[Scored], found: Sequence[Tensor | None]) -> None:
+        log_ratios = [
+            None if logprobs is None else logprobs - self._old_logprobs(scored.batch, logprobs, scored.old)
+            for scored, logprobs in zip(window, found, strict=True)
+        ]
+        self._held.add_log_ratios(window, log_ratios)
+
+    def _train_held(self, update: int, trained: Callable[[float, float], None]) -> None:
+        """Train the held windows of an update one by one. A collective of all ranks.
+
+        The statistics of a loss of batch scope are over the update's whole mini-batch, under the weights that it
+        begins with.
+        """
+        windows = self._held.take(update)
+        if self._batch_scope:
+            for window in windows if update else ():  # the first update's were added when they came
+                self._add_log_ratios(window, self._policy_scores(window))
+            self._statistics = self._held.statistics()
         for window in windows:
             started = time.time()
             self._forward_backward(iter(window), len(window))
+            self.sums.end_window()
             ended = time.time()
             self.metrics.train_s += ended - started
             trained(started, ended)
@@ -203,22 +241,22 @@ class Policy:
         self, window: Iterator[Scored], model: torch.nn.Module
     ) -> tuple[Tensor, partial[tuple[Tensor, Tensor, None]]]:
         """Megatron's forward step. Return the micro-batch's logits, and the function from them to its loss."""
-        batch, old, reference = next(window)
+        scored = next(window)
         if self.ranks.feeds:
-            self.metrics.computed_tokens += batch.layout.size
-        return logits(model, batch.layout), partial(self._loss_of, batch, old, reference)
+            self.metrics.computed_tokens += scored.batch.layout.size
+            self.metrics.micro_batches += 1
+        return logits(model, scored.batch.layout), partial(self._loss_of, scored)
 
-    def _loss_of(
-        self, batch: MicroBatch, old: Tensor | None, reference: Tensor | None, out: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    def _loss_of(self, scored: Scored, out: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the sum of the responses' losses, and 0 as Megatron's token count: `reduce` divides instead."""
+        batch = scored.batch
         shape = self.models.shape
         logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
-        old = self._old_logprobs(batch, logprobs, old)
+        old = self._old_logprobs(batch, logprobs, scored.old)
         terms = Terms(
             logprobs=logprobs,
             old=old,
-            reference=reference,
+            reference=scored.reference,
             entropy=entropy,
             advantages=batch.advantages,
             weights=batch.weights,
@@ -230,75 +268,77 @@ class Policy:
             sampled=self._sampled_logprobs(batch, logprobs.detach(), old),
         )
         loss = self._loss(terms, self._coefficients)
-        self._add_metrics(batch, logprobs.detach(), old, loss)
+        if not scored.compared:
+            self.sums.compare(batch, logprobs.detach())
+        self.sums.add_loss(batch, loss)
         return loss.total, torch.zeros((), dtype=torch.int, device=out.device), None
 
     def _old_logprobs(self, batch: MicroBatch, logprobs: Tensor, old: Tensor | None) -> Tensor:
-        """[T] log-probabilities in the denominator of the ratio, by `algorithm.old_policy`; `old`: the old policy's."""
+        """[T] log-probabilities in the denominator of the ratio, by `algorithm.old_policy`.
+
+        `old`: those under the old policy, or with "behavior" under the weights at the step's start where the policy
+        may have moved since, else None.
+        """
         if self.config.algorithm.old_policy == "behavior":
-            return logprobs.detach()
+            return logprobs.detach() if old is None else old
         if self.config.algorithm.old_policy == "rollout":
             return batch.rollout
         assert old is not None
         return old
 
     def _sampled_logprobs(self, batch: MicroBatch, logprobs: Tensor, old: Tensor) -> Tensor:
-        """[T] the trainer's log-probabilities under the weights that sampled each token.
+        """[T] the trainer's log-probabilities in the numerator of the mismatch weight.
 
-        Those are the policy's weights, or for tokens that are one update old the old policy's. The config refuses
-        `algorithm.mismatch` where older tokens occur.
+        With "behavior" they are the old policy's (verl's decoupled loss). With "previous" they are those of the weights
+        that sampled each token: those at the step's start, or for tokens that are one update old the old policy's; the
+        config refuses `algorithm.mismatch` where older tokens occur. With "rollout" only a rejection reads them.
         """
-        return torch.where(batch.behind, old, logprobs) if self.config.algorithm.old_policy == "previous" else logprobs
-
-    def _add_metrics(self, batch: MicroBatch, logprobs: Tensor, old: Tensor, loss: Loss) -> None:
-        """Add the micro-batch's figures to the step's metrics."""
-        metrics = self.metrics
-        gap, divergence = mismatch(logprobs, batch.rollout)
-        metrics.worst_gap(gap)
-        if not self.ranks.judges:
-            return
-        metrics.loss += float(loss.total.detach())
-        metrics.kl += float(loss.kl)
-        metrics.entropy += float(loss.entropy)
-        metrics.clipped += float(loss.clipped)
-        metrics.mismatch_kl += divergence
-        metrics.scored_tokens += logprobs.numel()
-        if logprobs.numel():
-            metrics.old_ratio_max = max(metrics.old_ratio_max, float((logprobs - old).max().exp()))
+        kind = self.config.algorithm.old_policy
+        if kind == "previous":
+            return torch.where(batch.behind, old, logprobs)
+        return old if kind == "behavior" else logprobs
 
     def reduce(self, responses: int, trained: Callable[[float, float], None] = lambda started, ended: None) -> None:
-        """Divide the gradient by the step's denominator and reduce it over replicas, once.
+        """Divide the gradient of the step's next update by its denominator and reduce it over replicas, once.
 
-        `responses`: those of the step, prompts times group size. Held windows are trained first; `trained` is called
+        `responses`: those of the update, prompts times group size. Held windows are trained first; `trained` is called
         after each with the times at which it began and ended (seconds since the epoch). A collective of all ranks, also
-        of those that got no group; they wait for each other on the host first. Raises MetronomeError if the gradient is
-        not finite.
+        of those that got no group; they wait for each other on the host first. Raises MetronomeError if a figure of the
+        loss or the gradient is not finite.
         """
-        self._train_held(trained)
-        denominator = self._denominator = self._step_denominator(responses)
+        update = self.sums.update
+        if update:
+            self._start_update()
+        self._train_held(update, trained)
+        denominator = self._denominator(responses)
+        self.sums.denominators.append(denominator)
         self.ddp.scale_gradients(1.0 / denominator)
         finalize_model_grads([self.ddp], None)
-        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
-        finite = all(bool(torch.isfinite(buffer.grad_data).all()) for buffer in buffers)
-        if self.ranks.worst(0.0 if finite else 1.0, everyone=True):
+        if self.ranks.worst(0.0 if self._finite() else 1.0, everyone=True):
+            updates = self.config.train.updates
+            name = "the update" if updates == 1 else f"update {update + 1} of {updates}"
             raise MetronomeError(
-                "the gradient of this step is not finite; the update was not made (weights are unchanged). "
+                f"the gradient of this step is not finite; {name} was not made (weights are unchanged). "
                 "Lower train.learning_rate or train.max_grad_norm"
             )
 
-    def _step_denominator(self, responses: int) -> float:
-        """Return what the summed gradient is divided by.
+    def _finite(self) -> bool:
+        """Whether every number of this rank's gradient is finite. torch needs 1.75 times the memory of what it looks
+        at: not more than a piece at a time."""
+        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
+        pieces = [piece for buffer in buffers for piece in buffer.grad_data.split(PIECE)]
+        return bool(torch.stack([torch.isfinite(piece).all() for piece in pieces]).all())
+
+    def _denominator(self, responses: int) -> float:
+        """Return what the summed gradient of an update is divided by.
 
         The loss's aggregation gives it. With an advantage of `only_unequal` it is multiplied by the share of unequal
         groups.
         """
-        metrics = self.metrics
-        counts = self.ranks.gather(LossCounts(metrics.loss_tokens, metrics.groups, metrics.unequal))
-        tokens = sum(count.tokens for count in counts)
-        unequal = sum(count.unequal for count in counts)
-        divisor = self._loss.denominator(responses, tokens, self.config.rollout.max_new_tokens)
+        counts = self.sums.counts()
+        divisor = self._loss.denominator(responses, counts.tokens, self.config.rollout.max_new_tokens)
         only_unequal = advantage_of(self.config.algorithm.advantage).only_unequal
-        return divisor * unequal / sum(count.groups for count in counts) if only_unequal and unequal else divisor
+        return divisor * counts.unequal / counts.groups if only_unequal and counts.unequal else divisor
 
     def decide(self) -> None:
         """Let gradient control change the gradient or skip the update. Raises BadInput if a user's control fails."""
@@ -319,13 +359,14 @@ class Policy:
         return float(norm), rate
 
     def figures(self) -> TrainingFigures:
-        """Return the step's figures over all ranks, by the keys of steps.jsonl; after `reduce`.
+        """Return the step's figures over all ranks, by the keys of steps.jsonl; after its last update.
 
         A collective of all ranks.
         """
-        assert self._denominator is not None
         ranks = self.ranks.gather(RankMetrics(self.metrics, self.ranks.leader, self.platform.peak_bytes()))
-        merged = StepMetrics.merged(ranks, self._denominator, self._loss.aggregation == "response")
+        merged = StepMetrics.merged(ranks, self.sums.denominators, self._loss.aggregation == "response")
+        if not self._coefficients.kl:
+            del merged["kl"]  # there is no reference
         return {**merged, **self.control.figures()} if self.control is not None else merged
 
 

@@ -18,6 +18,7 @@ from engine.config.recipe import load
 from engine.errors import BadInput, MetronomeError
 from engine.model.shape import content_hash
 from engine.run.disk import named_disk_errors
+from engine.run.fence import Fence
 from engine.run.process import bind, watch_lifeline
 from engine.run.trace import Trace
 from engine.types import StepFigures
@@ -36,7 +37,7 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     name = f"trainer-{os.environ['RANK']}"
     control, sender = (
-        ControlClient(arguments.control, who, _transfer_timeout(config)) for who in (name, f"{name}-weights")
+        ControlClient(arguments.control, who, config.transfer_timeout_s) for who in (name, f"{name}-weights")
     )
     try:
         with named_disk_errors(arguments.folder), _session(config):
@@ -50,15 +51,6 @@ def main() -> int:
         sender.close()
 
 
-def _transfer_timeout(config: Config) -> float:
-    """Return the seconds that a rank waits for the launcher, for other ranks or for a transfer.
-
-    They are more than the launcher's own deadlines for an instance and its update, so that the launcher, which knows
-    the names, gives up first.
-    """
-    return config.train.timeout_s + config.rollout.timeout_s + config.rollout.wait_s
-
-
 def _own_cores(config: Config) -> list[int]:
     """Return this rank's share of `train.devices`, the cores that it may run on."""
     share = len(config.train.devices) // config.parallel.ranks_per_node
@@ -70,8 +62,11 @@ def _session(config: Config) -> Any:  # noqa: ANN401
     for name, value in WATCHDOGS.get(config.weights.transport, {}).items():
         os.environ.setdefault(name, value)
     parallel = config.parallel
+    machine = platform.get(config.platform.device)
+    if config.train.deterministic:
+        machine.make_deterministic()
     return platform.session(
-        platform.get(config.platform.device),
+        machine,
         config.run.seed,
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
@@ -105,7 +100,8 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
     from engine.trainer.rank_group import RankGroup
 
     base = Path(config.model.path)
-    ranks = RankGroup(config.parallel.lockstep, _transfer_timeout(config))
+    fence = Fence(arguments.folder, arguments.attempt)
+    ranks = RankGroup(config.parallel.lockstep, config.transfer_timeout_s)
     policy = Policy(config, platform.get(config.platform.device), ranks)
     reference_hash = content_hash(base) if config.algorithm.kl_coef > 0 else None
     checkpoints = Checkpoints(
@@ -113,7 +109,7 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
         policy=policy,
         config=config,
         reference_hash=reference_hash,
-        attempt=arguments.attempt,
+        fence=fence,
     )
     start = (checkpoints.resume() if arguments.resume else None) or 0
     if start > config.train.steps:
@@ -137,7 +133,7 @@ def _train(config: Config, arguments: argparse.Namespace, control: ControlClient
     finally:
         trace.flush()
         checkpoints.finish(config.train.timeout_s)
-    export(policy.models, ranks, base, arguments.folder / "policy")
+    export(policy.models, ranks, base, target=arguments.folder / "policy", fence=fence.check)
 
 
 def _rollouts(
@@ -163,7 +159,7 @@ def _rollouts(
         folder=arguments.weights,
         dtype=DTYPES[config.model.dtype],
         bucket_bytes=config.weights.bucket_mb * 2**20,
-        timeout_s=_transfer_timeout(config),
+        timeout_s=config.transfer_timeout_s,
     )
     return LiveRollouts(control, ranks, publisher, config.window_tokens)
 

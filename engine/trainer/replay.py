@@ -18,7 +18,7 @@ class Replay:
         self._mine: dict[int, list[RecordEntry]] = {}
         self._groups: dict[int, int] = {}
         for entry in read(path):
-            self._groups[entry.step] = self._groups.get(entry.step, 0) + len(entry.groups)
+            self._groups[entry.step] = self._groups.get(entry.step, 0) + entry.size
             if entry.unit == unit:
                 self._mine.setdefault(entry.step, []).append(entry)
 

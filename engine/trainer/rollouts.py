@@ -19,9 +19,10 @@ from engine.trainer.rank_group import RankGroup
 from engine.trainer.replay import Replay
 from engine.types import Group, Landed
 from engine.wire import messages
-from engine.wire.codec import open_group, open_landed
+from engine.wire.codec import open_landed
 from engine.wire.control_client import ControlClient
 from engine.wire.messages import EarlyWork, EndOfStep, Failure, Window
+from engine.wire.sealed import open_group
 
 Work = list[Group] | list[Landed]
 """A window to train, or responses to score early."""
@@ -36,6 +37,10 @@ class Rollouts(Protocol):
 
     def publish(self, models: TriModel, version: int) -> float:
         """Give every instance exactly this version of the policy. Return the seconds that it blocked the trainer."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the weights that this rank sent in the last publish."""
 
     def verify(self, models: TriModel, version: int) -> None:
         """Check, after `publish`, that the instances compute with the policy's weights.
@@ -81,6 +86,11 @@ class LiveRollouts:
         waited = time.perf_counter() - started
         return waited + self._publisher.publish(models, version)
 
+    @property
+    def sent_bytes(self) -> int:
+        """See `Publisher.sent_bytes`."""
+        return self._publisher.sent_bytes
+
     def verify(self, models: TriModel, version: int) -> None:
         """See `Publisher.verify`."""
         self._publisher.verify(models, version)
@@ -105,7 +115,7 @@ class LiveRollouts:
             if isinstance(reply, EndOfStep):
                 return
             if isinstance(reply, (Window, EarlyWork)):  # else a sign of life: ask again
-                work = _decoded(reply)
+                work = _opened(reply)
                 yield work
                 trained = tuple(item.index for item in work if isinstance(item, Group))
 
@@ -135,6 +145,11 @@ class ReplayedRollouts:
         """There are no instances. Return 0."""
         return 0.0
 
+    @property
+    def sent_bytes(self) -> int:
+        """Nothing was published."""
+        return 0
+
     def verify(self, models: TriModel, version: int) -> None:
         """Nothing was published."""
 
@@ -148,7 +163,7 @@ class ReplayedRollouts:
         """Yield the unit's recorded work of the step in the recorded order, then wait until all units are done."""
         for entry in self._replay.entries(step):
             self._ranks.from_leader(partial(self._report_progress, step, False))
-            yield _decoded(Window(entry.groups) if entry.groups else EarlyWork(entry.landed))
+            yield entry.window() or list(map(open_landed, entry.landed))
         while not isinstance(self._ranks.from_leader(partial(self._report_progress, step, True)), EndOfStep):
             pass  # the launcher's sign of life
 
@@ -173,7 +188,7 @@ def _report_failure(error: MetronomeError, control: ControlClient, ranks: RankGr
         control.ask(messages.TrainerFailed(error=Failure.of(error)))
 
 
-def _decoded(packed: Window | EarlyWork) -> Work:
-    if isinstance(packed, Window):
-        return [open_group(group) for group in packed.groups]
-    return [open_landed(landed) for landed in packed.landed]
+def _opened(given: Window | EarlyWork) -> Work:
+    if isinstance(given, Window):
+        return [open_group(group, given.batch) for group in given.groups]
+    return list(map(open_landed, given.landed))

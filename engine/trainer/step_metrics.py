@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -33,15 +34,18 @@ class StepMetrics:
     continued: int = 0
     trained_tokens: int = 0
     computed_tokens: int = 0
+    micro_batches: int = 0
     scored_tokens: int = 0
     loss_tokens: int = 0
     groups: int = 0
     unequal: int = 0
     """Groups whose rewards differ."""
-    loss: float = 0.0
+    losses: list[float] = field(default_factory=lambda: [0.0])
+    """Sum of the responses' losses, by update."""
     kl: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
+    dropped: float = 0.0
     old_ratio_max: float = 0.0
     max_ratio_gap: float = 0.0
     mismatch_kl: float = 0.0
@@ -75,14 +79,21 @@ class StepMetrics:
 
     def worst_gap(self, gap: float) -> None:
         """Keep the largest ratio gap. NaN replaces every number, so that it can't hide."""
-        self.max_ratio_gap = gap if math.isnan(gap) else max(self.max_ratio_gap, gap)
+        self.max_ratio_gap = _largest_or_nan((self.max_ratio_gap, gap))
+
+    def worst_ratio(self, ratio: float) -> None:
+        """Keep the largest ratio of the loss, likewise."""
+        self.old_ratio_max = _largest_or_nan((self.old_ratio_max, ratio))
 
     @staticmethod
-    def merged(ranks: Sequence[RankMetrics], denominator: float, by_response: bool = True) -> TrainingFigures:
+    def merged(
+        ranks: Sequence[RankMetrics], denominators: Sequence[float], by_response: bool = True
+    ) -> TrainingFigures:
         """Return the figures of steps.jsonl that the trainer knows, from every rank's metrics.
 
-        The loss is divided by its own denominator. KL, entropy and clip fraction are means over responses of their
-        means over tokens, or means over all tokens, as the loss aggregates. Times are means over the units (their
+        The loss of each update is divided by its own denominator; the step's is their mean. KL, entropy, clip
+        fraction and dropped share are means over responses of their means over tokens, or means over all tokens, as the
+        loss aggregates; each token counts once, as its update computed it. Times are means over the units (their
         leaders), in seconds.
         """
         sums = [asdict(rank.metrics) for rank in ranks]
@@ -92,9 +103,9 @@ class StepMetrics:
             **{name: sum(one[name] for one in leaders) / len(leaders) for name in TIMES},
         )
         memory = [round(rank.peak_bytes / 2**30, 3) for rank in ranks]
-        return whole._figures(denominator, by_response, memory)
+        return whole._figures(denominators, by_response, memory)
 
-    def _figures(self, denominator: float, by_response: bool, memory: list[float]) -> TrainingFigures:
+    def _figures(self, denominators: Sequence[float], by_response: bool, memory: list[float]) -> TrainingFigures:
         count = max(1, len(self.rewards))
         weight = count if by_response else max(1, self.loss_tokens)
         mean = sum(self.rewards) / count
@@ -111,10 +122,11 @@ class StepMetrics:
             "trained_tokens": self.trained_tokens,
             "computed_tokens": self.computed_tokens,
             "equal_groups": self.groups - self.unequal,
-            "loss": self.loss / denominator,
+            "loss": fmean(loss / divisor for loss, divisor in zip(self.losses, denominators, strict=True)),
             "kl": self.kl / weight,
             "entropy": self.entropy / weight,
             "clip_fraction": self.clipped / weight,
+            "mismatch_dropped": self.dropped / weight,
             "old_ratio_max": self.old_ratio_max,
             "max_ratio_gap": self.max_ratio_gap,
             "mismatch_kl": self.mismatch_kl / max(1, self.scored_tokens),
@@ -127,13 +139,21 @@ class StepMetrics:
 
 
 class LossCounts(msgspec.Struct):
-    """One rank's counts for the step's denominator."""
+    """One rank's counts for the denominator of an update."""
 
-    tokens: int
+    tokens: int = 0
     """Response tokens that are trained."""
-    groups: int
-    unequal: int
+    groups: int = 0
+    unequal: int = 0
     """Groups whose rewards differ."""
+    unsound: list[str] = []
+    """Ids of prompts in whose micro-batches a figure of the loss is not finite."""
+
+    def add(self, tokens: int, unequal: bool) -> None:
+        """Count a group."""
+        self.tokens += tokens
+        self.groups += 1
+        self.unequal += unequal
 
 
 class RankMetrics(msgspec.Struct):
@@ -161,7 +181,8 @@ MERGED: dict[str, Callable[[list[Any]], Any]] = {
     "versions": lambda found: set(_concatenated(found)),
     **dict.fromkeys(("staleness", "continued", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
     **dict.fromkeys(("loss_tokens", "groups", "unequal"), sum),
-    **dict.fromkeys(("loss", "kl", "entropy", "clipped", "mismatch_kl"), sum),
+    "losses": lambda found: [sum(of_update) for of_update in zip(*found, strict=True)],
+    **dict.fromkeys(("kl", "entropy", "clipped", "dropped", "mismatch_kl"), sum),
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _largest_or_nan),
 }
 """How the ranks' values of each figure are merged into the step's."""

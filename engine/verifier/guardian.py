@@ -3,6 +3,10 @@
 The process that the launcher started forks. The child becomes the worker. The parent stays as its guardian: the kernel
 gives it every orphan among the worker's descendants (PR_SET_CHILD_SUBREAPER), so it finds all of them. It ends when the
 worker ends, and as it ended. Only Linux can do this.
+
+It also counts them, and ends all when there are too many. RLIMIT_NPROC would count the processes of the whole user, and
+none of root's; a cgroup of its own is not to be had everywhere. What a reward starts between two looks is not
+prevented.
 """
 
 from __future__ import annotations
@@ -18,16 +22,21 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NoReturn
 
+from engine.wire.verifier_messages import TOO_MANY_PROCESSES
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 END_S = 5.0
 """Seconds that the guardian tries to end the worker's descendants."""
+LOOK_S = 0.1
+"""Seconds between two looks at their number. One takes 0.1 ms, and 0.02 ms more for each thread."""
 
 
-def guard(connection: int) -> None:
+def guard(connection: int, limit: int = 0) -> None:
     """Fork, and return in the worker; the guardian does not return. Elsewhere than on Linux return at once.
 
-    `connection`: descriptor of the worker's alone. Call it before any thread is started.
+    `connection`: descriptor of the worker's alone; `limit`: most processes that the worker may have started at once, 0
+    for any number. Call it before any thread is started.
     """
     if sys.platform != "linux":
         return
@@ -36,28 +45,29 @@ def guard(connection: int) -> None:
     worker = os.fork()
     if worker:
         os.close(connection)
-        _outlive(worker)
+        _outlive(worker, limit)
     os.setpgid(0, 0)  # what ends the worker's group must leave the guardian
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guardian:  # it died before the kernel knew that this matters
         os._exit(1)
 
 
-def _outlive(worker: int) -> NoReturn:
-    """Wait for the worker's end, end its descendants, and end as the worker did."""
+def _outlive(worker: int, limit: int) -> NoReturn:
+    """Wait for the worker's end, or for too many descendants; end them, and end as the worker did, or with
+    TOO_MANY_PROCESSES."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: _kill(worker))
-    ended = 0
-    while ended != worker:
-        ended, status = os.waitpid(-1, 0)
-    deadline = time.monotonic() + END_S
-    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
-        for process in left:
-            _kill(process)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(0.002)
+        signal.signal(number, lambda *_: _send(worker, signal.SIGKILL))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    too_many = False
+    while (status := _reap(worker)) is None and not too_many:
+        too_many = bool(limit) and _count(worker) > limit
+        if not too_many:
+            signal.sigtimedwait({signal.SIGCHLD}, LOOK_S)
+    if too_many:
+        _stop()
+    _end()
+    if status is None:
+        os._exit(TOO_MANY_PROCESSES)
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):  # that of SIGKILL can't be set
@@ -66,9 +76,60 @@ def _outlive(worker: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _kill(process: int) -> None:
+def _reap(worker: int) -> int | None:
+    """Wait for the children that have ended. Return the worker's status if it is among them, else None."""
+    status = None
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            if found[0] == worker:
+                status = found[1]
+    return status
+
+
+def _stop() -> None:
+    """Stop all descendants, so that none starts another."""
+    deadline = time.monotonic() + END_S
+    stopped: set[int] = set()
+    while (fresh := set(descendants(os.getpid())) - stopped) and time.monotonic() < deadline:
+        for process in fresh:
+            _send(process, signal.SIGSTOP)
+        stopped |= fresh
+
+
+def _end() -> None:
+    """End all descendants."""
+    deadline = time.monotonic() + END_S
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+        for process in left:
+            _send(process, signal.SIGKILL)
+        _reap(0)
+        time.sleep(0.002)
+
+
+def _send(process: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
+        os.kill(process, number)
+
+
+def _count(worker: int) -> int:
+    """How many processes the worker has started, roughly: one that ends meanwhile may hide others from this look.
+
+    It reads the worker's own tree and the orphans only. All of /proc, which `descendants` reads, takes long on a large
+    machine.
+    """
+    found = [worker, *(child for child in _children(os.getpid()) if child != worker)]
+    for process in found:
+        found += _children(process)
+    return len(found) - 1
+
+
+def _children(process: int) -> list[int]:
+    """A process's children, of each of its threads; none where the kernel does not list them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 def descendants(root: int) -> list[int]:

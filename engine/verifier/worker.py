@@ -1,6 +1,6 @@
 """The verifier process: loads the reward, then scores one call after the other until the launcher closes the socket.
 
-`engine.launcher.verifier_pool` starts it as `python -m engine.verifier.worker SOCKET LIFELINE SPEC`.
+`engine.launcher.verifier_pool` starts it as `python -m engine.verifier.worker SOCKET LIFELINE MEMORY PROCESSES SPEC`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from engine.data.tokenizer import decoder
 from engine.errors import BadInput, RewardError
 from engine.reward.verifiers import BUILT_IN
 from engine.run.process import watch_lifeline
@@ -26,7 +28,9 @@ from engine.types import Prompt, Response, Score
 from engine.verifier.guardian import guard
 from engine.verifier.reward_function import RewardFunction, load_reward
 from engine.wire import verifier_messages
+from engine.wire.codec import Decode
 from engine.wire.verifier_messages import (
+    LoadTokenizer,
     RewardFailed,
     RewardLoaded,
     RewardRefused,
@@ -40,36 +44,66 @@ MEMORY = 512 * 2**20
 host's memory."""
 
 
-def main(socket_fd: int, lifeline_fd: int, memory: int, spec: str) -> None:
+def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: str) -> None:
     """Answer the launcher at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for a
-    user's reward, 0 for none."""
-    limit_memory(spec, memory)
-    guard(socket_fd)
+    user's reward, `processes`: of what a reward starts; 0 for none."""
+    guard(socket_fd, processes)
     die_on_close(lifeline_fd)
     watch_lifeline()
     _print_to_stderr()
     with socket.socket(fileno=socket_fd) as launcher:
         launcher.set_inheritable(False)
+        message = _receive(launcher)
+        if not isinstance(message, LoadTokenizer):
+            return  # the launcher has ended the run
         try:
+            before = MemoryUse.now()
+            decode = decoder(message.json, message.model)
+            took = MemoryUse.now().since(before) if message.json or message.model else MemoryUse(0, 0)
+            limit_memory(spec, memory, took)
             reward = load_reward(spec)
         except BadInput as error:
             _send(launcher, RewardRefused(str(error)))
             return
         _send(launcher, RewardLoaded(reward.per_response))
         with asyncio.Runner() as runner:  # one loop for all calls, so that an async reward can keep its connections
-            _serve_calls(launcher, reward, runner)
+            _serve_calls(launcher, reward, runner, decode)
 
 
-def limit_memory(spec: str, memory: int) -> None:
+class MemoryUse(NamedTuple):
+    """Bytes that this process uses; 0 where the system does not say."""
+
+    space: int
+    """Address space."""
+    data: int
+    """What it may write and shares with none."""
+
+    @staticmethod
+    def now() -> MemoryUse:
+        """Read it."""
+        try:
+            pages = Path("/proc/self/statm").read_text().split()
+        except OSError:
+            return MemoryUse(0, 0)
+        size = resource.getpagesize()
+        return MemoryUse(int(pages[0]) * size, int(pages[5]) * size)
+
+    def since(self, before: MemoryUse) -> MemoryUse:
+        """What was added."""
+        return MemoryUse(max(0, self.space - before.space), max(0, self.data - before.data))
+
+
+def limit_memory(spec: str, memory: int, besides: MemoryUse) -> None:
     """Limit this process and each that it starts: a built-in verifier's address space, a user's reward's own data.
+    `besides`: what the tokenizer takes, which is not the reward's.
 
     Data is what a process may write and shares with none. A reward may hold a model and libraries that reserve more
     address space than there is memory, and data does not count that.
     """
     if spec in BUILT_IN and hasattr(resource, "RLIMIT_AS"):
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY + besides.space,) * 2)
     elif memory and hasattr(resource, "RLIMIT_DATA"):
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_DATA, (memory + besides.data,) * 2)
 
 
 def die_on_close(pipe: int) -> None:
@@ -126,10 +160,10 @@ def _checked_score(value: object, index: int) -> Score:
     return Score(float(number), str(result.status), str(result.detail))
 
 
-def _serve_calls(launcher: socket.socket, reward: RewardFunction, runner: asyncio.Runner) -> None:
+def _serve_calls(launcher: socket.socket, reward: RewardFunction, runner: asyncio.Runner, decode: Decode) -> None:
     while isinstance(message := _receive(launcher), ScoreCall):
         try:
-            scores = score(reward, runner, *verifier_messages.arguments(message))
+            scores = score(reward, runner, *verifier_messages.arguments(message, decode))
         except RewardError as error:
             _send(launcher, RewardFailed(str(error)))
         else:
@@ -168,4 +202,10 @@ def _print_to_stderr() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(
+        socket_fd=int(sys.argv[1]),
+        lifeline_fd=int(sys.argv[2]),
+        memory=int(sys.argv[3]),
+        processes=int(sys.argv[4]),
+        spec=sys.argv[5],
+    )

@@ -1,104 +1,113 @@
-"""Packs groups for the way from the launcher to the trainer ranks, their numbers as raw buffers; no pickle."""
+"""A response as bytes, its numbers as raw buffers: so the launcher keeps it from its arrival on; no pickle."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.types import Group, Landed, Prompt, Response, Score
-from engine.wire.messages import PackedGroup, PackedLanded, PackedResponse
+import msgspec
+
+from engine.types import Landed, Response
+
+ID_BYTES = 4
+"""Bytes of a token id (int32)."""
+
+Decode = Callable[[Sequence[int]], str]
+"""Gives the text of token ids."""
 
 
-def pack_group(group: Group) -> PackedGroup:
-    """Pack a group: token ids as int32 buffers, log-probabilities as fp32 buffers, which loses nothing."""
-    prompt = group.prompt
-    return PackedGroup(
-        step=group.step,
-        index=group.index,
-        prompt=(
-            prompt.id,
-            _without_surrogates(prompt.problem),
-            _without_surrogates(prompt.answer),
-            _to_buffer("i", prompt.token_ids),
-        ),
-        responses=tuple(_pack_response(response) for response in group.responses),
-        scores=tuple(Score(score.value, score.status, _without_surrogates(score.detail)) for score in group.scores),
-        advantages=group.advantages,
-        batch=group.batch,
-    )
+class PackedResponse(msgspec.Struct, frozen=True):
+    """An engine.types.Response as it came from an instance: its numbers as buffers, and no text, which is decoded where
+    it is read."""
+
+    token_ids: bytes
+    """int32."""
+    logprobs: bytes
+    """fp32."""
+    versions: tuple[tuple[int, int], ...]
+    loss_mask: bytes
+    """One byte for each token."""
+    finish_reason: str
+    seed: int
+    instance: str
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids) // ID_BYTES
 
 
-def open_group(packed: PackedGroup) -> Group:
-    """The inverse of `pack_group`, except that the prompt's columns are lost, because they are not packed."""
-    identity, problem, answer, token_ids = packed.prompt
-    return Group(
-        step=packed.step,
-        index=packed.index,
-        prompt=Prompt(identity, problem, answer, _from_buffer("i", token_ids)),
-        responses=tuple(_open_response(response) for response in packed.responses),
-        scores=packed.scores,
-        batch=packed.batch,
-        advantages=packed.advantages,
-    )
+class PackedLanded(msgspec.Struct, frozen=True, array_like=True):
+    """An engine.types.Landed, its numbers packed as buffers."""
+
+    step: int
+    group: int
+    number: int
+    prompt: bytes
+    """int32."""
+    token_ids: bytes
+    """int32."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the response and its prompt."""
+        return (len(self.prompt) + len(self.token_ids)) // ID_BYTES
 
 
-def pack_landed(landed: Landed) -> PackedLanded:
-    """Pack a response whose group is not complete yet: token ids as int32 buffers."""
-    return PackedLanded(
-        step=landed.step,
-        group=landed.group,
-        number=landed.number,
-        prompt=_to_buffer("i", landed.prompt),
-        token_ids=_to_buffer("i", landed.token_ids),
-    )
-
-
-def open_landed(packed: PackedLanded) -> Landed:
-    """The inverse of `pack_landed`."""
-    return Landed(
-        step=packed.step,
-        group=packed.group,
-        number=packed.number,
-        prompt=_from_buffer("i", packed.prompt),
-        token_ids=_from_buffer("i", packed.token_ids),
-    )
-
-
-def _pack_response(response: Response) -> PackedResponse:
+def pack_response(response: Response) -> PackedResponse:
+    """Pack a response: token ids as int32 buffers, log-probabilities as fp32 buffers, which loses nothing."""
     return PackedResponse(
-        token_ids=_to_buffer("i", response.token_ids),
-        logprobs=_to_buffer("f", response.logprobs),
+        token_ids=pack_ids(response.token_ids),
+        logprobs=array("f", response.logprobs).tobytes(),
         versions=response.versions,
         loss_mask=bytes(response.loss_mask),
         finish_reason=response.finish_reason,
-        text=_without_surrogates(response.text),
         seed=response.seed,
         instance=response.instance,
     )
 
 
-def _open_response(packed: PackedResponse) -> Response:
+def open_response(packed: PackedResponse, decode: Decode | None = None) -> Response:
+    """The inverse of `pack_response`; the text is that of `decode`, else empty."""
+    token_ids = open_ids(packed.token_ids)
     return Response(
-        token_ids=_from_buffer("i", packed.token_ids),
-        logprobs=_from_buffer("f", packed.logprobs),
+        token_ids=token_ids,
+        logprobs=open_logprobs(packed.logprobs),
         versions=packed.versions,
         loss_mask=tuple(map(bool, packed.loss_mask)),
         finish_reason=packed.finish_reason,
-        text=packed.text,
+        text=decode(token_ids) if decode is not None else "",
         seed=packed.seed,
         instance=packed.instance,
     )
 
 
-def _without_surrogates(text: str) -> str:
-    """Return the text with "?" for each lone surrogate (half a character), which UTF-8 can't encode."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+def open_landed(packed: PackedLanded) -> Landed:
+    """The response with its numbers as Python's."""
+    return Landed(
+        step=packed.step,
+        group=packed.group,
+        number=packed.number,
+        prompt=open_ids(packed.prompt),
+        token_ids=open_ids(packed.token_ids),
+    )
 
 
-def _to_buffer(kind: str, values: Sequence[float]) -> bytes:
-    return array(kind, values).tobytes()
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as an int32 buffer."""
+    return array("i", token_ids).tobytes()
 
 
-def _from_buffer(kind: str, buffer: bytes) -> tuple[Any, ...]:
+def open_ids(buffer: bytes) -> tuple[int, ...]:
+    """The inverse of `pack_ids`."""
+    return _numbers("i", buffer)
+
+
+def open_logprobs(buffer: bytes) -> tuple[float, ...]:
+    """The numbers of an fp32 buffer."""
+    return _numbers("f", buffer)
+
+
+def _numbers(kind: str, buffer: bytes) -> tuple[Any, ...]:
     return tuple(array(kind, buffer))

@@ -12,9 +12,11 @@ import msgspec
 
 from engine import errors
 from engine.errors import MetronomeError
-from engine.types import BatchScores, Score, StepFigures
+from engine.types import BatchScores, StepFigures
+from engine.wire.codec import PackedLanded
+from engine.wire.sealed import SealedGroup
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of these messages and of verifier_messages. It rises when a message changes; both ends must have the same."""
 
 ERRORS = {
@@ -31,7 +33,10 @@ ERRORS = {
         errors.DamagedCheckpointError,
         errors.DiskError,
         errors.ProcessDied,
+        errors.StoreError,
         errors.TransferError,
+        errors.ServiceConflict,
+        errors.ServiceFull,
         errors.WeightSyncError,
         errors.MetronomeError,
     )
@@ -78,51 +83,12 @@ class Done(Message):
 # a step, as a unit goes through it ----------------------------------------------------------------
 
 
-class PackedResponse(msgspec.Struct, frozen=True):
-    """An engine.types.Response, its numbers packed as buffers (engine.wire.codec)."""
-
-    token_ids: bytes
-    """int32."""
-    logprobs: bytes
-    """fp32."""
-    versions: tuple[tuple[int, int], ...]
-    loss_mask: bytes
-    """One byte for each token."""
-    finish_reason: str
-    text: str
-    seed: int
-    instance: str
-
-
-class PackedGroup(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An engine.types.Group without the prompt's columns: only the reward reads them, and it has run already."""
-
-    step: int
-    index: int
-    prompt: tuple[str, str, str, bytes]
-    """Id, problem, answer, token ids (int32)."""
-    responses: tuple[PackedResponse, ...]
-    scores: tuple[Score, ...]
-    advantages: tuple[float, ...] | None = None
-    batch: BatchScores | None = None
-
-
-class PackedLanded(msgspec.Struct, frozen=True, array_like=True):
-    """An engine.types.Landed, its numbers packed as buffers."""
-
-    step: int
-    group: int
-    number: int
-    prompt: bytes
-    """int32."""
-    token_ids: bytes
-    """int32."""
-
-
 class Window(Message):
     """Groups to train."""
 
-    groups: tuple[PackedGroup, ...]
+    groups: tuple[SealedGroup, ...]
+    batch: BatchScores | None = None
+    """The scores of the whole batch, if the advantages depend on them."""
 
 
 class EarlyWork(Message):

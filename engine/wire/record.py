@@ -13,17 +13,52 @@ from engine.config import Config
 from engine.config.keys import current_names, flatten
 from engine.errors import BadInput
 from engine.model.shape import content_hash
-from engine.types import JsonObject
-from engine.wire.messages import EarlyWork, PackedGroup, PackedLanded, Window
+from engine.types import BatchScores, Group, JsonObject, Prompt, Score
+from engine.wire.codec import PackedLanded, PackedResponse, open_ids, open_response
+from engine.wire.messages import EarlyWork, Window
+from engine.wire.sealed import SealedGroup, is_whole, open_group
 
 PLAN = (
     "model.dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "train.prompts_per_step",
-    "train.micro_batch_tokens", "train.learning_rate", "train.schedule", "train.warmup_steps", "train.weight_decay",
-    "train.betas", "train.max_grad_norm", "train.dtype", "train.recompute", "train.distributed_optimizer", "algorithm",
-    "attention", "parallel",
+    "train.updates", "train.micro_batch_tokens", "train.learning_rate", "train.schedule", "train.warmup_steps",
+    "train.weight_decay", "train.betas", "train.max_grad_norm", "train.dtype", "train.recompute",
+    "train.distributed_optimizer", "algorithm", "attention", "parallel",
 )  # fmt: skip
 """Keys whose values, with the content of the base model, must be those of the recorded run, so that a replay gives the
 same weights. A name without a dot stands for a whole table."""
+
+
+FILE = "record.msgpack"
+"""Name of a run's record in its folder."""
+
+
+class OlderGroup(msgspec.Struct, frozen=True):
+    """A group in a record of an older release. The trainer computes the advantages of batch scope now, unless the
+    record has them."""
+
+    step: int
+    index: int
+    prompt: tuple[str, str, str, bytes]
+    """Id, problem, answer, token ids (int32)."""
+    responses: tuple[PackedResponse, ...]
+    scores: tuple[Score, ...]
+    advantages: tuple[float, ...] | None = None
+    batch: BatchScores | None = None
+    mini_batch: int = 0
+
+    def opened(self) -> Group:
+        """The group."""
+        identity, problem, answer, token_ids = self.prompt
+        return Group(
+            step=self.step,
+            index=self.index,
+            prompt=Prompt(identity, problem, answer, open_ids(token_ids)),
+            responses=tuple(map(open_response, self.responses)),
+            scores=self.scores,
+            batch=self.batch,
+            mini_batch=self.mini_batch,
+            advantages=self.advantages,
+        )
 
 
 class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -31,8 +66,20 @@ class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     unit: int
     step: int
-    groups: tuple[PackedGroup, ...] = ()
+    sealed: tuple[SealedGroup, ...] = ()
+    batch: BatchScores | None = None
+    """As of `Window`."""
     landed: tuple[PackedLanded, ...] = ()
+    groups: tuple[OlderGroup, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of groups."""
+        return len(self.sealed) + len(self.groups)
+
+    def window(self) -> list[Group]:
+        """The groups, to be trained together. Raises TransferError for a damaged one."""
+        return [open_group(group, self.batch) for group in self.sealed] + [group.opened() for group in self.groups]
 
 
 class RecordWriter:
@@ -47,9 +94,7 @@ class RecordWriter:
         Raises BadInput if the settings differ from those of the record that is continued: a replay has one plan for
         all steps.
         """
-        kept = [entry for entry in read(path) if entry.step < start] if path.exists() else []
-        if kept:
-            _check_same_plan(path, config, "--resume", "keep it, or go on with train.record = false")
+        kept = check_continued(path, config, start)
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
             file.write(msgspec.msgpack.encode({"plan": plan(config)}))
@@ -59,12 +104,26 @@ class RecordWriter:
 
     def add(self, step: int, unit: int, given: Window | EarlyWork) -> None:
         """Append a window or early work of a unit."""
-        groups, landed = (given.groups, ()) if isinstance(given, Window) else ((), given.landed)
-        self._file.write(msgspec.msgpack.encode(RecordEntry(unit=unit, step=step, groups=groups, landed=landed)))
+        if isinstance(given, Window):
+            entry = RecordEntry(unit=unit, step=step, sealed=given.groups, batch=given.batch)
+        else:
+            entry = RecordEntry(unit=unit, step=step, landed=given.landed)
+        self._file.write(msgspec.msgpack.encode(entry))
 
     def flush(self) -> None:
         """Pass the added entries on to the operating system; called once a step."""
         self._file.flush()
+
+
+def check_continued(path: Path, config: Config, start: int) -> list[RecordEntry]:
+    """The entries of a record that stay when its run goes on with step `start`; none without a record.
+
+    Raises BadInput if the settings are not those of the record, or if it is damaged.
+    """
+    kept = [entry for entry in read(path) if entry.step < start] if path.exists() else []
+    if kept:
+        _check_same_plan(path, config, "--resume", "keep it, or go on with train.record = false")
+    return kept
 
 
 def plan(config: Config) -> JsonObject:
@@ -96,10 +155,13 @@ def read(path: Path) -> Iterator[RecordEntry]:
     header = next(items, None)
     if not isinstance(header, dict) or not isinstance(header.get("plan"), dict):
         raise BadInput(f"--replay {path}: not a record of train.record (it does not begin with a run's settings)")
-    for number, entry in enumerate(items):
+    for number, item in enumerate(items):
         try:
-            yield msgspec.convert(entry, RecordEntry)
-        except msgspec.ValidationError as error:
+            entry = msgspec.convert(item, RecordEntry)
+            if damaged := [group.index for group in entry.sealed if not is_whole(group)]:
+                raise ValueError(f"the bytes of step {entry.step}, groups {damaged}, are not those that were recorded")
+            yield entry
+        except ValueError as error:
             raise BadInput(
                 f"--replay {path}: entry {number} is damaged ({error}); replay with a whole copy of record.msgpack"
             ) from None
@@ -113,7 +175,8 @@ def check(path: Path, config: Config) -> None:
 
 
 def _check_same_plan(path: Path, config: Config, what: str, remedy: str) -> None:
-    recorded = current_names(next(_unpack_items(path))["plan"])
+    recorded = flatten(Config().model_dump(mode="json"))  # the value of keys that the record's release did not have
+    recorded |= current_names(next(_unpack_items(path))["plan"])
     for key, value in plan(config).items():
         if recorded.get(key) != value:
             raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")

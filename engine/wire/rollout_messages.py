@@ -7,10 +7,12 @@ engine.instance.protocol.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 import msgspec
 
+from engine.wire import reply_columns
 from engine.wire.messages import BucketInfo, MeetingPlace
 
 Reply = TypeVar("Reply")
@@ -54,7 +56,7 @@ class WorldSize(msgspec.Struct):
 class Logprobs(msgspec.Struct):
     """Log-probabilities of a response's tokens."""
 
-    token_logprobs: tuple[float, ...]
+    token_logprobs: Sequence[float]
 
 
 class TokenLogprob(msgspec.Struct):
@@ -66,7 +68,7 @@ class TokenLogprob(msgspec.Struct):
 class Choice(msgspec.Struct):
     """A sampled response."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     logprobs: Logprobs
     finish_reason: str
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
@@ -82,11 +84,22 @@ class CompletionReply(msgspec.Struct):
     weight_versions: tuple[tuple[int, int], ...] = ()
     """(index of its first token, weight version) of each stretch of tokens."""
 
+    @staticmethod
+    def of_columns(body: bytes) -> CompletionReply:
+        """Read a reply that has its numbers as bytes (engine.wire.reply_columns). Raises msgspec.DecodeError or
+        ValueError for anything else."""
+        head, token_ids, logprobs = reply_columns.read(body)
+        reply = msgspec.json.decode(head, type=CompletionReply)
+        reply.choices[0].token_ids = token_ids
+        reply.choices[0].logprobs.token_logprobs = logprobs
+        return reply
+
 
 class InstanceRequest(msgspec.Struct, Generic[Reply]):
     """A request to one route. Its fields are the body; a GET has none."""
 
     method: ClassVar[str] = "POST"
+    accept: ClassVar[str] = "application/json"
     route: ClassVar[str]
     reply: ClassVar[type[msgspec.Struct]] = Acknowledged
 
@@ -129,9 +142,10 @@ class GetWorldSize(InstanceRequest[WorldSize]):
 
 
 class Complete(InstanceRequest[CompletionReply], kw_only=True):
-    """Asks for one sampled response to one prompt."""
+    """Asks for one sampled response to one prompt. The reply may have its numbers as bytes."""
 
     route = "/v1/completions"
+    accept = f"{reply_columns.CONTENT_TYPE}, application/json;q=0.5"
     reply = CompletionReply
 
     prompt: list[int]

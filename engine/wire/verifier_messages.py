@@ -1,7 +1,7 @@
 """The messages between the launcher and a verifier process: msgpack frames over a socket pair; no pickle.
 
-A frame is a length in 4 bytes (big endian) and that many bytes of msgpack. The process first sends `RewardLoaded` or
-`RewardRefused`; then it answers each `ScoreCall` with `Scores` or `RewardFailed`.
+A frame is a length in 4 bytes (big endian) and that many bytes of msgpack. First the launcher sends `LoadTokenizer` and
+the process `RewardLoaded` or `RewardRefused`; then it answers each `ScoreCall` with `Scores` or `RewardFailed`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,26 @@ from dataclasses import replace
 import msgspec
 
 from engine.types import Prompt, Response, Score
+from engine.wire.codec import Decode, PackedResponse, open_response, pack_response
 from engine.wire.messages import PROTOCOL
 
 LENGTH = struct.Struct(">I")
 """The head of a frame."""
+TOO_MANY_PROCESSES = 75
+"""Exit status of a verifier process that was ended because its reward had more processes than reward.processes."""
 
 
 class VerifierMessage(msgspec.Struct, tag=True, array_like=True):
     """A message of either side. Texts are sent as bytes, because a response may end in half a character."""
+
+
+class LoadTokenizer(VerifierMessage):
+    """The tokenizer that decodes responses; without `json` and `model` each comes with its text."""
+
+    json: bytes = b""
+    """As the library `tokenizers` writes it."""
+    model: str = ""
+    """The model's folder, for a tokenizer that this library does not have."""
 
 
 class RewardLoaded(VerifierMessage):
@@ -39,19 +51,18 @@ class RewardRefused(VerifierMessage):
 
 
 class ScoreCall(VerifierMessage):
-    """A call of the reward. For a built-in one, which reads nothing else, only the first three fields are sent."""
+    """A call of the reward. A built-in one reads the answer and the responses' texts only, so the rest is not sent."""
 
     id: str
     answer: bytes
-    texts: tuple[bytes, ...]
-    """The responses' texts."""
+    responses: tuple[PackedResponse, ...]
+    texts: tuple[bytes | None, ...]
+    """The text of each response; None: to be decoded from its token ids."""
     problem: bytes = b""
     token_ids: tuple[int, ...] = ()
     """The prompt's."""
     columns: bytes = b"{}"
     """As JSON, because integers may have more than the 64 bits of msgpack."""
-    responses: tuple[Response, ...] = ()
-    """The responses, with empty texts."""
 
 
 class Scores(VerifierMessage):
@@ -75,8 +86,7 @@ class RewardFailed(VerifierMessage):
     message: str
 
 
-EMPTY = Response(token_ids=(), logprobs=(), versions=(), loss_mask=(), finish_reason="", text="", seed=0, instance="")
-AnyVerifierMessage = RewardLoaded | RewardRefused | ScoreCall | Scores | RewardFailed
+AnyVerifierMessage = LoadTokenizer | RewardLoaded | RewardRefused | ScoreCall | Scores | RewardFailed
 
 _DECODER: msgspec.msgpack.Decoder[AnyVerifierMessage] = msgspec.msgpack.Decoder(AnyVerifierMessage)
 
@@ -92,24 +102,25 @@ def read(body: bytes) -> AnyVerifierMessage:
     return _DECODER.decode(body)
 
 
-def call(prompt: Prompt, responses: Sequence[Response], text_only: bool) -> ScoreCall:
+def call(prompt: Prompt, responses: Sequence[Response | PackedResponse], text_only: bool) -> ScoreCall:
     """Return a call as a message. `text_only`: with only what built-in rewards read: id, answer, responses' texts."""
-    texts = tuple(_encode_text(response.text) for response in responses)
+    packed = tuple(pack_response(one) if isinstance(one, Response) else one for one in responses)
+    texts = tuple(_encode_text(one.text) if isinstance(one, Response) else None for one in responses)
     answer = _encode_text(prompt.answer)
     if text_only:
-        return ScoreCall(prompt.id, answer, texts)
+        return ScoreCall(prompt.id, answer, tuple(map(_only_text, packed, texts)), texts)
     return ScoreCall(
         id=prompt.id,
         answer=answer,
+        responses=packed,
         texts=texts,
         problem=_encode_text(prompt.problem),
         token_ids=prompt.token_ids,
         columns=json.dumps(dict(prompt.columns)).encode(),
-        responses=tuple(replace(response, text="") for response in responses),
     )
 
 
-def arguments(message: ScoreCall) -> tuple[Prompt, list[Response]]:
+def arguments(message: ScoreCall, decode: Decode) -> tuple[Prompt, list[Response]]:
     """Return the arguments of the reward: prompt and responses. Fields that were not sent are empty."""
     prompt = Prompt(
         id=message.id,
@@ -118,10 +129,16 @@ def arguments(message: ScoreCall) -> tuple[Prompt, list[Response]]:
         token_ids=message.token_ids,
         columns=json.loads(message.columns),
     )
-    responses = message.responses or (EMPTY,) * len(message.texts)
     return prompt, [
-        replace(response, text=_decode_text(text)) for response, text in zip(responses, message.texts, strict=True)
+        open_response(response, decode) if text is None else replace(open_response(response), text=_decode_text(text))
+        for response, text in zip(message.responses, message.texts, strict=True)
     ]
+
+
+def _only_text(response: PackedResponse, text: bytes | None) -> PackedResponse:
+    """Return what the text is made of."""
+    token_ids = response.token_ids if text is None else b""
+    return msgspec.structs.replace(response, token_ids=token_ids, logprobs=b"", loss_mask=b"")
 
 
 def _encode_text(text: str) -> bytes:

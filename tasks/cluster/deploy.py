@@ -20,11 +20,12 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.settings import get_current_settings
 
-from engine.config.recipe import HOME
+from engine.config.recipe import HOME, load
 from engine.errors import BadInput, MetronomeError
 from engine.types import JsonObject
 from tasks.cluster import watchdog
 from tasks.cluster.devices import LIMIT
+from tasks.cluster.form import show_recipe
 from tasks.cluster.pools import read_pools, template
 
 FILE = HOME / "infra/prefect.yaml"
@@ -38,6 +39,11 @@ DEPLOY_S = 300.0
 """Time limit of `prefect deploy`, which takes 2 s on an idle machine."""
 
 
+NIGHTLY_TRAINING = "0 22 * * *"
+NIGHTLY_EVALUATION = "0 6 * * *"
+"""Cron lines of --schedule."""
+
+
 @dataclass(frozen=True)
 class Choices:
     """The options of a deploy, in addition to the recipe."""
@@ -48,9 +54,9 @@ class Choices:
     """Work pool of rollout instances that join a run."""
     timezone: str = "Etc/UTC"
     """Time zone of the schedules (IANA name)."""
-    training: str = "0 22 * * *"
+    training: str = ""
     """Cron line of the nightly training; empty: no schedule."""
-    evaluation: str = "0 6 * * *"
+    evaluation: str = ""
     """Cron line of the nightly evaluation; empty: no schedule."""
     npus: int = 0
     """Slots of the limit ascend-npus; 0 leaves the limit as it is."""
@@ -73,6 +79,7 @@ def deploy(recipe: str, overrides: Sequence[str], choices: Choices) -> dict[str,
         with get_client(sync_client=True) as client:
             client.upsert_global_concurrency_limit_by_name(LIMIT, choices.npus)
     _deploy(tree)
+    show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, load(recipe, list(overrides)))
     watched = watchdog.install()
     return {
         "Prefect server": server,
@@ -100,7 +107,9 @@ def deployments(recipe: str, overrides: Sequence[str], choices: Choices) -> Json
             one["work_pool"]["name"] = choices.rollout_pool
         if name in crons:
             [schedule] = one["schedules"]
-            one["schedules"] = [schedule | {"cron": crons[name], "timezone": choices.timezone}] if crons[name] else []
+            one["schedules"] = (
+                [schedule | {"cron": crons[name], "timezone": choices.timezone, "active": True}] if crons[name] else []
+            )
     return tree
 
 
@@ -157,6 +166,8 @@ def _deploy(tree: Mapping[str, Any]) -> None:
 
 def _row(one: Mapping[str, Any]) -> str:
     when = [f", {each['cron']} {each['timezone']}" for each in one.get("schedules", ())]
+    if "schedules" in one and not when:
+        when = [", no schedule (--schedule gives it one)"]
     return f"{one['entrypoint'].rpartition('.')[2]} on {one['work_pool']['name']}{''.join(when)}"
 
 

@@ -264,6 +264,8 @@ class Services:
         )
 
     def _mlflow(self) -> Service:
+        from tasks.tracking.sqlite_store import whole_store  # seconds, while the Prefect server starts
+
         port = self.ports["mlflow"]
         artifacts = f"s3://{BUCKET}/mlflow" if "s3" in self.ports else str(self.folder / "mlartifacts")
         command = [
@@ -278,7 +280,7 @@ class Services:
             "--workers",
             "1",
             "--backend-store-uri",
-            f"sqlite:///{self.folder / 'mlflow.db'}",
+            whole_store(f"sqlite:///{self.folder / 'mlflow.db'}"),  # a start may have been killed
             "--artifacts-destination",
             artifacts,
         ]

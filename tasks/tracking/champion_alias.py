@@ -20,6 +20,7 @@ from engine.run.folder import RunFolder
 from engine.run.start import read_start
 from tasks.code_version import code_version
 from tasks.prepare import REPORT
+from tasks.tracking import descriptions
 from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.write_queue import first_line
 
@@ -49,6 +50,8 @@ def crown(name: str, version: str, folder: RunFolder, config: Config) -> Champio
         return ChampionVerdict(True, champion.tags.get(REASON, "it has the alias already"))
     verdict = _verdict(champion, own, base_results(folder, config, own), config.evaluate.confidence)
     client.set_model_version_tag(name, version, REASON, verdict.reason[:TAG_LIMIT])
+    how = f"It {'became' if verdict.wins else 'did not become'} `{CHAMPION}`: {verdict.reason}."
+    client.update_model_version(name, version, descriptions.of_policy(folder, config, how)[:TAG_LIMIT])
     if verdict.wins:
         client.set_registered_model_alias(name, CHAMPION, version)
     return verdict

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from engine.config import Config
 from engine.evaluation.tables import EvaluationRow, rows_of
-from engine.launcher.drain_evaluation import dropped
+from engine.launcher.in_run_evaluation import dropped
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
 from tasks.console import complain, say
-from tasks.tracking import retry, tracked_run
+from tasks.tracking import evaluation_texts, retry, tracked_run
 from tasks.tracking.mlflow_run import write_queue
 from tasks.tracking.retry import TrackingAway
 
@@ -100,7 +100,7 @@ class InRun:
             if row.get("in_run"):
                 say(
                     "evaluate",
-                    f"version {row['weight_version']}: {describe(row)}; took {row['seconds']:.1f} s, "
+                    f"version {row['weight_version']}: {evaluation_texts.describe(row)}; took {row['seconds']:.1f} s, "
                     f"of which training waited {row['exposed_s']:.1f} s",
                 )
         lost = list(read_lines(dropped(self._folder)))
@@ -110,81 +110,3 @@ class InRun:
                 f"version {row['weight_version']} dropped: {row['reason']}; training waited {row['exposed_s']:.1f} s",
             )
         self._told = len(lost)
-
-
-def describe(row: Mapping[str, Any]) -> str:
-    """One evaluation as text: avg@k, pass@k and maj@k with their 95 % intervals, and how many responses were cut."""
-    k = row["samples"]
-    figures = [f"avg@{k} {_with_interval(row, 'avg_at_k', '')}"]
-    if "pass_ci_low" in row and k > 1:
-        figures += [f"pass@{k} {_with_interval(row, 'pass_at_k', 'pass_')}"]
-        figures += [f"maj@{k} {_with_interval(row, 'maj_at_k', 'maj_')}"] if "maj_at_k" in row else []
-    return f"{', '.join(figures)} on {row['problems']} problems of {row['benchmark']}{_cut(row)}"
-
-
-def _cut(row: Mapping[str, Any]) -> str:
-    """How many responses a length limit has cut, which may explain low figures; empty if none."""
-    if not row.get("truncated"):
-        return ""
-    by_context = f", {row['context_cut']} of them by the context" if row["context_cut"] else ""
-    return f"; {row['truncated']} of {row['problems'] * row['samples']} responses cut at the length limit{by_context}"
-
-
-def report(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Evaluations as text, a line each, with the paired comparison if there is one."""
-    lines = [
-        describe(row)
-        + (
-            f"; against version {row['against']['weight_version']}: {difference(row['against'])}"
-            if "against" in row
-            else ""
-        )
-        for row in rows
-    ]
-    return "\n             ".join(lines)
-
-
-def _with_interval(row: Mapping[str, Any], name: str, prefix: str) -> str:
-    return f"{row[name]:.3f} [{row[prefix + 'ci_low']:.3f}, {row[prefix + 'ci_high']:.3f}]"
-
-
-def difference(found: Mapping[str, Any]) -> str:
-    """A paired comparison as text."""
-    return (
-        f"{found['difference']:+.3f} [{found['ci_low']:+.3f}, {found['ci_high']:+.3f}], p = {found['p_value']:.2g}; "
-        f"better on {found['better']}, worse on {found['worse']} of {found['problems']} problems"
-    )
-
-
-def closing(folder: RunFolder) -> dict[str, str]:
-    """Rows of the table at the end of a run: each benchmark's first and last evaluation, their paired difference, and
-    the cost of evaluations inside the run."""
-    rows = rows_of(folder)
-    names = list(dict.fromkeys(row["benchmark"] for row in rows))
-    table: dict[str, str] = {}
-    for name in names:
-        own = [row for row in rows if row["benchmark"] == name]
-        table |= _before_and_after(own, f" ({name})" if len(names) > 1 else "")
-    return table | _cost(rows, list(read_lines(dropped(folder))))
-
-
-def _before_and_after(rows: Sequence[Mapping[str, Any]], which: str) -> dict[str, str]:
-    first = rows[0]
-    last = rows[-1]
-    table = {
-        f"accuracy {when}{which}": f"{describe(row)} (version {row['weight_version']})"
-        for when, row in (("before", first), ("after", last))
-    }
-    if "against" in last:
-        table[f"difference{which}"] = difference(last["against"])
-    return table
-
-
-def _cost(rows: Iterable[Mapping[str, Any]], lost: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """A row with the cost of evaluations inside the run; empty if there were none."""
-    rounds = {row["weight_version"]: row for row in rows if row.get("in_run")}
-    if not rounds and not lost:
-        return {}
-    waited = sum(row["exposed_s"] for row in (*rounds.values(), *lost))
-    gone = f", {len(lost)} dropped ({lost[-1]['reason']})" if lost else ""
-    return {"evaluated in the run": f"{len(rounds)} times{gone}; training waited {waited:.1f} s for it"}

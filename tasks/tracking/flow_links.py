@@ -13,10 +13,8 @@ from prefect.runtime import flow_run
 from engine.config import Config
 from tasks.tracking import tracked_run
 from tasks.tracking.mlflow_run import write_queue
+from tasks.tracking.pages import ui
 from tasks.tracking.retry import retry_while_away
-
-UI = "http://127.0.0.1:5000"
-"""Address of `mlflow ui`, for a store without a server."""
 
 
 @contextmanager
@@ -34,13 +32,11 @@ def tracked_flow(config: Config, evaluation: bool = False) -> Iterator[str]:
 
 def run_url(config: Config, run_id: str) -> str:
     """The run's page in the MLflow UI."""
-    store = tracked_run.shown_uri(config)
-    server = store if store.startswith(("http://", "https://")) else UI
     experiment = retry_while_away(
         "the link to MLflow", lambda: mlflow.get_experiment_by_name(config.tracking.experiment)
     )
     assert experiment is not None, "tracked() makes it"
-    return f"{server.rstrip('/')}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
+    return f"{ui(config)}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
 
 
 def _tag(run_id: str, prefix: str) -> None:

@@ -25,6 +25,17 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+SAME_AT_ONE = ("pass_at_k", "pass_ci_low", "pass_ci_high", "maj_at_k", "maj_ci_low", "maj_ci_high", "pass_curve")
+BEST_AT_ONE = ("best_at_k_bootstrap", "maj_at_k_bootstrap")
+"""Figures of an evaluation that repeat avg@k and its interval where each problem has one response."""
+
+
+def evaluation_numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a line of evaluations.jsonl, each once. `step` says the weight version already."""
+    repeated = ("weight_version", *(SAME_AT_ONE + BEST_AT_ONE if row.get("samples") == 1 else ()))
+    return numbers({name: value for name, value in row.items() if name not in repeated})
+
+
 def metric_name(text: str) -> str:
     """The text with `_` for each character that MLflow does not accept in the name of a metric or model."""
     return re.sub(r"[^\w.\- ]", "_", text)

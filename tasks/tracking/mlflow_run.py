@@ -14,7 +14,7 @@ from mlflow.entities import LoggedModelInput, Param, RunTag
 
 from engine.config import Config
 from engine.config.keys import flatten
-from engine.errors import MetronomeError
+from engine.errors import BadInput, MetronomeError, TakenOver
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
 from engine.run.identity import identity
@@ -39,6 +39,8 @@ NUMBER = "metronome.run_id"
 run folder."""
 
 _current: list[tuple[WriteQueue, Config]] = []
+_stepped: set[str] = set()
+"""Ids of the MLflow runs for which this process has logged a step."""
 
 # MLflow's default of 7 retries takes four minutes; the write queue tries again anyway
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -56,28 +58,42 @@ def mlflow_run(config: Config, known: str | None, keeps_status: bool = False) ->
     """Run the body inside an MLflow run, with a write queue and samples of the machine's load.
 
     `known`: id of an existing run; None creates one. At the end, `FILES` of the run folder become artifacts. The status
-    is FAILED if the body raises, and KILLED if it is cancelled or interrupted. With `keeps_status` a known run keeps
-    the status that it had. Raises TrackingAway.
+    is FAILED if the body raises, and KILLED if it is cancelled or interrupted; a run that another process has taken
+    over goes on there, so its status and files are left alone. With `keeps_status` a known run keeps
+    the status that it had. So does a known run whose input is refused before a step of it, and its tags. Raises
+    TrackingAway.
     """
     before, run = _started(config, known)
     own = WriteQueue(run.info.run_id)
     load = MachineLoad(own, run.info.run_id, run.info.start_time)
     _current.append((own, config))
     status = "KILLED"
+    refused = False
     patience = HURRY_S
     try:
-        _log_config(own, config, run)
+        if not (keeps_status and known):  # an evaluation of a run that is there has settings of its own
+            _log_config(own, config, run)
         yield run
         status = "FINISHED"
         patience = FLUSH_S
+    except TakenOver:
+        status = "RUNNING"  # in the process that writes the run now
+        raise
+    except BadInput:
+        status = "FAILED"
+        refused = before is not None and run.info.run_id not in _stepped
+        if refused:
+            own.do("the tags as they were", partial(_restore_tags, run.info.run_id, run.data.tags))
+        raise
     except Exception:
         status = "FAILED"
         raise
     finally:
         load.close()
-        _log_files(own, config.folder)
+        if status != "RUNNING" and not refused:
+            _log_files(own, config.folder)
         _current.pop()
-        _end(before if before and keeps_status else status, own.close(patience))
+        _end(before if before and (keeps_status or refused) else status, own.close(patience))
 
 
 def _started(config: Config, known: str | None) -> tuple[str | None, mlflow.ActiveRun]:
@@ -92,6 +108,7 @@ def _started(config: Config, known: str | None) -> tuple[str | None, mlflow.Acti
 def log_samples(step: int) -> None:
     """Log the response samples of about every (train.steps / 20)th step and of the last step."""
     own, config = _current[-1]
+    _stepped.add(own.run_id)
     sample = RunFolder(config.folder).responses / f"step-{step:06d}.jsonl"
     due = step % max(1, config.train.steps // SAMPLES) == 0 or step == config.train.steps - 1
     if due and sample.exists():
@@ -150,6 +167,13 @@ def _log_config(own: WriteQueue, config: Config, run: Any) -> None:  # noqa: ANN
         part = fresh[start : start + PARAMETERS_AT_ONCE]
         own.do("parameters", partial(client.log_batch, run_id, params=part))
     own.do("tags", lambda: client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()]))
+
+
+def _restore_tags(run_id: str, before: dict[str, str]) -> None:
+    client = mlflow.MlflowClient()
+    for name in client.get_run(run_id).data.tags.keys() - before.keys():
+        client.delete_tag(run_id, name)
+    client.log_batch(run_id, tags=[RunTag(name, value) for name, value in before.items()])
 
 
 def _log_files(own: WriteQueue, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,11 +11,14 @@ import mlflow
 from mlflow.entities.model_registry import ModelVersion
 
 from engine.config import Config
+from engine.config.recipe import find, load
 from engine.errors import BadInput
 from engine.model.shape import read_shape
-from engine.run.folder import RunFolder
+from engine.run.folder import CONFIG, RunFolder
 from engine.run.start import ContinueFrom, RunStart, read_start
+from tasks import how_far
 from tasks.console import say
+from tasks.live import showing
 from tasks.tracking.retry import retry_while_away
 from tasks.tracking.sqlite_store import whole_store
 from tasks.tracking.tracked_run import shown_uri, tracking_uri
@@ -30,9 +34,15 @@ START_TAG = "metronome.start"
 """Tag of a version: the word with which its run was started (`RunStart.start`)."""
 
 
-def registered_name(recipe: str) -> str:
-    """The registered model that all runs of a recipe share."""
-    return f"metronome-{Path(recipe).stem}"
+def registered_name(recipe: str, config: Config) -> str:
+    """The registered model that all runs of a recipe share: metronome-RECIPE. Runs on other data than the recipe's have
+    one of their own, metronome-RECIPE-DATA. The config.toml of a run stands for the run's recipe."""
+    begun = read_start(Path(recipe).parent) if Path(recipe).name == CONFIG else RunStart()
+    name = begun.registered or f"metronome-{Path(recipe).stem}"
+    data = config.data.train
+    if find(data).resolve() == find(load(recipe).data.train).resolve():
+        return name
+    return f"{name}-{re.sub('[^A-Za-z0-9_.-]+', '-', Path(data.partition(':')[0] if '://' not in data else data).stem)}"
 
 
 def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Config, RunStart]:
@@ -42,15 +52,19 @@ def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Conf
     The number of the recipe's newest version is added to `run.seed`. So a run that starts from the policy of another
     run does not draw the same prompts and responses again.
 
-    A run with an existing run folder keeps the model and seed that it began with (`as_begun`). While there is no policy
-    for "nightly" or "latest", the run starts from the base model. Raises BadInput for "champion" if there is none, and
-    TrackingAway.
+    A run with an existing run folder keeps the record, and its config has the model and the seed that it began with.
+    While there is no policy for "nightly" or "latest", the run starts from the base model. Raises BadInput for
+    "champion" if there is none, and TrackingAway.
     """
     if RunFolder(config.folder).config.exists():
-        return as_begun(config, start)
+        begun = read_start(config.folder)
+        old = f"metronome-{Path(recipe).stem}" if recipe else ""  # the last release knew no names of data
+        return config, begun.model_copy(
+            update={"recipe": begun.recipe or recipe, "registered": begun.registered or old}
+        )
+    name = registered_name(recipe, config)
     if start == "base":
-        return config, RunStart()
-    name = registered_name(recipe)
+        return config, RunStart(recipe=recipe, registered=name)
     found = _registered(config, name, start)
     newest = _registered(config, name, LATEST)
     if found is None:
@@ -61,23 +75,8 @@ def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Conf
         path = str(_fetched(config, found))
         version = f"models:/{name}/{found.version}"
     seed = config.run.seed + (int(newest.version) if newest is not None else 0)
-    return _with(config, path, seed), RunStart(start=start, continued_from=version)
-
-
-def as_begun(config: Config, start: ContinueFrom = "base") -> tuple[Config, RunStart]:
-    """The config of a run that may exist already, with the model and the seed that it began with, and how it began.
-
-    The seed is the given one if the run started from its base model. A resumed run must not change its base model
-    because another policy has been registered since.
-    """
-    folder = RunFolder(config.folder)
-    if not folder.config.exists():
-        return config, RunStart()
-    begun = read_start(folder.path)
-    if begun.start == start == "base":
-        return config, begun
-    before = folder.read_config()
-    return _with(config, before.model.path, config.run.seed if begun.start == "base" else before.run.seed), begun
+    begun = RunStart(start=start, continued_from=version, recipe=recipe, registered=name)
+    return _with(config, path, seed), begun
 
 
 def _with(config: Config, path: str, seed: int) -> Config:
@@ -90,7 +89,7 @@ def model_folder(config: Config, recipe: str, model: str) -> Config:
     """The config with `model.path` set to `model`: a folder, a word of `started_from`, or empty for the config's
     own."""
     if model in (NIGHTLY, LATEST, CHAMPION):
-        name = registered_name(recipe)
+        name = registered_name(recipe, config)
         found = _registered(config, name, model)
         if found is None:
             raise BadInput(
@@ -127,9 +126,10 @@ def _fetched(config: Config, version: ModelVersion) -> Path:
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
-            got = mlflow.artifacts.download_artifacts(
-                version.source, dst_path=scratch, tracking_uri=tracking_uri(config)
-            )
+            with showing("start", how_far.fetched(f"{version.name} version {version.version}", Path(scratch))):
+                got = mlflow.artifacts.download_artifacts(
+                    version.source, dst_path=scratch, tracking_uri=tracking_uri(config)
+                )
             shutil.move(got, folder)
     read_shape(folder)
     return folder

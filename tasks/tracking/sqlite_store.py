@@ -47,8 +47,7 @@ def _make_whole(file: Path) -> None:
         file.rename(aside)
         complain(f"warning: the tracking store {file} had no runs and was made halfway; it is kept as {aside.name}")
     partial = file.with_name(f".{file.name}.partial")
-    for stale in (partial, Path(f"{partial}-journal")):
-        stale.unlink(missing_ok=True)
+    partial.unlink(missing_ok=True)  # sqlite itself drops the journal of a file that is not there
     store = SqlAlchemyStore(f"{SCHEME}{partial}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
     store.engine.dispose()
     partial.rename(file)

@@ -21,14 +21,18 @@ import mlflow
 from engine.config import Config
 from engine.config.secrets import without_password
 from engine.errors import BadInput
+from engine.evaluation.tables import rows_of
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import latest, step_of
 from engine.run.files import read_lines, write_atomically
 from engine.run.folder import RunFolder
 from engine.run.identity import identity
+from tasks import how_far
 from tasks.console import complain
+from tasks.live import showing
+from tasks.tracking import descriptions, view
 from tasks.tracking.metric_log import MetricLog
-from tasks.tracking.metric_names import metric_name, numbers
+from tasks.tracking.metric_names import evaluation_numbers, metric_name, numbers
 from tasks.tracking.mlflow_run import NUMBER, log_samples, mlflow_run, write_queue
 from tasks.tracking.retry import retry_while_away
 from tasks.tracking.sqlite_store import whole_store
@@ -99,7 +103,20 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
         if run.info.run_id != given:
             write_atomically(id_file, run.info.run_id)
         _start_step_log(run.info.run_id, config, known is not None)
+        _describe(run, config)
         yield run.info.run_id
+        _describe(run, config)
+
+
+def _describe(run: mlflow.ActiveRun, config: Config) -> None:
+    """Bring the run's description and the view of its experiment up to date."""
+    client = mlflow.MlflowClient()
+    folder = RunFolder(config.folder)
+    text = descriptions.of_run(config)
+    benchmarks = [str(row["benchmark"]) for row in rows_of(folder)]
+    queue = write_queue()
+    queue.do("the description", lambda: descriptions.describe_run(client, run.info.run_id, text))
+    queue.do("the view of the runs", lambda: view.show(client, run.info.experiment_id, benchmarks))
 
 
 def check_store(config: Config) -> None:
@@ -141,9 +158,10 @@ def log_step(row: Mapping[str, Any]) -> None:
 
 
 def log_evaluation(row: Mapping[str, Any]) -> None:
-    """Log the figures of a line of evaluations.jsonl as `benchmark/avg_at_k` and so on."""
+    """Log the figures of a line of evaluations.jsonl as `benchmark/avg_at_k` and so on; with one response to each
+    problem, those once that are then the same."""
     benchmark = metric_name(row["benchmark"])
-    figures = {f"{benchmark}/{name}": value for name, value in numbers(row).items()}
+    figures = {f"{benchmark}/{name}": value for name, value in evaluation_numbers(row).items()}
     write_queue().metrics(figures, row["step"], f"evaluation of {benchmark} at step {row['step']}")
 
 
@@ -163,11 +181,20 @@ def register(name: str, policy: Path) -> str:
     ]
     if made:
         return str(made[0].version)
-    mlflow.log_artifacts(str(policy), "policy")
+    _upload(client, run.info.run_id, policy)
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name, description="Policies post-trained by Metronome")
     source = mlflow.get_artifact_uri("policy")
     return str(client.create_model_version(name, source, run.info.run_id, tags={POLICY_HASH: digest}).version)
+
+
+def _upload(client: mlflow.MlflowClient, run_id: str, policy: Path) -> None:
+    """Store the files of a folder as the artifacts `policy/`, one after the other, and show how far that is."""
+    sizes: list[int] = []
+    with showing("register", how_far.copied("uploaded to MLflow", lambda: sum(sizes), how_far.size_of(policy))):
+        for path in sorted(path for path in policy.rglob("*") if path.is_file()):
+            client.log_artifact(run_id, str(path), str("policy" / path.parent.relative_to(policy)))
+            sizes.append(path.stat().st_size)
 
 
 def _connect(config: Config) -> str:

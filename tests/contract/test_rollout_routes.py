@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.request
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import aiohttp
@@ -14,9 +16,11 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.launcher.pool.reply_check import Asked, problem
+from engine.launcher.pool.reply_check import Asked, checked
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.reply_columns import CONTENT_TYPE
 from engine.wire.rollout_messages import CompletionReply
+from support.runs import wait_for
 from support.served import CONTEXT, DEADLINE_S, ENGINES, PROMPT, VOCABULARY, command, logprobs_of, save_model, serving
 
 
@@ -65,7 +69,7 @@ async def complete(http, **body):
     assert status == 200, reply
     every = frozenset(range(VOCABULARY))
     asked = Asked(body["max_tokens"], VOCABULARY, frozenset(body.get("stop_token_ids", ())), every)
-    assert problem(msgspec.convert(reply, CompletionReply), asked) == ""
+    checked(msgspec.convert(reply, CompletionReply), asked)
     return reply
 
 
@@ -129,6 +133,18 @@ async def test_a_completion_has_vllms_shape_and_our_version(http, models):
     tokens = choice["token_ids"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in tokens]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs_of(models[0], tokens, 0.7), abs=1e-4)
+
+
+async def test_a_completion_has_its_numbers_as_bytes_for_a_client_that_accepts_them(http):
+    body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, "seed": 3}
+    plain = await complete(http, **body)
+    async with http.post("/v1/completions", json=body, headers={"Accept": CONTENT_TYPE}) as reply:
+        assert (reply.status, reply.content_type) == (200, CONTENT_TYPE)
+        found = CompletionReply.of_columns(await reply.read())
+    asked = Asked(8, VOCABULARY, frozenset(), frozenset(range(VOCABULARY)))
+    assert checked(found, asked).token_ids.tolist() == plain["choices"][0]["token_ids"]
+    async with http.post("/v1/completions", json=body | {"prompt": []}, headers={"Accept": CONTENT_TYPE}) as reply:
+        assert (reply.status, (await reply.json())["error"]["type"]) == (400, "BadRequestError")
 
 
 async def test_prompt_logprobs_have_vllms_shape_and_are_those_of_transformers(http, models):
@@ -317,20 +333,29 @@ async def test_the_wrong_order_is_409_without_effect(http, models):
     assert (await complete(http, seed=9))["choices"] == before["choices"]
 
 
+def running(address):
+    with urllib.request.urlopen("http://{}:{}/load".format(*address), timeout=DEADLINE_S) as reply:
+        return json.load(reply)["running"]
+
+
 def test_sigterm_ends_it_with_exit_code_0_also_under_load(models, tmp_path):
+    """It waits for no response: there is work for many seconds, and no reply to the last request."""
     core = str(min(os.sched_getaffinity(0)))
-    with serving(models[0], tmp_path, "--deterministic", "--cores", core) as (
-        process,
-        ready,
-    ):
-        with socket.create_connection((ready["host"], ready["port"]), timeout=DEADLINE_S) as connection:
-            body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}).encode()
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n" % len(body) + body
-            )
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(5) == 0
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}).encode()
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body) + body
+    )
+    with serving(models[0], tmp_path, "--deterministic", "--cores", core) as (process, ready), ExitStack() as stack:
+        address = ready["host"], ready["port"]
+        for _ in range(64):
+            connection = stack.enter_context(socket.create_connection(address, timeout=DEADLINE_S))
+            connection.sendall(request)
+        wait_for(lambda: running(address), "a response to be sampled")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ PAIRS = [
     ("opo", "dr_grpo"),
     ("dr_grpo", "gspo"),
     ("grpo_passk", "cispo"),
-    ("gpg", "grpo"),
+    ("gpg", "gpg"),
 ]
 BATCH_PAIRS = [("reinforce_plus_plus", "m2po"), ("reinforce_plus_plus_baseline", "bapo")]
 STEPS = 20

@@ -40,6 +40,40 @@ def test_shared_prompt():
     assert point["share_of_bound"] == pytest.approx(point["speed_up"] / point["bound"])
 
 
+def test_launches():
+    found = figures("launches")
+    assert found["syncs_per_window"] == 1  # the host waits for the device once: for all figures of the window together
+    assert found["operators_per_layer"] > 0
+
+
+def test_merged_attention():
+    found = figures("merged_attention", "--repeats", "1", "--points", "64,8,4")
+    (point,) = found["points"]
+    assert point["seconds_to_cpu"]["merged"] == pytest.approx(point["seconds"]["merged"] / point["seconds"]["cpu"])
+    assert set(point["bytes"]) == {"mask", "cpu", "merged"}
+
+
+def test_data_plane():
+    small = ("--prompts", "4", "--group", "8", "--length", "8192", "--steps", "1", "--repeats", "1")
+    found = figures("data_plane", *small, "--against", ".")
+    ours = found["this checkout"]
+    other = found["other checkout"]
+    assert 9 < ours["queue_bytes_per_token"] == other["queue_bytes_per_token"] < 12  # ids, log-probabilities and masks
+    assert found["times_the_tokens_per_cpu_s"] == pytest.approx(ours["tokens_per_cpu_s"] / other["tokens_per_cpu_s"])
+    assert ours["verifier_us_per_token"] > 0
+
+
+def test_balance():
+    small = ("--hidden", "64", "--layers", "1", "--prompts", "24", "--steps", "6")
+    found = figures("balance", *small)
+    assert found["measured"]["speed_up"] > 0
+    assert 0 <= found["measured"]["guided"]["imbalance"] < 1  # two replicas: 1 is a replica that gets nothing
+    for case in found["simulated"].values():
+        assert case["guided"]["step_s"] > 0
+    two = found["simulated"]["2 units"]
+    assert two["guided"]["imbalance"] < two["greedy"]["imbalance"] < 0.03
+
+
 def test_train_throughput():
     found = figures("train_throughput", *SMALL, "--samples", "8", "--vocabulary", "64", "--budget", "256")
     for name, shortest, longest in (("one sample per micro-batch", 128, 512), ("packed, short samples", 16, 96)):

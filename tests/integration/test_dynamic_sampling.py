@@ -1,6 +1,5 @@
 """DAPO's dynamic sampling in whole runs: which prompts are kept, where the next step goes on, resume and replay."""
 
-import msgpack
 import pytest
 from safetensors.numpy import load_file
 
@@ -9,6 +8,7 @@ from engine.data.problems import read_problems
 from engine.data.prompts import encode
 from engine.errors import MetronomeError
 from engine.run.files import read_lines
+from engine.wire import record
 from support.parallel.runs import Job, run
 from support.runs import ROOT, config_of, launch
 
@@ -43,14 +43,10 @@ def weights(folder, name):
 
 def trained(folder, name):
     """By step: ids of the prompts that were trained, by their index."""
-    with (folder / name / "record.msgpack").open("rb") as file:
-        _, *entries = msgpack.Unpacker(file)
     found = {}
-    for entry in entries:
-        for group in entry["groups"]:
-            assert (
-                found.setdefault(entry["step"], {}).setdefault(group["index"], group["prompt"][0]) == group["prompt"][0]
-            )
+    for entry in record.read(folder / name / "record.msgpack"):
+        for group in entry.window():
+            assert found.setdefault(entry.step, {}).setdefault(group.index, group.prompt.id) == group.prompt.id
     return {step: [ids[index] for index in range(WANTED)] for step, ids in found.items()}
 
 

@@ -32,6 +32,24 @@ def exact(settings):
     )
 
 
+def assert_traced(spans, report, responses):
+    """The sizes in the spans are those of steps.jsonl, and every response is there once."""
+    for line in report:
+        mine = [span for span in spans if span.get("step") == line["step"]]
+        sampled = [span for span in mine if span["name"] == "rollout"]
+        numbers = Counter((span["group"], span["number"]) for span in sampled)
+        assert set(numbers.values()) == {1}
+        assert {number for _, number in numbers} == set(range(responses))
+        assert {span["version"] for span in sampled} == {line["weight_version"]}
+        assert sum(span["prompt_tokens"] + span["tokens"] for span in sampled) == line["trained_tokens"]
+        trained = [span for span in mine if span["name"] == "train"]
+        assert sum(span["tokens"] for span in trained) == line["trained_tokens"]
+        assert sum(span["computed_tokens"] for span in trained) == line["computed_tokens"]
+        assert min(span["micro_batches"] for span in trained) >= 1
+        (sent,) = {span["bytes"] for span in mine if span["name"] == "sync" and "bytes" in span}
+        assert sent > 0
+
+
 def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
     for mode in ("sync", "periodic"):
         code, output = launch(exact | {"run.name": mode, "train.mode": mode, "train.steps": 4}, tmp_path)
@@ -43,6 +61,7 @@ def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
     assert any(overlapped(spans).values())
     assert not any(overlapped(read_spans(tmp_path / "sync/trace")).values())
     report = steps(tmp_path, "periodic")
+    assert_traced(spans, report, responses=4)
     assert [line["versions_seen"] for line in report] == [[0], [1], [2], [3]]
     assert max(line["max_ratio_gap"] for line in report) <= 1e-3
     assert max(line["mismatch_kl"] for line in report) <= 1e-6

@@ -6,15 +6,17 @@ import re
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
-from engine.errors import RatioGapError, StaleRolloutError, WeightSyncError
+from engine.errors import RatioGapError, StaleRolloutError, TransferError, WeightSyncError
 from engine.launcher.launch import launch as launch_here
 from engine.launcher.pool.instance_client import InstanceClient
 from engine.launcher.sample_queue import SampleQueue
 from engine.launcher.weight_sync.sync import WeightSync
 from engine.run.files import read_lines
 from engine.trainer.checkpoint.checkpoints import complete, latest, step_of
+from engine.wire.sealed import open_group
 from support.faulty_weights import TENSOR, corrupt, skip
 from support.runs import ROOT, Tree, config_of, launch, send, wait_for, write_config
 
@@ -44,13 +46,36 @@ def test_a_tensor_corrupted_before_its_checksum_is_caught_by_the_probe(settings,
     assert [line["step"] for line in read_lines(config_of(settings).folder / "steps.jsonl")] == [0]
 
 
+def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(settings, monkeypatch):
+    kept = SampleQueue.put
+
+    def damage(queue, group):
+        flipped = bytearray(group.body)
+        flipped[len(flipped) // 2] ^= 1
+        kept(
+            queue, msgspec.structs.replace(group, body=bytes(flipped)) if (queue.step, group.index) == (1, 3) else group
+        )
+
+    monkeypatch.setattr(SampleQueue, "put", damage)
+    config = config_of(settings)
+    with pytest.raises(TransferError, match=r"step 1, group 3: \d+ bytes that are not those"):
+        launch_here(config)
+    assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0]
+    assert step_of(latest(config.folder / "checkpoints")) == 1  # the weights before the failed step are kept
+    monkeypatch.undo()
+    launch_here(config, resume=True)
+    assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0, 1, 2]
+
+
 def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, monkeypatch):
     """Also when instances generate long before the trainer compares: it does so 1 s late, a step takes less."""
     put = []
     kept = SampleQueue.put
 
     def note(queue, group):
-        put.append((queue.step, {version for response in group.responses for _, version in response.versions}))
+        put.append(
+            (queue.step, {version for response in open_group(group).responses for _, version in response.versions})
+        )
         kept(queue, group)
 
     expect = WeightSync.expect
@@ -88,7 +113,8 @@ def test_a_hanging_reward_scores_zero_and_is_counted(settings, tmp_path):
     code, output = launch(settings | hanging | {"train.prompts_per_step": 20, "train.steps": 2}, tmp_path)
     assert code == 0, output
     lines = list(read_lines(tmp_path / "run/steps.jsonl"))
-    assert sum(line["reward_timeouts"] for line in lines) == 4  # 40 prompts, one of which starts with 3+, G = 4
+    assert sorted(line["reward_timeouts"] for line in lines) == [0, 4]  # 40 prompts, one of which starts with 3+, G = 4
+    assert all(line["reward_mean"] == pytest.approx(1 - line["reward_timeouts"] / 80) for line in lines)
 
 
 @pytest.mark.parametrize("reward", ["raises", "too_few"])
@@ -120,7 +146,7 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("number", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGKILL"])
 @pytest.mark.parametrize("role", [*KILLS, "launcher"])
 def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number):
     alone = {"rollout.restarts": 0, "rollout.wait_s": 0.5}  # else it is started again

@@ -34,6 +34,7 @@ def test_a_pipeline_with_two_ranks_and_two_instances_listens_on_loopback_only(se
     assert seen.open_ones == {}
 
 
+@pytest.mark.slow
 def test_a_run_of_one_rank_listens_on_loopback_only(settings, tmp_path):
     config = write_config(settings | {"train.steps": 1, "rollout.max_new_tokens": 4}, tmp_path)
     command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(config)]

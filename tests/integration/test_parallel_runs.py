@@ -1,10 +1,11 @@
 """Whole runs in parallel layouts: the launcher, an instance over HTTP, ranks under torch elastic."""
 
 import random
-import struct
 from collections import Counter
+from dataclasses import replace
 
 import msgpack
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,13 +16,13 @@ from engine.run.trace import read_spans
 from engine.tools.timeline import overlapped
 from engine.trainer.checkpoint.checkpoints import complete, latest, step_of
 from engine.types import Group, Prompt, Response, Score
-from engine.wire.codec import pack_group
 from engine.wire.messages import Window
 from engine.wire.record import RecordWriter
+from engine.wire.sealed import SealedGroup, open_group, seal_group
 from support.faulty_weights import corrupt
-from support.runs import ROOT, Tree, config_of, launch, send, wait_for
+from support.runs import ROOT, config_of, launch
 from support.tiny_models import reference, reference_logprobs, save
-from support.whole_runs import rank, refused, run, same, spans, start, steps, weights
+from support.whole_runs import kill_a_rank, refused, run, same, spans, steps, weights
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(600)]
 REWARDS = ROOT / "tests/support/rewards.py"
@@ -88,24 +89,7 @@ def test_replicas_are_exact_also_when_one_dies_and_the_run_resumes(exact, tmp_pa
     assert {rank: len(spans(tmp_path, "sync", "train", rank)) >= 5 for rank in (0, 1)} == {0: True, 1: True}
 
     periodic = exact | {"run.name": "periodic", "checkpoint.every": 2}
-    launcher, log = start(periodic, tmp_path)
-    try:
-        checkpoints = tmp_path / "periodic/checkpoints"
-        wait_for(
-            lambda: len(steps(tmp_path, "periodic")) >= 3 and latest(checkpoints), "the third step and a checkpoint"
-        )
-        tree = Tree(launcher.pid)
-        send(rank(tree, 1), "SIGKILL")
-        assert launcher.wait(timeout=60) == 1
-        assert tree.left() == []
-    finally:
-        launcher.kill()
-        launcher.wait()
-    log.seek(0)
-    assert "trainer rank 1: Signal 9 (SIGKILL)" in log.read()
-    assert not (tmp_path / "periodic/policy").exists()
-    assert step_of(latest(checkpoints)) in (2, 4)
-
+    kill_a_rank(periodic, tmp_path)
     run(periodic, tmp_path, "--resume")
     check_report(steps(tmp_path, "periodic"), 5, 2)
     assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
@@ -173,7 +157,7 @@ def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, t
 
     late = tmp_path / "late.msgpack"  # the same windows, but nothing scored before its group is there
     late.write_bytes(
-        b"".join(msgpack.packb(entry) for entry in [header, *(entry for entry in given if "groups" in entry)])
+        b"".join(msgpack.packb(entry) for entry in [header, *(entry for entry in given if "sealed" in entry)])
     )
     run(
         early | {"run.name": "late", "train.record": False, "train.score_early": False}, tmp_path, "--replay", str(late)
@@ -203,9 +187,12 @@ def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, t
 
 
 def with_a_wrong_logprob(given, unit):
-    window = next(entry for entry in given if "groups" in entry and entry["unit"] == unit)
-    response = window["groups"][0]["responses"][0]
-    response["logprobs"] = struct.pack("f", -0.5) + response["logprobs"][4:]
+    window = next(entry for entry in given if "sealed" in entry and entry["unit"] == unit)
+    sealed = window["sealed"][0]
+    group = open_group(msgspec.convert(sealed, SealedGroup))
+    first, *others = group.responses
+    wrong = replace(first, logprobs=(-0.5, *first.logprobs[1:]))
+    sealed |= msgspec.to_builtins(seal_group(replace(group, responses=(wrong, *others))), builtin_types=(bytes,))
     return given
 
 
@@ -215,7 +202,7 @@ def check_early_scores(given, folder):
     scored = []
     for entry in given:
         step = entry["step"]
-        complete |= {(step, group["index"]) for group in entry.get("groups", ())}
+        complete |= {(step, group["index"]) for group in entry.get("sealed", ())}
         for _, group, number, *_ in entry.get("landed", ()):
             assert (step, group) not in complete
             scored.append((step, group, number, entry["unit"]))
@@ -301,7 +288,7 @@ def write_record(path, config, model):
         )
 
     for step, window in ((0, (0, 1)), (0, (2,)), (1, (1,)), (1, (2, 0))):
-        recorder.add(step, 0, Window(tuple(pack_group(group(step, index)) for index in window)))
+        recorder.add(step, 0, Window(tuple(seal_group(group(step, index)) for index in window)))
     recorder.flush()
 
 

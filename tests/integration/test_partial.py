@@ -2,11 +2,11 @@
 
 import math
 
-import msgpack
 import pytest
 from safetensors.numpy import load_file
 
 from engine.run.files import read_lines
+from engine.wire import record
 from support.parallel.runs import Job, run
 from support.runs import config_of
 
@@ -45,14 +45,12 @@ def test_a_response_carries_the_versions_of_its_tokens_and_is_trained_once(setti
 
 def check_run(folder, lag):
     lines = list(read_lines(folder / "steps.jsonl"))
-    with (folder / "record.msgpack").open("rb") as file:
-        _, *entries = msgpack.Unpacker(file)
-    groups = [group for entry in entries for group in entry["groups"]]
-    assert sorted((group["step"], group["index"]) for group in groups) == [
+    groups = [group for entry in record.read(folder / "record.msgpack") for group in entry.window()]
+    assert sorted((group.step, group.index) for group in groups) == [
         (s, p) for s in range(STEPS) for p in range(PROMPTS)
     ]
     cut = {
-        step: check(step, [one for group in groups if group["step"] == step for one in group["responses"]], lag)
+        step: check(step, [one for group in groups if group.step == step for one in group.responses], lag)
         for step in range(STEPS)
     }
     assert sum(cut.values()) > 0
@@ -66,11 +64,11 @@ def check(step, responses, lag):
     how many were cut."""
     assert len(responses) == 4 * PROMPTS
     for one in responses:
-        starts, versions = zip(*one["versions"], strict=True)
+        starts, versions = zip(*one.versions, strict=True)
         assert starts[0] == 0
         assert list(starts) == sorted(set(starts))
-        assert starts[-1] < len(one["token_ids"]) // 4 <= 120
-        assert len(one["logprobs"]) == len(one["token_ids"])
+        assert starts[-1] < len(one.token_ids) <= 120
+        assert len(one.logprobs) == len(one.token_ids)
         assert list(versions) == sorted(set(versions))
         assert max(0, step - lag) <= versions[0] <= versions[-1] <= step
-    return sum(len(one["versions"]) > 1 for one in responses)
+    return sum(len(one.versions) > 1 for one in responses)

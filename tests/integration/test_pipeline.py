@@ -42,7 +42,7 @@ def test_the_whole_pipeline(small, tmp_path):
     assert len(list((folder / "responses").iterdir())) == 3
     marker = next((tmp_path / "published").rglob("_SUCCESS.json"))
     assert all((marker.parent / name).exists() for name in json.loads(marker.read_text())["files"])
-    for word in ("reward", "tokens/s", "left", "accuracy", "timeline.html", "mlflow"):
+    for word in ("reward", "tokens/s", "left", "mean reward", "timeline.html", "mlflow"):
         assert word in done.stdout, word
     _check_tracking(tmp_path)
 
@@ -83,6 +83,10 @@ def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
         output = log.read()
         assert (code, "interrupted" in output) == ((-9, False) if number == "SIGKILL" else (130, True))
         assert "Traceback" not in output
+        if number != "SIGKILL":
+            assert "\n  go on with  " in output
+            assert json.loads((tmp_path / "small/failure.json").read_text())["message"] == f"ended by {number}"
+            assert "trainer-0" in (tmp_path / "small/timeline.html").read_text()
     finally:
         flow.kill()
         flow.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from engine.run.fence import Fence
+from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from support.runs import ROOT, base_settings, launch, wait_for, write_config
@@ -78,7 +78,7 @@ def test_a_launcher_stops_before_it_writes_a_run_that_another_one_has_taken_over
         folder.launcher_lock.unlink()
         newer = Fence.begin(folder.path)  # as the newer launcher does
         before = len(list(read_lines(folder.steps)))
-        assert older.wait(90) == 1
+        assert older.wait(90) == TAKEN_OVER
     finally:
         older.kill()
         older.wait()
@@ -102,6 +102,7 @@ cp {disk}/full/steps.jsonl {logs}/steps.jsonl
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs a disk of its own")
 def test_a_full_disk_ends_a_run_with_one_sentence_and_it_goes_on_when_there_is_space(exact, tmp_path):
     disk = tmp_path / "disk"

@@ -62,7 +62,7 @@ def a_checkpoint(folder, step, fill=b"", names=tuple(CONTENT)):
 
 def read_there(place, name):
     """(marker, content of every file) of a published checkpoint that a reader would take, else None."""
-    complete, _ = store.survey(place)
+    complete = store.survey(place).complete
     if name not in complete:
         return None
     s3, root = fsspec.core.url_to_fs(place)

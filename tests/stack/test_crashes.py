@@ -4,20 +4,19 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
 from pathlib import Path
 
 import psutil
 import pytest
 
+from chaos.checker import each_figure_once
 from engine.run.checkpoint_files import latest, step_of
 from engine.run.files import read_lines
 from support import flow_runs
 from support.brake import braked, slow_down
 from support.flow_runs import kill, patiently, processes, state
-from support.runs import ROOT, launch, overrides, wait_for
+from support.runs import ROOT, launch, overrides, seeded_settings, wait_for
 from tasks.cluster.prefect_api import post
-from tasks.tracking.metric_names import metric_name, numbers
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(3000)]
 
@@ -45,27 +44,8 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def small(place, tiny_model, problems):
     """Settings under which a run's numbers depend on nothing but its seed."""
-    return {
-        "run.output": str(place),
-        "model.path": str(tiny_model),
-        "data.train": str(problems),
-        "data.heldout": str(problems),
-        "reward.function": f"{place / 'reward.py'}:reward",
-        "reward.timeout_s": 60,
-        "rollout.group_size": 4,
-        "rollout.max_new_tokens": 8,
-        "rollout.max_context": 64,
-        "rollout.deterministic": True,
-        "train.consume": "prompt_order",
-        "train.steps": STEPS,
-        "train.prompts_per_step": 4,
-        "train.learning_rate": 1e-3,
-        "algorithm.old_policy": "previous",
-        "algorithm.kl_coef": 0.01,
-        "checkpoint.every": 2,
-        "evaluate.problems": 2,
-        "evaluate.max_new_tokens": 4,
-    }
+    reward = f"{place / 'reward.py'}:reward"
+    return seeded_settings(tiny_model, problems, place, reward) | {"reward.timeout_s": 60, "train.steps": STEPS}
 
 
 @pytest.fixture(scope="module")
@@ -169,26 +149,7 @@ def test_every_process_of_a_run_may_die(deployed, services, environment, small, 
     assert [row["step"] for row in read_lines(folder / "steps.jsonl")] == list(range(STEPS))
     # before and after, though the flow began three times
     assert len(list(read_lines(folder / "evaluations.jsonl"))) == 2
-    check_mlflow(environment["MLFLOW_TRACKING_URI"], folder)
-
-
-def check_mlflow(uri, folder):
-    """One run; every figure of steps.jsonl exactly once at every step that has it, and every evaluation once."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(uri)
-    experiments = [one.experiment_id for one in client.search_experiments()]
-    [run] = client.search_runs(experiments, f"attributes.run_name = '{folder.name}'")
-    assert run.info.status == "FINISHED"
-    wanted = defaultdict(Counter)
-    for row in read_lines(folder / "steps.jsonl"):
-        for name in numbers(row):
-            wanted[name][row["step"]] += 1
-    assert len(wanted) > 30
-    for row in read_lines(folder / "evaluations.jsonl"):
-        wanted[f"{metric_name(row['benchmark'])}/avg_at_k"][row["step"]] += 1
-    for name, steps in wanted.items():
-        assert Counter(point.step for point in client.get_metric_history(run.info.run_id, name)) == steps, name
+    assert each_figure_once(environment["MLFLOW_TRACKING_URI"], folder) == []
 
 
 def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, environment, small, place, undisturbed):
@@ -223,7 +184,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, envir
     assert again.returncode == 0, again.stdout + again.stderr
     assert same(weights(folder), undisturbed)
     assert [row["step"] for row in read_lines(folder / "steps.jsonl")] == list(range(STEPS))
-    check_mlflow(environment["MLFLOW_TRACKING_URI"], folder)
+    assert each_figure_once(environment["MLFLOW_TRACKING_URI"], folder) == []
 
 
 def test_a_run_that_gets_no_further_ends_with_the_reason(environment, small, place):

@@ -80,7 +80,9 @@ def deployed(services, environment, tiny_model, problems, tmp_path_factory):
     }
     sets = [part for override in overrides(small) for part in ("--set", override)]
     for _ in range(2):
-        said = call([*METRONOME, "deploy", *sets, "--timezone", "Asia/Shanghai", "--npus", "16"], environment)
+        said = call(
+            [*METRONOME, "deploy", *sets, "--schedule", "--timezone", "Asia/Shanghai", "--npus", "16"], environment
+        )
         assert "nightly" in said
         assert "Asia/Shanghai" in said
     services.worker("cpu", "day")
@@ -117,6 +119,9 @@ def test_the_form_of_a_deployment(deployed):
     settings = schema["definitions"]["Settings"]["properties"]
     assert all(field["description"] and field["title"] for field in settings.values())
     assert {"type": "integer", "exclusiveMinimum": 0} in settings["steps"]["anyOf"]
+    assert settings["steps"]["default"] == 2  # the deployed recipe's
+    assert settings["group_size"]["default"] == 4
+    assert settings["name"]["default"] is None  # each run has its own
     assert settings["mode"]["anyOf"][0]["enum"] == ["sync", "periodic", "one_step_off", "bounded"]
 
 
@@ -148,6 +153,12 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
     run = _check_mlflow(environment["MLFLOW_TRACKING_URI"], folder, tiny_model)
     assert run.data.tags["prefect.flow_run_id"] == flow_run  # the training's, also after the evaluation
     _check_artifacts(api, flow_run, run)
+    assert flow_runs(api, "pipeline")[flow_run]["name"] == "day"
+    assert [row["name"] for row in flow_runs(api, "evaluate").values()] == ["evaluation of day"]
+    story = "\n".join(_logs(api, flow_run))
+    for line in ("prepare data ...", "evaluate     ", "train        1/2 steps", "train        2 steps", "Run day\n"):
+        assert line in story, line
+    assert "\x1b" not in story
     _check_s3(environment, folder)
 
 
@@ -187,7 +198,7 @@ def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, enviro
     pooled = folder / "pooled"
     assert len((pooled / "steps.jsonl").read_text().splitlines()) == 2
     # the policy that the run before it registered
-    assert f"metronome-quickstart-{latest}" in (pooled / "config.toml").read_text()
+    assert f"metronome-quickstart-problems-{latest}" in (pooled / "config.toml").read_text()
     evaluations = list(read_lines(pooled / "evaluations.jsonl"))
     assert [row["weight_version"] for row in evaluations] == [0, 2]
     # the run's seed, 0, plus the number of the version that it went on from
@@ -289,7 +300,7 @@ def _registered(uri):
     """All policies that were registered; tests of other files that use the same servers may have made some."""
     from mlflow import MlflowClient
 
-    return MlflowClient(uri).search_model_versions("name = 'metronome-quickstart'")
+    return MlflowClient(uri).search_model_versions("name = 'metronome-quickstart-problems'")
 
 
 def _check_mlflow(uri, folder, base):
@@ -315,6 +326,12 @@ def _check_mlflow(uri, folder, base):
     # the evaluation's, in the same run
     assert any(name.endswith("avg_at_k") for name in run.data.metrics), run.data.metrics
     return run
+
+
+def _logs(api, flow_run):
+    """The lines of a flow run's Logs tab."""
+    query = {"logs": {"flow_run_id": {"any_": [flow_run]}}, "sort": "TIMESTAMP_ASC"}
+    return [one["message"] for one in post(f"{api}/logs/filter", query)]
 
 
 def _check_artifacts(api, flow_run, run):

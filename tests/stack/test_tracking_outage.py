@@ -9,7 +9,7 @@ import pytest
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
 from engine.run.files import read_lines
-from flows.cli import _evaluate
+from flows.here import evaluate_here
 from support.runs import config_of
 from tasks.cluster.services import Services, free_port
 from tasks.tracking import evaluations, mlflow_run, retry, tracked_run
@@ -101,7 +101,7 @@ def test_an_evaluation_needs_no_server_and_is_logged_when_there_is_one(services,
     before = mlflow.get_tracking_uri()
     config = config_of(settings | {"tracking.uri": server.url, "evaluate.problems": 2, "evaluate.max_new_tokens": 4})
     server.stop()
-    _evaluate(config)
+    evaluate_here(config)
     told = capsys.readouterr()
     assert "accuracy" in told.out or "avg@1" in told.out
     assert "MLflow did not answer for 2 s" in told.err

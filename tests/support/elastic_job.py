@@ -23,7 +23,6 @@ from engine.run.files import read_lines
 from engine.run.process import LIFELINE, hold_lifeline
 from engine.run.trace import read_spans
 from engine.wire import record
-from engine.wire.codec import open_group
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.faults import proxy_to
 from support.runs import ROOT, config_of, overrides, wait_for, write_config
@@ -233,7 +232,7 @@ class Job:
         """By what the trainer was given (train.record) and the tokens that it counted."""
         given = {line["step"]: [] for line in lines}
         for entry in record.read(self.folder / "record.msgpack"):
-            given[entry.step] += map(open_group, entry.groups)
+            given[entry.step] += entry.window()
         problems = len(list(read_lines(Path(self.settings["data.train"]))))
         for line in lines:
             groups = given[line["step"]]

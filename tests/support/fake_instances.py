@@ -172,6 +172,8 @@ class FakeSession:
 
 
 class _Exchange:
+    content_type = "application/json"
+
     def __init__(self, work):
         self._work = work
 

@@ -28,7 +28,7 @@ GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34, 35)
 """Minor versions of glibc 2 for which wheels are taken: Ubuntu 22.04 has 2.35."""
 
 EXTRAS = {"", "asyncio", "crypto", "cu13", "email", "http2", "image", "memory", "opencv", "pycountry", "redis"}
-EXTRAS |= {"requests", "s3", "server", "standard"}
+EXTRAS |= {"default", "requests", "s3", "server", "standard"}
 """Extras of packages that some package asks for; "" is for none. Requirements of other extras are not kept."""
 
 Requirements = dict[str, list[str] | None]
@@ -55,6 +55,7 @@ TRAINER_NPU = PackageList(("constraints.txt", "infra/trainer/npu.txt"), extras=(
 LISTS = (
     PackageList(("constraints.txt",), extras=("dev", "team")),
     TRAINER_NPU,
+    PackageList(("constraints.txt", "infra/trainer/transferqueue.txt"), extras=("dev", "transferqueue")),
     *(
         PackageList((str(path.relative_to(ROOT)),), closed=path.stem != "cuda")
         for path in sorted((ROOT / "infra/vllm").glob("*.txt"))
@@ -82,6 +83,7 @@ FOREIGN = (
     Foreign("torch==2.10.0+cpu", PYTORCH, TORCH),
     Foreign("torchaudio==2.10.0+cpu", PYTORCH, ("torch==2.10.0",)),
     Foreign("torchvision==0.25.0+cpu", PYTORCH, ("numpy", "torch==2.10.0", "pillow!=8.3.*,>=5.3.0")),
+    Foreign("antlr4-python3-runtime==4.9.3", "PyPI has its source only, which asks for nothing"),
     Foreign("triton-ascend==3.2.2", "Huawei's index has it; 3.2.0 on PyPI asks for nothing"),
     Foreign(
         "mindspeed==git+https://gitcode.com/Ascend/MindSpeed.git@e4772499f7eb9fa9a68919dd1eaddef00e915b2d",
@@ -113,6 +115,7 @@ ALLOWED = (
     Allowed("infra/vllm/npu.txt", "vllm-ascend", "arctic-inference", "suffix decoding, unused here; it has no wheels"),
     Allowed("infra/vllm/npu.txt", "vllm-ascend", "pip", "every virtual environment has one"),
     Allowed("constraints.txt", "torch", "nvidia-* cuda-* triton", TORCH_CUDA),
+    Allowed("infra/trainer/transferqueue.txt", "torch", "nvidia-* cuda-* triton", TORCH_CUDA),
     Allowed("infra/trainer/npu.txt", "mindspeed", "numpy", "its adaptor works with numpy 2, on a CPU"),
     Allowed(
         "infra/trainer/npu.txt", "mindspeed", "wheel sentencepiece pytest-mock gpytorch", "no import of ours meets it"

@@ -20,6 +20,7 @@ from engine.launcher.pool.joining import JoinRoutes
 from engine.launcher.pool.pool import Pool
 from engine.launcher.weight_sync.sync import WeightSync
 from engine.types import Prompt
+from engine.wire.codec import open_ids
 from engine.wire.messages import AbortSync, BucketInfo, ConnectSync, FinishSync, OpenSync, SendBucket
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.fake_instances import BUCKETS, PROBE, FakeInstance, FakeProcess, FakeProcesses, FakeSession, logprobs
@@ -251,7 +252,7 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             self.pool.success(one)
             ((_, version),) = response.versions
-            if response.token_ids != (version,) or response.seed != seed:
+            if open_ids(response.token_ids) != (version,) or response.seed != seed:
                 self.mistakes.append(f"a response of weights that are not the trainer's: {response}")
 
     # weights --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from engine.launcher.pool.pool import Pool
 from engine.launcher.producer import Producer
 from engine.run.trace import Trace
 from engine.types import Prompt
+from engine.wire.sealed import open_group
 from support.scripted import Scores, Scripted, tokens_of
 
 ROLLOUT = {"group_size": 4, "concurrency": 2, "heartbeat_s": 0.3, "wait_s": 30, "timeout_s": 10}
@@ -29,7 +30,6 @@ class World:
         self.producer = Producer(
             pool=self.pool,
             verifier=Scores(),
-            decode=str,
             sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=4,
             seed=0,
@@ -46,7 +46,7 @@ class World:
 
     async def run(self, prompts=PROMPTS, within_s=10.0):
         async def put(group):
-            self.groups.append(group)
+            self.groups.append(open_group(group))
 
         async def land(landed):
             self.landed.append((landed.group, landed.number))

@@ -11,7 +11,7 @@ def even(prompt, responses):
 def hangs_on_one(prompt, responses):
     if prompt.problem.startswith("3+"):
         time.sleep(1000)
-    return even(prompt, responses)
+    return equal(prompt, responses)
 
 
 def raises(prompt, responses):

@@ -5,7 +5,7 @@ import shutil
 
 from engine.config import Config, Run, Train
 from engine.errors import MetronomeError
-from engine.launcher import drain_evaluation
+from engine.launcher import in_run_evaluation
 from engine.run import checkpoint_files
 from engine.run.fence import Fence
 from engine.run.files import append_line, write_json
@@ -39,6 +39,7 @@ def finished(output):
     folder = RunFolder(config.folder)
     claim(folder.path, config, resume=False)
     folder.fence = Fence.begin(folder.path)
+    Fence.begin(folder.path, "flow")
     RunStart().write(folder.path)
     folder.create(config, resume=False)
     count_attempt(folder, "training", 3, "started by a person")
@@ -49,8 +50,8 @@ def finished(output):
         append_line(folder.steps, {"step": step, "step_s": 1.0, "pool_size": 1, "reward_mean": 0.5})
     trace.flush()
     append_line(folder.evaluations, {"step": 3, "weight_version": 3, "benchmark": "heldout", "in_run": True})
-    drain_evaluation.dropped(folder).parent.mkdir()
-    append_line(drain_evaluation.dropped(folder), {"weight_version": 2, "reason": "late"})
+    in_run_evaluation.dropped(folder).parent.mkdir()
+    append_line(in_run_evaluation.dropped(folder), {"weight_version": 2, "reason": "late"})
     for step in (2, 4):
         a_checkpoint(folder.checkpoints, step, identity(folder.path))
     Stages(folder).once("train", lambda: STEPS)

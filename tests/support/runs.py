@@ -1,6 +1,7 @@
 """A tiny random model made by our own code, and runs of the real launcher."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -39,6 +40,13 @@ def save_model(folder, **sizes):
     return folder
 
 
+def save_problems(path):
+    """Forty additions in DeepScaleR's schema."""
+    rows = [{"problem": f"{n}+{n * 7 % 41}=", "answer": str(n + n * 7 % 41), "solution": ""} for n in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def base_settings(model, problems, folder):
     """Overrides of a run of a few seconds whose rewards vary although the model is random."""
     return {
@@ -61,6 +69,30 @@ def base_settings(model, problems, folder):
     }
 
 
+def seeded_settings(model, problems, folder, reward):
+    """Overrides of a run whose numbers depend on nothing but its seed, with checkpoints that a crash may need.
+    `reward`: reward.function."""
+    return {
+        "run.output": str(folder),
+        "model.path": str(model),
+        "data.train": str(problems),
+        "data.heldout": str(problems),
+        "reward.function": reward,
+        "rollout.group_size": 4,
+        "rollout.max_new_tokens": 8,
+        "rollout.max_context": 64,
+        "rollout.deterministic": True,
+        "train.consume": "prompt_order",
+        "train.prompts_per_step": 4,
+        "train.learning_rate": 1e-3,
+        "algorithm.old_policy": "previous",
+        "algorithm.kl_coef": 0.01,
+        "checkpoint.every": 2,
+        "evaluate.problems": 2,
+        "evaluate.max_new_tokens": 4,
+    }
+
+
 def overrides(settings):
     return [f"{key}={value!s}".replace("=True", "=true").replace("=False", "=false") for key, value in settings.items()]
 
@@ -79,7 +111,7 @@ def write_config(settings, folder):
     return path
 
 
-def launch(settings, folder, *arguments):
+def launch(settings, folder, *arguments, timeout_s=200):
     """Run the launcher to its end: (exit code, output)."""
     command = [
         sys.executable,
@@ -89,7 +121,7 @@ def launch(settings, folder, *arguments):
         str(write_config(settings, folder)),
         *arguments,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -49,12 +49,14 @@ class Scripted:
         self.cuts = 0  # so many completions end after a token, as if a pause cut them
         self.protocol = ROLLOUT_PROTOCOL
         self.seeds = []
+        self.asked = []  # the bodies of the completions
         self.running = self.most = 0
         self.updated = []
 
     async def completions(self, request):
         body = await request.json()
         self.seeds.append(body["seed"])
+        self.asked.append(body)
         self.running += 1
         self.most = max(self.most, self.running)
         try:
@@ -146,7 +148,7 @@ class Scores:
         self.per_response = per_response
 
     async def score(self, prompt, responses):
-        return [Score(float(len(response.token_ids))) for response in responses]
+        return [Score(float(response.length)) for response in responses]
 
 
 async def until(condition, what, within_s=20.0):

@@ -15,8 +15,8 @@ from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import InstanceClient
 from engine.launcher.weight_sync.probe import probe
 from engine.launcher.weight_sync.update_calls import UpdateCalls
+from engine.run.commands import instance_command
 from engine.run.process import Child
-from engine.run.vllm_command import command
 from engine.wire.weights import bucket_file, buckets
 from engine.wire.weights.groups import Rendezvous
 from engine.wire.weights.hf_folder import open_folder
@@ -50,12 +50,11 @@ def config(dtype="float32", **rollout):
 
 
 @contextlib.contextmanager
-def serving(model, folder, tensor=1, token=TOKEN, dtype="float32", **environment):
+def serving(model, folder, tensor=1, token=TOKEN, dtype="float32", deterministic=False, **environment):
     """An instance, as (client, child)."""
     port_file = folder / "port.json"
-    arguments, env = command(
-        config=config(dtype, tensor=tensor), model=model, name="under-test", number=0, port_file=port_file
-    )
+    settings = config(dtype, tensor=tensor, deterministic=deterministic)
+    arguments, env = instance_command(config=settings, model=model, name="under-test", number=0, port_file=port_file)
     child = Child(
         "under-test",
         arguments,

@@ -71,7 +71,9 @@ class Client:
         self.anew = False
 
     def cut(self, reason):
+        """As InstanceClient's: it ends the calls under way, not later ones."""
         self.gone.set()
+        self.gone = asyncio.Event()
 
     def distrust(self):
         self.trusted = False
@@ -88,15 +90,14 @@ class Client:
         self.calls.append(route)
         self.counts[route] = self.counts.get(route, 0) + 1
         work = asyncio.ensure_future(self._call(route, body, self.counts[route]))
-        cut = asyncio.ensure_future(self.gone.wait())
+        gone = self.gone
+        cut = asyncio.ensure_future(gone.wait())
         try:
             await asyncio.wait([work, cut], return_when=asyncio.FIRST_COMPLETED, timeout=timeout_s)
             if work.done():
                 return work.result()
             raise (
-                InstanceGone(f"{self.name}: given up")
-                if self.gone.is_set()
-                else DeadlineError(f"{self.name}: no answer")
+                InstanceGone(f"{self.name}: given up") if gone.is_set() else DeadlineError(f"{self.name}: no answer")
             )
         except BadInput as error:
             raise Refused(f"{self.name}: {route} answered 400: {error}") from None

@@ -7,11 +7,12 @@ from safetensors.torch import load_file
 
 from engine.run.files import read_lines
 from engine.run.trace import read_spans
-from support.runs import ROOT, launch, write_config
+from engine.trainer.checkpoint.checkpoints import latest, step_of
+from support.runs import ROOT, Tree, launch, send, wait_for, write_config
 
 
-def run(settings, folder, *arguments):
-    code, output = launch(settings, folder, *arguments)
+def run(settings, folder, *arguments, timeout_s=200):
+    code, output = launch(settings, folder, *arguments, timeout_s=timeout_s)
     log = folder / settings["run.name"] / "logs/trainer.log"
     assert code == 0, output + "\ntrainer.log ends:\n" + log.read_text()[-3000:]
 
@@ -55,3 +56,29 @@ def steps(folder, name):
 def spans(folder, name, kind, rank=None):
     found = [span for span in read_spans(folder / name / "trace") if span["name"] == kind]
     return [span for span in found if rank is None or span["lane"] == f"trainer-{rank}"]
+
+
+def kill_a_rank(settings, folder):
+    """Run until the third step and a checkpoint are there, kill rank 1, and see that all end and the message names it.
+
+    `settings`: with checkpoint.every = 2 and two ranks.
+    """
+    launcher, log = start(settings, folder)
+    place = folder / settings["run.name"]
+    checkpoints = place / "checkpoints"
+    try:
+        wait_for(
+            lambda: len(steps(folder, settings["run.name"])) >= 3 and latest(checkpoints),
+            "the third step and a checkpoint",
+        )
+        tree = Tree(launcher.pid)
+        send(rank(tree, 1), "SIGKILL")
+        assert launcher.wait(timeout=60) == 1
+        assert tree.left() == []
+    finally:
+        launcher.kill()
+        launcher.wait()
+    log.seek(0)
+    assert "trainer rank 1: Signal 9 (SIGKILL)" in log.read()
+    assert not (place / "policy").exists()
+    assert step_of(latest(checkpoints)) in (2, 4)

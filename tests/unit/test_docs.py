@@ -13,6 +13,7 @@ from engine.config import Config
 from engine.config.keys import flatten
 from engine.config.reference import reference
 from engine.config.table import is_table
+from support.troubleshooting import MESSAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "tests/README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -138,6 +139,24 @@ def strings():
                     yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
                 elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield node.value
+
+
+def test_each_quoted_message_is_produced_by_a_test():
+    """Each message of troubleshooting.md is in the table of tests, and the tests expect a piece of it."""
+    quoted = re.findall(r"^\| `([^`]+)`(?: \||, and)", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert sorted(message.replace("\\|", "|") for message in quoted) == sorted(MESSAGES)
+    lost = []
+    for message, (file, piece) in MESSAGES.items():
+        tree = ast.parse((ROOT / file).read_text())
+        notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [
+            node.value.replace("\\", "")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in notes
+        ]
+        if not any(piece in text for text in texts):
+            lost.append((message, file, piece))
+    assert lost == []
 
 
 def test_quoted_messages_exist():

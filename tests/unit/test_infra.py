@@ -114,13 +114,50 @@ def test_containers_use_files_and_extras_that_exist():
 @pytest.mark.parametrize("path", CONTAINERS, ids=lambda path: path.stem)
 def test_containers_are_pinned_and_not_root(path):
     steps = re.sub(r"\\\n", " ", path.read_text()).splitlines()
-    (base,) = [line.split()[1] for line in steps if line.startswith("FROM ")]
+    assert [line for line in steps if line.startswith("FROM ")] == ["FROM ${IMAGE}"]
+    (base,) = [line.removeprefix("ARG IMAGE=") for line in steps if line.startswith("ARG IMAGE=")]
     assert re.search(r":\d+\.\d+\.\d+[-\w.{}$]*$|@sha256:[0-9a-f]{64}$", base), f"{base}: not a full version"
     assert not [line for line in steps if re.search(r"git clone|--branch", line)], "a branch names no version"
     user = steps.index("USER metronome")
     assert any("useradd" in line for line in steps[:user])
     assert not [line for line in steps[:user] if " pip " in line or "install.sh" in line], "packages are the user's"
     assert [line for line in steps[user:] if line.startswith("USER ")] == ["USER metronome"]
+
+
+DOCKER = """#!/bin/sh
+echo "$3" >> "$(dirname "$0")/asked"
+[ "$1 $2 $4 $5" = "buildx imagetools inspect --format {{.Manifest.Digest}}" ] || [ "$2" = imagetools ] || exit 9
+echo sha256:0123456789012345678901234567890123456789012345678901234567890123
+"""
+DIGEST = "@sha256:0123456789012345678901234567890123456789012345678901234567890123"
+
+
+def digests(tmp_path, file, **env):
+    """What infra/digests.sh prints, with a docker that knows every image."""
+    docker = tmp_path / "docker"
+    docker.write_text(DOCKER)
+    docker.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    command = ["sh", str(ROOT / "infra/digests.sh"), str(file)]
+    done = subprocess.run(command, env={"PATH": path, **env}, capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout.splitlines()
+
+
+def test_one_command_pins_images_by_digest(tmp_path):
+    services = yaml.safe_load(COMPOSE.read_text())["services"].values()
+    images = {one["image"] for one in services} - {"metronome:cpu"}
+    named = dict(re.fullmatch(r"\$\{(\w+_IMAGE):-(\S+)\}", image).groups() for image in images)
+    assert set(digests(tmp_path, COMPOSE)) == {f"{name}={named[name]}{DIGEST}" for name in named}
+    assert len(named) == 3
+    for image in named.values():
+        assert re.search(r":[\w.]*\d+[.-]\d+\S*$", image), f"{image}: not a full version"
+    for path in CONTAINERS:
+        ((name, image),) = [line.split("=", 1) for line in digests(tmp_path, path)]
+        assert name == "IMAGE"
+        assert image.endswith(DIGEST)
+        assert "$" not in image
+    ascend = ROOT / "infra/containers/ascend.Containerfile"
+    assert digests(tmp_path, ascend, DEVICE="a3") == [f"IMAGE=quay.io/ascend/cann:9.1.0-a3-ubuntu22.04-py3.11{DIGEST}"]
 
 
 def test_commits_in_lists_are_whole():

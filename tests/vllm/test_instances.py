@@ -17,9 +17,10 @@ import torch
 
 from engine import platform
 from engine.config import Config
-from engine.errors import WeightSyncError
+from engine.errors import ProcessDied, WeightSyncError
 from engine.instance.vllm.session import KEEP_STALE_HEAD
 from engine.run.vllm_command import command
+from engine.tools.acceptance.runs import MEDIUM, make_model
 from engine.trainer.models import open_models
 from engine.wire.messages import BucketInfo
 from support.runs import ROOT, Tree, wait_for
@@ -81,6 +82,31 @@ def test_both_processes_of_an_untied_model_get_the_weights(untied, tmp_path):
         client.post("/update_weights", {"update_info": wrong}, 400)
         client.post("/resume")
         assert torch.equal(client.probe(), before)
+
+
+def test_an_instance_whose_batches_change_a_bit_refuses_to_start(tmp_path):
+    """vLLM has no batch-invariant kernels for CPUs: those that it has there add up in another order in a batch of
+    another size. Sums over a few dozen numbers, as in the models of the other tests, are too short for that."""
+    wide = make_model(tmp_path / "wide", MEDIUM)
+    message = (
+        r"under-test exited with 2; (?s:.*)under-test: rollout\.deterministic = true, but vLLM [0-9.]+ on cpu "
+        r"\(VLLM_BATCH_INVARIANT is not set\) gives a request other bits in a full batch.*: the log-probability of its "
+        r"token \d+ is -\d+\.\d+ instead of -\d+\.\d+. Set rollout\.deterministic = false, or "
+    )
+    with pytest.raises(ProcessDied, match=message), serving(wide, tmp_path, deterministic=True):
+        pytest.skip("on this CPU a batch changes no bit of a model of this width")
+
+
+def test_an_instance_whose_batches_change_no_bit_starts(tied, tmp_path):
+    try:
+        with serving(tied[0], tmp_path, deterministic=True) as (client, _):
+            assert gap(client.choice(max_tokens=40), tied[0]) < 1e-4
+            load = client.ask("GET", "/load")[1]
+            assert (load["running"], load["waiting"]) == (0, 0)
+    except ProcessDied as refusal:
+        if "gives a request other bits" not in str(refusal):
+            raise
+        pytest.skip(f"on this CPU a batch changes bits of a narrow model, too: {refusal}")
 
 
 @contextlib.contextmanager

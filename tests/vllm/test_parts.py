@@ -21,6 +21,7 @@ from engine.instance.vllm.heads import widen
 from engine.instance.vllm.weight_version import WeightVersionReader
 from engine.instance.vllm.worker_extension import WorkerExtension
 from engine.run import vllm_command as commands
+from engine.run.commands import instance_command
 from engine.wire.weights.buckets import Buffers, pack
 from engine.wire.weights.groups import Rendezvous, join
 from support.late_communicator import late
@@ -151,6 +152,15 @@ def test_the_command_of_an_instance(environment, tmp_path):
     }
     assert env["PYTHONPATH"].split(":")[0] == str(commands.ROOT)
     assert env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_instances_of_both_engines_are_told_to_be_deterministic(environment, tmp_path, engine, deterministic):
+    model = Path(save(tmp_path / "model"))
+    given = config(engine=engine, deterministic=deterministic)
+    arguments, _ = instance_command(config=given, model=model, name="i", number=0, port_file=tmp_path / "port")
+    assert arguments.count("--deterministic") == deterministic
 
 
 def test_devices_of_an_npu_instance(environment, tmp_path):

@@ -1,8 +1,8 @@
 """On real vLLM: instances of one running job that hang, err, die, come and go, one after the other.
 
 One job for all of it: what takes long is to start an instance. On the embedded engine each fault has a job of its own,
-whose weights are compared bit for bit with those of an undisturbed one (tests/integration/test_elastic.py); vLLM's
-batches change the last bit.
+whose weights are compared bit for bit with those of an undisturbed one (tests/integration/test_elastic.py). Here they
+are not: on a CPU vLLM's batches may change the last bit.
 """
 
 import signal

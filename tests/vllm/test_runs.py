@@ -3,6 +3,7 @@ on-policy, and as accurate as on the embedded engine."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,11 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from engine.run.files import read_lines
 from engine.run.vllm_command import interpreter
+from engine.tools.acceptance.runs import MEDIUM, make_model
 from engine.tools.quickstart_model.byte_tokenizer import build
 from engine.tools.quickstart_model.warmup import ensure_quickstart_model
-from support.runs import ROOT, Tree, base_settings, send, wait_for
+from support.runs import ROOT, Tree, base_settings, launch, send, wait_for
 from support.tiny_models import save
-from support.whole_runs import run, spans, steps, weights
+from support.whole_runs import run, same, spans, steps, weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2000)]
 METRONOME = str(Path(sys.executable).parent / "metronome")
@@ -95,6 +97,45 @@ def test_an_untied_model_over_the_network_learns_as_much_although_one_instance_d
     check_on_policy(lines, 50, sizes=(1, 2))
     assert lines[-1]["pool_size"] == 1
     assert evaluation_of(folder)["avg_at_k"] >= 0.85
+
+
+@pytest.mark.slow
+def test_sync_and_periodic_train_the_same_weights_in_batches_of_other_sizes(settings, tmp_path):
+    """On a CPU vLLM's kernels give a model as narrow as this one the same bits in every batch; the probe at an
+    instance's start says so. Wider ones are refused (tests/vllm/test_instances.py)."""
+    exact = settings | {
+        "rollout.engine": "vllm",
+        "rollout.deterministic": True,
+        "train.consume": "prompt_order",
+        "train.micro_batch_tokens": 150,
+        "rollout.timeout_s": 300,
+        "train.timeout_s": 300,
+    }
+    for mode, concurrency in (("sync", 3), ("periodic", 1)):
+        own = {"run.name": mode, "train.mode": mode, "rollout.concurrency": concurrency}
+        code, output = launch(exact | own, tmp_path, timeout_s=900)
+        if code == 2 and "gives a request other bits" in output:
+            pytest.skip(f"on this CPU a batch changes bits of a narrow model, too: {output}")
+        assert code == 0, output
+        check_on_policy(steps(tmp_path, mode), 3, sizes=(1,))
+        assert min(line["grad_norm"] for line in steps(tmp_path, mode)) > 0
+    assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
+
+
+@pytest.mark.slow
+def test_a_run_whose_instances_batches_change_a_bit_ends_with_their_message(settings, tmp_path):
+    wide = {"model.path": str(make_model(tmp_path / "wide", MEDIUM)), "rollout.instances": 1, "rollout.timeout_s": 300}
+    own = {"rollout.engine": "vllm", "rollout.deterministic": True}
+    code, output = launch(settings | wide | own, tmp_path)
+    if code == 0:
+        pytest.skip("on this CPU a batch changes no bit of a model of this width")
+    assert code == 2, output
+    assert re.search(
+        r"^error: instance-0: rollout\.deterministic = true, but vLLM .* gives a request other bits", output, re.M
+    )
+    log = (tmp_path / "run/logs/instance-0.log").read_text()
+    assert log.count("rollout.deterministic = true, but") == 1  # it was started once
+    assert not (tmp_path / "run/policy").exists()
 
 
 def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path):

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import ProcessDied
@@ -21,11 +22,7 @@ if TYPE_CHECKING:  # torch reads its environment variables when it is imported: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Exit code 0 then, 2 on bad input, 1 on failure."""
-    parser = command_line.parser("engine.instance.embedded", __doc__)
-    parser.add_argument(
-        "--deterministic", action="store_true", help="make a response depend on prompt, seed and weights only"
-    )
-    options = parser.parse_args(arguments)
+    options = command_line.parser("engine.instance.embedded", __doc__).parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until the event loop takes over, while the model loads
     watch_lifeline()
     return command_line.run(options, _run)
@@ -39,13 +36,16 @@ def _run(options: argparse.Namespace) -> None:
 
 
 async def _serve(options: argparse.Namespace) -> None:
+    from engine.data.tokenizer import Tokenizer
     from engine.instance.embedded.backend import EmbeddedBackend
     from engine.instance.embedded.engine_thread import EngineThread
     from engine.instance.embedded.server import Server
+    from engine.instance.embedded.text_routes import EmbeddedText
     from engine.instance.http import InstanceApp
     from engine.instance.protocol import RequestLimits
 
     sock = command_line.bound(options)
+    tokenizer = Tokenizer(Path(options.model)) if options.text else None
     engine = _warm_engine(options)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(RareMessages().of_loop)
@@ -53,7 +53,8 @@ async def _serve(options: argparse.Namespace) -> None:
     ended = asyncio.Event()
     worker = EngineThread(engine, loop, ended.set)
     backend = EmbeddedBackend(worker, limits, options.model)
-    server = Server(InstanceApp(backend, options.open_requests, options.read_timeout))
+    text = EmbeddedText(backend, tokenizer, options.text) if tokenizer is not None else None
+    server = Server(InstanceApp(backend, options.open_requests, options.read_timeout, text))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.end)
     worker.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.instance.embedded.engine import Engine
@@ -23,9 +24,10 @@ class EmbeddedBackend(Updates):
         self.limits = limits
         self.model = model
 
-    async def complete(self, asked: Completion) -> Result:
-        """Sample one response. Raise Conflict after a weight update that failed half-way."""
-        return await self._worker.complete(asked.prompt, sampling_of(asked), asked.prompt_logprobs)
+    async def complete(self, asked: Completion, on_token: Callable[[int, float], None] | None = None) -> Result:
+        """Sample one response; `on_token` hears of each token and its log-probability. Raise Conflict after a weight
+        update that failed half-way."""
+        return await self._worker.complete(asked.prompt, sampling_of(asked), asked.prompt_logprobs, on_token)
 
     async def check_health(self) -> None:
         """Do nothing: while the process lives, so does the engine's thread."""

@@ -34,6 +34,8 @@ class Request:
     """Called once with the result, in the engine's thread, unless the request is cancelled."""
     score_prompt: bool = False
     """Whether to compute the prompt's log-probabilities."""
+    on_token: Callable[[int, float], None] | None = None
+    """Called with each sampled token and its log-probability, in the engine's thread, before `reply`."""
     prompt_logprobs: list[float] | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -44,6 +46,8 @@ class Request:
         """Append a sampled token. Return the finish reason if it ends the response, else None."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
+        if self.on_token is not None:
+            self.on_token(token, logprob)
         if logprob != logprob:
             return "error"
         if token in self.sampling.stop_ids:

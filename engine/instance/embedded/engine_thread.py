@@ -41,16 +41,30 @@ class EngineThread:
         if self._thread.is_alive():
             raise DeadlineError(f"the engine's thread did not finish its step within {STOP_S:g} s")
 
-    async def complete(self, prompt: tuple[int, ...], sampling: Sampling, score_prompt: bool = False) -> Result:
-        """Sample one response. When the awaiting task is cancelled, the request is dropped."""
+    async def complete(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        score_prompt: bool = False,
+        on_token: Callable[[int, float], None] | None = None,
+    ) -> Result:
+        """Sample one response. When the awaiting task is cancelled, the request is dropped.
+
+        `on_token` is called in the event loop with each token and its log-probability, as soon as it is sampled.
+        """
         future: asyncio.Future[Result] = self._loop.create_future()
         request = Request(prompt, sampling, lambda result: self._resolve(future, result), score_prompt)
+        if on_token is not None:
+            request.on_token = lambda token, logprob: self._tell(on_token, token, logprob)
         self._calls.put(lambda: self._submit(request, future))
         try:
             return await future
         finally:
             if future.cancelled():
                 self._calls.put(lambda: self._engine.cancel(request))
+
+    def _tell(self, on_token: Callable[[int, float], None], token: int, logprob: float) -> None:
+        self._loop.call_soon_threadsafe(on_token, token, logprob)
 
     def _submit(self, request: Request, future: asyncio.Future[Result]) -> None:
         try:

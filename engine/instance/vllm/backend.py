@@ -59,8 +59,7 @@ class VllmBackend:
 
     async def complete(self, asked: Completion) -> Result:
         """Sample one response. Raise Conflict after a weight update that failed half-way."""
-        if self._mixed and not self._updating:
-            raise Conflict("a weight update failed half-way: this instance has no whole weights until another succeeds")
+        self.check_whole()
         if not await self._wait_for_admission():
             return Result(token_ids=[], logprobs=[], finish_reason="abort", version=self._version.known)
         self._running += 1
@@ -77,6 +76,11 @@ class VllmBackend:
         self._generated += len(result.token_ids)
         self._prefills += bool(result.token_ids) and not output.num_cached_tokens
         return result
+
+    def check_whole(self) -> None:
+        """Raise Conflict after a weight update that failed half-way."""
+        if self._mixed and not self._updating:
+            raise Conflict("a weight update failed half-way: this instance has no whole weights until another succeeds")
 
     async def _wait_for_admission(self) -> bool:
         """Wait until the instance is not paused. Return whether the prompt may go to vLLM; False if it is aborted."""

@@ -1,6 +1,6 @@
 """Our routes in vLLM's server (its --middleware): the outermost ASGI layer, which every request reaches.
 
-It answers all requests, so that vLLM's own routes can't be reached from outside.
+It answers all requests, so that of vLLM's own routes only those with text can be reached from outside (`--text`).
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Awaitable, Callable
 
-from engine.instance.http import InstanceApp, Message, Receive, Send
+from engine.instance.asgi import Message, Receive, Send
+from engine.instance.http import InstanceApp
 from engine.instance.vllm.backend import VllmBackend
+from engine.instance.vllm.text_routes import VllmText
 
 
 class Middleware:
@@ -30,5 +32,6 @@ class Middleware:
             return
         if self._routes is None:  # made with the first request: when vLLM makes its layers there is no engine yet
             backend = VllmBackend(scope["app"].state.engine_client)
-            self._routes = InstanceApp(backend, self.options.open_requests, self.options.read_timeout)
+            text = VllmText(self._vllm, backend, self.options.text) if self.options.text else None
+            self._routes = InstanceApp(backend, self.options.open_requests, self.options.read_timeout, text)
         await self._routes(scope, receive, send)

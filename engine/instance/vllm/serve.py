@@ -19,9 +19,11 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from engine.errors import BadInput
+from engine.errors import BadInput, MetronomeError
 from engine.instance import command_line
+from engine.instance.vllm import batch_invariance
 from engine.run.process import LIFELINE, bind, drop_lifeline, hold_lifeline, watch_lifeline
+from engine.types import JsonObject
 from engine.wire.access_token import access_token, authorization
 from engine.wire.weights.watchdogs import WATCHDOGS
 
@@ -44,7 +46,7 @@ if __name__ == "__mp_main__":
         vars(os)["sched_yield"] = functools.partial(time.sleep, float(nap))
 
 NAME = "metronome"
-"""The model's name in vLLM; requests need not have it."""
+"""The model's name in vLLM, unless it takes text; requests with token ids need not have it."""
 POLL_S = 0.1
 WARM_UP_S = 600.0
 """Deadline of the first completion in seconds. vLLM completes its set-up with the first batch with log-probabilities,
@@ -62,6 +64,9 @@ SETTINGS = {
 }
 CPU_SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", NAP: "1e-4"}
 NPU_SETTINGS = {"VLLM_ASCEND_ENABLE_NZ": "0"}  # FRACTAL_NZ weights can't be updated in place
+INVARIANT = {"cuda": {batch_invariance.VARIABLE: "1"}, "npu": {batch_invariance.VARIABLE: "1"}}
+"""Settings of a deterministic instance, by device. vLLM has no batch-invariant kernels for CPUs, where its release 0.32
+would take those for devices."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,7 +128,8 @@ def _check_environment() -> None:
 def _set_environment(options: argparse.Namespace) -> None:
     """Set the environment variables of vLLM. A variable that the user has set keeps its value."""
     by_device = {"cpu": CPU_SETTINGS, "npu": NPU_SETTINGS}.get(options.device, {})
-    for key, value in {**SETTINGS, **by_device, **WATCHDOGS.get(options.transport, {})}.items():
+    invariant = INVARIANT.get(options.device, {}) if options.deterministic else {}
+    for key, value in {**SETTINGS, **by_device, **WATCHDOGS.get(options.transport, {}), **invariant}.items():
         os.environ.setdefault(key, value)
     if options.device != "cpu" or not float(os.environ[NAP]):
         os.environ.pop(NAP, None)
@@ -135,7 +141,7 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
     """Return the command line of vLLM's server."""
     pairs = {
         "--model": options.model,
-        "--served-model-name": NAME,
+        "--served-model-name": options.text or NAME,
         "--host": options.host,
         "--port": str(port),
         "--dtype": options.dtype,
@@ -149,7 +155,7 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         "--allowed-origins": "[]",
     }
     flags = [
-        "--skip-tokenizer-init",
+        *([] if options.text else ["--skip-tokenizer-init"]),
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
         "--disable-fastapi-docs",
@@ -188,16 +194,23 @@ def _parse_as_vllm(arguments: list[str]) -> Any:  # noqa: ANN401
 
 
 def _announce(options: argparse.Namespace, url: str, port: int) -> None:
-    """Wait until the server answers, send one completion, so that no request pays for first-time set-up, and write the
-    port file."""
+    """Wait until the server answers, send one completion, so that no request pays for first-time set-up, probe a
+    deterministic instance, and write the port file."""
     try:
         while not _answers(url + "/health"):
             time.sleep(POLL_S)
-        _post(url + "/v1/completions", {"prompt": [0, 0], "max_tokens": 2, "prompt_logprobs": 0, "ignore_eos": True})
+        first = {"prompt": [0, 0], "max_tokens": 2, "prompt_logprobs": 0, "ignore_eos": True}
+        _ask(url, "POST", "/v1/completions", first)
+        if options.deterministic:
+            ask = functools.partial(_ask, url)
+            batch_invariance.check(ask, options.slots, options.max_context, _platform(options))
     except OSError as error:  # HTTP errors are OSErrors, too
         detail = error.read().decode(errors="replace")[:500] if isinstance(error, urllib.error.HTTPError) else ""
         print(f"{options.name}: the first completion failed: {error} {detail}", file=sys.stderr, flush=True)
         _exit_now(1)
+    except MetronomeError as error:
+        print(f"{options.name}: {error}", file=sys.stderr, flush=True)
+        _exit_now(command_line.exit_code(error))
     command_line.announce(options, port)
 
 
@@ -209,11 +222,21 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _post(url: str, body: dict[str, Any]) -> None:
+def _platform(options: argparse.Namespace) -> str:
+    """Return vLLM's release and device, for messages."""
+    from vllm import __version__
+
+    setting = os.environ.get(batch_invariance.VARIABLE)
+    return f"vLLM {__version__} on {options.device} ({batch_invariance.VARIABLE} is {setting or 'not set'})"
+
+
+def _ask(url: str, method: str, path: str, body: JsonObject) -> JsonObject:
     headers = {"Content-Type": "application/json", **authorization(access_token())}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=WARM_UP_S):
-        pass
+    data = json.dumps(body).encode() if body else None
+    request = urllib.request.Request(url + path, data, headers, method=method)
+    with urllib.request.urlopen(request, timeout=WARM_UP_S) as reply:
+        answer: JsonObject = json.loads(reply.read())
+    return answer
 
 
 if __name__ == "__main__":

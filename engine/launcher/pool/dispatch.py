@@ -4,11 +4,38 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from engine.errors import MetronomeError
 from engine.launcher.pool.instance import Instance, Place
+
+
+class Paced(Protocol):
+    """What the choice reads of an instance."""
+
+    @property
+    def groups(self) -> int:
+        """Groups in flight on it."""
+
+    @property
+    def group_s(self) -> float | None:
+        """Seconds per group at its pace; None before the first."""
+
+
+One = TypeVar("One", bound=Paced)
+
+
+def soonest(serving: Sequence[One], concurrency: int, avoid: Collection[One] = ()) -> One | None:
+    """Return the instance that will probably finish one more group first, of those with room; None if none has.
+
+    Those of `avoid` are taken only if no others serve. An instance without a pace is taken for as fast as the fastest.
+    """
+    others = [instance for instance in serving if instance not in avoid] or serving
+    free = [instance for instance in others if instance.groups < concurrency]
+    untried = min((instance.group_s for instance in serving if instance.group_s is not None), default=1.0)
+    return min(free, key=lambda one: (one.groups + 1) * (one.group_s or untried), default=None)
 
 
 @dataclass(frozen=True)
@@ -71,11 +98,7 @@ class Dispatcher:
         serving = [instance for instance in self._instances if instance.takes_prompts and instance.breaker.passes]
         if least is not None:
             serving = [instance for instance in serving if instance.version is not None and instance.version >= least]
-        others = [instance for instance in serving if instance not in avoid] or serving
-        free = [instance for instance in others if instance.groups < self._concurrency]
-        known = [instance.group_s for instance in serving if instance.group_s is not None]
-        untried = min(known, default=1.0)  # a new one is taken for as fast as the fastest
-        return min(free, key=lambda one: (one.groups + 1) * (one.group_s or untried), default=None)
+        return soonest(serving, self._concurrency, avoid)
 
     def _wake_later(self) -> None:
         """Look again when the first open breaker lets its trial pass."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Self
 
-from engine.errors import MetronomeError
+from engine.errors import BadInput, MetronomeError
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import InstanceFault, Refused
 from engine.launcher.pool.pool import Pool
@@ -89,8 +89,10 @@ class HealthMonitor:
             try:
                 address = await declared.serves(rollout.timeout_s)
             except MetronomeError as error:
-                self._pool.note(declared.name, str(error))
+                self._pool.failed_restart(declared.name, str(error))
                 await asyncio.to_thread(declared.child.stop, 0.0)
+                if isinstance(error, BadInput):  # it would refuse it again
+                    return
             else:
                 self._pool.enter(declared.name, http_url(*address), declared)
                 return

@@ -38,6 +38,11 @@ SMOOTHING = 0.3
 """Weight of the newest figure in an instance's averages."""
 
 
+def smoothed(average: float | None, newest: float) -> float:
+    """The average with the newest figure taken in; the newest alone if there is none yet."""
+    return newest if average is None else (1 - SMOOTHING) * average + SMOOTHING * newest
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
     """Room for one group on an instance."""
@@ -246,8 +251,7 @@ class Instance:
 
     def finished(self, seconds: float, beside: int) -> None:
         """A group took so long beside so many (itself included)."""
-        pace = seconds / max(1, beside)
-        self.group_s = pace if self.group_s is None else (1 - SMOOTHING) * self.group_s + SMOOTHING * pace
+        self.group_s = smoothed(self.group_s, seconds / max(1, beside))
 
     # its weights ----------------------------------------------------------------------------------
 

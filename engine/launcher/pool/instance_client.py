@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -12,17 +11,19 @@ from typing import TypeVar, cast
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from engine.config import Evaluate, Rollout
 from engine.errors import DeadlineError, MetronomeError
-from engine.launcher.pool.reply_check import Asked, problem
+from engine.launcher.pool.reply_check import Asked, BrokenRule, ReplyNumbers, checked
 from engine.model.shape import read_shape
-from engine.types import Prompt, Response
+from engine.types import Prompt
+from engine.wire import reply_columns
+from engine.wire.codec import PackedResponse, open_ids
 from engine.wire.rollout_messages import Complete, CompletionReply, InstanceRequest
 from engine.wire.weights.hf_folder import end_of_sequence_ids
 
 Reply = TypeVar("Reply")
-JSON = {"Content-Type": "application/json"}
 
 
 class InstanceGone(MetronomeError):
@@ -111,18 +112,20 @@ class InstanceClient:
         """
         what = f"{request.method} {request.path}"
         data = msgspec.json.encode(request) if request.method == "POST" else None
+        headers = {"Content-Type": "application/json", "Accept": request.accept}
         try:
             async with self._limited(what, self._timeout_s if timeout_s is None else timeout_s):
                 async with self._session.request(
-                    request.method, self.url + request.path, data=data, headers=JSON, allow_redirects=False
+                    request.method, self.url + request.path, data=data, headers=headers, allow_redirects=False
                 ) as answer:
                     status = answer.status
+                    form = answer.content_type
                     raw = await answer.read()
         except aiohttp.ClientResponseError as error:
             raise InstanceFault(f"{self.name}: {what}: no HTTP answer: {error.message}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise InstanceGone(f"{self.name}: {what}: {type(error).__name__} {error}") from None
-        return cast(Reply, _reply(f"{self.name}: {what}", status, raw, request.reply))
+        return cast(Reply, _reply(call=f"{self.name}: {what}", status=status, form=form, raw=raw, kind=request.reply))
 
     @asynccontextmanager
     async def _limited(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
@@ -174,14 +177,14 @@ class InstanceClient:
                 scope.reschedule(now)
 
     async def complete(
-        self, prompt: Prompt, sampling: SamplingSettings, seed: int, so_far: Response | None = None
-    ) -> Response:
-        """Sample one response, or go on with one; its text is left empty (the caller has the tokenizer).
+        self, prompt: Prompt, sampling: SamplingSettings, seed: int, so_far: PackedResponse | None = None
+    ) -> PackedResponse:
+        """Sample one response, or go on with one.
 
         Returns once the weights that sampled it are trusted. Raises what `call` raises. With `sampling.partial` one
         that a pause broke off comes back with finish_reason "abort".
         """
-        begun = so_far.token_ids if so_far is not None else ()
+        begun = open_ids(so_far.token_ids) if so_far is not None else ()
         cuts = self._cuts
         reply = await self.call(
             Complete(
@@ -195,43 +198,44 @@ class InstanceClient:
                 continued=len(begun) or msgspec.UNSET,
             )
         )
-        self._check(reply, sampling, sampling.max_new_tokens - len(begun))
+        numbers = self._check(reply, sampling, sampling.max_new_tokens - len(begun))
+        response = self._response(reply, numbers, seed)
         await self._until_trusted(cuts)
-        return joined(so_far, self._response(reply, seed, sampling.partial))
+        if response.finish_reason == "abort" and not (sampling.partial and response.length):
+            raise Busy(f"{self.name}: a pause broke off the response after {response.length} tokens")
+        return joined(so_far, response)
 
-    def _check(self, reply: CompletionReply, sampling: SamplingSettings, max_tokens: int) -> None:
-        """Raise BrokenReply if it is no reply to the request."""
+    def _check(self, reply: CompletionReply, sampling: SamplingSettings, max_tokens: int) -> ReplyNumbers:
+        """Return the reply's numbers. Raise BrokenReply if it is no reply to the request."""
         stops = frozenset(sampling.stop_token_ids)
         asked = Asked(max_tokens, sampling.vocabulary, stops, stops | sampling.model_stop_ids)
-        if wrong := problem(reply, asked):
-            raise BrokenReply(f"{self.name}: its reply to POST /v1/completions breaks the protocol: {wrong}")
+        try:
+            return checked(reply, asked)
+        except BrokenRule as wrong:
+            raise BrokenReply(f"{self.name}: its reply to POST /v1/completions breaks the protocol: {wrong}") from None
 
-    def _response(self, reply: CompletionReply, seed: int, partial: bool) -> Response:
-        choice = reply.choices[0]
-        if choice.finish_reason == "abort" and not (partial and choice.token_ids):
-            raise Busy(f"{self.name}: a pause broke off the response after {len(choice.token_ids)} tokens")
-        return Response(
-            token_ids=choice.token_ids,
-            logprobs=choice.logprobs.token_logprobs,
+    def _response(self, reply: CompletionReply, numbers: ReplyNumbers, seed: int) -> PackedResponse:
+        return PackedResponse(
+            token_ids=numbers.token_ids.astype(np.int32).tobytes(),
+            logprobs=numbers.logprobs.astype(np.float32).tobytes(),
             versions=reply.weight_versions,
-            loss_mask=(True,) * len(choice.token_ids),
-            finish_reason=choice.finish_reason,
-            text="",
+            loss_mask=b"\x01" * len(numbers.token_ids),
+            finish_reason=reply.choices[0].finish_reason,
             seed=seed,
             instance=self.name,
         )
 
 
-def joined(so_far: Response | None, more: Response) -> Response:
+def joined(so_far: PackedResponse | None, more: PackedResponse) -> PackedResponse:
     """A response and its continuation as one: tokens,
     log-probabilities and weight versions are those they were sampled with."""
     if so_far is None:
         return more
-    begun = len(so_far.token_ids)
+    begun = so_far.length
     later = tuple((begun + start, version) for start, version in more.versions)
     if later and so_far.versions and later[0][1] == so_far.versions[-1][1]:
         later = later[1:]  # the same weights as before the cut
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         more,
         token_ids=so_far.token_ids + more.token_ids,
         logprobs=so_far.logprobs + more.logprobs,
@@ -240,13 +244,15 @@ def joined(so_far: Response | None, more: Response) -> Response:
     )
 
 
-def _reply(call: str, status: int, raw: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
-    """The reply as this kind; an empty body is an empty object."""
+def _reply(call: str, status: int, form: str, raw: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    """The reply as this kind, read as its media type (`form`) says; an empty body is an empty object."""
     if status != 200:
         error = Busy if status in BUSY else Refused if 400 <= status < 500 else InstanceFault
         raise error(f"{call} answered {status}: {raw[:500].decode(errors='replace')}")
     try:
+        if form == reply_columns.CONTENT_TYPE and kind is CompletionReply:
+            return CompletionReply.of_columns(raw)
         return msgspec.json.decode(raw if raw.strip() else b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         begins = raw[:200].decode(errors="replace")
         raise BrokenReply(f"{call} answered 200 with no such reply: {error}; it begins {begins!r}") from None

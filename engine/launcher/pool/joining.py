@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
@@ -15,12 +14,12 @@ from aiohttp import web
 
 from engine.config import Config
 from engine.errors import BadInput
+from engine.launcher.http_server import listen, listen_address
 from engine.launcher.pool.pool import Pool
 from engine.launcher.pool.pool_metrics import CONTENT_TYPE, exposition
 from engine.run.files import write_atomically
 from engine.wire.access_token import access_token, authorized, check_address
-from engine.wire.address import ADDRESS_FILE, bracketed, reachable, split_address
-from engine.wire.connections import Connections, OneRequest, RareMessages
+from engine.wire.address import ADDRESS_FILE, bracketed, reachable
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 
 MAX_BODY = 64 * 1024
@@ -125,44 +124,21 @@ class JoinRoutes:
 async def serve_joining(pool: Pool, config: Config, folder: Path) -> AsyncIterator[JoinRoutes]:
     """Serve on rollout.listen within the block, the address in <folder>/rollout.address.
     Raises BadInput if that can't be."""
-    host, _ = listen_address(config.rollout.listen)
+    host, _ = listen_address(config.rollout.listen, "rollout.listen")
     routes = JoinRoutes(pool, access_token())
     file = folder / ADDRESS_FILE
     runner = web.AppRunner(routes.application(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    server = await _listen(runner, config.rollout.listen)
+    server = await listen(runner, config.rollout.listen, "rollout.listen")
+    address = f"{bracketed(reachable(host))}:{server.sockets[0].getsockname()[1]}\n"
     try:
-        write_atomically(file, f"{bracketed(reachable(host))}:{server.sockets[0].getsockname()[1]}\n")
+        write_atomically(file, address)
         yield routes
     finally:
         server.close()
-        file.unlink(missing_ok=True)
+        if file.exists() and file.read_text() == address:  # another launcher may have written its own
+            file.unlink()
         await runner.cleanup()
-
-
-async def _listen(runner: web.AppRunner, address: str) -> asyncio.Server:
-    """Serve an application whose connections have limits. Raises BadInput if the address can't be listened on."""
-    host, port = listen_address(address)
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(RareMessages().of_loop)
-    connections = Connections()
-
-    def connection() -> OneRequest:
-        assert runner.server is not None, "runner.setup() makes it"
-        return OneRequest(runner.server(), connections)
-
-    try:
-        return await loop.create_server(connection, host, port)
-    except OSError as error:
-        await runner.cleanup()
-        raise BadInput(f"rollout.listen = {address!r}: {error.strerror}") from None
-
-
-def listen_address(text: str) -> tuple[str, int]:
-    """(host, port) of rollout.listen. Raises BadInput unless it is host:port, on loopback where there is no token."""
-    host, port = split_address(text, "rollout.listen")
-    check_address(host, access_token(), "rollout.listen")
-    return host, port
 
 
 def _object(raw: bytes) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import Protocol
 import aiohttp
 
 from engine.config import Config
-from engine.errors import MetronomeError, ProcessDied
+from engine.errors import BadInput, MetronomeError, ProcessDied
+from engine.launcher.notices import Notices
 from engine.launcher.pool.dispatch import Dispatcher
 from engine.launcher.pool.instance import WORKING, Instance, Place
 from engine.launcher.pool.instance_client import InstanceClient
@@ -50,8 +51,10 @@ class Pool:
         folder: Path,
         trace: Trace | None = None,
         synced: bool = False,
+        notices: Notices | None = None,
     ) -> None:
-        """`synced`: instances serve only after a weight sync; else (evaluation) at once, what they loaded from disk."""
+        """`synced`: instances serve only after a weight sync; else (evaluation) at once, what they loaded from disk;
+        `notices`: get which instances come, go and fail."""
         self.config = config
         self.processes = InstanceProcesses(config, model, folder)
         self.sync: Sync | None = None
@@ -68,6 +71,7 @@ class Pool:
         self.connected = asyncio.Event()
         """Set once every declared instance has been there, or has failed to start."""
         self._trace = trace
+        self._notices = notices or Notices()
         self._dispatcher = Dispatcher(self.instances, config.rollout.concurrency, self._give_back)
         self._changed = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
@@ -83,15 +87,18 @@ class Pool:
         """Wait until every declared instance serves or has failed to start. The health monitor starts the failed ones
         again.
 
-        If all failed, the recipe is wrong: raises ProcessDied or DeadlineError with the name of the first.
+        If all failed, or one refuses its input, the recipe is wrong: raises ProcessDied, DeadlineError or BadInput with
+        the name of the first.
         """
         declared = self.processes.declared
         errors = await asyncio.gather(*(self._first_start(one) for one in declared))
         failed = [(one, error) for one, error in zip(declared, errors, strict=True) if error is not None]
-        if failed and len(failed) == len(declared):
-            raise failed[0][1]
+        for _, error in failed:
+            if isinstance(error, BadInput) or len(failed) == len(declared):
+                raise error
         for one, error in failed:
             self.note(one.name, str(error))
+            self._say("fails", f"{one.name} could not start: {error}")
             self.failed_starts.put_nowait(one)
         self.connected.set()
 
@@ -105,6 +112,7 @@ class Pool:
             except MetronomeError as error:
                 if not one.child.was_killed or not one.may_restart(rollout.restarts):
                     return error
+                self._say("fails", f"{one.name} is started again: {error}")
                 self.processes.restart(one)
             else:
                 self.enter(one.name, http_url(*address), one)
@@ -118,6 +126,10 @@ class Pool:
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), headers=token)
         client = InstanceClient(name, url, self._session, self.config.rollout.timeout_s)
         instance = Instance(client, declared, self._trace)
+        if declared is None:
+            self._say("joins", f"{name} has joined from {url}")
+        elif declared.restarts:
+            self._say("joins", f"{name} was started again (the {declared.restarts}. time)")
         self.instances.append(instance)
         self._ends.pop(name, None)
         if not self.synced:
@@ -149,6 +161,8 @@ class Pool:
         if instance.leaving:
             self.gone(instance, "left")
         elif instance.lives:
+            if instance.reason:
+                self._say("serves", f"{instance.name} serves again")
             instance.admit()
             self.changed()
 
@@ -157,6 +171,7 @@ class Pool:
         if instance.leaving or instance.dead:
             self.gone(instance, reason)
         elif instance.state != "gone":
+            self._say("fails", f"{instance.name} takes no prompts for now: {reason}")
             instance.exclude(reason)
             self.changed()
 
@@ -164,6 +179,8 @@ class Pool:
         """It never comes back as this object; the health monitor may start a declared one again."""
         if instance.state != "gone":
             instance.depart(reason)
+            how = "has left" if instance.reason == "left" else f"is gone: {instance.reason}"
+            self._say("leaves", f"{instance.name} {how}")
             self._ends[instance.name] = instance.reason
             self.instances.remove(instance)
             self.changed()
@@ -212,9 +229,11 @@ class Pool:
         self._changed.set()
         self._dispatcher.hand_out()
 
-    def fault(self, instance: Instance) -> None:
+    def fault(self, instance: Instance, reason: str = "no reason is known") -> None:
         """A request to it failed; enough of them in a row and it is left alone for a while (CircuitBreaker)."""
         if instance.state in ("serving", "draining"):  # else the pool itself broke the request off
+            text = f"{instance.name} has failed on a request, which is sent again: {reason}"
+            self._notices.happened("instances", f"requests to {instance.name}", text, burst=1)
             instance.breaker.fault()
         if instance.dead:
             self.gone(instance, "its process ended")
@@ -272,6 +291,14 @@ class Pool:
     def note(self, name: str, end: str) -> None:
         """How an instance ended that is not in the pool (a restart that failed)."""
         self._ends[name] = end
+
+    def failed_restart(self, name: str, end: str) -> None:
+        """A declared instance was started again and could not serve."""
+        self.note(name, end)
+        self._say("fails", f"{name} could not be started again: {end}")
+
+    def _say(self, kind: str, text: str) -> None:
+        self._notices.happened("instances", kind, text)
 
     async def close(self) -> None:
         """End all instances."""

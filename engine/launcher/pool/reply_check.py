@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,18 @@ VERSIONS = 2**63
 """Weight versions are below this."""
 
 
+class BrokenRule(Exception):
+    """A reply breaks a rule of the protocol; the message says which."""
+
+
+@dataclass(frozen=True)
+class ReplyNumbers:
+    """The numbers of a reply that breaks no rule."""
+
+    token_ids: NDArray[np.int64]
+    logprobs: NDArray[np.float64]
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a request asked for, as far as its reply must keep to it."""
@@ -31,35 +44,43 @@ class Asked:
     """Tokens that may end one: `stops`, and the model's own."""
 
 
-def problem(reply: CompletionReply, asked: Asked) -> str:
-    """Say what is wrong with the reply; "" if nothing is.
+def checked(reply: CompletionReply, asked: Asked) -> ReplyNumbers:
+    """Return the reply's numbers. Raises BrokenRule if anything is wrong with it.
 
     An aborted response may have any number of tokens, also none. Any other has at least one.
     """
     choice = reply.choices[0]
     count = len(choice.token_ids)
     if len(reply.choices) > 1:
-        return f"{len(reply.choices)} responses, one was asked for"
+        raise BrokenRule(f"{len(reply.choices)} responses, one was asked for")
     if count != len(choice.logprobs.token_logprobs):
-        return f"{count} tokens and {len(choice.logprobs.token_logprobs)} log-probabilities"
+        raise BrokenRule(f"{count} tokens and {len(choice.logprobs.token_logprobs)} log-probabilities")
     if count > asked.max_tokens:
-        return f"{count} tokens, {asked.max_tokens} were asked for"
+        raise BrokenRule(f"{count} tokens, {asked.max_tokens} were asked for")
     try:
-        packed = array("q", choice.token_ids)
+        packed = _column("q", choice.token_ids)
     except OverflowError:
-        return f"token {max(choice.token_ids, key=abs)}, the vocabulary has {asked.vocabulary}"
-    logprobs = array("d", choice.logprobs.token_logprobs)
-    tokens = np.frombuffer(packed, np.int64)
-    return (
-        _problem_of_tokens(tokens, asked.vocabulary)
-        or _problem_of_logprobs(np.frombuffer(logprobs))
-        or _problem_of_versions(reply.weight_versions, count)
-        or _problem_of_end(choice.finish_reason, tokens, asked)
-        or _problem_of_digest(reply, packed, logprobs)
-    )
+        raise BrokenRule(f"token {max(choice.token_ids, key=abs)}, the vocabulary has {asked.vocabulary}") from None
+    logprobs = _column("d", choice.logprobs.token_logprobs)
+    numbers = ReplyNumbers(np.frombuffer(packed, np.int64), np.frombuffer(logprobs))
+    if wrong := (
+        problem_of_tokens(numbers.token_ids, asked.vocabulary)
+        or problem_of_logprobs(numbers.logprobs)
+        or problem_of_versions(reply.weight_versions, count)
+        or problem_of_end(choice.finish_reason, numbers.token_ids, asked)
+        or problem_of_digest(reply, packed, logprobs)
+    ):
+        raise BrokenRule(wrong)
+    return numbers
 
 
-def _problem_of_tokens(tokens: NDArray[np.int64], vocabulary: int) -> str:
+def _column(kind: str, numbers: Sequence[Any]) -> array[Any]:
+    """Return the numbers as 8 bytes each, which they are where the reply had them as bytes."""
+    return numbers if isinstance(numbers, array) else array(kind, numbers)
+
+
+def problem_of_tokens(tokens: NDArray[np.int64], vocabulary: int) -> str:
+    """Say which token is none of the vocabulary; "" if all are."""
     right = (tokens >= 0) & (tokens < vocabulary)
     if not right.all():
         at = int(right.argmin())
@@ -67,7 +88,8 @@ def _problem_of_tokens(tokens: NDArray[np.int64], vocabulary: int) -> str:
     return ""
 
 
-def _problem_of_logprobs(logprobs: NDArray[np.float64]) -> str:
+def problem_of_logprobs(logprobs: NDArray[np.float64]) -> str:
+    """Say which log-probability is none; "" if all are finite and at most 0."""
     right = (logprobs <= ROUNDING) & (logprobs > -np.inf)  # not-a-number is neither
     if not right.all():
         at = int(right.argmin())
@@ -75,8 +97,8 @@ def _problem_of_logprobs(logprobs: NDArray[np.float64]) -> str:
     return ""
 
 
-def _problem_of_versions(versions: Sequence[tuple[int, int]], count: int) -> str:
-    """Every token needs a version: the first stretch begins at 0, each later one after the one before."""
+def problem_of_versions(versions: Sequence[tuple[int, int]], count: int) -> str:
+    """Say if not every token has a version: the first stretch begins at 0, each later one after the one before."""
     starts = [start for start, _ in versions]
     ascending = all(one < other for one, other in zip(starts, starts[1:], strict=False))
     whole = starts[0] == 0 and starts[-1] < count if starts else count == 0
@@ -85,7 +107,8 @@ def _problem_of_versions(versions: Sequence[tuple[int, int]], count: int) -> str
     return ""
 
 
-def _problem_of_end(reason: str, tokens: NDArray[np.int64], asked: Asked) -> str:
+def problem_of_end(reason: str, tokens: NDArray[np.int64], asked: Asked) -> str:
+    """Say why the finish reason does not fit the tokens; "" if it does."""
     if reason not in ("stop", "length", "abort"):
         return f"finish_reason {reason!r:.50}"
     if not len(tokens):
@@ -98,6 +121,7 @@ def _problem_of_end(reason: str, tokens: NDArray[np.int64], asked: Asked) -> str
     return ""
 
 
-def _problem_of_digest(reply: CompletionReply, tokens: array[int], logprobs: array[float]) -> str:
+def problem_of_digest(reply: CompletionReply, tokens: array[int], logprobs: array[float]) -> str:
+    """Say how the digest differs from that of what arrived; "" if it does not."""
     found = packed_digest(tokens, logprobs, reply.weight_versions, reply.choices[0].finish_reason)
     return "" if found == reply.digest else f"its digest is {reply.digest!r:.50}, that of what arrived is {found}"

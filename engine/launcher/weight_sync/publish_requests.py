@@ -30,14 +30,17 @@ class PublishRequests:
         run_state: RunState,
         batches: Callable[[], Sequence[Batch]],
         allows_publish: Callable[[], bool],
+        served: Callable[[int], None],
     ) -> None:
         """`batches`: returns the batches in flight; `allows_publish`: returns False while an evaluation needs the
-        current weights."""
+        current weights; `served`: called with a version that all instances hold and were compared with."""
         self._config = config
         self._trace = trace
         self._run_state = run_state
         self._batches = batches
         self._allows_publish = allows_publish
+        self._served = served
+        self._version = 0
         self._schedule = Schedule.of(config.train, config.rollout.partial)
         self._swap: asyncio.Task[None] | None = None
         self._began = 0.0
@@ -89,6 +92,7 @@ class PublishRequests:
 
     async def finish(self, request: FinishSync) -> Done:
         """Finish the weight sync (WeightSync.finish), or start a task that does so in the background."""
+        self._version = request.version
         swap = self._finish_sync(request)
         if self._in_background:
             self._swap = asyncio.create_task(self._swap_in_background(swap, self._batches()))
@@ -104,8 +108,12 @@ class PublishRequests:
         self._run_state.check()
         self.sync.expect(request.expected)
         if not self._in_background:
-            await self.sync.checked()
+            await self._checked()
         return Done()
+
+    async def _checked(self) -> None:
+        await self.sync.checked()
+        self._served(self._version)
 
     async def _finish_sync(self, request: FinishSync) -> None:
         await self.sync.finish(request)
@@ -118,7 +126,7 @@ class PublishRequests:
             if self._schedule.exact:
                 await self._run_state.wait_until(lambda: all(batch.generated for batch in batches))
             await swap
-            await self.sync.checked()
+            await self._checked()
         except MetronomeError as error:
             await self._run_state.fail(error)
         await self._run_state.notify()

@@ -1,34 +1,114 @@
-"""Attention on CUDA: FlexAttention under a block mask, which skips blocks of the mask in which nothing is visible.
+"""Attention on CUDA: torch's FlashAttention where it takes the tensors, else FlexAttention.
 
-Each row sees the keys from the first of its own run up to itself, and the keys of its prompt. So the kernel loads four
-numbers per query and none per key. It also runs uncompiled on a CPU, where the tests compare it.
+FlashAttention computes the responses' own tokens and the prompts in a call each (`engine.model.kernels.merged`). The
+tests call its operators with a CPU behind them.
+
+FlexAttention skips blocks of the mask in which nothing is visible. Each row sees the keys from the first of its own run
+up to itself, and the keys of its prompt. So the kernel loads four numbers per query and none per key. It also runs
+uncompiled on a CPU, where the tests compare it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch._dynamo.config
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from engine.model.fusion import compiled
+from engine.model.kernels.merged import Sequences
+from engine.model.kernels.merged import attend as merge
 from engine.model.layout import Layout
 
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+"""The dtypes that FlashAttention takes."""
+FLASH_WIDTH = 256
+"""Largest width of a head that FlashAttention takes; it has to be a multiple of 8."""
+FLASH_CAPABILITY = (8, 0)
+"""Least compute capability that FlashAttention runs on: Ampere."""
 BLOCK = 128
 """Number of queries, and of keys, of a block: FlexAttention's default."""
 CHUNK = 16
 """Number of rows of blocks that are classified at a time, so that the whole mask is never in memory."""
-VARIANTS = 32
-"""Largest number of compiled variants of the kernel."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
+    """Same result and shapes as `reference.masked`, also for shards."""
+    if flash_takes(q):
+        return merge(q, k, v, layout=layout, scale=scale, kernel=Flash)
+    return flex(q, k, v, layout=layout, scale=scale)
+
+
+def flash_takes(q: Tensor) -> bool:
+    """Whether FlashAttention is built for the queries' device, and takes their dtype and width. On ROCm its lse has
+    another shape, so it is not used there."""
+    width = q.shape[-1]
+    return (
+        q.is_cuda
+        and q.dtype in FLASH_DTYPES
+        and width <= FLASH_WIDTH
+        and not width % 8
+        and torch.version.hip is None
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(q.device) >= FLASH_CAPABILITY
+    )
+
+
+@dataclass(frozen=True)
+class Flash:
+    """torch's FlashAttention for sequences of variable length as a `merged.VarlenKernel`. Its causal mask is aligned at
+    the lower right corner, and its lse is [heads, T] fp32. torch.nn.attention.varlen calls the same operators."""
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """As `merged.VarlenKernel` says."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query=q, key=k, value=v, return_debug_mask=False, scale=self.scale, **_options(sequences)
+        )
+        return out, lse.T
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `merged.VarlenKernel` says. The state of the random generator is not read without dropout."""
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad_out=grad,
+            query=q,
+            key=k,
+            value=v,
+            out=out,
+            logsumexp=lse.T.contiguous(),
+            rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),
+            unused=torch.empty(0, device=q.device),
+            scale=self.scale,
+            **_options(sequences),
+        )
+        return dq, dk, dv
+
+
+def _options(sequences: Sequences) -> dict[str, Any]:
+    """The arguments that both operators have."""
+    return {
+        "cum_seq_q": sequences.query_offsets,
+        "cum_seq_k": sequences.key_offsets,
+        "max_q": max(sequences.queries),
+        "max_k": max(sequences.keys),
+        "dropout_p": 0.0,
+        "is_causal": sequences.causal,
+    }
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
     """Same result and shapes as `reference.masked`. The block mask is made once per layout, the kernel is compiled once
     per process."""
-    out = _flex(q.is_cuda)(
+    plain: Callable[..., Any] = flex_attention  # type: ignore[assignment]  # of a type that mypy can't name
+    kernel = compiled(plain) if q.is_cuda else plain
+    out: Tensor = kernel(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
         v.transpose(0, 1)[None],
@@ -37,19 +117,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None 
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out[0].transpose(0, 1)
-
-
-@cache
-def _flex(compiled: bool) -> Callable[..., Tensor]:
-    """FlexAttention, `compiled` for any length. `fullgraph` makes torch raise rather than use the uncompiled kernel,
-    which computes the whole S×S mask.
-
-    torch still compiles a few variants (rows of one block, with and without gradient), and gives up after 8 by default.
-    """
-    if not compiled:
-        return flex_attention
-    torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def block_mask(layout: Layout) -> BlockMask:

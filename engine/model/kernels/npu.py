@@ -1,13 +1,14 @@
-"""Attention on an Ascend NPU: the fused kernel `npu_fusion_attention` of torch_npu, with the parts of the row as
-variable-length sequences.
+"""Attention on an Ascend NPU: the fused kernel `npu_fusion_attention` of torch_npu, once for the responses' own tokens
+and once for the prompts (`engine.model.kernels.merged`).
 
-A row is a prompt followed by its responses; prompt and responses are its parts. For each part the keys and values of
-its prompt are gathered, then those of its own tokens. Tensors have the layout "TND" (tokens, heads, width), with
-cumulative lengths. `sparse_mode` 3 is causal, aligned at the lower right corner: a query sees all keys of the prompt,
-and the keys of its own part up to its own position. It needs a 2048×2048 upper triangle as mask. The arguments follow
-the documentation in torch_npu 2.10.0.post4 (`_op_plugin_docs.py`).
+Tensors have the layout "TND" (tokens, heads, width), with cumulative lengths. `sparse_mode` 3 is causal, aligned at the
+lower right corner; it needs a 2048×2048 upper triangle as mask. Without a mask a query sees all keys of its sequence.
+The kernel returns the largest score and the sum of exponentials of each query; `softmax_layout` "TND" orders them as
+the queries. `npu_fusion_attention_grad` takes both, and makes p = exp(score − max) / sum of them: the merged lse as
+largest score and 1 as sum give the probabilities of the merged softmax. torch_npu's own context parallelism hands
+merged values to it, too. The arguments follow torch_npu 2.10.0.post4 (`_op_plugin_docs.py`).
 
-The tests call an operator with the published schema, which they implement on the CPU. This has not run on an NPU.
+The tests call operators with the published schemas, which they implement on the CPU. This has not run on an NPU.
 """
 
 from __future__ import annotations
@@ -15,70 +16,86 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.model.layout import Layout, Part
+from engine.model.kernels.merged import Sequences
+from engine.model.kernels.merged import attend as merge
+from engine.model.layout import Layout
 
 RIGHT_DOWN_CAUSAL = 3
 """`sparse_mode` for a mask that is causal from the lower right corner."""
 MASK_SIZE = 2048
 """Side of the compressed mask that every `sparse_mode` but 0 and 1 takes."""
-MOST_PARTS = 1024
+MOST_SEQUENCES = 1024
 """Largest number of variable-length sequences in one call."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of the kernel: consecutive parts, and the keys of each part one after another."""
-
-    first: int
-    """Number of the first query among the layout's rows."""
-    queries: list[int]
-    """Number of queries up to and including each part."""
-    keys: list[int]
-    """Number of keys up to and including each part."""
-    positions: Tensor
-    """[keys] position of each key in the whole row."""
+COPIES = 8
+"""The kernel has each query's largest score and sum this many times."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None = None) -> Tensor:
-    """Same result and shapes as `reference.masked`."""
-    hidden = _upper_triangle(q.device)
-    done = []
-    for call in layout.once(calls):
-        done.append(
-            torch.ops.npu.npu_fusion_attention(
-                q[call.first : call.first + call.queries[-1]],
-                k.index_select(0, call.positions),
-                v.index_select(0, call.positions),
-                q.shape[1],
-                "TND",
-                atten_mask=hidden,
-                scale=q.shape[-1] ** -0.5 if scale is None else scale,
-                actual_seq_qlen=call.queries,
-                actual_seq_kvlen=call.keys,
-                sparse_mode=RIGHT_DOWN_CAUSAL,
-            )[0]
-        )
-    return torch.cat(done)
+    """Same result and shapes as `reference.masked`, also for shards."""
+    return merge(q, k, v, layout=layout, scale=scale, kernel=FusionAttention)
 
 
-def calls(layout: Layout) -> list[Call]:
-    """The layout's parts in the order of their rows, in as few calls as the kernel allows."""
-    parts = layout.parts
-    chunks = [parts[at : at + MOST_PARTS] for at in range(0, len(parts), MOST_PARTS)]
-    return [_call(chunk, layout.rows.device) for chunk in chunks]
+@dataclass(frozen=True)
+class FusionAttention:
+    """torch_npu's kernel as a `merged.VarlenKernel`."""
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """As `merged.VarlenKernel` says."""
+        done = []
+        for rows, keys, some in sequences.split(MOST_SEQUENCES):
+            out, largest, total = torch.ops.npu.npu_fusion_attention(
+                query=q[rows], key=k[keys], value=v[keys], head_num=q.shape[1], scale=self.scale, **_options(some)
+            )[:3]
+            done.append((out, largest[..., 0] + total[..., 0].log()))
+        out, lse = (_joined(parts) for parts in zip(*done, strict=True))
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `merged.VarlenKernel` says."""
+        largest = lse[..., None].expand(-1, -1, COPIES).contiguous()
+        done = [
+            torch.ops.npu.npu_fusion_attention_grad(
+                query=q[rows],
+                key=k[keys],
+                value=v[keys],
+                dy=grad[rows],
+                head_num=q.shape[1],
+                softmax_max=largest[rows],
+                softmax_sum=torch.ones_like(largest[rows]),
+                attention_in=out[rows],
+                scale_value=self.scale,
+                **_options(some),
+            )[:3]
+            for rows, keys, some in sequences.split(MOST_SEQUENCES)
+        ]
+        dq, dk, dv = (_joined(parts) for parts in zip(*done, strict=True))
+        return dq, dk, dv
 
 
-def _call(parts: tuple[Part, ...], device: torch.device) -> Call:
-    return Call(
-        first=parts[0].query,
-        queries=list(accumulate(part.length for part in parts)),
-        keys=list(accumulate(part.prefix + part.length for part in parts)),
-        positions=torch.cat([part.keys for part in parts]).to(device),
-    )
+def _options(sequences: Sequences) -> dict[str, Any]:
+    """The arguments that both operators have."""
+    causal = sequences.causal
+    return {
+        "input_layout": "TND",
+        "atten_mask": _upper_triangle(sequences.device) if causal else None,
+        "sparse_mode": RIGHT_DOWN_CAUSAL if causal else 0,
+        "actual_seq_qlen": list(accumulate(sequences.queries)),
+        "actual_seq_kvlen": list(accumulate(sequences.keys)),
+        "softmax_layout": "TND",
+    }
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 @cache

@@ -76,11 +76,13 @@ class Comparison:
 
 
 def comparisons(attention: str, device: torch.device) -> Iterator[tuple[str, Callable[[], Iterator[Comparison]]]]:
-    """What is compared, and the function that compares it: the attention kernel of that name, the fused operations and
-    the whole model, in fp32 and bf16. The functions need the session of a rank (engine.platform.single)."""
+    """What is compared, and the function that compares it: the attention kernel of that name, the fused operations, the
+    product of all experts and the whole model, in fp32 and bf16. The functions need the session of a rank
+    (engine.platform.single)."""
     for dtype in DTYPES:
         yield f"attention {attention}, {_name(dtype)}", partial(compare_attention, attention, device, dtype)
         yield f"RMSNorm, SwiGLU and rotation, {_name(dtype)}", partial(compare_operations, device, dtype)
+        yield f"experts, {_name(dtype)}", partial(compare_experts, device, dtype)
         yield f"model, {_name(dtype)}", partial(compare_model, attention, device, dtype)
 
 
@@ -117,7 +119,7 @@ def compare_operations(device: torch.device, dtype: torch.dtype) -> Iterator[Com
         return torch.func.functional_call(module.to(device), {"weight": weight}, (x,))
 
     positions = torch.arange(rows) * 7
-    tables = RotaryAtPositions(TINY, tables=True)(positions).to(device)
+    tables = RotaryAtPositions(TINY)(positions.to(device))
     angle = torch.outer(positions.float(), plain_model.frequencies(TINY)).repeat(1, 2)[:, None, None, :]
     cases: list[tuple[str, Operation, Operation, dict[str, tuple[int, ...]]]] = [
         (
@@ -142,6 +144,26 @@ def compare_operations(device: torch.device, dtype: torch.dtype) -> Iterator[Com
             inputs=_random(list(sizes.values()), dtype),
             device=device,
         )
+
+
+def compare_experts(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
+    """The product of all experts at once, one of them without tokens; nothing where the platform has none."""
+    from engine.model.experts import grouped, product_for
+
+    sizes = (100, 0, 199, 1)
+    product = product_for(torch.zeros(1, dtype=dtype, device=device), TINY.hidden, TINY.intermediate)
+    if product is None:
+        return
+    yield _compared(
+        what="experts",
+        names=("x", *(f"weight {number}" for number in range(len(sizes)))),
+        ours=lambda x, *weights: grouped(product, sizes, x, weights),
+        reference=lambda x, *weights: torch.cat(
+            [tokens @ weight.T for tokens, weight in zip(x.split(list(sizes)), weights, strict=True)]
+        ),
+        inputs=_random([(sum(sizes), TINY.hidden), *[(TINY.intermediate, TINY.hidden)] * len(sizes)], dtype),
+        device=device,
+    )
 
 
 def compare_model(attention: str, device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
@@ -196,7 +218,7 @@ def _compared(
 
 def _difference(found: Tensor, expected: Tensor | None) -> float:
     assert expected is not None
-    return float((found - expected).norm() / expected.norm())
+    return float((found - expected).norm() / (expected.norm() or 1.0))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -31,9 +31,9 @@ from engine.tools.acceptance.runs import (
     train,
 )
 from engine.types import JsonObject
-from engine.wire.codec import pack_group
 from engine.wire.messages import Window
 from engine.wire.record import RecordWriter
+from engine.wire.sealed import seal_group
 
 SAMPLED = {
     "rollout.max_context": 512,
@@ -147,14 +147,14 @@ def _record(file: Path, config: Config, prompt: int, response: int) -> Path:
             random_group(prompt=prompt, lengths=lengths, vocabulary=256, seed=index, step=step)
             for index in range(config.train.prompts_per_step)
         ]
-        writer.add(step, 0, Window(tuple(map(pack_group, groups))))
+        writer.add(step, 0, Window(tuple(map(seal_group, groups))))
     writer.flush()
     return file
 
 
 def sync_against_periodic(task: PartTask) -> None:
     """Train the same few steps in both modes. Raises PartFailed if a step is not on-policy, or if the weights differ
-    where both runs are deterministic."""
+    where they must not."""
     machine = machine_of(task)
     on_cpu = machine.name == "cpu"
     chosen = embedded_on_cpu(machine) if on_cpu else rollout_choice(machine, task.settings, training=True)
@@ -188,7 +188,7 @@ def sync_against_periodic(task: PartTask) -> None:
         rollout_s=rollout,
         train_s=trained,
     )
-    _compare_weights(task, configs, deterministic=small, required=on_cpu)
+    _compare_weights(task, configs, required=on_cpu)
 
 
 def _check_on_policy(mode: str, steps: Sequence[JsonObject]) -> None:
@@ -196,10 +196,14 @@ def _check_on_policy(mode: str, steps: Sequence[JsonObject]) -> None:
         raise PartFailed(f"mode {mode}: the steps {stale} trained on responses of other weights than their own")
 
 
-def _compare_weights(task: PartTask, configs: dict[str, Config], deterministic: bool, required: bool) -> None:
+def _compare_weights(task: PartTask, configs: dict[str, Config], required: bool) -> None:
     """Compare the trained weights of both modes, bit for bit. Raises PartFailed where they must be equal."""
-    if not deterministic:
-        task.notes.say("the trained weights are not compared: vLLM's batches change the last bit of its responses")
+    if not all(one.rollout.deterministic and one.train.consume == "prompt_order" for one in configs.values()):
+        task.notes.say(
+            "the trained weights are not compared: that needs --set rollout.deterministic=true "
+            "--set train.consume=prompt_order, on a device --set train.deterministic=true, and with vLLM on CUDA "
+            "--set weights.transport=gloo"
+        )
         return
     ours, theirs = (load_file(configs[mode].folder / "policy" / "model.safetensors") for mode in ("sync", "periodic"))
     differ = [name for name, tensor in ours.items() if not tensor.equal(theirs[name])]

@@ -14,6 +14,11 @@ from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
 CONFIDENCE = 0.95
 """Confidence of all intervals of a kind (speed, reward, accuracy) together. Each of k intervals has 1 - 0.05 / k
 (Bonferroni). There is an interval for each run but the first; for accuracy, one for each such run and benchmark."""
+NOT_SURE = "not enough steps to be sure"
+MOST_FACTOR = 100
+"""Where more than so many times the steps were needed to decide, no number of steps is named."""
+MODE_KEYS = ("train.mode", "train.max_staleness", "train.exact_lag")
+"""Keys that say how a run is asynchronous: runs in different modes are meant to differ in them."""
 UNKNOWN = Interval(math.nan, -math.inf, math.inf)
 """An unknown figure."""
 GRADES = {
@@ -87,6 +92,7 @@ def _verdict(run: ComparedRun, base: ComparedRun, sure: float, sure_of_accuracy:
         *(_as_accurate(who, one) for one in accuracy),
         _as_rewarded(who, reward, level, bool(accuracy)),
         *_wall_time(run, base, pairs),
+        *_compared(run, base),
     ]
     answer = _answer(who, speed if steps >= run_figures.MIN_STEPS else UNKNOWN, accuracy, reward)
     return Verdict(
@@ -122,8 +128,8 @@ def _pace(speed: Interval) -> str:
     if not speed.known:
         return "of unknown speed (too few common steps)"
     if speed.low <= 1 <= speed.high:
-        return "not shown to be faster or slower"
-    return f"{'faster' if speed.low > 1 else 'slower'} ({speed.value:.2f} times the tokens/s/device)"
+        return f"{speed.value:.2f} times as fast in these runs ({speed.low:.2f} to {speed.high:.2f}: {NOT_SURE})"
+    return f"{'faster' if speed.low > 1 else 'slower'} ({speed.value:.2f} times as fast)"
 
 
 def _side(found: Interval, agreed: bool = True) -> str:
@@ -140,16 +146,30 @@ def _side(found: Interval, agreed: bool = True) -> str:
 def _faster(who: tuple[str, str], ratio: Interval, level: str, steps: int) -> str:
     if math.isnan(ratio.value):
         return f"Speed: {who[0]} and {who[1]} have no steps in common after the warm-up, the first step."
-    told = f"{ratio.value:.2f} times the tokens/s/device of {who[1]}"
+    told = f"{ratio.value:.2f} times as fast as {who[1]}"
     if not ratio.known or steps < run_figures.MIN_STEPS:
         few = f"but {steps} common steps after the warm-up are too few for an interval"
-        return f"Speed: {who[0]} had {told}, {few}."
-    sure = f"{level} interval {ratio.low:.2f} to {ratio.high:.2f}, {steps} common steps"
+        return f"Speed: {who[0]} was {told}, {few}."
+    sure = f"{level} interval {ratio.low:.2f} to {ratio.high:.2f}, tokens/s/device over {steps} common steps"
     if ratio.low > 1:
         return f"Speed in these runs: {who[0]} was faster: {told} ({sure})."
     if ratio.high < 1:
         return f"Speed in these runs: {who[0]} was slower: {told} ({sure})."
-    return f"Speed in these runs: no difference shown; {who[0]} had {told} ({sure})."
+    return f"Speed in these runs: {who[0]} was {told} ({sure}): {NOT_SURE}{_more(ratio, steps)}."
+
+
+def _more(ratio: Interval, steps: int) -> str:
+    """How many further steps would decide, if ratio and noise stay as they are: the interval of the log ratio shrinks
+    with the square root of the steps."""
+    value, low, high = (math.log(one) for one in (ratio.value, ratio.low, ratio.high))
+    half = value - low if value > 0 else high - value
+    needed = steps * (half / value) ** 2 if value else math.inf
+    if needed > MOST_FACTOR * steps:
+        most = max(abs(math.expm1(low)), abs(math.expm1(high)))
+        return f"; the two are nearly alike: a difference of more than {most:.0%} is unlikely"
+    more = max(1, math.ceil(needed - steps))
+    digits = max(0, len(str(more)) - 2)
+    return f"; about {math.ceil(more / 10**digits) * 10**digits} more step{'s' if more > 1 else ''} would do"
 
 
 def _as_accurate(who: tuple[str, str], found: Difference) -> str:
@@ -200,15 +220,31 @@ def _wall_time(run: ComparedRun, base: ComparedRun, pairs: Sequence[tuple[Row, R
 
 def _cautions(run: ComparedRun, base: ComparedRun) -> list[str]:
     told = [_ended(one) for one in (base, run) if not one.complete]
-    others = [key for key in differences([base, run]) if key != "train.mode"]
+    _, others = _meant(run, base)
     if others:
         shown = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")
-        told.append(f"The two also differ in {shown}, which may be the cause.")
+        told.append(f"The two also differ in {shown}, which may be the cause of a difference.")
     if run.steps and base.steps and len(run.steps) != len(base.steps):
         told.append(
             f"{run.name} has {len(run.steps)} steps, {base.name} {len(base.steps)}; only common steps are compared."
         )
     return told
+
+
+def _meant(run: ComparedRun, base: ComparedRun) -> tuple[list[str], list[str]]:
+    """The keys that two runs were meant to differ in, and the other keys in which they differ. Meant is the mode, or a
+    key that is the only one."""
+    differ = list(differences([base, run]))
+    meant = [key for key in differ if key in MODE_KEYS] if "train.mode" in differ else []
+    meant = meant or (differ if len(differ) == 1 else [])
+    return meant, [key for key in differ if key not in meant]
+
+
+def _compared(run: ComparedRun, base: ComparedRun) -> list[str]:
+    """A sentence that says what is compared, if it is plain."""
+    meant, _ = _meant(run, base)
+    both = [f"{key} ({base.config.get(key, 'not set')}, {run.config.get(key, 'not set')})" for key in meant]
+    return [f"Compared: {', '.join(both)}."] if both else []
 
 
 def _ended(run: ComparedRun) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from engine.config import Config
 from engine.config.placing import joining_nodes, overlaps, places
 from engine.errors import BadInput
-from engine.launcher.checks import EMBEDDED
+from engine.launcher.checks import unfit_rollouts
 from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape
-from engine.run.limits import limits
+from engine.run.limits import Limit, limits
 from engine.tools.dry_run.known_models import shape_of
 from engine.tools.dry_run.memory import Need, Room, host_bytes, instance_need, readable, trainer_need
 from engine.tools.dry_run.sizes import total_parameters
@@ -49,7 +49,15 @@ def plan(config: Config) -> RunPlan:
     made = RunPlan(
         config=config, shape=shape, source=source, trainer=trainer_need(shape, config), instance=instance, cache=cache
     )
-    if reasons := [*_lengths(made), *_batch(made), *_devices(made), *_memory(made)]:
+    reasons = [
+        *unfit_rollouts(config, shape),
+        *_lengths(made),
+        *_batch(made),
+        *_devices(made),
+        *_memory(made),
+        *_too_little(made),
+    ]
+    if reasons:
         raise BadInput("this can't run as it stands: " + (reasons[0] if len(reasons) == 1 else _listed(reasons)))
     return made
 
@@ -60,12 +68,8 @@ def _listed(reasons: list[str]) -> str:
 
 def _lengths(made: RunPlan) -> Iterator[str]:
     config = made.config
-    shape = made.shape
     longest = config.rollout.max_context
     budget = config.train.micro_batch_tokens
-    for key, tokens in (("rollout.max_context", longest), ("evaluate.max_context", config.evaluate.max_context)):
-        if tokens > shape.context:
-            yield f"{key} = {tokens:,} is more than the {shape.context:,} positions that the model was made for"
     if budget < longest:
         yield (
             f"train.micro_batch_tokens = {budget:,} is below the longest sequence, rollout.max_context = {longest:,}: "
@@ -75,10 +79,13 @@ def _lengths(made: RunPlan) -> Iterator[str]:
 
 def _batch(made: RunPlan) -> Iterator[str]:
     config = made.config
-    if config.parallel.units > config.train.prompts_per_step:
+    train = config.train
+    groups = train.prompts_per_step // train.updates
+    if config.parallel.units > groups:
         yield (
-            f"{config.parallel.units} replicas (parallel.data) and train.prompts_per_step = "
-            f"{config.train.prompts_per_step}: a replica trains whole groups, so some would never train"
+            f"{config.parallel.units} replicas (parallel.data) and {groups} groups in an update "
+            f"(train.prompts_per_step = {train.prompts_per_step}, train.updates = {train.updates}): a replica trains "
+            "whole groups, so some would never train"
         )
 
 
@@ -105,16 +112,30 @@ def _devices(made: RunPlan) -> Iterator[str]:
             beyond := sorted({one for one in config.rollout.devices if not 0 <= one < node})
         ):
             yield f"rollout.devices names {beyond}, and a node has 0 to {node - 1} (platform.devices_per_node)"
-    if config.rollout.engine == "vllm" and made.shape.heads % config.rollout.tensor:
-        yield f"rollout.tensor = {config.rollout.tensor} does not divide the model's {made.shape.heads} attention heads"
-    if config.rollout.engine == "embedded" and made.shape.architecture not in EMBEDDED:
-        yield f'rollout.engine = "embedded" does not run {made.shape.architecture}'
 
 
 def _memory(made: RunPlan) -> Iterator[str]:
     for need in (made.trainer, made.instance):
         if not need.fits:
             yield f"too little memory on a {need.who}: {need.summed()}"
+
+
+def _too_little(made: RunPlan) -> Iterator[str]:
+    """What this machine has too little of. A recipe for devices that it lacks is planned for another machine."""
+    if _has(made.config.platform.device):
+        yield from (limit.refusal for limit in _machine(made) if not limit.suffices)
+
+
+def _has(device: str) -> bool:
+    if device in ("auto", "cpu"):
+        return True
+    from engine.platform import PLATFORMS  # imports torch
+
+    return PLATFORMS[device].present()
+
+
+def _machine(made: RunPlan) -> Iterator[Limit]:
+    return limits(made.config, total_parameters(made.shape))
 
 
 def _device_sum(made: RunPlan) -> str:
@@ -181,10 +202,9 @@ def _cache(room: Room) -> dict[str, str]:
 
 
 def _limits(made: RunPlan) -> dict[str, str]:
-    """They refuse nothing here, because a recipe is planned for other machines too. The launcher refuses."""
     return {
-        limit.what: str(limit).partition(": ")[2] + ("" if limit.suffices else f": TOO LITTLE; {limit.remedy}")
-        for limit in limits(made.config, total_parameters(made.shape))
+        limit.what: str(limit).partition(": ")[2] + ("" if limit.suffices else ": TOO LITTLE if the run were here")
+        for limit in _machine(made)
     }
 
 
@@ -203,6 +223,8 @@ def _step(made: RunPlan) -> dict[str, str]:
         f"at most {math.ceil(responses / whole):,} a step",
         "window": f"up to {config.window_tokens:,} tokens",
         "run": f"{train.steps} steps of mode {train.mode}, {train.steps * responses:,} responses",
+        "updates": f"{train.updates} a step, each of {responses // train.updates:,} responses; "
+        f"{train.steps * train.updates:,} in the run",
     }
     if slots:
         waves = train.prompts_per_step / slots

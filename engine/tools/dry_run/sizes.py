@@ -69,7 +69,7 @@ def head_norms(shape: ModelShape) -> bool:
     return shape.architecture.startswith("Qwen3")
 
 
-def layer_elements(shape: ModelShape, parallel: Parallel, tables: bool = False) -> int:
+def layer_elements(shape: ModelShape, parallel: Parallel) -> int:
     """The number of elements that one layer keeps per token of a rank's row, without recomputation.
 
     They are counted from the tensors that the layers save, as in Korthikanti et al. (arXiv:2205.05198 §4.1):
@@ -79,8 +79,7 @@ def layer_elements(shape: ModelShape, parallel: Parallel, tables: bool = False) 
     - Attention keeps the joint projection, rotated queries and keys, and its output. With head norms and several
       key-value heads per rank it also keeps a copy of the queries.
     - The MLP keeps its gate and up projections and their product (3·f).
-    - The rotation keeps four vectors of a head's size, or none if all layers share `tables` (engine.model.rotary, on a
-      CPU).
+    - The rotation keeps nothing, because all layers share its tables (engine.model.rotary).
     - Small statistics per token count as two elements per norm or head.
     """
     queries = shape.heads * shape.head_dim
@@ -89,8 +88,7 @@ def layer_elements(shape: ModelShape, parallel: Parallel, tables: bool = False) 
     copied = queries if head_norms(shape) and shape.kv_heads > parallel.tensor else 0
     attention = (queries + 2 * keys) + queries + keys + queries + copied
     statistics = 2 + 2 * (shape.heads + shape.kv_heads) // parallel.tensor
-    rotation = 0 if tables else 4 * shape.head_dim
-    return stream + attention // parallel.tensor + statistics + rotation + _mlp(shape, parallel)
+    return stream + attention // parallel.tensor + statistics + _mlp(shape, parallel)
 
 
 def _mlp(shape: ModelShape, parallel: Parallel) -> int:

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from engine.run.fence import Fence
 from engine.run.files import write_json
 from engine.run.folder import check_same_keys
 from engine.run.identity import identity
+from engine.run.threads import in_thread
 from engine.trainer.checkpoint.state import layout, load_state, state_to_save, updates_of
 from engine.trainer.checkpoint.writer import Snapshot, snapshot
 from engine.trainer.policy import Policy
@@ -56,11 +56,11 @@ class Checkpoints:
     """The run's checkpoints, as one rank sees them. Built by every rank; `save` and `resume` are collectives of all."""
 
     def __init__(
-        self, root: Path, policy: Policy, config: Config, reference_hash: str | None, attempt: int = 0
+        self, root: Path, policy: Policy, config: Config, reference_hash: str | None, fence: Fence | None = None
     ) -> None:
         """`root`: folder `checkpoints` of the run; `reference_hash`: content hash of the reference model, or None;
-        `attempt`: number of the launcher's attempt, without which no checkpoint is published (engine.run.fence)."""
-        self._fence = Fence(root.parent, attempt)
+        `fence`: the launcher's, without whose right no checkpoint is written; None: nobody is fenced off."""
+        self._fence = fence or Fence(root.parent, 0)
         self._root = root
         self._policy = policy
         self._config = config
@@ -92,7 +92,8 @@ class Checkpoints:
         taken = snapshot(state_to_save(self._policy, due.updates), partial_of(target))
         numbers = {key: float(value) for key, value in (figures or {}).items() if isinstance(value, int | float)}
         state = self._state(step, due.updates)
-        self._pending = _PendingSave(target.name, _in_background(lambda: self._write(taken, target, state, numbers)))
+        writing = in_thread("checkpoint", lambda: self._write(taken, target, state, numbers))
+        self._pending = _PendingSave(target.name, writing)
 
     def poll(self) -> None:
         """Forget a save that has ended. Raises CheckpointError with its name if it failed, and TakenOver if another
@@ -158,7 +159,8 @@ class Checkpoints:
         return self._step
 
     def _prepare(self, step: int) -> bool:
-        """Return whether the checkpoint must be written, and if so, make an empty folder for it."""
+        """Return whether the checkpoint must be written, and if so, make an empty folder for it. Raises TakenOver."""
+        self._fence.check()
         target = folder_of(self._root, step)
         if step == self._step and complete(target):
             return False
@@ -201,7 +203,7 @@ class Checkpoints:
         keep = self._config.checkpoint
         prune(self._root, keep.keep_last, keep.keep_best)
         if self._place:
-            store.upload(target, f"{self._place}/{target.name}")
+            store.upload(target, f"{self._place}/{target.name}", fence=self._fence.check)
             try:
                 store.prune(self._place, keep.keep_last, keep.keep_best, self._run)
             except CheckpointError as error:  # old ones stay and take space; the next save deletes them
@@ -235,18 +237,3 @@ class Checkpoints:
 def _as_json(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content as it comes back from JSON: tuples become lists."""
     return dict(json.loads(json.dumps(content)))
-
-
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Call `work` in a thread. The process does not wait for it when it ends."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            future.set_result(None)
-        except Exception as error:  # of any kind: `poll` raises it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future

@@ -199,7 +199,8 @@ def _by_number(loaded: dict[str, dict[str, Tensor]]) -> dict[int, dict[str, Tens
 def _set_updates(adam: torch.optim.Optimizer, updates: int) -> None:
     """Set Adam's count of updates.
 
-    torch counts in a tensor for each parameter, incremented in place and so never shared; fused Adams once per group.
+    torch counts in a tensor for each parameter, incremented in place and so never shared, which its fused kernel needs
+    on the parameter's device; the fused Adams of others count once per group.
     """
     counts_itself = isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))
     for group in adam.param_groups:
@@ -207,7 +208,8 @@ def _set_updates(adam: torch.optim.Optimizer, updates: int) -> None:
             group["step"] = updates
             continue
         for main in group["params"]:
-            adam.state[main]["step"] = torch.tensor(float(updates))
+            place = main.device if group.get("fused") else None
+            adam.state[main]["step"] = torch.tensor(float(updates), device=place)
 
 
 def _rng_parts(policy: Policy) -> Parts:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 
 from engine.errors import DeadlineError
+from engine.run.threads import in_thread
 
 
 class Background:
@@ -14,24 +15,14 @@ class Background:
     def __init__(self, act: Callable[[], None], late: str) -> None:
         """`late`: the message of the DeadlineError when the call does not end in time."""
         self._late = late
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(act,), name="weights", daemon=True)
-        self._thread.start()
-
-    def _run(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except BaseException as error:  # noqa: BLE001 - raised again in `result`
-            self._error = error
+        self._done = in_thread("weights", act)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the call to end. Return whether it has."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return bool(wait([self._done], timeout_s).done)
 
     def result(self, timeout_s: float) -> None:
         """Wait for the call to end, and raise its error. Raises DeadlineError."""
         if not self.wait(timeout_s):
             raise DeadlineError(f"{self._late} within {timeout_s:g} s")
-        if self._error is not None:
-            raise self._error
+        self._done.result()

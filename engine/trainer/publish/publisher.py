@@ -35,7 +35,7 @@ from engine.wire.messages import (
     SyncOpened,
     VerifySync,
 )
-from engine.wire.weights.buckets import Bucket, Buffers, pack, small_first
+from engine.wire.weights.buckets import Bucket, Buffers, pack, small_first, span
 
 M = TypeVar("M", bound=Message)
 S = TypeVar("S", bound=msgspec.Struct)
@@ -153,6 +153,7 @@ class Publisher:
         """Token ids of the probe, from the launcher."""
         self._sending: list[BucketInfo] = []
         """The info of each bucket that this stage sends."""
+        self._sent_bytes = 0
         self._snapshot: Background | None = None
         """The work that completes the last version's snapshot."""
         self._outlived = threading.Event()
@@ -186,6 +187,11 @@ class Publisher:
         raise WeightSyncError(
             f"weight version {version} could not be sent: instances failed in each of {ATTEMPTS} attempts"
         )
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the weights that this rank sent in the last publish."""
+        return self._sent_bytes
 
     def verify(self, model: PublishedModel, version: int) -> None:
         """Have the launcher compare the log-probabilities of a few fixed tokens, the instances' with the policy's.
@@ -280,11 +286,13 @@ class Publisher:
                 pass  # gives its shards to the rank that sends
             return
         self._sending = []
+        self._sent_bytes = 0
         for bucket in self._packed_buckets(tensors):
             info = BucketInfo(
                 transport=self._transport.name, version=version, stage=stage, bucket=bucket.number, **bucket.wire()
             )
             self._sending.append(info)
+            self._sent_bytes += span(bucket.specs)
             self._pipeline.put(bucket, info)
 
     def _packed_buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:

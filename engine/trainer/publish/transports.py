@@ -105,9 +105,9 @@ class Snapshots:
             if file.name not in written:
                 file.unlink()
         (partial / f"stage-{stage:03d}.done").touch()
-        if len(list(partial.glob("*.done"))) < self.stages:
-            return
-        with contextlib.suppress(FileNotFoundError):  # another stage's sender did the same at the same time
+        with contextlib.suppress(FileNotFoundError):  # another stage's sender does the same at the same time
+            if len(list(partial.glob("*.done"))) < self.stages:
+                return
             for old in self.folder.glob("version-????????"):
                 if old != place:
                     old.rename(old.with_suffix(".old"))

@@ -76,7 +76,9 @@ def _sums(words: Tensor) -> list[int]:
     scratch = torch.empty(min(BLOCK, len(words)), dtype=torch.int64, device=words.device)
     sums = []
     for block in words.split(BLOCK):
-        folded = torch.bitwise_right_shift(block, _FOLD, out=scratch[: len(block)]).add_(block)
+        folded = scratch[: len(block)].copy_(block)
+        folded >>= _FOLD  # torch_npu has a kernel for this operator, and none for bitwise_right_shift
+        folded += block
         whole = len(block) // CHUNK * CHUNK
         # integers in products and sums wrap; `dot` and `mv` do not support integers on devices
         sums.append(folded[:whole].view(-1, CHUNK).mul_(weights).sum(1))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.errors import BadInput, DeadlineError, TransferError
+from engine.run.threads import in_thread
 from engine.wire.address import address_towards
 from engine.wire.store import serve_store
 from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Membership, group_device, use_device
@@ -234,25 +235,15 @@ class BroadcastGroup:
             own=own,
             timeout_s=timeout_s,
         )
-        self._await_connection(self._connect_in_background(place), f"the {world} members to connect by {backend}", off)
+        connected = in_thread("connect-weights", lambda: self._connect(place))
+        self._await_connection(connected, f"the {world} members to connect by {backend}", off)
 
-    def _connect_in_background(self, place: Membership) -> Future[None]:
-        connected: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                use_device(self.device)
-                self._made = self._backend.make(place)
-                if self._closed.is_set():
-                    raise TransferError("the weight transfer was closed while it connected")
-                self._backend.connect(self._made, self.device)
-            except BaseException as error:  # noqa: BLE001 - raised again in `_await_connection`
-                connected.set_exception(error)
-            else:
-                connected.set_result(None)
-
-        threading.Thread(target=run, name="connect-weights", daemon=True).start()
-        return connected
+    def _connect(self, place: Membership) -> None:
+        use_device(self.device)
+        self._made = self._backend.make(place)
+        if self._closed.is_set():
+            raise TransferError("the weight transfer was closed while it connected")
+        self._backend.connect(self._made, self.device)
 
     def _await_connection(self, connected: Future[None], what: str, off: threading.Event) -> None:
         deadline = time.monotonic() + self._timeout_s

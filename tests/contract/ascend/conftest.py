@@ -1,8 +1,8 @@
 """MindSpeed for the tests of this folder."""
 
 import os
+import shutil
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -31,8 +31,7 @@ def _folder(place, tmp_path_factory):
     """The folder with the package mindspeed."""
     if place.is_file():
         unpacked = tmp_path_factory.mktemp("mindspeed")
-        with tarfile.open(place) as archive:
-            archive.extractall(unpacked, filter="data")
+        shutil.unpack_archive(place, unpacked)
         place = next(package.parent for package in unpacked.rglob("mindspeed") if package.is_dir())
     assert (place / "mindspeed/megatron_adaptor.py").exists(), f"METRONOME_MINDSPEED: there is no MindSpeed in {place}"
     return place

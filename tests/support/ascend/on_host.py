@@ -1,9 +1,9 @@
 """Runs a script of real ranks as on a machine with NPUs, on the host: `python on_host.py ADAPTOR SCRIPT ARGUMENTS...`.
 
 ADAPTOR is "mindspeed" for engine.platform.npu's own way to MindSpeed's adaptor, over the stand-ins of stand_ins.py, or
-"plain" for Megatron as the cpu platform adapts it. All else is the same for both: models are built as for a device that
-is no CPU (without oneDNN and our fused rotation), and attention is the NPU's kernel with a CPU behind its operator. So
-what differs between the two is what MindSpeed makes of Megatron.
+"plain" for Megatron as the cpu platform adapts it. All else is the same for both: models are built as for an NPU
+(without oneDNN), and attention, norms, the rotation and SwiGLU are the NPU's operators with a CPU behind them. So what
+differs between the two is what MindSpeed makes of Megatron.
 """
 
 import os
@@ -19,7 +19,7 @@ from engine.platform import host_view
 from engine.platform.cpu import Cpu
 from engine.platform.npu import Npu
 from support.ascend import stand_ins
-from support.npu_operator import define
+from support.npu_operators import define
 
 DEVICE = SimpleNamespace(type="npu")
 
@@ -57,18 +57,19 @@ def main():
     platform.PLATFORMS.update({"cpu": ours, ours.name: ours})
     ours.adapt_megatron()
     build_for_a_device()
-    operator = define()  # it lasts as long as its library
+    operators = define()  # they last as long as their library
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
-    del operator
+    del operators
 
 
 def build_for_a_device():
-    """Have models built as for a device that is no CPU, and left on the host."""
+    """Have models built as for an NPU, computed by its operators, and left on the host."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from engine.model import build, tri_model
+    from engine.model import build, npu_operators, tri_model
 
+    npu_operators.on_npu = lambda x: True
     GPTModel.to = lambda self, device: self
     tri_model.build_model = lambda shape, computation: build.build_model(shape, replace(computation, device=DEVICE))
 

@@ -106,19 +106,20 @@ def step(case: Case, folder: Path) -> dict:
     policy = open_policy(case, folder)
     groups = make_groups(case.groups)
     found = []
-    tell = policy._add_metrics
+    look_up = policy._old_logprobs
 
-    def overhear(batch, logprobs, old, loss):
-        if policy.ranks.judges:
+    def overhear(batch, logprobs, old):
+        found_old = look_up(batch, logprobs, old)
+        if policy.ranks.judges and logprobs.requires_grad:  # not those of a held window's forward-only pass
             found.append(
                 (
                     [(m.group, m.number, len(m.response.token_ids)) for m in batch.members],
                     batch.layout.kept,
-                    logprobs.clone(),
-                    old.clone(),
+                    logprobs.detach().clone(),
+                    found_old.clone(),
                 )
             )
-        tell(batch, logprobs, old, loss)
+        return found_old
 
     if case.before:
         policy.start_step()
@@ -127,7 +128,7 @@ def step(case: Case, folder: Path) -> dict:
             policy.accumulate(window)
         policy.reduce(sum(len(group.responses) for group in before))
         policy.update()
-    policy._add_metrics = overhear
+    policy._old_logprobs = overhear
     policy.start_step()
     for window in case.windows(policy.ranks.unit, policy.ranks.units):
         if case.early:

@@ -51,6 +51,26 @@ def test_automatic_thresholds_have_bounds():
     assert Thresholds(None, 0.5, [0.9] * WARM_UP).now() == (0.9, 0.9)  # nothing is projected then
 
 
+@pytest.mark.parametrize("most", [1, 4])
+def test_a_direction_that_persists_is_followed_after_the_most_skips(most):
+    """At a cosine that stays at 0.95 Algorithm 1 alone makes no update; with a bound it makes one in most + 1, turned
+    to c_low."""
+    skipped = 0
+    made = []
+    for step in range(20):
+        factor = CONTROLS["gac"](Step(0.95, [0.95] * step, 0.05, 0.3, skipped=skipped, most_skips=most))
+        skipped = skipped + 1 if factor is None else 0
+        if factor is not None:
+            assert factor == pytest.approx(scale_of_parallel(0.95, 0.05))
+            made.append(step)
+    assert made == list(range(most, 20, most + 1))
+
+
+def test_a_gradient_that_is_all_along_the_last_one_is_removed_and_no_error():
+    for cosine in (1.0, -1.0, 1.0000001):
+        assert CONTROLS["gac"](Step(cosine, [], 0.05, 0.3, skipped=1, most_skips=1)) == 0.0
+
+
 def test_gac_as_a_control():
     """Safe: untouched; project: α; violation: skipped. Automatic thresholds let all of the first steps pass."""
 

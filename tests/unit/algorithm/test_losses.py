@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.algorithm.correction import correction
-from engine.algorithm.kl import KL
+from engine.algorithm.correction import correction, rejection
+from engine.algorithm.kl import KL, unbounded_k3
 from engine.algorithm.losses import LOSSES, Coefficients, Terms
 
 LOW = 0.2
@@ -112,7 +112,21 @@ def test_cispo_is_a_weighted_policy_gradient(found):
     torch.testing.assert_close(terms.logprobs.grad, -ratio.clamp(1 - LOW, 1 + HIGH) * terms.advantages)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "cispo"])
+@given(found=responses)
+def test_gpg_is_the_policy_gradient_at_every_ratio(found):
+    """Its value is −Σ A log π, its gradient −A, wherever the old policy is, and nothing is clipped."""
+    terms = terms_of(found, LOSSES["gpg"].aggregation)
+    loss = LOSSES["gpg"](terms, COEFFICIENTS)
+    loss.total.backward()
+    logs = np.linspace(-3, -0.5, len(terms.old)) + np.array([value for _, row in found for value in row])
+    advantages = np.repeat([a for a, _ in found], [len(row) for _, row in found])
+    assert float(loss.total.detach()) == pytest.approx(-(advantages * logs).sum(), rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(terms.logprobs.grad, -terms.advantages)
+    assert float(loss.clipped) == 0
+    assert LOSSES["gpg"].denominator(len(found), 7, LONGEST) == 7
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "dr_grpo", "gspo", "cispo", "gpg"])
 @given(advantages=st.lists(st.floats(-2, 2), min_size=1, max_size=4))
 def test_at_ratio_one_all_are_the_policy_gradient(name, advantages):
     found = [(a, [0.0] * (n + 1)) for n, a in enumerate(advantages)]
@@ -180,12 +194,15 @@ def test_kl_estimators_by_hand():
 
 @given(st.integers(0, 2**32 - 1))
 def test_k1_and_k3_are_unbiased(seed):
-    """Their exact expectation under π is KL(π‖π_ref), computed over a vocabulary of 7."""
+    """Their exact expectation under π is KL(π‖π_ref), computed over a vocabulary of 7; but for k3's bound, which acts
+    on tokens alone that the reference finds e^2.6 times as likely."""
     draw = torch.Generator().manual_seed(seed)
     policy, reference = torch.randn(2, 7, generator=draw, dtype=torch.float64).log_softmax(-1)
     divergence = (policy.exp() * (policy - reference)).sum()
-    for name in ("k1", "k3"):
-        torch.testing.assert_close((policy.exp() * KL[name](policy, reference)).sum(), divergence)
+    for estimate in (KL["k1"], unbounded_k3):
+        torch.testing.assert_close((policy.exp() * estimate(policy, reference)).sum(), divergence)
+    free = unbounded_k3(policy, reference)
+    assert torch.equal(KL["k3"](policy, reference), torch.where(free > 10, torch.tensor(10.0).double(), free))
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -221,11 +238,83 @@ def test_mismatch_corrections_by_hand():
     trainer = torch.tensor([0.0, 1.0, -1.0])
     rollout = torch.zeros(3)
     e = float(np.e)
-    assert correction(trainer, rollout, "truncate", 2.0).tolist() == pytest.approx([1, 2, 1 / e])
-    assert correction(trainer, rollout, "mask", 2.0).tolist() == pytest.approx([1, 0, 0])
-    assert correction(trainer, rollout, "mask", 3.0).tolist() == pytest.approx([1, e, 1 / e])
+    logs = trainer - rollout
+    assert correction(logs, "truncate", 2.0).tolist() == pytest.approx([1, 2, 1 / e])
+    assert correction(logs, "mask", 2.0).tolist() == pytest.approx([1, 0, 0])
+    assert correction(logs, "mask", 3.0).tolist() == pytest.approx([1, e, 1 / e])
+    assert rejection(logs, 2.0).tolist() == [1, 0, 0]
+    assert rejection(logs, 3.0).tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="truncate"):
-        correction(trainer, rollout, "clip", 2.0)
+        correction(logs, "clip", 2.0)
+
+
+LEVELS = {
+    "token": lambda logs: logs,
+    "sequence": lambda logs: [sum(logs)] * len(logs),
+    "geometric": lambda logs: [sum(logs) / len(logs)] * len(logs),
+}
+"""Log-ratios of a response's trained tokens → those of the level, as verl's rollout correction takes them."""
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("reject", ["none", "token", "sequence", "geometric"])
+@given(found=st.lists(st.lists(st.floats(-1.5, 1.5), min_size=1, max_size=5), min_size=1, max_size=3))
+def test_corrections_of_every_level_are_their_formulas(kind, level, reject, found):
+    """On-policy in the trainer (r = 1), with an engine that is off by `found`: the gradient is −weight · A · w."""
+    terms = terms_of([(1.0 + n, [0.0] * len(logs)) for n, logs in enumerate(found)], "response")
+    flat = torch.tensor([value for logs in found for value in logs], dtype=torch.float64)
+    terms = replace(terms, rollout=terms.old - flat)
+    chosen = {"mismatch": kind, "mismatch_level": level, "mismatch_limit": 2.0}
+    chosen |= {"mismatch_reject": reject, "mismatch_reject_limit": 1.5}
+    loss = LOSSES["grpo"](terms, replace(COEFFICIENTS, **chosen))
+    loss.total.backward()
+    expected = []
+    for logs in found:
+        bounds = LEVELS[reject](logs) if reject != "none" else [0.0] * len(logs)
+        for log, bound in zip(LEVELS[level](logs), bounds, strict=True):
+            if min(abs(abs(log) - np.log(2)), abs(abs(bound) - np.log(1.5))) < 1e-9:
+                return  # on an edge
+            inside = 0.5 <= np.exp(log) <= 2.0
+            weight = min(np.exp(log), 2.0) if kind == "truncate" else np.exp(log) * inside
+            expected.append(weight * (1 / 1.5 <= np.exp(bound) <= 1.5))
+    torch.testing.assert_close(
+        terms.logprobs.grad, -terms.weights * terms.advantages * torch.tensor(expected, dtype=torch.float64)
+    )
+    dropped = [weight for weight, factor in zip(terms.weights.tolist(), expected, strict=True) if factor == 0]
+    assert float(loss.dropped) == pytest.approx(sum(dropped))
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_a_responses_ratio_counts_its_trained_tokens_on_all_context_ranks(level):
+    terms = terms_of([(1.0, [0.0] * 4), (1.0, [0.0] * 2)], "token")
+    logs = torch.tensor([0.5, -0.1, 9.0, 0.2, 0.3, -0.4], dtype=torch.float64)
+    terms = replace(terms, weights=torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.float64))
+    sums = [0.5 - 0.1 + 0.2, 0.3 - 0.4]
+    expected = sums if level == "sequence" else [sums[0] / 3, sums[1] / 2]
+    whole = terms.at_level(logs, level)
+    assert whole.tolist() == pytest.approx([expected[0]] * 4 + [expected[1]] * 2)
+    shares = ([0, 2, 4], [1, 3, 5])
+    parts = [
+        replace(terms, weights=terms.weights[kept], response=terms.response[kept], whole=lambda mine: mine)
+        for kept in shares
+    ]
+    added = {}
+
+    def told(name):
+        def over_both(mine):
+            added.setdefault(name, []).append(mine)
+            return mine
+
+        return over_both
+
+    for name, (part, kept) in enumerate(zip(parts, shares, strict=True)):
+        replace(part, whole=told(name)).at_level(logs[kept], level)
+    both = [one + other for one, other in zip(added[0], added[1], strict=True)]
+    for part, kept in zip(parts, shares, strict=True):
+        left = iter(both)
+        found = replace(part, whole=lambda mine, left=left: next(left)).at_level(logs[kept], level)
+        torch.testing.assert_close(found, whole[kept])
 
 
 def test_a_corrected_gain_is_weighted_and_the_weight_has_no_gradient():

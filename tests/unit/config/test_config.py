@@ -1,6 +1,9 @@
 import pytest
 
-from engine.config import Config
+from engine.config import BATCH_SCOPE_LOSSES, Config
+
+OPEN = {"store": "transferqueue", "unauthenticated": True}
+BOUNDED = {"mode": "bounded", "max_staleness": 2}
 
 
 @pytest.mark.parametrize(
@@ -16,6 +19,10 @@ from engine.config import Config
             "needs replicas that share no experts",
         ),
         ({"train": {"dtype": "bfloat16"}}, "set train.ratio_gap_limit to at least 0.2"),
+        (
+            {"train": {"dtype": "bfloat16"}},
+            "changes log-probabilities of tokens by more than train.ratio_gap_limit",
+        ),
         ({"model": {"dtype": "bfloat16"}, "rollout": {"engine": "vllm"}}, "set train.ratio_gap_limit to at least 0.2"),
         (
             {"model": {"dtype": "bfloat16"}, "train": {"ratio_gap_limit": 0}},
@@ -23,7 +30,10 @@ from engine.config import Config
         ),
         ({"rollout": {"tensor": 2}}, 'rollout.tensor = 2 needs rollout.engine = "vllm"'),
         ({"weights": {"transport": "nccl"}}, "the embedded engine takes 'file' or 'gloo'"),
-        ({"rollout": {"engine": "vllm", "deterministic": True}}, "vLLM's batches"),
+        (
+            {"rollout": {"engine": "vllm", "deterministic": True}, "weights": {"transport": "nccl"}},
+            "batch-invariant vLLM sets NCCL variables",
+        ),
         (
             {"rollout": {"engine": "vllm", "tensor": 2}, "weights": {"transport": "hccl", "staged": True}},
             "'hccl' needs rollout.tensor = 1, but it is 2",
@@ -41,10 +51,16 @@ from engine.config import Config
             },
             "the scores of a group of one are all equal",
         ),
+        ({"algorithm": {"dual_clip": 1.0}}, r"algorithm.dual_clip = 1 must be above 1 \(verl's default is 3\)"),
+        ({"algorithm": {"dual_clip": -3.0}}, "algorithm.dual_clip = -3 must be above 1"),
+        (
+            {"algorithm": {"dual_clip": 3.0, "loss": "gspo"}},
+            'not read by algorithm.loss = "gspo": .* one of grpo, dapo, dr_grpo',
+        ),
         ({"algorithm": {"mismatch": "truncate", "old_policy": "rollout"}}, "the same correction would count twice"),
         (
-            {"algorithm": {"mismatch": "mask"}, "train": {"mode": "one_step_off"}},
-            'known with algorithm.old_policy = "previous"',
+            {"algorithm": {"mismatch_reject": "token", "old_policy": "previous"}, "train": BOUNDED},
+            "mismatch_reject = .* a staleness of at most one update",
         ),
         (
             {
@@ -56,6 +72,15 @@ from engine.config import Config
         (
             {"algorithm": {"gradient_control": "gac", "gac_low": "auto"}, "train": {"mode": "one_step_off"}},
             'on-policy steps, and train.mode = "one_step_off" has none',
+        ),
+        (
+            {"queue": {"store": "transferqueue"}},
+            "no passwords: every user of the launcher's machine can .* set queue.un",
+        ),
+        ({"queue": OPEN, "algorithm": {"dynamic_sampling": True}}, "might then not be one that is selected"),
+        (
+            {"queue": OPEN, "algorithm": {"advantage": "reinforce_plus_plus"}, "train": {"mode": "sync"}},
+            "needs rollout.deterministic",
         ),
     ],
 )
@@ -97,9 +122,35 @@ def test_a_windows_budget_grows_with_the_pipeline_and_the_replicas_in_lockstep()
         {"algorithm": {"mismatch": "mask", "old_policy": "previous"}},
         {"train": {"mode": "one_step_off"}, "algorithm": {"mismatch": "mask", "old_policy": "previous"}},
         {"train": {"mode": "bounded"}, "algorithm": {"mismatch": "mask", "old_policy": "previous"}},
+        {"train": {"mode": "one_step_off"}, "algorithm": {"mismatch": "truncate"}},
+        {"train": BOUNDED, "algorithm": {"mismatch": "mask", "mismatch_level": "sequence"}},
     ],
 )
 def test_a_mismatch_is_corrected_where_the_weights_that_sampled_are_known(settings):
     assert Config(**settings).algorithm.mismatch == settings["algorithm"]["mismatch"]
     with pytest.raises(ValueError, match="the same correction would count twice"):
         Config(**settings | {"algorithm": settings["algorithm"] | {"old_policy": "rollout"}})
+
+
+def test_a_rejection_counts_nothing_twice_and_goes_with_every_old_policy():
+    for old_policy in ("behavior", "rollout"):
+        config = Config(algorithm={"mismatch_reject": "geometric", "old_policy": old_policy}, train=BOUNDED)
+        assert config.algorithm.mismatch_reject == "geometric"
+
+
+@pytest.mark.parametrize("loss", BATCH_SCOPE_LOSSES)
+def test_a_loss_that_acts_on_ratios_is_refused_where_they_are_1_or_of_other_weights(loss):
+    """At ratio 1 m2po and bapo are dapo, at the price of one more forward pass. The weights before the last update
+    sampled nothing that is two updates old."""
+
+    def config(old_policy, train):
+        return Config(algorithm={"loss": loss, "old_policy": old_policy}, train=train)
+
+    for train in ({"mode": "sync"}, {"mode": "one_step_off"}, BOUNDED):
+        with pytest.raises(ValueError, match=f'"{loss}" acts on ratios other than 1.*old_policy = "rollout"'):
+            config("behavior", train)
+        assert config("rollout", train).algorithm.loss == loss
+    for train in ({"mode": "sync"}, {"mode": "one_step_off"}, {"mode": "bounded"}):
+        assert config("previous", train).algorithm.loss == loss
+    with pytest.raises(ValueError, match='up to 2 updates algorithm.old_policy = "previous" is not that.*"rollout"'):
+        config("previous", BOUNDED)

@@ -18,6 +18,7 @@ SECRET = "hunter2"
         ("tracking.uri", f"https://user:{SECRET}@mlflow.example:5000/x", "MLFLOW_TRACKING_PASSWORD"),
         ("tracking.uri", f"https://user:p@{SECRET}@mlflow.example", "MLFLOW_TRACKING_PASSWORD"),
         ("tracking.uri", f"postgresql://db/mlflow?user=a&password={SECRET}", "MLFLOW_TRACKING_URI"),
+        ("tracking.uri", f"postgresql://db/mlflow?user=a&PassWord={SECRET}", "MLFLOW_TRACKING_URI"),
         ("tracking.uri", f"postgresql+psycopg2://mlflow:{SECRET}@db/mlflow", "MLFLOW_TRACKING_URI"),
         ("checkpoint.path", f"s3://AKIA:{SECRET}@bucket/path", "AWS_SECRET_ACCESS_KEY"),
         ("data.train", f"https://user:{SECRET}@host/problems.jsonl", "by the environment"),

@@ -77,6 +77,13 @@ def test_no_prompt_left(tokenizer):
         encode(problems(("1+1=", "2"), ("2+2=", "4")), tokenizer, "{problem}", 4)
 
 
+def test_a_token_that_the_model_lacks_is_refused(tokenizer):
+    last = max(spelled("1+1="))
+    assert encode(problems(("1+1=", "2")), tokenizer, "{problem}", 64, vocabulary=last + 1).prompts
+    with pytest.raises(BadInput, match=rf"gives token {last} in the prompt '1\+1=' of set\.json.*vocab_size is {last}"):
+        encode(problems(("1+1=", "2")), tokenizer, "{problem}", 64, vocabulary=last)
+
+
 def test_id_is_a_fixed_function_of_problem_and_answer():
     assert prompt_id("1+1=", "2") == "2ed01ccb4f3b18c1"
     assert prompt_id("1+1=", "2") != prompt_id("1+1", "=2")

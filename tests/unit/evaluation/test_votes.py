@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from engine.evaluation.bootstrap import majority_of
 from engine.evaluation.votes import Majority, majorities
 from engine.launcher.verifier_pool import VerifierPool
 from engine.types import Group, Prompt, Response, Score
@@ -41,6 +42,14 @@ async def test_a_vote_of_marked_answers():
     assert await voted(["1+1#2", "#2", "#3", "#4"], "2", "exact") == Majority("2", 2, 1, 1.0)
     assert await voted(["#3", "#3", "#2", "#4"], "2", "exact") == Majority("3", 2, 1, 0.0)
     assert await voted(["#5", "#3", "#2"], "2", "exact") == Majority("5", 1, 3, pytest.approx(1 / 3))
+
+
+async def test_the_drawn_majority_counts_silence_as_one_wrong_answer():
+    """As verl's "[INVALID]": of 2, 2, 3 and a silent one, four drawn with replacement."""
+    found = await voted(["#2", "#2", "#3", ""], "2", "exact")
+    assert found.value == 1.0
+    assert found.bootstrap == majority_of([2, 1, 1], 0)
+    assert (await voted(["#3", "", "#3"], "2", "exact")).bootstrap == 0.0
 
 
 async def test_nobody_votes():

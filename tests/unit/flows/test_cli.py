@@ -119,6 +119,16 @@ def test_a_model_folder_that_is_none_or_of_another_architecture(refuse, tmp_path
     assert "MambaForCausalLM is not supported; supported: " in refuse(f"model.path={tmp_path}")
 
 
+def test_a_name_of_the_hub_as_model_says_how_to_get_it(refuse, tmp_path):
+    message = refuse("model.path=Qwen/Qwen3-0.6B")
+    assert (
+        "`hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B`, then --set model.path=models/Qwen3-0.6B"
+        in message
+    )
+    assert "hf download" not in refuse(f"model.path={tmp_path}/gone")
+    assert (Path(sys.executable).parent / "hf").exists(), "the command that the message names"
+
+
 def test_a_checkpoint_place_that_cannot_be_written_to(refuse):
     assert "expected a folder or s3://" in refuse("checkpoint.path=gopher://bucket")
 

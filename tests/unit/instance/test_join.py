@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from engine.config import Config
-from engine.errors import BadInput, DeadlineError, ProcessDied
+from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
 from engine.instance import join
 from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.joining import serve_joining
@@ -119,6 +119,15 @@ async def test_it_ends_by_name_when_the_launcher_stays_away(tmp_path, guest):
         DeadlineError, match=rf"the launcher at {tmp_path} did not answer for \d+ s \(rollout\.wait_s\)"
     ):
         await asyncio.wait_for(guest(), 8)
+
+
+async def test_it_ends_when_the_launcher_refuses_it(tmp_path, guest):
+    async with launcher(tmp_path) as pool:
+        pool.fail(MetronomeError("a reward raised"))
+        with pytest.raises(
+            BadInput, match=f"the launcher at {tmp_path} refuses guest: 503 the run is ending: a reward raised"
+        ):
+            await asyncio.wait_for(guest(), 8)
 
 
 async def test_it_ends_by_name_when_its_instance_dies(tmp_path, guest):

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.instance import receiver as receivers
 from engine.instance.receiver import EMBEDDING, OUTPUT, PERTURBED, Receiver
+from engine.instance.staging import StagedVersion
 from engine.wire.weights import bucket_file
 from engine.wire.weights.buckets import Buffers, pack
 from engine.wire.weights.checksum import checksum, device_checksum
 from engine.wire.weights.groups import Rendezvous, join
+from support.runs import wait_for
 from support.tiny_models import save
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,6 +56,30 @@ def test_a_file_is_received_and_staged(tmp_path):
         assert same(list(receiver.receive({"transport": "staged", "version": 1})))
     with pytest.raises(BadInput, match="nothing of weight version 2 was staged"):
         list(receiver.receive({"transport": "staged", "version": 2}))
+
+
+def test_memory_of_the_version_before_is_used_again_only_while_nothing_is_received_into_it():
+    memory = torch.zeros(4, dtype=torch.uint8)
+    slow = threading.Event()
+    given = []
+
+    def arrive(buffer, wait=False):
+        given.append(buffer)
+        if wait:
+            slow.wait(PATIENCE_S)
+        return [], memory
+
+    before = StagedVersion(1, None)
+    before.add(arrive)
+    before.add(partial(arrive, wait=True))
+    wait_for(lambda: len(given) == 2, "the second bucket")
+    for version, held in ((2, None), (3, memory)):
+        late = StagedVersion(version, before)
+        late.add(arrive)
+        late.tensors(PATIENCE_S)
+        assert (given[-1] is memory) == (held is memory)
+        slow.set()
+        wait_for(lambda: before.idle(), "the end of the first version")
 
 
 def test_a_file_with_checksums_that_a_device_computed_is_received_and_verified(tmp_path):

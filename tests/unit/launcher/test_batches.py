@@ -1,15 +1,22 @@
-"""Where a step's prompts begin under dynamic sampling. Groups are made by hand, at once."""
+"""Where a step's prompts begin under dynamic sampling, and when a batch of batch scope is there. Groups are made by
+hand, at once."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from engine.algorithm.advantages import ADVANTAGES
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import BadInput, MetronomeError
-from engine.launcher.batches import BatchGenerator
+from engine.launcher.batches import Batch, BatchGenerator
+from engine.trainer.credit import Credit
 from engine.types import Group, Prompt, Response, Score
+from engine.wire.sealed import open_group, seal_group
+from support.groups import group
 
 PROMPTS = [Prompt(f"p{n}", str(n), "", (1, n)) for n in range(10)]
 
@@ -36,15 +43,14 @@ class Producer:
                 seed=0,
                 instance="instance-0",
             )
-            await put(
-                Group(
-                    step=step,
-                    index=number,
-                    prompt=prompt,
-                    responses=(response,) * 2,
-                    scores=(Score(1.0), Score(0.0 if self.unequal(prompt) else 1.0)),
-                )
+            made = Group(
+                step=step,
+                index=number,
+                prompt=prompt,
+                responses=(response,) * 2,
+                scores=(Score(1.0), Score(0.0 if self.unequal(prompt) else 1.0)),
             )
+            await put(seal_group(made))
             await asyncio.sleep(0)
             number += 1
 
@@ -85,7 +91,7 @@ async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_o
     kept = sum(int(prompt.problem) % 3 == 0 for _, prompt in stream)
     assert sum(batch.reward_tried * batch.prompts_used for batch in batches) == pytest.approx(len(stream) - kept / 2)
     assert sum(batch.prompts_used for batch in batches) == batches[-1].next_position
-    kept = [group.prompt.id for batch in batches for group in batch.queue.lease(0, 1000)]
+    kept = [open_group(group).prompt.id for batch in batches for group in batch.queue.lease(0, 1000)]
     assert kept == [prompt.id for _, prompt in stream if int(prompt.problem) % 3 == 0]
 
     resumed, again = generation()
@@ -101,6 +107,25 @@ async def test_a_batch_that_finds_too_few_fails_and_the_next_one_does_not_begin(
     with pytest.raises(MetronomeError, match="step 0: of 6 prompts only 0 have"):
         await generate(made, range(2))
     assert {step for step, *_ in producer.tried} == {0}
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "bounded"])
+def test_a_batch_of_batch_scope_is_leased_when_its_last_group_is_there_with_the_scores_of_all(mode):
+    config = Config(
+        algorithm={"advantage": "reinforce_plus_plus"},
+        train={"mode": mode, "prompts_per_step": 2},
+        rollout={"group_size": 2},
+    )
+    batch = Batch.of(config, 1)
+    made = [seal_group(replace(group(1, 0, rewards=(float(n), 0.0), statuses=("ok",) * 2), index=n)) for n in (1, 0)]
+    batch.put(made[0], config)
+    assert batch.queue.lease(0, 1000) == []
+    batch.put(made[1], config)
+    leased = {one.index: open_group(one, batch.queue.batch) for one in batch.queue.lease(0, 1000)}
+    assert [list(row) for row in batch.queue.batch.values] == [[0.0, 0.0], [1.0, 0.0]]
+    advantages = torch.stack([Credit.of(config).advantages(leased[index]) for index in range(2)])
+    whole = ADVANTAGES["reinforce_plus_plus"](torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.full((2, 2), 2.0))
+    assert torch.equal(advantages, whole)
 
 
 def test_a_checkpoint_without_a_position_is_refused():

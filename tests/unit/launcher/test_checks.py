@@ -4,12 +4,13 @@ import pytest
 from transformers import AutoConfig
 
 from engine.config import Config, Evaluate, Model, Parallel, Platform, Rollout
+from engine.config.recipe import HOME, load
 from engine.errors import BadInput
 from engine.launcher.checks import EMBEDDED, check_instances, check_rollouts, check_training
 from engine.run.vllm_command import MARKER, PYTHON
 from support.runs import config_of
 from support.tiny_models import save
-from tasks.input_checks import check_inputs
+from tasks.input_checks import _check_prompts, _warn, check_inputs
 
 
 def a_config(folder, **tables):
@@ -109,6 +110,38 @@ def test_a_replay_needs_no_instances(monkeypatch, settings):
         check_inputs(config)
 
 
+@pytest.mark.parametrize(
+    ("loss", "old_policy", "updates", "warned"),
+    [
+        ("grpo", "previous", 1, True),
+        ("gspo", "rollout", 1, True),
+        ("grpo", "behavior", 1, False),
+        ("grpo", "behavior", 2, True),
+        ("gpg", "previous", 1, False),
+    ],
+)
+def test_gpgs_advantage_with_a_loss_that_clips_is_warned_of(settings, capsys, loss, old_policy, updates, warned):
+    chosen = {"advantage": "gpg", "loss": loss, "old_policy": old_policy, "kl_coef": 0}
+    several = {"train.updates": updates}
+    check_inputs(config_of(settings | several | {f"algorithm.{key}": value for key, value in chosen.items()}))
+    said = f'with algorithm.loss = "{loss}" and algorithm.old_policy = "{old_policy}" is clipped'
+    assert (said in capsys.readouterr().out) == warned
+
+
+@pytest.fixture(autouse=True)
+def warned_of_nothing_yet():
+    _warn.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("mode", "updates", "warned"), [("periodic", 2, True), ("sync", 3, True), ("sync", 1, False), ("bounded", 2, False)]
+)
+def test_several_updates_of_on_policy_data_are_warned_of(settings, capsys, mode, updates, warned):
+    several = {"train.mode": mode, "train.updates": updates, "algorithm.old_policy": "behavior"}
+    check_inputs(config_of(settings | several))
+    assert ("the updates of a step after its first are off-policy" in capsys.readouterr().out) == warned
+
+
 def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
     save(tmp_path, "qwen3")
     check_training(a_config(tmp_path, parallel=Parallel(tensor=2, data=3)))
@@ -120,6 +153,47 @@ def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
         check_rollouts(a_config(tmp_path, rollout={"max_context": 129}))
     with pytest.raises(BadInput, match=r"evaluate\.max_context = 130 is more than the 128 positions"):
         check_rollouts(a_config(tmp_path, evaluate=Evaluate(max_context=130)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["parallel.tensor=3"], "parallel.tensor = 3 does not divide its 8 attention heads"),
+        (["parallel.pipeline=3"], "parallel.pipeline = 3 does not divide its 4 layers"),
+        (["parallel.data=2", "parallel.expert=2"], "parallel.expert = 2 shares experts, but the model has none"),
+        (["rollout.max_context=4096"], "rollout.max_context = 4,096 is more than the 2,048 positions"),
+        (["algorithm.loss=nowhere.py:own"], "algorithm.loss = .*nowhere.py"),
+        (["checkpoint.path=README.md/below"], "checkpoint.path = 'README.md/below': .*README.md is a file"),
+        (["checkpoint.path=ftp://there"], "expected a folder or s3://bucket/folder"),
+    ],
+)
+def test_what_the_recipe_tells_is_refused_before_the_quickstarts_model_is_made(monkeypatch, tmp_path, overrides, said):
+    """Its sizes are known, its warm-up takes minutes."""
+    monkeypatch.chdir(HOME)
+    with pytest.raises(BadInput, match=said):
+        check_inputs(load("infra/recipes/quickstart.toml", [f"run.output={tmp_path}", *overrides]))
+    assert list(tmp_path.glob("models/*")) == []
+
+
+def test_a_step_of_more_prompts_than_there_are_problems_is_warned_of(capsys):
+    _warn.cache_clear()
+    _check_prompts(Config(train={"prompts_per_step": 32}), problems=32)
+    assert capsys.readouterr().out == ""
+    _check_prompts(Config(train={"prompts_per_step": 33}), problems=32)
+    assert "train.prompts_per_step = 33 is more than the 32 problems of data.train" in capsys.readouterr().out
+
+
+def test_a_checkpoint_path_that_is_not_there_yet_is_none_of_them(monkeypatch, tmp_path):
+    monkeypatch.chdir(HOME)
+    given = [f"run.output={tmp_path}", f"checkpoint.path={tmp_path}/a/b"]
+    check_inputs(load("infra/recipes/quickstart.toml", given))
+    assert not (tmp_path / "a").exists()
+
+
+def test_instances_that_cut_a_head_are_refused(tmp_path, monkeypatch):
+    save(tmp_path, "qwen3")
+    with pytest.raises(BadInput, match="rollout.tensor = 3 does not divide the model's 4 attention heads"):
+        check_rollouts(a_config(tmp_path, rollout={"engine": "vllm", "tensor": 3}))
 
 
 @pytest.mark.parametrize(
@@ -136,3 +210,10 @@ def test_a_users_function_is_tried_before_any_process_starts(tmp_path, key, retu
     (tmp_path / "own.py").write_text(f"def own({arguments}): return {returns}")
     with pytest.raises(BadInput, match=rf"algorithm\.{key} = .*own.py:own.*it failed when it was tried"):
         check_training(a_config(tmp_path, algorithm={key: f"{tmp_path / 'own.py'}:own"}))
+
+
+def test_a_store_that_is_not_installed_is_refused_with_the_command_that_installs_it(tiny_model, monkeypatch):
+    config = a_config(tiny_model, queue={"store": "transferqueue", "unauthenticated": True})
+    monkeypatch.setattr("engine.launcher.checks.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r'pip install "metronome\[transferqueue\]" into'):
+        check_training(config)

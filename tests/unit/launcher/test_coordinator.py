@@ -13,9 +13,10 @@ from engine.errors import BadInput, DeadlineError, RatioGapError
 from engine.launcher import run_state
 from engine.launcher.coordinator import Coordinator
 from engine.launcher.liveness import Liveness
+from engine.launcher.sample_queue import SampleQueue
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
-from engine.types import Group, Prompt, Response, Score
+from engine.types import BatchScores, Group, Prompt, Response, Score
 from engine.wire.messages import (
     Done,
     EndOfStep,
@@ -31,6 +32,7 @@ from engine.wire.messages import (
     VerifySync,
     Window,
 )
+from engine.wire.sealed import seal_group
 
 PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
 LIMIT_S = 0.4
@@ -63,7 +65,7 @@ class Rollouts:
         for _ in prompts:
             if (index := await self.come.get()) is None:
                 return  # a mistake of ours: it ends with groups missing
-            await put(group(index))
+            await put(seal_group(group(index)))
 
 
 @pytest.fixture
@@ -214,6 +216,15 @@ async def test_a_trainer_may_take_longer_to_get_ready_than_it_may_be_silent_late
     async with asyncio.timeout(5):
         with pytest.raises(DeadlineError, match=with_keys):
             raise await watch(coordinator)
+
+
+def test_a_window_brings_the_scores_of_its_batch(tmp_path):
+    coordinator = Coordinator(Config(), RunFolder(tmp_path), Trace(tmp_path / "trace", "launcher"))
+    queue = SampleQueue(0, 1)
+    queue.batch = BatchScores(((1.0,),), ((2,),))
+    queue.put(seal_group(group(0)))
+    window = coordinator._next_work(queue, 0, 100)
+    assert window == Window((seal_group(group(0)),), queue.batch)
 
 
 def test_a_request_that_is_being_answered_is_no_silence():

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from engine.errors import MetronomeError
 from engine.launcher.dynamic_sampling import DynamicSampling, is_unequal
 from engine.types import Group, Prompt, Response, Score
+from engine.wire.sealed import open_group, seal_group
 
 
 def group(number, unequal):
@@ -19,9 +20,8 @@ def group(number, unequal):
         instance="instance-0",
     )
     scores = (Score(1.0), Score(0.0 if unequal else 1.0))
-    return Group(
-        step=7, index=number, prompt=Prompt(f"prompt {number}", "", "", (1,)), responses=(response,) * 2, scores=scores
-    )
+    prompt = Prompt(f"prompt {number}", "", "", (1,))
+    return seal_group(Group(step=7, index=number, prompt=prompt, responses=(response,) * 2, scores=scores))
 
 
 def selected(verdicts, wanted, room, pick):
@@ -55,7 +55,7 @@ def test_the_first_unequal_groups_in_prompt_order_are_kept_whenever_they_arrive_
             selected(verdicts, wanted, room, draw.randrange)
         return
     due, used, tried = selected(verdicts, wanted, room, draw.randrange)
-    assert [one.prompt.id for one in due] == [f"prompt {number}" for number in unequal[:wanted]]
+    assert [open_group(one).prompt.id for one in due] == [f"prompt {number}" for number in unequal[:wanted]]
     assert [one.index for one in due] == list(range(wanted))
     assert used == unequal[wanted - 1] + 1 <= tried
     assert sum(verdicts[:tried]) < wanted + max(wanted, room)  # no more is thrown away than keeps the instances busy
@@ -64,7 +64,7 @@ def test_the_first_unequal_groups_in_prompt_order_are_kept_whenever_they_arrive_
 def test_arrival_order_would_keep_others():
     """What §3.2 of DAPO leaves open: the long responses of the first prompt arrive last, and are kept all the same."""
     due, used, tried = selected([True, True, True, True], 2, 4, lambda running: running - 1)
-    assert ([one.prompt.id for one in due], used, tried) == (["prompt 0", "prompt 1"], 2, 4)
+    assert ([open_group(one).prompt.id for one in due], used, tried) == (["prompt 0", "prompt 1"], 2, 4)
 
 
 def test_a_group_is_due_as_soon_as_all_prompts_before_it_are_decided():
@@ -72,7 +72,7 @@ def test_a_group_is_due_as_soon_as_all_prompts_before_it_are_decided():
     assert selection.decide(group(2, True)) == []
     assert selection.decide(group(0, False)) == []
     (first,) = selection.decide(group(1, True))[:1]
-    assert (first.prompt.id, first.index, selection.used) == ("prompt 1", 0, 3)
+    assert (open_group(first).prompt.id, first.index, selection.used) == ("prompt 1", 0, 3)
 
 
 def test_as_many_are_tried_as_may_be_needed_and_more_to_keep_instances_busy():

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from engine.config import Config
-from engine.errors import DeadlineError
+from engine.data.loader import sampling_seed
+from engine.errors import DeadlineError, MetronomeError
 from engine.launcher import producer
-from engine.launcher.pool.instance_client import Busy, SamplingSettings
+from engine.launcher.pool.instance_client import Busy, InstanceFault, SamplingSettings
 from engine.launcher.producer import Producer
-from engine.types import Prompt, Response, Score
+from engine.types import Prompt, Score
+from engine.wire.codec import PackedResponse, pack_ids
+from engine.wire.sealed import open_group
 
 LIMIT_S = 0.3
 
@@ -28,6 +31,7 @@ class World:
     def __init__(self, refusals, takes_s=0.0):
         self.refusals = refusals
         self.takes_s = takes_s
+        self.seeds = []
         self.place = asyncio.Lock()
         self.instance = SimpleNamespace(client=self, name="i", groups=1, finished=lambda *figures: None)
         self.groups = []
@@ -41,14 +45,14 @@ class World:
         if self.refusals.get(prompt.id, 0):
             self.refusals[prompt.id] -= 1
             raise Busy("paused")
+        self.seeds.append(seed)
         await asyncio.sleep(self.takes_s)
-        return Response(
-            token_ids=(1,),
-            logprobs=(0.0,),
+        return PackedResponse(
+            token_ids=pack_ids([1]),
+            logprobs=bytes(4),
             versions=((0, 0),),
-            loss_mask=(True,),
+            loss_mask=b"\x01",
             finish_reason="stop",
-            text="",
             seed=seed,
             instance="i",
         )
@@ -65,20 +69,27 @@ class World:
         pass
 
     async def put(self, group):
-        self.groups.append(group.prompt.id)
+        self.groups.append(open_group(group).prompt.id)
 
-    async def run(self, *prompts):
+    async def run(self, *prompts, epoch=0):
         made = Producer(
             pool=self,
             verifier=self,
-            decode=lambda ids: "",
             sampling=SamplingSettings(max_new_tokens=8, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=1,
             seed=0,
             trace=self,
         )
         async with asyncio.timeout(10):
-            await made.run(0, [(0, Prompt(name, "", "", (1, 2))) for name in prompts], self.put)
+            await made.run(0, [(epoch, Prompt(name, "", "", (1, 2))) for name in prompts], self.put)
+
+
+async def test_the_same_prompt_is_sampled_anew_in_every_epoch():
+    world = World({})
+    for epoch in range(3):
+        await world.run("a", epoch=epoch)
+    assert world.seeds == [sampling_seed(0, epoch, "a", 0) for epoch in range(3)]
+    assert len(set(world.seeds)) == 3
 
 
 async def test_a_group_that_waited_long_for_its_place_may_meet_a_paused_instance_once(monkeypatch):
@@ -94,3 +105,20 @@ async def test_a_group_that_meets_nothing_but_paused_instances_fails_by_name(mon
     with pytest.raises(DeadlineError, match=r"response 0 to prompt a found no instance that takes it in 0.3 s: paused"):
         await World({"a": 10**6}).run("a")
     assert time.monotonic() - began >= LIMIT_S
+
+
+class Failing(World):
+    """Its instance fails on every request."""
+
+    def fault(self, instance, reason):
+        assert "out of memory" in reason
+        self.busy(instance)
+
+    async def complete(self, prompt, sampling, seed, so_far):
+        raise InstanceFault("500: out of memory")
+
+
+async def test_a_response_on_which_every_instance_fails_ends_the_run_by_name():
+    said = f"step 0, generating: response 0 to prompt a failed {producer.FAULTS} times, at last: 500: out of memory"
+    with pytest.raises(MetronomeError, match=said):
+        await Failing({}).run("a")

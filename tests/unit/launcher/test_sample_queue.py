@@ -1,27 +1,15 @@
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.launcher.sample_queue import SampleQueue
-from engine.types import Landed, Score
-from engine.wire.codec import open_group, open_landed, pack_group, pack_landed
-from engine.wire.messages import EarlyWork, Window, pack, read_message
-from tests.support.groups import numbered_group as group
+from engine.wire.codec import PackedLanded, pack_ids
+from engine.wire.sealed import seal_group
+from support.groups import numbered_group
 
 
-def test_codec_round_trip_without_columns():
-    sent = group(4)
-    with_columns = dataclasses.replace(sent, prompt=dataclasses.replace(sent.prompt, columns={"secret": object()}))
-    window = read_message(pack(Window((pack_group(with_columns),))))
-    assert [open_group(group) for group in window.groups] == [sent]
-
-
-def test_half_a_character_crosses_as_a_question_mark():
-    sent = dataclasses.replace(group(4), scores=(Score(1.0, "ok", "half \ud83d"),))
-    (packed,) = read_message(pack(Window((pack_group(sent),)))).groups
-    assert open_group(packed).scores == (Score(1.0, "ok", "half ?"),)
+def group(index, step=0):
+    return seal_group(numbered_group(index, step))
 
 
 ONE = 1
@@ -89,10 +77,13 @@ def test_a_unit_acknowledges_only_what_it_holds():
     assert leased(queue, 0) == [0]
     with pytest.raises(ValueError, match="no lease"):
         queue.acknowledge([0], 1)
+    queue.acknowledge([0], 0)
+    with pytest.raises(ValueError, match="no lease"):
+        queue.acknowledge([0], 0)
 
 
 def landed(index, number):
-    return Landed(step=0, group=index, number=number, prompt=(1, 2, 3), token_ids=(5, 6))
+    return PackedLanded(step=0, group=index, number=number, prompt=pack_ids([1, 2, 3]), token_ids=pack_ids([5, 6]))
 
 
 def test_landed_responses_are_scored_once_by_one_unit_per_group_until_the_group_is_there():
@@ -101,7 +92,10 @@ def test_landed_responses_are_scored_once_by_one_unit_per_group_until_the_group_
         queue.land(landed(index, number))
     assert queue.early(0, 10) == [landed(0, 0), landed(0, 1)]
     queue.land(landed(0, 2))
-    assert queue.early(1, 100) == [landed(1, 0)]  # group 0 is unit 0's
+    for unit, theirs in ((1, landed(1, 0)), (0, landed(0, 2))):  # group 0 is unit 0's
+        assert queue.early(unit, 100) == [theirs]
+        assert queue.early(unit, 100) == []
+    queue.land(landed(0, 3))
     queue.put(group(0))
     assert queue.early(0, 100) == []  # too late: its group is complete
 
@@ -116,17 +110,105 @@ def test_groups_go_first_to_the_unit_that_scored_them_but_wait_for_nobody():
     assert [leased(queue, 0), leased(queue, 0), leased(queue, 0)] == [[1], [2], [0]]
 
 
-def test_landed_codec_round_trip():
-    work = read_message(pack(EarlyWork((pack_landed(landed(3, 1)),))))
-    assert [open_landed(one) for one in work.landed] == [landed(3, 1)]
-
-
 def test_foreign_and_double_groups_are_refused():
     queue = SampleQueue(0, 2)
     queue.put(group(0))
     for wrong in (group(0), group(2), group(1, step=1)):
         with pytest.raises(ValueError, match="does not belong"):
             queue.put(wrong)
+
+
+def leased_with_updates(queue, unit=0, budget=100):
+    return [(group.index, group.mini_batch) for group in queue.lease(unit, budget)]
+
+
+def test_mini_batches_follow_the_order_of_training_and_no_window_crosses_their_border():
+    queue = SampleQueue(0, 4, updates=2)
+    for index in (3, 0, 2):
+        queue.put(group(index))
+    assert leased_with_updates(queue) == [(3, 0), (0, 0)]
+    assert leased_with_updates(queue) == [(2, 1)]
+    queue.put(group(1))
+    assert leased_with_updates(queue) == [(1, 1)]
+    queue = SampleQueue(0, 4, order="prompt_order", updates=2)
+    for index in (3, 2, 1):
+        queue.put(group(index))
+        assert leased_with_updates(queue) == []
+    queue.put(group(0))
+    assert leased_with_updates(queue) == [(0, 0), (1, 0)]
+    assert leased_with_updates(queue) == [(2, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("order", "windows"),
+    [
+        ("arrival", [[0], [1], [2], [3], [4], [5]]),
+        ("prompt_order", [[0, 1], [2], [3, 4], [5]]),
+    ],
+)
+def test_every_unit_has_a_part_of_each_mini_batch(order, windows):
+    queue = SampleQueue(0, 6, order=order, units=2, updates=2)
+    for index in range(6):
+        queue.put(group(index))
+    found = [leased_with_updates(queue, number % 2) for number in range(len(windows))]
+    assert found == [[(index, index // 3) for index in window] for window in windows]
+
+
+def sizes(queue, units, budget):
+    """Number of groups of each window, for units that ask in turn."""
+    found = []
+    while window := leased(queue, len(found) % units, budget):
+        found.append(len(window))
+    return found
+
+
+def arrived(count, expected, **keys):
+    queue = SampleQueue(0, expected, **keys)
+    for index in range(count):
+        queue.put(group(index))  # five tokens each
+    return queue
+
+
+def test_windows_get_smaller_towards_the_end_so_that_the_units_end_together():
+    # the first may have 40 groups x 5 tokens / (2 x 2 units) = 50 tokens, the second 30 x 5 / 4 = 37, and so on
+    assert sizes(arrived(40, 40, units=2), 2, 1000) == [10, 7, 5, 4, 3, 2, 2, 1, 1, 1, 1, 1, 1, 1]
+    assert sizes(arrived(40, 40, units=2), 2, 30) == [6, 6, 6, 5, 4, 3, 2, 2, 1, 1, 1, 1, 1, 1]  # the budget holds
+    assert sizes(arrived(40, 40, units=1), 1, 1000) == [40]  # nobody to wait for
+    assert sizes(arrived(40, 40, units=2, order="prompt_order"), 2, 1000) == [40]
+    assert sizes(arrived(40, 40, units=2, least=20), 2, 1000) == [10, 7, 5, 4, 4, 4, 4, 2]
+
+
+def test_groups_that_have_not_come_in_count_with_the_mean_of_those_that_have():
+    queue = arrived(4, 40, units=2)
+    assert leased(queue, 0, 1000) == [0, 1, 2, 3]  # 200 tokens are to come: up to 50 are leased
+    queue = arrived(4, 8, units=2)
+    assert leased(queue, 0, 1000) == [0, 1]  # 40: up to 10
+    queue.put(group(4))
+    assert leased(queue, 1, 1000) == [2]  # 30: up to 7
+
+
+@given(
+    arrival=st.permutations(range(6)),
+    hold=st.booleans(),
+    budget=st.integers(1, 40),
+    units=st.integers(1, 3),
+    order=st.sampled_from(["arrival", "prompt_order"]),
+    updates=st.sampled_from([2, 3, 6]),
+)
+def test_mini_batches_are_equally_large_and_leased_in_their_order(arrival, hold, budget, units, order, updates):
+    queue = SampleQueue(step=0, expected=6, order=order, hold=hold, units=units, updates=updates)
+    by_update = [[] for _ in range(updates)]
+    for index in arrival:
+        queue.put(group(index))
+        while found := [(unit, window) for unit in range(units) if (window := queue.lease(unit, budget))]:
+            for unit, window in found:
+                assert len({one.mini_batch for one in window}) == 1
+                by_update[window[0].mini_batch] += [one.index for one in window]
+                queue.acknowledge([one.index for one in window], unit)
+    assert queue.done
+    expected = list(range(6)) if order == "prompt_order" else list(arrival)
+    size = 6 // updates
+    assert list(map(sorted, by_update)) == [sorted(expected[at : at + size]) for at in range(0, 6, size)]
 
 
 @given(st.permutations(range(6)), st.booleans(), st.integers(1, 40), st.integers(1, 3))
@@ -137,10 +219,12 @@ def test_every_group_is_trained_once_and_prompt_order_ignores_arrival(arrival, h
         windows[order] = []
         for index in arrival:
             queue.put(group(index))
-            while found := [(unit, window) for unit in range(units) if (window := leased(queue, unit, budget))]:
+            for _ in range(len(arrival) + 1):
+                found = [(unit, window) for unit in range(units) if (window := leased(queue, unit, budget))]
                 for unit, window in found:
                     queue.acknowledge(window, unit)
                     windows[order].append(window)
+            assert not found  # else groups are leased again and again
         assert queue.done
     assert sorted(sum(windows["arrival"], [])) == list(range(6))
     size = max(1, budget // 5)

@@ -1,9 +1,11 @@
 """What a reward may see and leave behind."""
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -11,6 +13,7 @@ from engine.config import Reward
 from engine.errors import RewardError
 from engine.launcher.verifier_pool import VerifierPool
 from engine.types import Score
+from engine.verifier.worker import MEMORY
 from support.runs import wait_for
 from support.verifier_calls import LAUNCHER, PROMPT, alive, response, until_dead
 
@@ -81,3 +84,76 @@ async def test_a_reward_has_a_limit_of_memory(reward):
             await pool.score(PROMPT, [response()])
     async with VerifierPool.of(Reward(function=spec)) as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(2.0**30)]
+
+
+@pytest.mark.parametrize(
+    ("spec", "memory", "limit", "kind"),
+    [("exact", 0, MEMORY + 2**20, "AS"), ("file.py:reward", 2**30, 2**30 + 2**10, "DATA")],
+)
+def test_what_the_tokenizer_takes_is_not_the_rewards(spec, memory, limit, kind):
+    code = (
+        "import resource; from engine.verifier.worker import MemoryUse, limit_memory\n"
+        f"limit_memory({spec!r}, {memory}, MemoryUse(5, 7).since(MemoryUse(9, 9)))\n"
+        f"first = resource.getrlimit(resource.RLIMIT_{kind})\n"
+        f"print(*first)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [str(MEMORY if kind == "AS" else memory)] * 2  # what shrank counts as nothing
+    more = code.replace("MemoryUse(5, 7).since(MemoryUse(9, 9))", "MemoryUse(2**20, 2**10)")
+    ran = subprocess.run([sys.executable, "-c", more], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [str(limit)] * 2
+
+
+BOMB = """
+import os, time
+def bomb(depth):
+    for _ in range({each}):
+        if not os.fork():
+            os.setsid()
+            open(os.path.join({notes!r}, str(os.getpid())), "w").close()
+            if depth:
+                bomb(depth - 1)
+            time.sleep(1000)
+            os._exit(0)
+def reward(prompt, responses):
+    bomb({depth})
+    time.sleep({then})
+    return [1.0]
+"""
+"""A reward that starts `each` processes, each of which starts as many, and so on `depth` times."""
+
+
+@pytest.mark.parametrize(("each", "depth", "count"), [(2, 6, 254), (60, 0, 60)])
+async def test_a_reward_with_too_many_processes_ends_with_all_of_them_by_name(reward, tmp_path, each, depth, count):
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    spec = reward(BOMB.format(each=each, depth=depth, notes=str(notes), then=30))
+    async with VerifierPool.of(Reward(function=spec, timeout_s=20, processes=40)) as pool:
+        said = r"its process was ended with all .*more than 40 at once \(reward\.processes\)$"
+        with pytest.raises(RewardError, match=said):
+            await pool.score(PROMPT, [response()])
+        started = [int(note.name) for note in notes.iterdir()]
+        assert 0 < len(started) <= count  # once: it is not scored again. Some ended before their note
+        for process in started:
+            until_dead(process)
+
+
+async def test_a_reward_may_start_as_many_processes_as_the_limit_says(reward, tmp_path):
+    spec = reward(BOMB.format(each=2, depth=3, notes=str(tmp_path), then=0.5))
+    async with VerifierPool.of(Reward(function=spec, processes=30)) as pool:
+        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
+    async with VerifierPool.of(Reward(function=spec, processes=29, on_error="zero")) as pool:
+        [score] = await pool.score(PROMPT, [response()])
+    assert score.status == "error"
+    assert "more than 29 at once" in score.detail
+
+
+async def test_a_pause_of_the_launcher_does_not_count_as_time_of_the_reward(reward):
+    """Of a machine that was suspended, or a launcher that was stopped: what scored 0 would be trained."""
+    spec = reward("import time\ndef reward(prompt, responses):\n    time.sleep(0.5)\n    return [1.0]")
+    async with VerifierPool(spec, timeout_s=1.5) as pool:
+        scoring = asyncio.create_task(pool.score(PROMPT, [response()]))
+        await asyncio.sleep(0.1)
+        time.sleep(3.0)  # the whole process
+        [score] = await scoring
+    assert score == Score(1.0, "ok")

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
 from engine.launcher.verifier_pool import VerifierPool
 from engine.types import Score
+from engine.wire.codec import pack_response
 from support.verifier_calls import LAUNCHER, PROMPT, alive, response, until_dead
 
 
@@ -35,6 +38,49 @@ async def test_user_reward_sees_everything(reward):
     async with VerifierPool(spec) as pool:
         assert not pool.per_response
         assert await pool.score(PROMPT, [response(), response(seed=1)]) == [Score(1.0), Score(0.0)]
+
+
+async def test_a_packed_response_is_decoded_in_the_process_also_in_one_that_replaces_another(reward, tiny_model):
+    """And a reward sees of it what it would see of an opened one."""
+    tokenizer = Tokenizer(tiny_model)
+    spec = reward(
+        """
+        import os
+        def reward(prompt, responses):
+            if responses[0].text == "die":
+                os._exit(3)
+            return [float(repr((prompt, r)) == open(__file__ + ".expected").read()) for r in responses]
+    """.replace("\n        ", "\n")
+    )
+    right = dataclasses.replace(
+        response("#2é"), token_ids=(*"#2é".encode(), 256), logprobs=(-0.5,) * 5, loss_mask=(True,) * 5
+    )
+    Path(spec.split(":")[0] + ".expected").write_text(repr((PROMPT, right)))
+    pool = VerifierPool(spec, on_error="zero")
+    try:
+        await pool.start(tokenizer.for_verifiers)
+        packed = [pack_response(right), pack_response(dataclasses.replace(right, seed=1))]
+        assert await pool.score(PROMPT, packed) == [Score(1.0), Score(0.0)]
+        deadly = pack_response(dataclasses.replace(right, token_ids=tuple(b"die")))
+        assert [score.status for score in await pool.score(PROMPT, [deadly])] == ["error"]
+        assert await pool.score(PROMPT, [*packed[:1], right]) == [Score(1.0)] * 2
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("spec", ["exact", "math"])
+async def test_a_built_in_one_decodes_packed_responses(spec, tiny_model):
+    async def loaded():
+        return Tokenizer(tiny_model).for_verifiers
+
+    pool = VerifierPool(spec)
+    try:
+        await pool.start(loaded())
+        texts = (r"\boxed{2}#2", "#3")
+        packed = [pack_response(dataclasses.replace(response(), token_ids=tuple(text.encode()))) for text in texts]
+        assert [score.value for score in await pool.score(PROMPT, packed)] == [1.0, 0.0]
+    finally:
+        pool.close()
 
 
 async def test_half_a_character_crosses():
@@ -100,7 +146,8 @@ async def test_hanging_call_scores_zero_and_the_next_one_works(reward, hang):
     )
     async with VerifierPool(spec, timeout_s=0.3) as pool:
         start = time.monotonic()
-        assert [s.status for s in await pool.score(PROMPT, [response("hang"), response()])] == ["timeout"] * 2
+        scores = await pool.score(PROMPT, [response("hang"), response()])
+        assert scores == [Score(0.0, "timeout", "no score within 0.3 s")] * 2
         assert time.monotonic() - start < 5.0
         assert await pool.score(PROMPT, [response(), response()]) == [Score(1.0)] * 2
 
@@ -181,15 +228,32 @@ async def test_a_response_that_kills_its_worker_again_and_again_is_an_error_by_n
     async with VerifierPool(spec) as pool:
         with pytest.raises(RewardError, match="3 processes died of it, at last: its process was ended by SIGKILL"):
             await pool.score(PROMPT, [response("killed")])
+        assert (tmp_path / "killed").read_text() == "96"
         assert await pool.score(PROMPT, [response("other")]) == [Score(1.0)]
     async with VerifierPool(spec, on_error="zero") as pool:
         (score,) = await pool.score(PROMPT, [response("killed")])
         assert (score.value, score.status) == (0.0, "error")
 
 
+def kill_worker(pool):
+    """End the first worker; it has ended when this returns."""
+    process = pool._workers[0]._child.process
+    process.kill()
+    process.wait(10)
+
+
+async def test_a_built_in_reward_whose_worker_is_killed_again_and_again_stops_no_run(monkeypatch):
+    monkeypatch.setattr("engine.launcher.verifier_pool.DEATHS", 1)
+    async with VerifierPool("math", on_error="stop") as pool:
+        kill_worker(pool)
+        (score,) = await pool.score(PROMPT, [response(r"\boxed{2}")])
+        assert (score.value, score.status) == (0.0, "error")
+        assert "1 processes died of it, at last: its process was ended by SIGKILL" in score.detail
+
+
 async def test_an_idle_worker_that_is_killed_costs_no_score():
     async with VerifierPool("exact") as pool:
-        os.kill(pool._workers[0]._child.pid, signal.SIGKILL)
+        kill_worker(pool)
         assert await pool.score(PROMPT, [response()]) == [Score(1.0, detail="2")]
 
 
@@ -220,11 +284,16 @@ async def test_wrong_reward_may_score_zero(reward, body):
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
 
 
+async def test_a_reward_that_ends_its_process_while_it_loads_is_loaded_once(reward, tmp_path):
+    spec = reward(f"import sys; open({str(tmp_path / 'loads')!r}, 'a').write('x'); sys.exit(7)")
+    with pytest.raises(BadInput, match="while loading it, its process exited with 7"):
+        await VerifierPool(spec).start()
+    assert (tmp_path / "loads").read_text() == "x"
+
+
 async def test_loading_problems_surface_at_start(reward):
     with pytest.raises(BadInput, match=r"user_reward\.py can't be loaded: ZeroDivisionError.*line 1"):
         await VerifierPool(reward("1 / 0"), workers=2).start()
-    with pytest.raises(BadInput, match="while loading it, its process exited with 7"):
-        await VerifierPool(reward("import sys; sys.exit(7)")).start()
     with pytest.raises(DeadlineError, match="was not loaded within 0.5 s"):
         await VerifierPool(reward("import time; time.sleep(60)"), start_timeout_s=0.5).start()
 
@@ -263,6 +332,7 @@ async def test_close_ends_everything_at_once(reward, tmp_path):
     for pid in pids:
         until_dead(pid)
     assert len(pids) == 4
+    assert not any(worker._child for worker in pool._workers)  # none was started again
 
 
 @pytest.mark.parametrize("hang", HANGS.values(), ids=HANGS.keys())

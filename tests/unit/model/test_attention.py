@@ -12,45 +12,7 @@ from engine.errors import BadInput
 from engine.model.attention import SegmentAttention, params
 from engine.model.kernels import cpu, cuda
 from engine.model.kernels.reference import masked
-from engine.model.layout import layout
-
-CASES = {
-    "ragged": [(5, [3, 7, 1])],
-    "empty and equal": [(4, [6, 0, 6, 2])],
-    "several groups": [(3, [2, 2]), (1, [5]), (7, [1, 4])],
-    "one token": [(1, [1])],
-    "only empty": [(3, [0, 0])],
-    "over several blocks": [(130, [140, 3, 0, 129]), (1, [1] * 8)],
-}
-HEADS = [(4, 4), (4, 2), (3, 1)]
-"""(query heads, key-value heads)."""
-
-
-def row_of(groups, shared=True):
-    return layout([([0] * prompt, [[0] * n for n in lengths]) for prompt, lengths in groups], shared)
-
-
-def shards_of(row):
-    """The row as it is, and aligned and cut for two and three context-parallel ranks."""
-    yield row
-    for size in (2, 3):
-        aligned = row.aligned(2 * size)
-        yield from (aligned.shard(rank, size) for rank in range(size))
-
-
-def results(kernel, row, heads, scale=None):
-    """Output and gradients of q, k, v of seeded random inputs in float64."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(row.size, heads[0], 16), (row.row_size, heads[1], 16), (row.row_size, heads[1], 16)]
-    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    weight = torch.randn(shapes[0], generator=generator, dtype=torch.float64)
-    out = kernel(*inputs, row, scale)
-    return out.detach(), *torch.autograd.grad((out * weight).sum(), inputs)
-
-
-def assert_same(kernel, row, heads, scale=None):
-    for found, expected in zip(results(kernel, row, heads, scale), results(masked, row, heads, scale), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+from support.attention_cases import CASES, HEADS, assert_same, row_of, shards_of
 
 
 @pytest.mark.parametrize("case", CASES)

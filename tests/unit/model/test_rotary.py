@@ -73,11 +73,13 @@ def test_against_transformers(head_dim, theta, scaling):
     reference = theirs(shape)
     assert torch.equal(frequencies(shape), reference.inv_freq)
     positions = torch.tensor([0, 1, 2, 3, 3, 40, 2, 100_000])
-    angles = RotaryAtPositions(shape)(positions)
+    tables = RotaryAtPositions(shape)(positions)
     cos, sin = reference(torch.empty(0), positions[None])
-    assert angles.shape == (8, 1, 1, head_dim)
-    assert torch.equal(angles[:, 0, 0].cos(), cos[0])
-    assert torch.equal(angles[:, 0, 0].sin(), sin[0])
+    assert tables.shape == (3, 8, 1, 1, head_dim)
+    assert torch.equal(tables[0, :, 0, 0], cos[0])
+    signs = torch.cat([-torch.ones(head_dim // 2), torch.ones(head_dim // 2)])
+    assert torch.equal(tables[1, :, 0, 0], signs * sin[0])
+    assert torch.equal(tables[2, :, 0, 0], -signs * sin[0])
 
 
 def test_scaling_changes_long_wavelengths_only():
@@ -94,10 +96,10 @@ def test_positions_come_from_the_layout_and_stay_fp32():
     carried = SimpleNamespace(layout=SimpleNamespace(positions=positions))
     handed = rotary.get_rotary_seq_len(*[None] * 4, carried)  # by place, as Megatron does
     assert handed is positions
-    angles = rotary(handed, packed_seq=False, cp_group=None)
-    assert angles.dtype == torch.float32
-    assert torch.equal(angles[2], angles[3])
-    torch.testing.assert_close(angles[4, 0, 0, :8], 3 * frequencies(PLAIN), rtol=0, atol=0)
+    tables = rotary(handed, packed_seq=False, cp_group=None)
+    assert tables.dtype == torch.float32
+    assert torch.equal(tables[:, 2], tables[:, 3])
+    torch.testing.assert_close(tables[0, 4, 0, 0, :8], (3 * frequencies(PLAIN)).cos(), rtol=0, atol=0)
 
 
 def test_turned_queries_and_their_gradient_are_those_of_transformers():
@@ -106,7 +108,7 @@ def test_turned_queries_and_their_gradient_are_those_of_transformers():
     positions = torch.tensor([0, 1, 2, 2, 90])
     queries = torch.randn(5, 1, 4, 16, requires_grad=True)
     upstream = torch.randn(5, 1, 4, 16)
-    ours = rotate(queries, RotaryAtPositions(shape, tables=True)(positions))
+    ours = rotate(queries, RotaryAtPositions(shape)(positions))
     cos, sin = theirs(shape)(torch.empty(0), positions[None])
     wanted = apply_rotary_pos_emb(queries.permute(1, 2, 0, 3), queries.permute(1, 2, 0, 3), cos, sin)[0].permute(
         2, 0, 1, 3
@@ -117,7 +119,7 @@ def test_turned_queries_and_their_gradient_are_those_of_transformers():
 
 
 def test_turning_keeps_the_dtype_and_refuses_interleaved_pairs():
-    tables = RotaryAtPositions(PLAIN, tables=True)(torch.tensor([3, 4]))
+    tables = RotaryAtPositions(PLAIN)(torch.tensor([3, 4]))
     assert rotate(torch.randn(2, 1, 4, 16, dtype=torch.bfloat16), tables).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="interleaved"):
         rotate(torch.randn(2, 1, 4, 16), tables, interleaved=True)

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from engine import platform
+from engine.config import Config
 from engine.errors import BadInput
 from engine.platform import npu
+from engine.platform.cpu import Cpu
 from engine.platform.cuda import Cuda
 from engine.platform.npu import Npu
+from engine.trainer import rank
 from support.runs import ROOT
 
 
@@ -35,6 +38,14 @@ def test_a_gpu_that_is_not_visible(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BadInput, match="finds no GPU"):
         platform.get("cuda")
+
+
+def test_a_rank_without_a_device_is_refused():
+    count = torch.cuda.device_count()
+    with pytest.raises(
+        BadInput, match=f"rank {count} of this machine has no cuda device: there are {count}; use fewer"
+    ):
+        Cuda().device(count)
 
 
 def test_auto_chooses_an_npu_first_and_then_asks_for_mindspeed(monkeypatch):
@@ -189,3 +200,31 @@ def test_ranks_that_can_not_be_divided_so(sizes, message, monkeypatch):
         with platform.session(platform.get("cpu"), 0, **sizes):
             pass
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [
+        (Cpu(), {}),
+        (Cuda(), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Tree"}),
+        (Npu(), {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}),
+    ],
+)
+def test_a_device_is_made_deterministic_before_it_is_used(machine, expected, monkeypatch):
+    names = ("CUBLAS_WORKSPACE_CONFIG", "HCCL_DETERMINISTIC", "CLOSE_MATMUL_K_SHIFT")
+    for name in names:
+        monkeypatch.setenv(name, "to be restored")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")  # the user's own
+    chosen = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", chosen.append)
+    seen = {}
+    monkeypatch.setattr(platform, "get", lambda name: machine)
+    monkeypatch.setattr(platform, "session", lambda *given, **sizes: seen.update(os.environ))
+    rank._session(Config().model_copy(update={"train": Config().train.model_copy(update={"deterministic": True})}))
+    found = {name: seen.get(name) for name in expected} | {name: seen[name] for name in names if name in seen}
+    assert found == expected
+    assert chosen == ([] if machine.name == "cpu" else [True])
+    chosen.clear()
+    rank._session(Config())
+    assert chosen == []

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from engine.errors import MetronomeError
 from engine.run import checkpoint_files as files
+from support.disk_order import disk_order
+from support.run_folders import a_checkpoint
 
 
 def marked(folder, index):
@@ -105,6 +107,29 @@ def test_objects_are_refused(tmp_path):
     folder = marked(tmp_path / "step-000004", an_index("a string"))
     with pytest.raises(MetronomeError, match=r"policy\.weight is not a tensor"):
         files.check(folder)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_marker_comes_last(tmp_path, monkeypatch):
+    noted = disk_order(monkeypatch)
+    target = a_checkpoint(tmp_path, 2)
+    begin = noted.index(f"name {target.name}")
+    written = {".metadata", "__0_0.distcp", "state.json", files.partial_of(target).name}
+    assert {f"sync {name}" for name in written} <= set(noted[:begin])
+    after = [f"sync {tmp_path.name}", f"name {files.MARKER}", f"sync {target.name}"]
+    assert [one for one in noted[begin + 1 :] if not one.endswith(".partial")] == after
+
+
+def test_a_checkpoint_that_is_deleted_is_none_from_the_beginning(tmp_path, monkeypatch):
+    def killed(folder):
+        raise KeyboardInterrupt
+
+    for step in (2, 4):
+        a_checkpoint(tmp_path, step)
+    monkeypatch.setattr(files.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        files.prune(tmp_path, last=1, best=0)
+    assert files.all_complete(tmp_path) == [tmp_path / "step-000004"]
+    assert (tmp_path / "step-000002").is_dir()
 
 
 def test_kept():

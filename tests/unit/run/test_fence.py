@@ -1,13 +1,21 @@
 """Two launchers of one run folder."""
 
+import asyncio
+import sys
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
 from engine.config import Config, Run
 from engine.errors import BadInput, MetronomeError, TakenOver
 from engine.launcher import launch
-from engine.run.fence import Fence
+from engine.launcher.pool.joining import serve_joining
+from engine.launcher.pool.pool import Pool
+from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from engine.wire.address import ADDRESS_FILE
 from support.run_folders import a_checkpoint, finished
 
 
@@ -17,12 +25,31 @@ def test_the_older_launcher_writes_nothing_more(tmp_path):
     newer = RunFolder(folder.path)
     newer.fence = Fence.begin(folder.path)
     said = r"another launcher \(attempt 2\) writes it now; this one \(attempt 1\) stops"
-    for write in (lambda: folder.cut(0), lambda: folder.add_step(None), folder.fence.check):
+    evaluations = folder.evaluations.read_bytes()
+    writes = (
+        lambda: folder.cut(0),
+        lambda: folder.add_step(None),
+        lambda: folder.add_evaluation({}),
+        lambda: folder.add_samples(9, []),
+        folder.fence.check,
+    )
+    for write in writes:
         with pytest.raises(TakenOver, match=said):
             write()
     assert folder.steps.read_bytes() == steps
+    assert folder.evaluations.read_bytes() == evaluations
+    assert not (folder.responses / "step-000009.jsonl").exists()
     newer.cut(2)
     assert len(list(read_lines(folder.steps))) == 2
+
+
+def test_a_folder_that_was_begun_anew_is_not_the_older_launchers(tmp_path):
+    for _ in range(2):
+        older = Fence.begin(tmp_path)
+    (tmp_path / "launcher_attempt").unlink()
+    Fence.begin(tmp_path).check()
+    with pytest.raises(TakenOver, match=r"another launcher \(attempt 1\) writes it now; this one \(attempt 2\) stops"):
+        older.check()
 
 
 def test_no_checkpoint_is_published_over_the_newer_launchers(tmp_path, monkeypatch):
@@ -54,6 +81,45 @@ def test_a_launcher_that_was_taken_over_leaves_no_reason_in_the_newer_ones_folde
     with pytest.raises(TakenOver):
         launch.launch(config)
     assert not folder.failure.exists()
+
+
+async def test_a_launcher_stops_at_its_next_sign_of_life_also_where_no_step_ends(tmp_path):
+    """It may be uploading: its trainer ends with it."""
+    config = Config(run=Run(name="mine", output=str(tmp_path)))
+    folder = RunFolder(config.folder)
+    folder.create(config, resume=False)
+    folder.fence = Fence.begin(folder.path)
+    launcher = launch._Launcher(config, folder, resume=False, replay=None)
+    launcher._beating = asyncio.create_task(launcher._beat())
+    serving = asyncio.create_task(asyncio.sleep(60))
+    coordinator = SimpleNamespace(check=partial(asyncio.sleep, 0), failure=None)
+    waiting = asyncio.create_task(launcher._wait_for_trainer(SimpleNamespace(alive=True), serving, coordinator))
+    await asyncio.sleep(0.7)
+    assert not waiting.done()
+    Fence.begin(folder.path)
+    touched = folder.heartbeat.stat().st_mtime_ns
+    with pytest.raises(TakenOver):
+        await asyncio.wait_for(waiting, 5)
+    assert folder.heartbeat.stat().st_mtime_ns == touched
+    serving.cancel()
+
+
+def test_the_exit_status_says_that_another_launcher_has_begun(tmp_path, monkeypatch, capsys):
+    def taken_over(*arguments):
+        raise TakenOver("another launcher (attempt 2) writes it now")
+
+    monkeypatch.setattr(launch, "launch", taken_over)
+    monkeypatch.setattr(launch, "load", lambda path: Config())
+    monkeypatch.setattr(sys, "argv", ["launch", "--config", str(tmp_path / "config.toml")])
+    assert launch.main() == TAKEN_OVER == 3
+    assert capsys.readouterr().err.startswith("error: TakenOver: another launcher")
+
+
+async def test_the_older_launcher_leaves_the_newer_ones_address(tmp_path):
+    pool = Pool(Config(), tmp_path, tmp_path)
+    async with serve_joining(pool, Config(), tmp_path):
+        (tmp_path / ADDRESS_FILE).write_text("127.0.0.1:1\n")
+    assert (tmp_path / ADDRESS_FILE).read_text() == "127.0.0.1:1\n"
 
 
 def test_a_process_without_a_launcher_is_not_fenced_off(tmp_path):

@@ -1,10 +1,25 @@
-"""Lines of a run folder, on a disk that is full."""
+"""How state files and lines get to the disk, and on a disk that is full."""
 
 import resource
 
 import pytest
 
-from engine.run.files import append_line, read_lines
+from engine.run.files import append_line, read_lines, write_atomically
+from support.disk_order import disk_order
+
+
+def test_a_state_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_next_one(tmp_path, monkeypatch):
+    noted = disk_order(monkeypatch)
+    write_atomically(tmp_path / "state.json", "{}")
+    partial, *rest = noted
+    assert partial.startswith("sync .state.json.")
+    assert rest == ["name state.json", f"sync {tmp_path.name}"]
+
+
+def test_a_line_is_on_the_disk_when_it_is_appended(tmp_path, monkeypatch):
+    noted = disk_order(monkeypatch)
+    append_line(tmp_path / "lines.jsonl", {"step": 0})
+    assert noted == ["sync lines.jsonl"]
 
 
 def test_a_line_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):
@@ -18,5 +33,6 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path
             append_line(path, {"step": 1, "text": "x" * 500})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == '{"step": 0}\n'
     append_line(path, {"step": 2})
     assert list(read_lines(path)) == [{"step": 0}, {"step": 2}]

@@ -24,6 +24,11 @@ def test_a_machine_that_has_enough_is_accepted(tmp_path):
     limits.check_limits(a_config(tmp_path), 1000)
 
 
+def test_exactly_enough_is_enough():
+    for need, enough in ((3, True), (4, True), (5, False)):
+        assert limits.Limit(what="files", need=need, has=4, unit="files", formula="", remedy="").suffices == enough
+
+
 def test_open_files_are_counted_before_the_start(tmp_path, monkeypatch):
     config = a_config(tmp_path, rollout=Rollout(instances=20, concurrency=20, group_size=8))
     assert limits.open_files(config) > 20 * 20 * 8
@@ -52,6 +57,21 @@ def test_processes_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "PIDS", pids)
     with pytest.raises(BadInput, match=r"processes and threads: the run needs \d+ .*there are 10; raise"):
         limits.check_limits(a_config(tmp_path), 0)
+
+
+@pytest.mark.parametrize(
+    ("tables", "processes"),
+    [
+        ({}, 0),
+        ({"parallel": Parallel(tensor=2)}, 2),
+        ({"rollout": Rollout(instances=3, tensor=2, engine="vllm")}, 6),
+        ({"parallel": Parallel(tensor=2), "rollout": Rollout(instances=1, tensor=2, engine="vllm")}, 4),
+    ],
+)
+def test_shared_memory_is_for_device_processes_that_are_several(tmp_path, tables, processes):
+    for device, each in (("cuda", limits.RANK_SHARED), ("npu", limits.RANK_SHARED), ("cpu", 0)):
+        config = a_config(tmp_path, platform=Platform(device=device), **tables)
+        assert limits.shared_memory(config) == processes * each
 
 
 def test_shared_memory_of_a_container(tmp_path, monkeypatch):

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from engine.run import logs
 from engine.run.process import Child
 
@@ -33,6 +35,15 @@ def test_a_log_that_has_grown_is_put_aside_while_its_process_goes_on(tmp_path, m
     assert log.read_text() == "x" * 99 + "last\n"
     before = (tmp_path / "instance-0.log.1").read_text().split()
     assert [int(line.strip("x")) for line in before] == written
+
+
+@pytest.mark.parametrize(("size", "aside"), [(999, False), (1000, True)])
+def test_a_log_is_put_aside_once_it_has_its_size(tmp_path, monkeypatch, size, aside):
+    monkeypatch.setattr(logs, "LOG_BYTES", 1000)
+    (tmp_path / "one.log").write_bytes(b"x" * size)
+    logs.rotate(tmp_path)
+    assert (tmp_path / "one.log").stat().st_size == (0 if aside else size)
+    assert (tmp_path / "one.log.1").exists() == aside
 
 
 def test_a_small_log_stays(tmp_path):

@@ -14,6 +14,7 @@ from engine.tools.comparison import run_figures
 from engine.tools.comparison.verdict import differences
 from support.compared_runs import evaluation, step
 from support.last_release import write_old_config
+from support.simulated_runs import config, simulated_run, with_model
 from tasks.compare import compare, from_folder, from_mlflow
 from tasks.tracking import tracked_run
 from tasks.tracking.evaluations import log_new
@@ -87,6 +88,15 @@ def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):
     assert told.splitlines()[1].split()[:3] == ["copied", "periodic", "12"]
     assert "without any difference seen" in told
     assert (tmp_path / "page.html").is_file()
+
+
+def test_runs_with_a_trace_are_told_what_bound_their_steps(stored, tiny_model, tmp_path):
+    slow = simulated_run(with_model(config("slow", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
+    told = compare([str(slow), str(stored[0])], tmp_path / "page.html").splitlines()
+    (line,) = told[told.index("Bound by:") + 1 : told.index("Bound by:") + 2]
+    assert line.startswith("slow  rollout (")
+    assert 'train.mode="periodic"' in line
+    assert not any(line.startswith("copied") for line in told[told.index("Bound by:") :])
 
 
 def test_tables_of_evaluations_come_back_from_mlflow(stored, tmp_path):

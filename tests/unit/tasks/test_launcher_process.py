@@ -1,6 +1,8 @@
 import json
+import os
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +111,32 @@ def test_a_launcher_that_is_stopped_is_ended_and_named(tmp_path, monkeypatch, be
     with pytest.raises(DeadlineError, match=rf"the launcher .process \d+. gave no sign of life for {said}"):
         run_training(config)
     assert time.monotonic() - began < 60
+
+
+def test_signs_of_life_end_the_silence_and_of_a_pause_in_which_this_process_slept_a_moment_counts(
+    tmp_path, monkeypatch
+):
+    now = 0.0
+    monkeypatch.setattr(launcher_process, "time", SimpleNamespace(monotonic=lambda: now))
+    config = Config(train=Train(timeout_s=10.0), rollout=Rollout(timeout_s=7.0))
+    sign = tmp_path / "launcher.alive"
+    watch = launcher_process._Watch(SimpleNamespace(pid=1, log="its log"), sign, config)
+
+    def after(seconds):
+        nonlocal now
+        for pause_s in seconds:
+            now += pause_s
+            watch.look()
+
+    after([1.0] * 27)
+    for at in (1, 2):
+        sign.touch()
+        os.utime(sign, ns=(at, at))
+        after([1.0] * 21)
+    os.utime(sign, ns=(3, 3))
+    after([1.0, 3600.0, 3600.0, 3600.0, 5.0])
+    with pytest.raises(DeadlineError, match="no sign of life for 20 s"):
+        after([0.1])
 
 
 def test_a_damaged_reason_is_named(tmp_path, ended):

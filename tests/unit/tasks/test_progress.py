@@ -36,7 +36,7 @@ def cells(text):
 def test_the_page_says_where_training_is(tmp_path):
     found = cells(page(config(tmp_path, 40), [row(0), row(1), row(2)]))
     assert found["run"] == "night"
-    assert found["step"] == "3 of 40 (7.5 %)"
+    assert found["steps"] == "3 of 40 (7.5 %)"
     assert found["reward (last step)"] == "0.500"
     assert found["reward (mean of 3 steps)"] == "0.250"
     assert found["response length"] == "812 tokens"

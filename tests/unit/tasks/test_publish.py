@@ -1,11 +1,13 @@
+import itertools
 import json
 
 import fsspec
 import pytest
 
-from engine.errors import MetronomeError
+from engine.errors import MetronomeError, TakenOver
 from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import complete
+from engine.run.fence import Fence
 from tasks.publish import copy_checkpoint
 
 server = pytest.importorskip("moto.server")
@@ -89,18 +91,44 @@ def test_what_the_trainer_has_published_is_not_sent_again(made, place):
     assert files.cat_file(f"{root}/__0_0.distcp") == b"changed" * 1000
 
 
+@pytest.mark.parametrize("change", range(6))
+def test_a_launcher_that_was_taken_over_uploads_nothing_more(made, place, tmp_path, change):
+    """Before any of its changes there: the old marker, four files, the new marker."""
+    checkpoint, policy = made
+    copy_checkpoint(checkpoint, policy, place)
+    (checkpoint / "__0_0.distcp").write_bytes(b"another" * 1000)
+    marker = json.loads((checkpoint / "_SUCCESS.json").read_text())
+    (checkpoint / "_SUCCESS.json").write_text(json.dumps({**marker, "id": "another"}))
+    fence = Fence.begin(tmp_path)
+    calls = itertools.count()
+
+    def check():
+        if next(calls) == change:
+            Fence.begin(tmp_path)
+        fence.check()
+
+    if change == 5:
+        copy_checkpoint(checkpoint, policy, place, check)
+        assert next(calls) == 5
+        return
+    with pytest.raises(TakenOver):
+        copy_checkpoint(checkpoint, policy, place, check)
+    files, root = store._open(place)
+    files.invalidate_cache()
+    found = store._marker(files, root)
+    assert (found and found["id"]) == (f"{tmp_path.name} 2" if change == 0 else None)
+
+
 def test_the_newest_whole_one_is_found_fetched_and_the_last_and_best_are_kept(place, tmp_path):
     for step, reward in {2: 0.9, 4: 0.1, 6: 0.2, 8: 0.3, 10: 0.4}.items():
         store.upload(a_checkpoint(tmp_path / "run", step, reward_mean=reward), f"{place}/step-{step:06d}")
     files, root = fsspec.core.url_to_fs(place)
     files.rm_file(f"{root}/step-000010/_SUCCESS.json")
     files.pipe_file(f"{root}/step-000008/state.json", b"{}")
-    found, ignored = store.survey(place)
+    found, damaged, interrupted = store.survey(place)
     assert sorted(found) == ["step-000002", "step-000004", "step-000006"]
-    assert ignored == [
-        f"checkpoint {place}/step-000008 is incomplete (state.json has 2 bytes, _SUCCESS.json says 11), ignored",
-        f"checkpoint {place}/step-000010 is incomplete (no _SUCCESS.json), ignored",
-    ]
+    assert damaged == {"step-000008": "state.json has 2 bytes, _SUCCESS.json says 11"}
+    assert interrupted == {"step-000010": "no _SUCCESS.json"}
     fetched = store.download(place, "step-000006", found["step-000006"], tmp_path / "fetched")
     assert complete(fetched)
     assert (fetched / "__0_0.distcp").read_bytes() == b"weights" * 1000

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from engine.errors import BadInput, MetronomeError
-from engine.launcher import drain_evaluation
+from engine.launcher import in_run_evaluation
 from engine.run.checkpoint_files import step_of
 from engine.run.checkpoint_search import newest_whole
 from engine.run.fence import Fence
@@ -25,6 +25,7 @@ STATE = {
     "run_id",
     "start.json",
     "launcher_attempt",
+    "flow_attempt",
     "steps.jsonl",
     "attempts.jsonl",
     "evaluations.jsonl",
@@ -35,6 +36,10 @@ STATE = {
 }
 
 
+NAMED = {"config.toml", "run_id", "start.json", "launcher_attempt", "flow_attempt", "stages.json"}
+"""Those that are refused when they are empty."""
+
+
 def reads(path):
     """Read all that a flow, a launcher and its trainer read when they resume a run, and what shows it. The step."""
     folder = RunFolder(path)
@@ -42,6 +47,7 @@ def reads(path):
     last_end(folder)
     claim(path, config, resume=True)
     Fence.begin(path)
+    Fence.begin(path, "flow")
     read_start(path)
     count_attempt(folder, "training", 99, "it was ended", by_hand=True)
     Stages(folder).once("train", lambda: 4)
@@ -50,7 +56,7 @@ def reads(path):
     found = newest_whole(folder.checkpoints, "", identity(path), lambda line: None)
     step = 0 if found is None else step_of(found)
     folder.cut(step)
-    drain_evaluation.cut(folder, step)
+    in_run_evaluation.cut(folder, step)
     trace = Trace(folder.trace, "launcher")
     trace.add("sync", 50.0, 51.0, step=step)
     trace.flush()
@@ -87,7 +93,7 @@ def test_every_state_file_may_be_torn(made, tmp_path, monkeypatch):
     for (name, length), end in ends.items():
         if name.startswith(f"checkpoints/step-00000{newest}/"):
             expected = end == 2 if newest == 4 else "no checkpoint of this run is whole" in end
-        elif name in ("config.toml", "run_id", "start.json", "launcher_attempt", "stages.json") and not length:
+        elif name in NAMED and not length:
             expected = isinstance(end, str)
         elif name in ("steps.jsonl", "attempts.jsonl", "evaluations.jsonl", "failure.json", "trace/launcher.jsonl"):
             expected = end == newest or (name == "steps.jsonl" and "no run with steps" in end)

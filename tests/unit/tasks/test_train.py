@@ -1,9 +1,13 @@
 """How the training is started again."""
 
 import itertools
+from types import SimpleNamespace
 
+import pytest
+
+from engine import errors
 from engine.config import Run
-from tasks.train import pause
+from tasks.train import _worth_resuming, pause
 
 
 def test_resumes_outlast_a_storage_outage_of_ten_minutes():
@@ -16,3 +20,21 @@ def test_resumes_outlast_a_storage_outage_of_ten_minutes():
 def test_a_death_is_resumed_at_once():
     assert pause(("ProcessDied", "the trainer died"), 2) == 0.0
     assert pause(None, 1) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [
+        ("ProcessDied", True),
+        ("CheckpointError", True),
+        ("WeightSyncError", True),  # a bit that flipped on the way to the instances does not flip again
+        ("RewardError", False),
+        ("StaleRolloutError", False),
+        ("DiskError", False),
+        ("BadInput", False),
+    ],
+)
+def test_what_need_not_happen_again_is_resumed(name, again):
+    error = vars(errors)[name]("why")
+    state = SimpleNamespace(result=lambda raise_on_failure: error)
+    assert _worth_resuming(None, None, state) == again

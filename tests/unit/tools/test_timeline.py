@@ -9,6 +9,7 @@ import pytest
 from engine.run.trace import Trace, read_spans
 from engine.tools import timeline
 from engine.tools.timeline import draw, lanes_of, overlapped, rows_of
+from engine.tools.timeline_legend import KINDS, lane, legend
 
 
 def span(lane, name, start, end, **attributes):
@@ -90,6 +91,19 @@ def test_the_page_opens_on_three_steps_and_needs_no_network(page):
     assert "http" not in text
 
 
+def test_the_page_says_what_each_lane_and_colour_shows(page):
+    data = json.loads(re.search(r"const data = (.*);\n", page.read_text()).group(1))
+    said = dict(data["legend"])
+    assert {kind["name"] for kind in data["kinds"]} <= said.keys()
+    assert timeline.COLORS.keys() <= KINDS.keys()
+    for name, _ in data["lanes"]:
+        assert lane(name) in said.values()
+    assert lane("trainer-3 bubble") != lane("trainer-3") != lane("instance-0")
+    assert lane("pool instance-0").startswith("the state")
+    assert lane("a-guest-of-another-host") == lane("instance-0")
+    assert legend(["instance-0", "instance-1"], []) == [("instance-0 … instance-1", lane("instance-0"))]
+
+
 def test_a_run_without_spans_gives_a_page(tmp_path):
     assert "No step was finished." in draw(tmp_path).read_text()
 
@@ -125,13 +139,31 @@ def test_a_long_run_has_every_span_where_the_page_opens_and_one_bar_for_many_els
     assert data["end"] == 199.5
 
 
+def test_many_lanes_and_steps_share_bars_and_none_reaches_over_the_steps_that_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "MOST_SPANS", 1000)
+    monkeypatch.setattr(timeline, "MOST_BARS", 500)
+    (tmp_path / "trace").mkdir()
+    many(tmp_path / "trace", steps=60, responses=64)
+    data = json.loads(re.search(r"const data = (.*);\n", draw(tmp_path).read_text()).group(1))
+    bars = [(kind, start, start + length, step) for _, _, kind, start, length, step, _ in data["spans"]]
+    first, last = data["window"]
+    outside = [bar for bar in bars if not first - 10 <= bar[1] <= last + 10]
+    assert 250 < len(outside) <= 500 + 2 * 64
+    assert not [bar for bar in outside if bar[1] < first and bar[2] > last]
+    for kind, count in (("rollout", 60), ("sync", 60)):
+        assert min(start for name, start, _, _ in bars if name == kind) < 10
+        assert max(end for name, _, end, _ in bars if name == kind) > 10 * (count - 1)
+    assert Counter(step for kind, _, _, step in bars if kind == "rollout")[30] == 64  # where the page opens
+
+
 MEASURE = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from engine.tools.timeline import draw
 draw(Path(sys.argv[1]))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
 """
+"""Prints the peak of its own memory. That of `resource` includes the process that started it."""
 
 
 @pytest.mark.slow

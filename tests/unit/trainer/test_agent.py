@@ -1,8 +1,13 @@
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from engine.trainer.agent import _first_failure
+from engine.trainer.agent import KILL_S, _first_failure
+from support.runs import ROOT, wait_for
 
 
 @pytest.mark.parametrize(
@@ -17,3 +22,60 @@ from engine.trainer.agent import _first_failure
 def test_the_rank_that_a_signal_ended_is_named_and_not_one_that_the_agent_ended(failures, first):
     found = {rank: SimpleNamespace(exitcode=code, timestamp=when) for rank, (code, when) in failures.items()}
     assert _first_failure(SimpleNamespace(failures=found))[0] == first
+
+
+RANK = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1], os.environ["LOCAL_RANK"]).touch()
+time.sleep(600)
+"""
+AGENT = """
+import sys
+from engine.trainer import agent
+
+def of_deaf_ranks(config, entrypoint):
+    return lambda *arguments: started(config, entrypoint)("-c", *sys.argv[1:])
+
+started, agent.elastic_launch = agent.elastic_launch, of_deaf_ranks
+sys.exit(agent.run_ranks(ranks=2, arguments=[], nodes=1, rendezvous="127.0.0.1:0", run_id="run", serves=True))
+"""
+
+
+@pytest.mark.parametrize("what", ["the agent is ended", "a rank dies"])
+def test_a_rank_that_hears_no_signal_is_killed_soon(what, tmp_path):
+    """torch would wait 30 s for it."""
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, RANK, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    ranks = []
+    try:
+        wait_for(lambda: len(list(tmp_path.iterdir())) == 2, "two ranks", 60)
+        ranks = psutil.Process(agent.pid).children()
+        began = time.monotonic()
+        if what == "a rank dies":
+            ranks[0].kill()
+        else:
+            agent.terminate()
+        agent.wait(timeout=KILL_S + 10)
+        assert time.monotonic() - began >= KILL_S
+        assert not any(rank.is_running() for rank in ranks)
+    finally:
+        agent.kill()
+        for rank in ranks:
+            if rank.is_running():
+                rank.kill()
+        agent.wait()
+
+
+def test_an_agent_that_is_told_to_end_says_so_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "engine.trainer.agent", "--ranks", "1", "--", "--folder", str(tmp_path)]
+    agent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: psutil.Process(agent.pid).children(), "the rank")
+        agent.terminate()
+        _, said = agent.communicate(timeout=60)
+    finally:
+        agent.kill()
+        agent.wait()
+    assert agent.returncode == 1
+    assert "the trainer ranks are ended: SIGTERM" in said
+    assert "Traceback" not in said

@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 
-import msgspec
 import pytest
 import torch
 
 from engine.algorithm.advantages import ADVANTAGES
 from engine.trainer.credit import Credit
 from engine.types import BatchScores, Group, Prompt, Score
-from engine.wire.codec import open_group, pack_group
-from engine.wire.messages import PackedGroup
+from engine.wire.sealed import batch_scores, open_group, seal_group
 from support.policies import response
 
 REWARDS = ((1.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.5, 0.0, 1.0))
@@ -33,24 +31,16 @@ def groups():
     return made[::-1]
 
 
-def crossed(group):
-    return open_group(msgspec.msgpack.decode(msgspec.msgpack.encode(pack_group(group)), type=PackedGroup))
-
-
-def test_scores_of_a_batch_stand_in_the_order_of_its_groups():
-    assert BatchScores.of(groups()) == BatchScores(REWARDS, LENGTHS)
-
-
 @pytest.mark.parametrize("name", [name for name, one in ADVANTAGES.items() if one.scope == "batch"])
 def test_each_group_gets_its_row_of_the_batchs_advantages_also_over_the_wire(name):
     whole = ADVANTAGES[name](torch.tensor(REWARDS), torch.tensor(LENGTHS, dtype=torch.float32))
-    scores = BatchScores.of(groups())
+    scores = batch_scores(list(map(seal_group, groups())))
+    assert scores == BatchScores(REWARDS, LENGTHS)
     for group in groups():
-        there = crossed(replace(group, batch=scores))
-        assert there.batch == scores
+        there = open_group(seal_group(group), scores)
         assert torch.equal(Credit(advantage=name).advantages(there), whole[group.index])
 
 
 def test_advantages_of_an_older_record_are_taken_as_they_are():
     old = replace(groups()[0], advantages=(0.25, -0.5, 0.25))
-    assert Credit(advantage="grpo").advantages(crossed(old)).tolist() == [0.25, -0.5, 0.25]
+    assert Credit(advantage="grpo").advantages(old).tolist() == [0.25, -0.5, 0.25]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens
 from engine.algorithm.losses import LOSSES
 from engine.errors import BadInput
-from engine.trainer.held_windows import hold_windows
+from engine.trainer.held_windows import check_scope
 from support.policies import a_group, a_policy, gradients
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -131,10 +131,9 @@ def test_ones_own_batch_scope_is_refused_in_periodic():
     with pytest.raises(
         BadInput, match=r'algorithm.loss = "mine.py:own" takes its statistics over the whole batch.*"periodic"'
     ):
-        hold_windows(spec="mine.py:own", loss=LOSSES["m2po"], limits=BatchLossSettings(), ranks=None, mode="periodic")
-    assert (
-        hold_windows(spec="grpo", loss=LOSSES["grpo"], limits=BatchLossSettings(), ranks=None, mode="periodic") is None
-    )
+        check_scope("mine.py:own", LOSSES["m2po"], "periodic")
+    check_scope("mine.py:own", LOSSES["m2po"], "sync")
+    check_scope("grpo", LOSSES["grpo"], "periodic")
 
 
 def test_each_window_that_was_held_is_told_of_as_it_is_trained(settings, groups):

@@ -1,9 +1,14 @@
 """The trained side against Hugging Face and plain autograd: one process, real Megatron."""
 
+import math
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.errors import MetronomeError
 from engine.types import Group, Score
 from support.policies import a_group, a_policy, assert_same, gradients, response
 
@@ -105,6 +110,55 @@ def test_previous_is_the_policy_before_the_last_update(settings):
     assert policy.metrics.old_ratio_max > 1.0 + 1e-4
 
 
+def test_the_decoupled_loss_without_bounds_is_the_unclipped_importance_ratio(settings):
+    """w A ∇ log π with w = π_old/π_rollout, and r A ∇ log π with r = π/π_rollout, at the one update of a batch."""
+    shared = {"algorithm__kl_coef": 0, "algorithm__loss": "dapo", "train__mode": "one_step_off"}
+    decoupled = a_policy(
+        settings,
+        algorithm__old_policy="behavior",
+        algorithm__mismatch="truncate",
+        algorithm__mismatch_limit=1e6,
+        **shared,
+    )
+    ratio = a_policy(
+        settings, algorithm__old_policy="rollout", algorithm__clip_low=0.999, algorithm__clip_high=1e6, **shared
+    )
+    found = []
+    for policy in (decoupled, ratio):
+        policy.start_step()
+        policy.accumulate([a_group()])
+        found.append(gradients(policy, 4))
+    assert decoupled.metrics.old_ratio_max == 1.0
+    assert abs(ratio.metrics.old_ratio_max - 1) > 0.01
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("loss", ["grpo", "m2po"])
+def test_a_figure_that_is_not_finite_ends_the_step_and_names_its_prompts(settings, loss):
+    """One NaN among the instance's log-probabilities, of the second of three prompts in micro-batches of their own."""
+    policy = a_policy(
+        settings,
+        algorithm__loss=loss,
+        algorithm__old_policy="rollout",
+        algorithm__kl_coef=0,
+        train__mode="sync",
+        train__micro_batch_tokens=36,
+    )
+    groups = [a_group(index=index, seed=index) for index in range(3)]
+    groups = [replace(group, prompt=replace(group.prompt, id=f"p{index}")) for index, group in enumerate(groups)]
+    spoilt = replace(groups[1].responses[0], logprobs=(math.nan,) * 7)
+    groups[1] = replace(groups[1], responses=(spoilt, *groups[1].responses[1:]))
+    policy.start_step()
+    policy.accumulate(groups)
+    with pytest.raises(
+        MetronomeError, match=r"not finite in the micro-batches of prompts \['p1'\]; the update was not"
+    ):
+        policy.reduce(12)
+    policy.start_step()  # the next step does not remember it
+    policy.accumulate(groups[:1])
+    policy.reduce(4)
+
+
 def test_updates_are_adamw_with_schedule_and_clipping(settings):
     """Against torch's AdamW on the same gradients:
     decay not on norms, warm-up from peak / w, norm clipped to the limit."""
@@ -145,18 +199,25 @@ def test_updates_are_adamw_with_schedule_and_clipping(settings):
             )
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(settings):
+@pytest.mark.parametrize("place", [3, -1])
+def test_a_gradient_that_is_not_finite_changes_nothing(settings, monkeypatch, place):
     from engine.errors import MetronomeError
 
+    monkeypatch.setattr("engine.trainer.policy.PIECE", 1000)  # many pieces: it may be in any of them
     policy = a_policy(settings)
     before = [p.detach().clone() for p in policy.models.policy.parameters()]
     policy.start_step()
     policy.accumulate([a_group()])
-    policy.ddp.buffers[0].grad_data[3] = float("inf")
-    with pytest.raises(MetronomeError, match="not finite"):
+    policy.ddp.buffers[0].grad_data[place] = float("inf")
+    with pytest.raises(MetronomeError, match="the gradient of this step is not finite"):
         policy.reduce(4)
     for p, kept in zip(policy.models.policy.parameters(), before, strict=True):
         assert torch.equal(p, kept)
+
+
+def test_adam_updates_one_parameter_at_a_time_on_every_device(settings):
+    """torch's own choice for accelerators needs temporary tensors of the size of all fp32 weights."""
+    assert {group["foreach"] for group in a_policy(settings).optimizer.param_groups} == {False}
 
 
 def test_truncated_responses_can_be_masked_and_over_long_ones_punished(settings):
@@ -196,14 +257,36 @@ def test_measuring_the_cosine_changes_nothing(settings):
     assert "grad_cosine" not in plain.figures()
 
 
-def test_a_violation_skips_the_update_and_the_next_is_compared_with_the_raw_gradient(settings, capsys):
+def test_the_gradient_after_a_changed_one_is_compared_with_it_as_it_was_before(settings):
     policy = a_policy(
+        settings,
+        algorithm__gradient_control="gac",
+        algorithm__gac_low=0.001,
+        algorithm__gac_high=0.99,
+        train__learning_rate=1e-6,
+    )
+    _, second = controlled_steps(policy, (1, 2))
+    turned = torch.cat([buffer.grad_data.clone() for buffer in policy.ddp.buffers])
+    (third,) = controlled_steps(policy, (1,))
+    cosine = partial(torch.cosine_similarity, dim=0)
+    assert abs(float(cosine(third, turned) - cosine(third, second))) > 1e-3
+    assert policy.figures()["grad_cosine"] == pytest.approx(float(cosine(third, second)), abs=1e-5)
+
+
+def skipping_policy(settings):
+    """One that skips an update whose cosine is above 0.9, at most two in a row."""
+    return a_policy(
         settings,
         algorithm__gradient_control="gac",
         algorithm__gac_low=0.2,
         algorithm__gac_high=0.9,
+        algorithm__gac_skips=2,
         train__learning_rate=1e-6,
     )
+
+
+def test_a_violation_skips_the_update_and_the_next_is_compared_with_the_skipped_gradient(settings, capsys):
+    policy = skipping_policy(settings)
     controlled_steps(policy, (1,))
     before = [p.detach().clone() for p in policy.models.policy.parameters()]
     schedule = policy.scheduler.state_dict()
@@ -219,6 +302,27 @@ def test_a_violation_skips_the_update_and_the_next_is_compared_with_the_raw_grad
     assert figures["skipped_updates"] == 0
     assert figures["grad_cosine"] == pytest.approx(float(torch.cosine_similarity(next_raw, raw, dim=0)), abs=1e-5)
     assert not all(torch.equal(p, kept) for p, kept in zip(policy.models.policy.parameters(), before, strict=True))
+    assert figures["skipped_updates_of_run"] == 2
+
+
+def test_a_direction_that_persists_is_skipped_no_more_often_than_the_bound_says(settings):
+    """The same group every step: Algorithm 1 alone made one update of these seven. The state survives a checkpoint."""
+    policy = skipping_policy(settings)
+    skipped = []
+    of_run = []
+    for step in range(7):
+        controlled_steps(policy, (1,))
+        if step:
+            skipped.append(policy.figures()["skipped_updates"])
+            of_run.append(policy.figures()["skipped_updates_of_run"])
+    assert skipped == [1, 2, 0, 1, 2, 0]
+    assert of_run == [1, 2, 2, 3, 4, 4]
+    state = policy.control.state()
+    resumed = a_policy(settings, algorithm__gradient_control="gac").control
+    resumed.load(state)
+    assert (resumed.skipped, resumed.skipped_of_run) == (0, 4)
+    resumed.load({"skipped": 1, "seen": [0.5]})  # of an older release
+    assert (resumed.skipped, resumed.skipped_of_run) == (1, 1)
 
 
 def test_a_zero_gradient_is_no_measurement(settings):

@@ -10,7 +10,7 @@ from support.policies import a_group, a_policy, assert_same
 pytestmark = pytest.mark.usefixtures("megatron")
 
 
-ESTIMATORS = {"grpo": "rloo", "dapo": "opo", "dr_grpo": "gpg", "gspo": "dr_grpo", "cispo": "grpo_passk"}
+ESTIMATORS = {"grpo": "rloo", "dapo": "opo", "dr_grpo": "gpg", "gspo": "dr_grpo", "cispo": "grpo_passk", "gpg": "gpg"}
 """An advantage for each loss."""
 
 
@@ -31,6 +31,8 @@ def advantages_of(name, group):
 
 
 def gain_of(loss, logs, old, advantage):
+    if loss == "gpg":
+        return advantage * logs
     ratio = (logs - old).exp()
     if loss == "gspo":
         whole = (logs - old).mean().exp()

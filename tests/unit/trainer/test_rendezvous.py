@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from engine.trainer.rendezvous import FixedNodes
+from engine.wire.store import serve_store
 from support.runs import ROOT, wait_for
 from tasks.cluster.services import free_port
 
@@ -35,6 +36,18 @@ def test_each_node_gets_a_number_and_the_ranks_store():
     for one in found:
         info = one.bootstrap_store_info
         assert (info.master_addr, info.master_port) == ("127.0.0.1", port)
+
+
+def test_the_node_of_the_store_is_the_first_whoever_comes_first():
+    port = free_port()
+    first, other = nodes(port, 2)
+    store = serve_store("127.0.0.1", 10.0, port)
+    first._open_store = lambda: store
+    with ThreadPoolExecutor(1) as threads:
+        early = threads.submit(other.next_rendezvous)
+        wait_for(lambda: any(key.endswith("others") for key in store.list_keys()), "the other node", 10)
+        assert first.next_rendezvous().rank == 0
+        assert early.result(10).rank == 1
 
 
 def test_one_node_takes_a_free_port_and_listens_on_loopback_only():

@@ -11,17 +11,17 @@ def test_figures():
     metrics.add_wait(0.5)
     metrics.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "timeout")), 4, True)
     metrics.add_wait(0.25)
-    metrics.loss = 3.0
+    metrics.losses = [3.0, 5.0]
     metrics.mismatch_kl = 4.0
     metrics.scored_tokens = 8
-    figures = StepMetrics.merged([RankMetrics(metrics, True, 2**30)], denominator=2)
+    figures = StepMetrics.merged([RankMetrics(metrics, True, 2**30)], denominators=[2, 5])
     assert figures["reward_mean"] == 0.5
     assert figures["reward_std"] == 0.5
     assert figures["trained_tokens"] == 2 * (3 + 2)
     assert figures["truncated"] == 2
     assert figures["reward_timeouts"] == 1
     assert (figures["wait_first_s"], figures["wait_s"]) == (0.5, 0.75)
-    assert figures["loss"] == 1.5
+    assert figures["loss"] == (3 / 2 + 5 / 5) / 2  # the mean over the updates
     assert figures["mismatch_kl"] == 0.5
     assert figures["versions_seen"] == [0]
     assert figures["memory_peak_gib"] == [1.0]
@@ -33,22 +33,22 @@ def test_figures_of_several_ranks_are_sums_over_responses_and_mean_times_of_the_
     follower = StepMetrics()
     first.add_group(group(0, 0, rewards=(1.0, 0.0), statuses=("ok", "ok")), 4, True)
     second.add_group(group(0, 0, rewards=(1.0, 1.0), statuses=("ok", "error")), 4, False)
-    first.loss = 1.0
-    follower.loss = 3.0
+    first.losses = [1.0]
+    follower.losses = [3.0]
     follower.computed_tokens = 7
     first.train_s = 1.0
     second.train_s = 3.0
     follower.train_s = 50.0
     second.worst_gap(0.5)
     figures = StepMetrics.merged(
-        [RankMetrics(first, True, 1), RankMetrics(second, True, 1), RankMetrics(follower, False, 1)], 4
+        [RankMetrics(first, True, 1), RankMetrics(second, True, 1), RankMetrics(follower, False, 1)], [4]
     )
     assert (figures["reward_mean"], figures["reward_errors"], figures["loss"]) == (0.75, 1, 1.0)
     assert figures["equal_groups"] == 1
     assert (figures["train_s"], figures["computed_tokens"], figures["max_ratio_gap"]) == (2.0, 7, 0.5)
     follower.worst_gap(math.nan)
     assert math.isnan(
-        StepMetrics.merged([RankMetrics(first, True, 1), RankMetrics(follower, False, 1)], 4)["max_ratio_gap"]
+        StepMetrics.merged([RankMetrics(first, True, 1), RankMetrics(follower, False, 1)], [4])["max_ratio_gap"]
     )
 
 
@@ -61,9 +61,17 @@ def test_nan_gaps_are_not_hidden_by_later_ones():
     assert math.isnan(metrics.max_ratio_gap)
 
 
+def test_nan_ratios_are_not_hidden_by_later_ones():
+    metrics = StepMetrics()
+    metrics.worst_ratio(1.5)
+    metrics.worst_ratio(math.nan)
+    metrics.worst_ratio(2.0)
+    assert math.isnan(metrics.old_ratio_max)
+
+
 def test_a_response_with_tokens_of_two_versions_counts_as_continued():
     metrics = StepMetrics()
     metrics.add_group(group(5, 3, 5, rewards=(1.0, 0.0), statuses=("ok", "ok")), 4, True)
     metrics.add_group(group(5, 5), 2, True)
-    figures = StepMetrics.merged([RankMetrics(metrics, True, 1)], 3)
+    figures = StepMetrics.merged([RankMetrics(metrics, True, 1)], [3])
     assert (figures["continued"], figures["versions_seen"]) == (2, [3, 5])

@@ -11,10 +11,11 @@ import pytest
 
 from engine.config import Config
 from engine.instance.embedded.server import Server
-from engine.launcher.pool import joining
+from engine.launcher import http_server
+from engine.launcher.pool.joining import serve_joining
 from engine.launcher.pool.pool import Pool
 from engine.wire import connections
-from engine.wire.connections import Connections, RareMessages, most_connections
+from engine.wire.connections import Connections, OneRequest, RareMessages, most_connections
 
 HEADERS_S = 0.5
 MOST = 8
@@ -39,7 +40,7 @@ async def instance(folder):
 @contextlib.asynccontextmanager
 async def launcher(folder):
     pool = Pool(Config(), folder, folder)
-    async with joining.serve_joining(pool, Config(), folder):
+    async with serve_joining(pool, Config(), folder):
         yield int((folder / "rollout.address").read_text().rpartition(":")[2])
 
 
@@ -48,7 +49,7 @@ SERVERS = {"instance": instance, "launcher": launcher}
 
 @pytest.fixture(params=SERVERS)
 async def port(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(joining, "Connections", lambda: Connections(MOST, HEADERS_S))
+    monkeypatch.setattr(http_server, "Connections", lambda: Connections(MOST, HEADERS_S))
     async with SERVERS[request.param](tmp_path) as found:
         yield found
 
@@ -68,6 +69,56 @@ async def closed_after(reader):
         while await asyncio.wait_for(reader.read(1000), 20):
             pass
     return time.monotonic() - began
+
+
+class Transport(asyncio.Transport):
+    """A connection that is only opened and closed."""
+
+    closing = False
+
+    def is_closing(self):
+        return self.closing
+
+    def abort(self):
+        self.closing = True
+
+
+async def test_as_many_connections_as_there_may_be_are_kept_and_of_one_more_the_one_that_waits_longest_goes():
+    found = Connections(most=3, headers_s=60.0)
+    first, second, *others = (Transport() for _ in range(5))
+    for one in (first, second, others[0]):
+        found.opened(one)
+    found.arrived(first)
+    assert not any(one.closing for one in (first, second, others[0]))
+    found.opened(others[1])
+    assert [one.closing for one in (first, second, *others[:2])] == [False, True, False, False]
+    for one in others[:2]:
+        found.arrived(one)
+    found.opened(others[2])
+    assert others[2].closing  # all others have sent what is asked of them
+    assert not found._waiting
+
+
+class Inner(asyncio.Protocol):
+    def __init__(self):
+        self.data = b""
+
+    def data_received(self, data):
+        self.data += data
+
+
+async def test_headers_may_come_in_pieces_but_not_the_whole_request_for_ever():
+    inner = Inner()
+    one = OneRequest(inner, Connections(most=3, headers_s=0.1), whole_s=1.0)
+    transport = Transport()
+    one.connection_made(transport)
+    for piece in (GET[:-3], b"\n", b"\r", b"\n"):
+        one.data_received(piece)
+    await asyncio.sleep(0.3)
+    assert inner.data == GET
+    assert not transport.closing
+    await asyncio.sleep(1.0)
+    assert transport.closing
 
 
 @pytest.mark.parametrize("sent", [b"", b"G", GET[:-2]])

@@ -100,6 +100,13 @@ async def agree(request):
     return Done()
 
 
+def test_a_launcher_that_does_not_answer_is_named_with_the_request(tmp_path):
+    client = ControlClient(f"ipc://{tmp_path}/nobody", "trainer-0", 0.1)
+    with pytest.raises(DeadlineError, match="trainer-0: no answer from the launcher to Heartbeat in 0 s"):
+        client.ask(Heartbeat(unit=0))
+    client.close()
+
+
 def test_an_answer_crosses_and_so_does_an_error(served):
     client = ControlClient(served(refuse), "trainer-0", 10)
     with pytest.raises(RatioGapError, match="Heartbeat of unit 3 is refused"):
@@ -111,7 +118,8 @@ def test_a_client_of_another_protocol_is_refused_by_name_and_the_server_lives_on
     address = served(agree)
     client = ControlClient(address, "trainer-1", 10)
     monkeypatch.setattr(control_client, "PROTOCOL", messages.PROTOCOL + 1)
-    said = f"trainer-1 speaks version {messages.PROTOCOL + 1} of the control protocol, the launcher version 1"
+    ours = messages.PROTOCOL
+    said = f"trainer-1 speaks version {ours + 1} of the control protocol, the launcher version {ours}"
     with pytest.raises(BadInput, match=said):
         client.ask(Heartbeat(unit=0))
     monkeypatch.undo()
@@ -126,7 +134,9 @@ def test_a_client_of_another_protocol_is_refused_by_name_and_the_server_lives_on
 
 def test_a_node_of_another_protocol_is_refused_by_name(tmp_path):
     (tmp_path / INVITATION).write_text(json.dumps({"run_id": "a", "protocol": 7}))
-    with pytest.raises(BadInput, match="speaks version 1 of the control protocol, the run's launcher version 7"):
+    with pytest.raises(
+        BadInput, match=f"version {messages.PROTOCOL} of the control protocol, the run's launcher version 7"
+    ):
         wait_for_invitation(tmp_path, "", 1.0)
     with pytest.raises(DeadlineError):
         wait_for_invitation(tmp_path, "a", 0.1)

@@ -1,3 +1,5 @@
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -8,24 +10,27 @@ from engine.config import Algorithm, Config
 from engine.config.keys import RENAMED
 from engine.errors import BadInput
 from engine.trainer.replay import Replay
-from engine.types import Landed
-from engine.wire.codec import pack_group, pack_landed
+from engine.types import BatchScores
+from engine.wire.codec import PackedLanded, pack_ids
 from engine.wire.messages import EarlyWork, Window
 from engine.wire.record import RecordWriter, check, plan, read
-from tests.support.groups import numbered_group
+from engine.wire.sealed import open_group, seal_group
+from support.groups import numbered_group
 
 FOLDER = TemporaryDirectory()
 MODEL = {"path": FOLDER.name}
 (Path(FOLDER.name) / "config.json").write_text("{}")
 CONFIG = Config(model=MODEL, parallel={"data": 2}, train={"prompts_per_step": 3})
 
+HEADER = msgpack.packb({"plan": plan(CONFIG)})
+
 
 def group(index, step=0):
-    return pack_group(numbered_group(index, step))
+    return seal_group(numbered_group(index, step))
 
 
 def landed(step):
-    return Landed(step=step, group=2, number=0, prompt=(1, 2, 3), token_ids=(5, 6))
+    return PackedLanded(step=step, group=2, number=0, prompt=pack_ids([1, 2, 3]), token_ids=pack_ids([5, 6]))
 
 
 def recorded(path, steps=2, config=CONFIG, start=0):
@@ -35,7 +40,7 @@ def recorded(path, steps=2, config=CONFIG, start=0):
         recorder.add(
             step,
             1,
-            EarlyWork((pack_landed(landed(step)),)),
+            EarlyWork((landed(step),)),
         )
         recorder.add(step, 0, Window((group(0, step),)))
         recorder.add(step, 1, Window((group(2, step),)))
@@ -45,7 +50,7 @@ def recorded(path, steps=2, config=CONFIG, start=0):
 
 
 def indices(entries):
-    return [[item.index for item in entry.groups] if entry.groups else "landed" for entry in entries]
+    return [[group.index for group in entry.window()] or "landed" for entry in entries]
 
 
 def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
@@ -55,8 +60,18 @@ def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
         assert indices(Replay(path, 0, 3).entries(step)) == [[0]]
         mine = list(Replay(path, 1, 3).entries(step))
         assert indices(mine) == ["landed", [2], [1]]
-        assert mine[1].groups == (group(2, step),)
-        assert mine[0].landed == (pack_landed(landed(step)),)
+        assert mine[1].sealed == (group(2, step),)
+        assert mine[0].landed == (landed(step),)
+
+
+def test_the_scores_of_a_batch_come_back_with_its_window(tmp_path):
+    path = tmp_path / "record.msgpack"
+    recorder = RecordWriter(path, CONFIG, 0)
+    scores = BatchScores(((1.0,),) * 3, ((2,),) * 3)
+    recorder.add(0, 0, Window((group(0), group(1), group(2)), scores))
+    recorder.flush()
+    (entry,) = Replay(path, 0, 3).entries(0)
+    assert [one.batch for one in entry.window()] == [scores] * 3
 
 
 def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
@@ -155,6 +170,42 @@ def test_a_record_of_the_last_release_is_held_to_the_same_settings(tmp_path):
     assert indices(Replay(path, 0, 3).entries(0)) == [[0]]
 
 
+def older_entry(index, step, **more):
+    """A window of one group as releases wrote it that packed a group when it was leased."""
+    response = {
+        "token_ids": array("i", [5, 6]).tobytes(),
+        "logprobs": array("f", [-0.5, -1.25]).tobytes(),
+        "versions": [[0, step]],
+        "loss_mask": b"\x01\x00",
+        "finish_reason": "stop",
+        "text": "añ",
+        "seed": 2**62,
+        "instance": "instance-0",
+    }
+    prompt = ["id", "1+1=", "2", array("i", [1, 2, 3]).tobytes()]
+    scores = [{"value": 1.0, "status": "ok", "detail": ""}]
+    group = {"step": step, "index": index, "prompt": prompt, "responses": [response], "scores": scores}
+    return msgpack.packb({"unit": 0, "step": step, "groups": [group | more]})
+
+
+def test_groups_of_an_older_record_are_replayed_as_those_of_a_new_one(tmp_path):
+    path = tmp_path / "record.msgpack"
+    batch = {"values": [[1.0], [0.0]], "lengths": [[2], [3]]}
+    rest = ({}, {"batch": batch}, {"advantages": [0.25], "mini_batch": 1})
+    path.write_bytes(HEADER + b"".join(older_entry(n, 0, **more) for n, more in enumerate(rest)))
+    check(path, CONFIG)
+    entries = list(Replay(path, 0, 3).entries(0))
+    for number, entry in enumerate(entries):
+        (opened,) = entry.window()
+        changed = {"batch": None, "advantages": None, "mini_batch": 0}
+        assert replace(opened, **changed) == open_group(group(number))
+    found = [entry.window()[0] for entry in entries]
+    assert found[1].batch == BatchScores(((1.0,), (0.0,)), ((2,), (3,)))
+    assert (found[2].advantages, found[2].mini_batch) == ((0.25,), 1)
+    RecordWriter(path, CONFIG, 1)  # a resume keeps them
+    assert list(Replay(path, 0, 3).entries(0)) == entries
+
+
 def test_a_step_that_was_cut_off_is_refused(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
     path.write_bytes(path.read_bytes()[:-10])  # in the middle of the last entry
@@ -165,7 +216,6 @@ def test_a_step_that_was_cut_off_is_refused(tmp_path):
             list(Replay(path, 0, 3).entries(step))
 
 
-HEADER = msgpack.packb({"plan": plan(CONFIG)})
 DAMAGED = {
     "text": (b"step,loss\n0,1\n", "does not begin with a run's settings"),
     "no msgpack": (b"\xc1 nothing", "not a record"),
@@ -173,11 +223,20 @@ DAMAGED = {
     "another message": (msgpack.packb({"plan": 1}), "does not begin with a run's settings"),
     "bytes behind the header": (HEADER + b"\x07\x07", "entry 0 is damaged"),
     "no msgpack behind the header": (
-        HEADER + msgpack.packb({"unit": 0, "step": 0, "groups": []}) + b"\xc1",
+        HEADER + msgpack.packb({"unit": 0, "step": 0, "sealed": []}) + b"\xc1",
         "not a record",
     ),
     "an entry of something else": (HEADER + msgpack.packb({"step": 0}), "entry 0 is damaged"),
 }
+
+
+def test_a_group_with_a_flipped_byte_is_refused_by_step_and_group(tmp_path):
+    path = recorded(tmp_path / "record.msgpack")
+    data = bytearray(path.read_bytes())
+    data[data.rindex(pack_ids([5, 6]))] ^= 4  # a token of the last window
+    path.write_bytes(data)
+    with pytest.raises(BadInput, match=r"entry 7 is damaged \(the bytes of step 1, groups \[1\], are not those"):
+        check(path, CONFIG)
 
 
 @pytest.mark.parametrize("damage", DAMAGED)

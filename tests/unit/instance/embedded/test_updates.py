@@ -172,6 +172,20 @@ async def test_what_is_wrong_with_a_broadcast_bucket_fails_the_update_by_name(se
     assert await scores(worker) == pytest.approx(await expected(folders[1]), abs=1e-5)
 
 
+async def test_a_broadcast_bucket_that_is_refused_before_anything_was_loaded_leaves_the_old_weights(
+    served, folders, tmp_path, group
+):
+    worker, updates = served
+    before = await scores(worker)
+    await begin(worker, updates)
+    (bucket, info), *_ = buckets(folders[1], tmp_path, transport="gloo")
+    await sent(bucket, group, updates, info | {"checksums": ["0" * 16] * len(info["checksums"])})
+    with pytest.raises(BadInput, match="was corrupted on its way"):
+        await updates.finish_update(1)
+    await worker.call(Engine.resume)
+    assert await scores(worker) == before
+
+
 async def test_a_transfer_that_breaks_before_anything_was_loaded_leaves_the_old_weights(
     served, folders, tmp_path, group
 ):

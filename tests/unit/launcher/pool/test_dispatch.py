@@ -11,6 +11,7 @@ from engine.launcher.dynamic_sampling import DynamicSampling
 from engine.launcher.pool.instance_client import Refused, SamplingSettings
 from engine.launcher.producer import Producer
 from engine.types import Prompt, Score
+from engine.wire.sealed import open_group
 from support.pool_world import PROMPTS, ROLLOUT, worlds
 from support.scripted import Scores, Scripted, until
 
@@ -39,7 +40,6 @@ async def test_groups_that_are_scored_as_a_whole(world):
         w.producer = Producer(
             pool=w.pool,
             verifier=Scores(per_response=False),
-            decode=str,
             sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=4,
             seed=0,
@@ -86,6 +86,22 @@ async def test_a_place_on_an_instance_that_is_excluded_as_it_is_given_is_not_use
         await asyncio.wait_for(waiting, 5)  # it answers, and serves again
         await begun[1].__aexit__(None, None, None)
         assert one.groups == 0
+
+
+async def test_the_instance_that_failed_last_is_avoided_if_another_one_serves(world):
+    async with world(heartbeat_s=30) as w:  # a busy machine makes neither silent
+        _, a = await w.join("a")
+        _, b = await w.join("b")
+        for failed, other in ((a, b), (b, a)):
+            async with w.pool.borrow(avoid=(failed,)) as place, w.pool.borrow(avoid=(failed,)) as second:
+                assert place.instance is second.instance is other
+                with pytest.raises(TimeoutError):  # it is full, and waited for
+                    await asyncio.wait_for(w.pool.borrow(avoid=(failed,)).__aenter__(), 0.05)
+                async with w.pool.borrow(avoid=(a, b)):
+                    assert failed.groups == 1
+        w.pool.gone(b, "it died")
+        async with w.pool.borrow(avoid=(a,)) as place:
+            assert place.instance is a
 
 
 async def test_faults_are_sent_again_elsewhere_and_open_the_breaker(world):
@@ -205,9 +221,7 @@ async def test_a_response_that_was_cut_goes_on_on_any_instance_and_is_whole(worl
     """rollout.partial: the tokens so far go along, the group is first in line,
     and nothing is sampled or verified twice."""
     async with world() as w:
-        w.producer = Producer(
-            pool=w.pool, verifier=Scores(), decode=str, sampling=PARTIAL, group_size=4, seed=0, trace=w.trace
-        )
+        w.producer = Producer(pool=w.pool, verifier=Scores(), sampling=PARTIAL, group_size=4, seed=0, trace=w.trace)
         a, _ = await w.join("a", Scripted(version=1))
         b, _ = await w.join("b", Scripted(version=2))
         a.cuts = 9
@@ -230,7 +244,6 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
         w.producer = Producer(
             pool=w.pool,
             verifier=Odd(),
-            decode=str,
             sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=4,
             seed=0,
@@ -243,7 +256,7 @@ async def test_dynamic_sampling_begins_prompts_in_order_and_calls_off_what_nobod
         selection = DynamicSampling(3, 30)
 
         async def put(group):
-            w.groups.extend(selection.decide(group))
+            w.groups.extend(map(open_group, selection.decide(group)))
 
         endless = ((0, Prompt(f"p{n}", "", "", (1, 2, n + 3))) for n in itertools.count())
         async with asyncio.timeout(10):
@@ -288,7 +301,7 @@ async def test_in_mode_bounded_old_weights_finish_old_steps_and_only_new_ones_be
         w.pool.admit(old)
 
         async def put(group):
-            w.groups.append(group)
+            w.groups.append(open_group(group))
 
         async with asyncio.timeout(10):
             await w.producer.run(2, [(0, prompt) for prompt in PROMPTS[:3]], put)

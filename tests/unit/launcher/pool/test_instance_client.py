@@ -16,6 +16,7 @@ from engine.launcher.pool.instance_client import (
     joined,
 )
 from engine.types import Prompt, Response
+from engine.wire.codec import open_ids, open_response, pack_response
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import GetHealth, GetLoad, Health
 from support.scripted import Scripted, tokens_of, until
@@ -34,9 +35,21 @@ async def instance():
 async def test_a_response_arrives_with_its_version_and_instance(instance):
     _, client = instance
     response = await client.complete(PROMPT, SAMPLING, 4)
-    assert list(response.token_ids) == tokens_of([1, 2, 3], 4)
+    assert list(open_ids(response.token_ids)) == tokens_of([1, 2, 3], 4)
     assert (response.versions, response.instance, response.seed) == (((0, 7),), "instance-3", 4)
-    assert len(response.logprobs) == len(response.loss_mask) == len(response.token_ids)
+    assert len(response.logprobs) == len(response.token_ids) == 4 * len(response.loss_mask)
+
+
+async def test_every_sampling_setting_is_asked_for(instance):
+    scripted, client = instance
+    sampling = SamplingSettings(
+        max_new_tokens=9, temperature=0.7, top_p=0.9, top_k=30, vocabulary=1000, stop_token_ids=(60, 61)
+    )
+    await client.complete(PROMPT, sampling, 4)
+    (body,) = scripted.asked
+    wanted = {"max_tokens": 9, "temperature": 0.7, "top_p": 0.9, "top_k": 30, "stop_token_ids": [60, 61], "seed": 4}
+    assert wanted.items() <= body.items()
+    assert body["prompt"] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,7 @@ async def test_what_untrusted_weights_sampled_is_held_back_until_they_are_truste
     await asyncio.sleep(0.05)
     assert not held.done()
     client.trust()
-    assert list((await held).token_ids) == tokens_of([1, 2, 3], 4)
+    assert list(open_ids((await held).token_ids)) == tokens_of([1, 2, 3], 4)
 
 
 async def test_what_untrusted_weights_sampled_is_lost_when_the_instance_is_cut_also_if_it_is_trusted_later(instance):
@@ -252,7 +265,7 @@ async def test_a_redirect_is_not_followed():
 def test_a_response_and_its_continuation_keep_the_version_of_each_token():
     def part(tokens, versions, finish):
         logprobs = tuple(-float(token) for token in tokens)
-        return Response(
+        whole = Response(
             token_ids=tokens,
             logprobs=logprobs,
             versions=versions,
@@ -262,12 +275,14 @@ def test_a_response_and_its_continuation_keep_the_version_of_each_token():
             seed=5,
             instance=f"after {versions[0][1]}",
         )
+        return pack_response(whole)
 
     first = joined(None, part((1, 2), ((0, 3),), "abort"))
     same = joined(first, part((3,), ((0, 3),), "abort"))
     newer = joined(same, part((4, 5), ((0, 4),), "abort"))
-    whole = joined(newer, part((6, 7), ((0, 4), (1, 5)), "stop"))  # as vLLM says it where it can't tell
+    last = joined(newer, part((6, 7), ((0, 4), (1, 5)), "stop"))  # as vLLM says it where it can't tell
+    whole = open_response(last)
     assert whole.token_ids == (1, 2, 3, 4, 5, 6, 7)
     assert whole.logprobs == tuple(-float(token) for token in whole.token_ids)
-    assert [step.versions for step in (same, newer, whole)] == [((0, 3),), ((0, 3), (3, 4)), ((0, 3), (3, 4), (6, 5))]
+    assert [step.versions for step in (same, newer, last)] == [((0, 3),), ((0, 3), (3, 4)), ((0, 3), (3, 4), (6, 5))]
     assert (whole.finish_reason, len(whole.loss_mask), whole.instance) == ("stop", 7, "after 4")

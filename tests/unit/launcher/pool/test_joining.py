@@ -9,9 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.config import Config
 from engine.errors import BadInput, ProcessDied
+from engine.launcher.http_server import listen_address
 from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.instance import Instance
-from engine.launcher.pool.joining import listen_address, serve_joining
+from engine.launcher.pool.joining import serve_joining
 from engine.launcher.pool.pool import Pool
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until

@@ -2,15 +2,19 @@
 response."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from engine.launcher.pool import instance
+from engine.launcher.pool.circuit_breaker import LIMIT, CircuitBreaker
 from engine.launcher.pool.dispatch import Dispatcher, _Waiter
 from engine.launcher.pool.instance import NEXT, WORKING, Instance
 from engine.launcher.pool.pool import Pool
 from engine.launcher.weight_sync import sync
+from engine.wire.rollout_messages import Load
 from support.pool_machine import PoolMachine
 from support.virtual_time import virtual
 
@@ -29,8 +33,15 @@ class Client:
     name = "a"
     url = "http://127.0.0.1:1"
 
+    def __init__(self):
+        self.cuts = []
+        self.trusted = []
+
     def cut(self, reason):
-        pass
+        self.cuts.append(reason)
+
+    def trust(self, anew):
+        self.trusted.append(anew)
 
 
 def test_no_sequence_of_events_breaks_the_pool_and_together_they_pass_every_transition(monkeypatch):
@@ -144,3 +155,134 @@ def test_a_transition_that_the_table_lacks_is_refused_by_name(state, after):
     with pytest.raises(RuntimeError, match=f"instance a: no transition from {state} to {after}"):
         act(*REASONS.get(TO[after], ()))
     assert one.state == brought(state).state
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(instance, "time", SimpleNamespace(monotonic=self, time=self))
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+@pytest.mark.parametrize("state", NEXT)
+def test_only_one_that_may_serve_holds_a_version_and_one_that_is_left_out_forgets_it(state):
+    one = brought(state)
+    one.hold(3)
+    assert one.version == (None if state in ("silent", "gone") else 3)
+    if "silent" in NEXT[state]:
+        one.exclude("silent")
+        assert one.version is None
+
+
+def test_a_version_that_it_got_before_it_catches_up_is_forgotten():
+    one = brought("starting")
+    one.hold(3)
+    one.begin_catch_up()
+    assert one.version is None
+
+
+@pytest.mark.parametrize(("act", "after"), [("exclude", "silent"), ("depart", "gone")])
+def test_the_calls_to_one_that_is_left_out_end_with_the_reason(act, after):
+    one = brought("serving")
+    getattr(one, act)("it hangs")
+    assert (one.state, one.reason, one.client.cuts) == (after, "it hangs", ["it hangs"])
+
+
+@pytest.mark.parametrize("state", NEXT)
+def test_responses_of_one_that_was_left_out_go_only_after_it_caught_up(state):
+    one = brought(state)
+    one.trust()
+    assert one.client.trusted == ([False] if state in ("serving", "draining") else [])
+    one.trust(anew=True)
+    assert one.client.trusted[-1]
+
+
+async def test_who_waits_for_its_end_is_woken_by_it():
+    one = brought("serving")
+    waiting = asyncio.create_task(one.wait_until_gone(600.0))
+    await asyncio.sleep(0)
+    one.depart("left")
+    await asyncio.wait_for(waiting, 5.0)
+    await asyncio.wait_for(brought("serving").wait_until_gone(0.01), 5.0)
+
+
+def test_it_is_met_once():
+    one = Instance(Client())
+    assert [one.heard(), one.heard()] == [True, False]
+
+
+def test_each_failed_attempt_doubles_the_pause_until_one_succeeds(clock):
+    one = brought("starting")
+    for pause_s in (1.0, 2.0, 4.0, 1.0):
+        if pause_s == 1.0:
+            one.begin_catch_up()
+            one.admit()
+        one.failed_attempt(0.5)
+        assert one.retry - clock.now == pause_s
+        one.exclude("its transfer broke")
+
+
+def test_how_long_it_has_refused_begins_anew_with_an_answer_and_with_an_exclusion(clock):
+    one = brought("serving")
+
+    def refused_after(seconds):
+        clock.now += seconds
+        return one.refused()
+
+    assert [refused_after(1.0), refused_after(2.0), refused_after(3.0)] == [0.0, 2.0, 5.0]
+    one.answered()
+    assert [refused_after(1.0), refused_after(2.0)] == [0.0, 2.0]
+    one.exclude("paused")
+    one.begin_catch_up()
+    one.admit()
+    assert refused_after(1.0) == 0.0
+
+
+def test_its_pace_is_smoothed_and_groups_side_by_side_share_it():
+    one = brought("serving")
+    one.finished(10.0, 5)
+    assert one.group_s == 2.0
+    one.finished(3.0, 1)
+    assert one.group_s == pytest.approx(0.7 * 2.0 + 0.3 * 3.0)
+
+
+def test_tokens_per_second_are_those_between_two_answers_and_none_after_a_restart(clock):
+    one = brought("serving")
+    found = []
+    for generated in (100, 300, 20, 60):
+        clock.now += 2.0
+        one.loaded(Load(running=0, waiting=0, generated_tokens=generated, weight_version=0))
+        found.append(one.tokens_per_s)
+    assert found == [0.0, 100.0, 0.0, 20.0]
+
+
+def test_it_has_no_more_places_than_its_limit_and_none_unless_it_serves():
+    one = brought("serving")
+    first, _ = (one.take_place(2) for _ in range(2))
+    with pytest.raises(RuntimeError, match="instance a: no place for a group: serving, 2 in flight"):
+        one.take_place(2)
+    one.give_back(first)
+    one.exclude("silent")
+    with pytest.raises(RuntimeError, match="instance a: no place for a group: silent, 1 in flight"):
+        one.take_place(2)
+
+
+def test_a_trial_that_is_broken_off_may_be_made_again(clock):
+    one = brought("serving")
+    one.breaker = CircuitBreaker(clock)
+    for _ in range(LIMIT):
+        one.breaker.fault()
+    clock.now += one.breaker.wait_s
+    place = one.take_place(2)
+    assert (place.trial, one.breaker.passes) == (True, False)
+    one.give_back(place)
+    assert one.breaker.passes

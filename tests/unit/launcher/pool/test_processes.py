@@ -3,21 +3,26 @@ Their processes are real, what they serve is next to nothing."""
 
 import asyncio
 import contextlib
+import re
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from engine.config import Config
-from engine.errors import DeadlineError, ProcessDied
+from engine.errors import BadInput, DeadlineError, ProcessDied
 from engine.launcher.pool import health, processes
 from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.pool import Pool
+from engine.launcher.pool.processes import InstanceProcesses
 from engine.run import instance_process
+from engine.run.instance_process import InstanceProcess
 from engine.run.process import signal_group
 from support.scripted import SERVES, Sync, until
 
-FAILS = "import sys; print('the model is bad', file=sys.stderr); sys.exit(2)"
+FAILS = "import sys; print('the device is busy', file=sys.stderr); sys.exit(1)"
+REFUSES = "import sys; print('instance-0: the model is bad\\nso it ends', file=sys.stderr); sys.exit(2)"
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 HANGS = "import time; time.sleep(600)"
 
@@ -97,11 +102,60 @@ async def test_an_instance_that_ran_for_long_has_all_its_restarts_again(declare,
         assert len(started) == 4
 
 
+def test_only_a_life_that_was_long_gives_the_restarts_back(tmp_path, monkeypatch):
+    now = 0.0
+    for module in (instance_process, processes):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(InstanceProcesses, "_child", lambda *given: None)
+    made = InstanceProcesses(Config(), tmp_path, tmp_path)
+    one = InstanceProcess(0, None, tmp_path / "address", began=0.0)
+    for _ in range(2):
+        assert one.may_restart(2)
+        made.restart(one)
+    for _ in range(2):
+        assert not one.may_restart(2)
+        now += instance_process.REFILL_S
+        assert not one.may_restart(2)
+        now += 1.0
+        for _ in range(2):
+            assert one.may_restart(2)
+            made.restart(one)
+    assert one.restarts == 6
+
+
 async def test_an_instance_that_can_not_start_fails_the_run_at_once_by_name(declare):
     async with declare([FAILS]) as (pool, started):
-        with pytest.raises(ProcessDied, match=r"(?s)instance-0 exited with 2; its log .*the model is bad"):
+        with pytest.raises(ProcessDied, match=r"(?s)instance-0 exited with 1; its log .*the device is busy"):
             await pool.connect()
         assert len(started) == 1
+
+
+async def test_one_that_refuses_its_input_fails_the_run_with_its_own_words_and_is_not_started_again(declare, tmp_path):
+    """The run is not resumed either: bad input is not among the errors that need not occur again."""
+    message = re.escape(f"instance-0: the model is bad (its log: {tmp_path}/logs/instance-0.log)")
+    async with declare([REFUSES, SERVES], instances=2) as (pool, started):
+        with pytest.raises(BadInput, match=f"^{message}$"):
+            await pool.connect()
+        assert pool.failed_starts.empty()
+        await asyncio.sleep(0.3)
+        assert started == ["instance-0", "instance-1"]
+
+
+async def test_a_restart_that_refuses_its_input_is_the_last(declare):
+    async with declare([SERVES, REFUSES, SERVES], wait_s=0.5) as (pool, started):
+        await pool.connect()
+        await until(lambda: pool.serving == 1, "it")
+        kill(pool)
+        await until(lambda: pool.serving == 0, "its death")
+        with pytest.raises(ProcessDied, match="no rollout instance is left: .* instance-0: the model is bad"):
+            await asyncio.wait_for(pool.wait_for_member(), 5)
+        assert len(started) == 2
+
+
+async def test_one_that_refuses_its_input_without_a_word_of_its_own_shows_the_end_of_its_log(declare):
+    async with declare([REFUSES.replace("instance-0: ", "")]) as (pool, _):
+        with pytest.raises(BadInput, match=r"(?s)instance-0 exited with 2; its log .*the model is bad"):
+            await pool.connect()
 
 
 async def test_one_that_can_not_start_with_the_others_is_started_again_and_the_run_begins_without_it(declare):

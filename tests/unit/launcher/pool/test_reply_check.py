@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.launcher.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
-from engine.launcher.pool.reply_check import ROUNDING, Asked, problem
+from engine.launcher.pool.reply_check import ROUNDING, Asked, BrokenRule, checked
 from engine.types import Prompt
 from engine.wire.reply_digest import digest
 from engine.wire.rollout_messages import CompletionReply
@@ -60,14 +60,29 @@ def wrong(found):
     """What is wrong with a reply as the launcher reads it; "" if it is taken."""
     try:
         read = msgspec.json.decode(json.dumps(found).encode(), type=CompletionReply)
-    except msgspec.DecodeError as error:
+        checked(read, ASKED)
+    except (msgspec.DecodeError, BrokenRule) as error:
         return str(error)
-    return problem(read, ASKED)
+    return ""
 
 
 @given(good_replies())
 def test_a_good_reply_is_taken(found):
     assert wrong(found) == ""
+
+
+@pytest.mark.parametrize("count", [1, MOST - 1, MOST])
+@pytest.mark.parametrize("finish", ["stop", "length", "abort"])
+def test_a_reply_of_every_length_up_to_the_one_that_was_asked_for_is_taken(count, finish):
+    row = [0] * (count - 1) + [49 if finish == "stop" else VOCABULARY - 3]
+    assert wrong(reply(row, [-1.0] * count, finish, [(0, 3), (count - 1, 4)][: min(2, count)])) == ""
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_log_probability_is_a_finite_number_also_where_a_decoder_lets_others_pass(value):
+    read = msgspec.convert(reply([1], [value], "length", [(0, 0)]), CompletionReply)
+    with pytest.raises(BrokenRule, match="log-probability 0 is"):
+        checked(read, ASKED)
 
 
 def test_an_aborted_response_may_be_empty():
@@ -237,6 +252,6 @@ def test_the_check_costs_less_than_to_read_the_reply():
         return best
 
     parse_s = fastest(lambda: decoder.decode(raw))
-    check_s = fastest(lambda: problem(decoder.decode(raw), asked)) - parse_s
+    check_s = fastest(lambda: checked(decoder.decode(raw), asked)) - parse_s
     print(f"8192 tokens: read {1e3 * parse_s:.2f} ms, check {1e3 * check_s:.2f} ms", file=sys.stderr)
     assert check_s < parse_s

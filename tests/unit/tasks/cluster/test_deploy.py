@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import yaml
 
 from engine.errors import BadInput
-from tasks.cluster.deploy import Choices, deployments
+from tasks.cluster.deploy import FILE, Choices, deployments
 from tasks.cluster.watchdog import TAG
 
 RECIPE = "infra/recipes/quickstart.toml"
@@ -37,7 +38,15 @@ def test_choices_reach_the_deployments():
     [nightly] = found["nightly"]["schedules"]
     assert (nightly["cron"], nightly["timezone"]) == ("30 1 * * *", "Asia/Shanghai")
     assert found["nightly-evaluation"]["schedules"] == []
+    assert nightly["active"]
     assert found["nightly"]["parameters"]["continue_from"] == "nightly"
+
+
+def test_nothing_is_scheduled_that_nobody_asked_for():
+    for name, one in {one["name"]: one for one in deployments(RECIPE, [], Choices())["deployments"]}.items():
+        assert one.get("schedules", []) == [], name
+    as_they_stand = yaml.safe_load(FILE.read_text())["deployments"]
+    assert [each["active"] for one in as_they_stand for each in one.get("schedules", ())] == [False, False]
 
 
 def test_crashed_runs_and_lost_nodes_are_resumed_and_nodes_wait_in_a_queue_of_their_own():

@@ -1,10 +1,12 @@
 """Which devices each instance of a node of the rollout pool gets."""
 
+import socket
+
 import pytest
 
 from engine.config import Config
 from engine.config.recipe import load
-from engine.errors import BadInput
+from engine.errors import BadInput, DeadlineError
 from engine.run import vllm_command
 from tasks.cluster import rollout_node
 
@@ -54,6 +56,13 @@ def test_too_few_devices_are_refused(given, built_for, monkeypatch):
     monkeypatch.setenv(ASCEND, given)
     with pytest.raises(BadInput, match=f"{ASCEND}={given}: 2 instances of rollout.tensor = 2 need 4 devices"):
         rollout_node.own_devices(vllm(2), 2)
+
+
+def test_a_launcher_that_never_answers_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(DeadlineError, match=rf"no launcher answers at {address} within 1 s \(rollout\.wait_s\)"):
+        rollout_node._accompany([], address, 1.0)
 
 
 def test_the_embedded_engine_needs_no_devices_and_no_vllm(monkeypatch):

@@ -1,15 +1,18 @@
 """Which events the automations answer, asked of the Prefect server's own triggers;
-tests/stack/test_silent_runs.py fires them."""
+tests/stack/test_silent_runs.py fires them. Which runs the watchdog resumes."""
 
-from datetime import UTC, datetime
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
 from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
+from tasks.cluster import watchdog
 from tasks.cluster.services import HEARTBEAT_S
-from tasks.cluster.watchdog import TAG, automations
+from tasks.cluster.watchdog import FORGOTTEN_S, TAG, automations, sweep
 
 SILENT = "metronome: a run is silent"
 NOT_BEGUN = "metronome: a run does not begin"
@@ -61,3 +64,48 @@ def test_a_run_has_begun_or_was_taken_back_by_any_sign_of_it(sign):
     watched = trigger(NOT_BEGUN)
     assert watched.expects(f"prefect.flow-run.{sign}")
     assert not watched.starts_after(f"prefect.flow-run.{sign}")
+
+
+class Server:
+    """Takes the place of the Prefect server's client: flow runs, found by the filters that the watchdog sends."""
+
+    def __init__(self, runs):
+        self.runs = runs
+        self.resumed = []
+
+    def read_flow_runs(self, flow_run_filter):
+        wanted = flow_run_filter.model_dump(exclude_none=True)
+        tags = wanted.get("tags", {"all_": []})["all_"]
+        ended = wanted.get("end_time", {})
+        return [
+            run
+            for run in self.runs
+            if run.state_type in wanted["state"]["type"]["any_"]
+            and set(tags) <= run.tags
+            and ended.get("after_", run.end_time) <= run.end_time <= ended.get("before_", run.end_time)
+        ]
+
+    def set_flow_run_state(self, run, state):
+        self.resumed.append((run, state.type, state.name))
+
+
+def crashed(name, before_s=120.0, **changes):
+    settings = {"id": name, "name": name, "tags": {TAG, "nightly"}, "state_type": "CRASHED", "deployment_id": "ours"}
+    return SimpleNamespace(**settings | changes, end_time=datetime.now(UTC) - timedelta(seconds=before_s))
+
+
+def test_the_watchdog_resumes_the_crashed_runs_that_are_to_be_resumed_and_that_no_automation_has(monkeypatch):
+    server = Server(
+        [
+            crashed("forgotten by the automations"),
+            crashed("an automation may still resume it", before_s=50.0),
+            crashed("given up", before_s=FORGOTTEN_S + 60),
+            crashed("of somebody else", tags={"nightly"}),
+            crashed("failed", state_type="FAILED"),
+            crashed("without a deployment, which no worker takes", deployment_id=None),
+        ]
+    )
+    monkeypatch.setattr(watchdog, "get_client", lambda sync_client: nullcontext(server))
+    assert sweep() == ["forgotten by the automations"]
+    assert server.resumed == [("forgotten by the automations", "SCHEDULED", "AwaitingRetry")]
+    assert sweep(older_than_s=40.0) == ["forgotten by the automations", "an automation may still resume it"]

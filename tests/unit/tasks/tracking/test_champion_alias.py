@@ -15,7 +15,7 @@ from engine.config import Config
 from engine.config.recipe import load
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.results import Subject, record
-from engine.launcher.drain_evaluation import dropped
+from engine.launcher.in_run_evaluation import dropped
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder, dump
 from engine.run.start import RunStart
@@ -23,7 +23,7 @@ from engine.types import Group, Prompt, Response, Score
 from tasks import code_version
 from tasks.code_version import OURS, tree_hash
 from tasks.prepare import REPORT
-from tasks.tracking import evaluations, tracked_run
+from tasks.tracking import evaluation_texts, evaluations, tracked_run
 from tasks.tracking.champion_alias import crown
 
 SAMPLES = 4
@@ -218,7 +218,7 @@ def test_evaluations_are_logged_once_with_their_tables(output):
 
 def test_the_closing_table_compares_base_and_trained(output):
     _, folder = finished(output, "closing", [1, 2, 4])
-    table = evaluations.closing(folder)
+    table = evaluation_texts.closing(folder)
     assert table["accuracy before"].startswith("avg@4 0.000 [0.000, 0.561]")
     assert "pass@4 1.000" in table["accuracy after"]
     assert "on 3 problems of sums" in table["accuracy after"]
@@ -253,7 +253,7 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
     assert said.count("version 1: avg@4 0.250") == 1
     assert "took 2.0 s, of which training waited 0.5 s" in said
     assert said.count("version 2 dropped: too late; training waited 3.0 s") == 1
-    closing = evaluations.closing(folder)
+    closing = evaluation_texts.closing(folder)
     assert closing["evaluated in the run"] == "1 times, 1 dropped (too late); training waited 3.5 s for it"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import mlflow
 import pytest
 
+from engine.config.recipe import find, load
 from engine.data.loader import PromptLoader, sampling_seed
 from engine.errors import BadInput
 from engine.run.folder import dump
@@ -14,13 +15,18 @@ from engine.types import Prompt
 from support.last_release import write_old_config
 from support.runs import config_of
 from tasks.tracking import tracked_run
-from tasks.tracking.registered_policies import START_TAG, as_begun, model_folder, started_from
+from tasks.tracking.registered_policies import START_TAG, model_folder, registered_name, started_from
 
 RECIPE = "infra/recipes/nightly.toml"
 
 
 @pytest.fixture
-def config(settings):
+def config(settings, tmp_path, monkeypatch):
+    """That of the recipe, which lies below the current folder."""
+    file = tmp_path / RECIPE
+    file.parent.mkdir(parents=True)
+    file.write_text(f'[data]\ntrain = "{settings["data.train"]}"\n')
+    monkeypatch.chdir(tmp_path)
     return config_of(settings)
 
 
@@ -50,7 +56,8 @@ def first_batch(config):
 
 def test_nights_in_a_row(config, capsys):
     output = Path(config.run.output)
-    assert started_from(config, RECIPE, "base") == (config, RunStart())
+    own = {"recipe": RECIPE, "registered": "metronome-nightly"}
+    assert started_from(config, RECIPE, "base") == (config, RunStart(**own))
     assert started_from(config, RECIPE, "latest")[0].model.path == config.model.path
     assert "no run has registered a policy of metronome-nightly yet" in capsys.readouterr().out
     with pytest.raises(BadInput, match="no run has registered a policy of metronome-nightly"):
@@ -62,7 +69,7 @@ def test_nights_in_a_row(config, capsys):
         started_from(config, RECIPE, "champion")
     begun, start = started_from(config, RECIPE, "latest")
     assert Path(begun.model.path).name == "metronome-nightly-1"
-    assert start == RunStart(start="latest", continued_from="models:/metronome-nightly/1")
+    assert start == RunStart(start="latest", continued_from="models:/metronome-nightly/1", **own)
     for file in Path(config.model.path).iterdir():
         assert (Path(begun.model.path) / file.name).read_bytes() == file.read_bytes()
 
@@ -74,16 +81,17 @@ def test_nights_in_a_row(config, capsys):
     assert model_folder(config, RECIPE, "latest").model.path == str(latest)
 
     keep(begun, start)  # a run that began two nights ago, resumed now
-    assert started_from(config, RECIPE, "latest") == (begun, start)
+    assert started_from(begun, RECIPE, "latest") == (begun, start)
+    assert started_from(begun, "another.toml", "base") == (begun, start)  # by a command that says otherwise
+    assert (
+        registered_name(str(config.folder / "config.toml"), config) == "metronome-nightly"
+    )  # as the recipe of another run
 
-    assert as_begun(config) == (begun, start)  # by a command that does not say how it began
-    other = config.model_copy(update={"model": config.model.model_copy(update={"path": "elsewhere"})})
-    write_old_config(begun, config.folder / "config.toml", **start.model_dump())  # the same begun by the last release
+    old = {"start": start.start, "continued_from": start.continued_from}
+    write_old_config(begun, config.folder / "config.toml", **old)  # the same begun by the last release
     (config.folder / FILE).unlink()
-    assert started_from(config, RECIPE, "latest") == as_begun(config) == (begun, start)
-
-    keep(other, RunStart())  # a run that was not continued may be given another model
-    assert as_begun(config) == (config, RunStart())
+    assert started_from(begun, RECIPE, "latest") == (begun, start)
+    assert started_from(begun, "", "latest") == (begun, RunStart(**old))
 
     (config.folder / "config.toml").unlink()
     shutil.rmtree(output / "mlartifacts")
@@ -91,6 +99,21 @@ def test_nights_in_a_row(config, capsys):
     with pytest.raises((mlflow.MlflowException, OSError)):
         started_from(config, RECIPE, "latest")
     assert not (output / "models/metronome-nightly-3").exists()  # not half of it either
+
+
+def test_runs_on_other_data_than_the_recipes_have_a_registered_model_of_their_own(config, tmp_path):
+    recipe = "infra/recipes/quickstart.toml"
+
+    def named(data):
+        return registered_name(
+            recipe, config.model_copy(update={"data": config.data.model_copy(update={"train": data})})
+        )
+
+    assert named(load(recipe).data.train) == "metronome-quickstart"
+    assert named(str(find(load(recipe).data.train).resolve())) == "metronome-quickstart"
+    assert named("my data/my train.jsonl") == "metronome-quickstart-my-train"
+    assert named("s3://bucket/sums.parquet") == "metronome-quickstart-sums"
+    assert named("agentica/DeepScaleR:train") == "metronome-quickstart-DeepScaleR"
 
 
 def test_each_night_draws_other_prompts_and_goes_on_from_the_night_before(config, tmp_path):
@@ -101,7 +124,7 @@ def test_each_night_draws_other_prompts_and_goes_on_from_the_night_before(config
         """One that trains and registers: (version it went on from, its config)."""
         begun, start = started_from(config, RECIPE, "nightly")
         keep(begun, start)
-        assert started_from(config, RECIPE, "nightly") == (begun, start)  # resumed
+        assert started_from(begun, RECIPE, "nightly") == (begun, start)  # resumed
         (config.folder / "config.toml").unlink()
         register(config, start=start.start)
         return start.continued_from.removeprefix("models:/metronome-nightly/"), begun

@@ -10,11 +10,11 @@ import time
 
 import mlflow
 import pytest
-import sqlalchemy
-from mlflow.store.tracking.dbmodels.initial_models import Base
 
 from engine.config import Config, Run
+from support.disk_order import disk_order
 from support.runs import ROOT
+from support.stores import first_tables, half_migrated
 from tasks.tracking import sqlite_store, tracked_run
 
 CONNECT = """
@@ -31,25 +31,48 @@ def connected(output):
     return tracked_run._connect(Config(run=Run(output=str(output))))
 
 
-def first_tables(file):
-    Base.metadata.create_all(sqlalchemy.create_engine(f"sqlite:///{file}"))
-
-
-def half_migrated(file):
-    first_tables(file)
-    with contextlib.closing(sqlite3.connect(file)) as store:
-        store.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
-        store.execute("INSERT INTO alembic_version VALUES ('451aebb31d03')")
-        store.commit()
-
-
 @pytest.mark.parametrize(
     "leave", [lambda file: file.touch(), first_tables, half_migrated], ids=["empty", "first", "half"]
 )
-def test_a_store_that_was_made_halfway_is_made_anew(tmp_path, leave):
+def test_a_store_that_was_made_halfway_is_made_anew(tmp_path, monkeypatch, leave):
     leave(tmp_path / "mlflow.db")
+    half = (tmp_path / "mlflow.db").read_bytes()
+    noted = disk_order(monkeypatch)
     experiment = connected(tmp_path)
     assert mlflow.MlflowClient().get_experiment(experiment).name == Config().tracking.experiment
+    [aside] = tmp_path.glob("mlflow.db.half-made-*")
+    assert aside.read_bytes() == half
+    assert noted[:3] == [f"name {aside.name}", "name mlflow.db", f"sync {tmp_path.name}"]
+
+
+def killed_halfway(file):
+    """A file and the journal of a change that was under way when its process was killed."""
+    journal = file.with_name(f"{file.name}-journal")
+    with contextlib.closing(sqlite3.connect(file)) as store:
+        store.execute("CREATE TABLE runs (name TEXT)")
+        store.executemany("INSERT INTO runs VALUES (?)", [("x" * 500,)] * 1000)
+        store.commit()
+        store.execute("PRAGMA cache_size = 1")
+        store.execute("UPDATE runs SET name = 'changed'")
+        left = file.read_bytes(), journal.read_bytes()
+    file.write_bytes(left[0])
+    journal.write_bytes(left[1])
+
+
+def test_what_a_kill_has_left_of_a_store_does_not_come_into_the_next_one(tmp_path):
+    killed_halfway(tmp_path / ".mlflow.db.partial")
+    connected(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as store:
+        assert store.execute("SELECT COUNT(*) FROM runs").fetchone() == (0,)
+        assert store.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert not list(tmp_path.glob(".mlflow.db.partial*"))
+
+
+def test_a_file_that_sqlite_can_not_read_is_left_to_mlflow(tmp_path):
+    file = tmp_path / "mlflow.db"
+    file.write_bytes(b"no database" * 1000)
+    sqlite_store.whole_store(f"sqlite:///{file}")
+    assert file.read_bytes() == b"no database" * 1000
 
 
 def test_a_store_with_runs_is_never_replaced(tmp_path):

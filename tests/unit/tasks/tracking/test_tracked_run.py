@@ -14,7 +14,7 @@ from engine.run.folder import RunFolder
 from engine.run.identity import claim, identity
 from engine.run.lock import hold_lock
 from engine.types import StepReport
-from flows.cli import _train
+from flows.here import train_here
 from tasks.tracking import evaluations, metric_log, mlflow_run, retry, tracked_run, write_queue
 
 
@@ -88,6 +88,31 @@ def test_a_body_that_raises_marks_the_run(config, error, status):
     with pytest.raises(error), tracked_run.tracked(other) as number:
         raise error
     assert mlflow.get_run(number).info.status == status
+
+
+def test_a_resumed_run_whose_input_is_refused_keeps_status_and_tags(config):
+    """Unless a step was trained before."""
+    other = config.model_copy(update={"run": Run(name="refused", output=config.run.output)})
+    with tracked_run.tracked(other) as number:
+        pass
+    before = mlflow.get_run(number)
+    longer = other.model_copy(update={"train": Train(steps=9)})
+    with pytest.raises(BadInput), tracked_run.tracked(longer):
+        raise BadInput("the device is gone")
+    refused = mlflow.get_run(number)
+    assert refused.info.status == "FINISHED"
+    assert refused.data.tags == before.data.tags
+
+    def trains_a_step():
+        with tracked_run.tracked(longer):
+            tracked_run.log_step(report(0))
+            raise BadInput("the advantage function returned text")
+
+    with pytest.raises(BadInput):
+        trains_a_step()
+    failed = mlflow.get_run(number)
+    assert failed.info.status == "FAILED"
+    assert failed.data.tags["changed.train.steps"] == "9"
 
 
 def test_a_resumed_run_has_every_step_once(config):
@@ -204,7 +229,7 @@ def test_a_training_that_is_refused_for_the_lock_does_not_touch_the_run_in_mlflo
     folder = RunFolder(other.folder)
     with hold_lock(folder.lock, "the living one", 0.0):
         with pytest.raises(BadInput, match=r"run folder .*living is in use by process"):
-            _train(other, resume=True, replay=None)
+            train_here(other, resume=True, replay=None, recipe="mine.toml")
     assert not (other.folder / tracked_run.RUN_ID).exists()
 
 
@@ -215,6 +240,7 @@ def evaluated(config, monkeypatch, request):
     monkeypatch.setattr(mlflow_run, "FLUSH_S", 0.1)
     other = config.model_copy(update={"run": Run(name=request.node.name, output=config.run.output)})
     row = {"step": 3, "weight_version": 3, "benchmark": "b", "avg_at_k": 0.5, "table": "evaluations/b.jsonl"}
+    row |= {"samples": 1, "problems": 2, "ci_low": 0.1, "ci_high": 0.9}
     (other.folder / "evaluations").mkdir(parents=True)
     append_line(other.folder / row["table"], {"prompt_id": "x", "mean": 0.5})
     append_line(RunFolder(other.folder).evaluations, row)

@@ -2,9 +2,11 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlflow
 import pytest
+import requests
 
 from engine.config import Config, Data, Run, Tracking, Train
 from tasks.tracking import mlflow_run, tracked_run, write_queue
@@ -87,6 +89,18 @@ def test_what_is_refused_is_left_out_and_named_and_the_rest_goes_on(store):
     assert own.close(5.0) == ["metrics of step 0"]
     assert store.got == [(1, "loss", 2.0)]
     assert "refuses metrics of step 0: no such metric" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "pointless"), [(400, True), (401, True), (404, True), (408, False), (429, False), (500, False)]
+)
+def test_a_wrong_request_is_refused_and_an_overloaded_server_is_asked_again(status, pointless):
+    away = requests.HTTPError("no", response=SimpleNamespace(status_code=status))
+    assert write_queue.refused(away) == pointless
+    codes = mlflow.exceptions.ERROR_CODE_TO_HTTP_STATUS
+    for code in (code for code, number in codes.items() if number == status):
+        refusal = mlflow.MlflowException("no", error_code=mlflow.protos.databricks_pb2.ErrorCode.Value(code))
+        assert write_queue.refused(refusal) == pointless
 
 
 def test_a_server_that_hangs_holds_neither_the_steps_nor_the_end_up(store):

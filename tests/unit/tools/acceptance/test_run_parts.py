@@ -2,6 +2,7 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -131,7 +132,7 @@ def test_a_training_step_is_replayed_from_a_record_that_fits(task, launched):
     (file,) = launched.records
     check(file, config)
     assert sorted({entry.step for entry in read(file)}) == [0, 1, 2, 3]
-    assert all(len(entry.groups) == config.train.prompts_per_step for entry in read(file))
+    assert all(entry.size == config.train.prompts_per_step for entry in read(file))
     found = Notes.read(task.folder / "notes.jsonl")
     assert found.figures["tokens_per_s"] == pytest.approx(2 * 4 * 128 / 2.5)
     assert found.figures["mfu"] is None
@@ -181,6 +182,15 @@ def test_weights_that_differ_on_a_cpu_fail_the_part(task, launched):
     launched.weights["periodic"] = torch.tensor([1.0, 1.0, 1.0000001])
     with pytest.raises(PartFailed, match="sync and periodic trained differ in 1 of 1 tensors"):
         run_parts.sync_against_periodic(task)
+
+
+@pytest.mark.parametrize("setting", ["rollout.deterministic=false", "train.consume=arrival"])
+def test_weights_are_compared_where_the_runs_are_functions_of_their_seed(task, launched, setting):
+    launched.weights["periodic"] = torch.tensor([1.0, 1.0, 1.0000001])
+    run_parts.sync_against_periodic(replace(task, settings=(*task.settings, setting)))
+    found = Notes.read(task.folder / "notes.jsonl")
+    assert found.lines[-1].startswith("the trained weights are not compared: that needs --set rollout.deterministic")
+    assert "weights_equal" not in found.figures
 
 
 def test_a_step_on_older_weights_fails_the_part(task, launched):

@@ -9,8 +9,8 @@ import pytest
 
 from engine.evaluation.intervals import interval
 from engine.tools.comparison import accuracy, page, run_figures
-from engine.tools.comparison.run_figures import ComparedRun, once
-from engine.tools.comparison.verdict import differences, verdicts
+from engine.tools.comparison.run_figures import ComparedRun, Interval, once
+from engine.tools.comparison.verdict import _more, differences, verdicts
 from support.compared_runs import evaluation, run, step
 
 
@@ -76,7 +76,7 @@ def test_blocks_are_few_and_take_each_step_once(steps):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "word"), [(8.0, "was faster"), (12.5, "was slower"), (10.0, "no difference shown")]
+    ("seconds", "word"), [(8.0, "was faster"), (12.5, "was slower"), (10.0, "not enough steps to be sure")]
 )
 def test_the_verdict_on_speed(seconds, word):
     found = verdicts([run("sync", noise=0.1), run("periodic", seconds, noise=0.1, seed=9)])[0]
@@ -168,20 +168,51 @@ def test_other_settings_are_named_and_places_are_not():
     assert "also differ in run.seed" in " ".join(verdicts([one, other])[0].cautions)
 
 
+def test_the_key_that_two_runs_were_meant_to_differ_in_is_no_caution():
+    def pair(base, other):
+        runs = [ComparedRun(str(n), str(n), keys, [step(0)]) for n, keys in enumerate((base, other))]
+        found = verdicts(runs)[0]
+        return " ".join(found.cautions), found.sentences[-1]
+
+    cautions, last = pair(
+        {"algorithm.clip_high": "0.2", "run.seed": "0"}, {"algorithm.clip_high": "0.28", "run.seed": "0"}
+    )
+    assert "differ" not in cautions
+    assert last == "Compared: algorithm.clip_high (0.2, 0.28)."
+    cautions, last = pair({"train.mode": "sync"}, {"train.mode": "bounded", "train.max_staleness": "2"})
+    assert "differ" not in cautions
+    assert last == "Compared: train.mode (sync, bounded), train.max_staleness (not set, 2)."
+    cautions, last = pair({"run.seed": "0", "train.steps": "3"}, {"run.seed": "1", "train.steps": "4"})
+    assert "also differ in run.seed, train.steps" in cautions
+    assert not last.startswith("Compared")
+
+
+def test_how_many_more_steps_would_decide():
+    """The interval's half width, as a log, shrinks with the square root of the steps."""
+    ratio = Interval(math.exp(0.1), math.exp(-0.1), math.exp(0.3))
+    assert _more(ratio, 50) == "; about 150 more steps would do"  # half width 0.2: four times the steps
+    assert _more(Interval(math.exp(-0.1), math.exp(-0.3), math.exp(0.1)), 50) == "; about 150 more steps would do"
+    assert _more(Interval(math.exp(0.1), math.exp(-0.001), math.exp(0.201)), 10) == "; about 1 more step would do"
+    assert _more(ratio, 111) == "; about 340 more steps would do"
+    alike = _more(Interval(1.001, 0.9, 1.1), 50)
+    assert alike == "; the two are nearly alike: a difference of more than 10% is unlikely"
+    assert _more(Interval(1.0, 0.9, 1.1), 50) == alike
+
+
 @pytest.mark.parametrize(
     ("seconds", "right", "answer"),
     [
-        (8.0, 90, "faster (1.25 times the tokens/s/device), and better on b"),
-        (8.0, 60, "faster (1.25 times the tokens/s/device), but worse on b"),
-        (12.5, 90, "slower (0.80 times the tokens/s/device), but better on b"),
-        (8.0, 75, "faster (1.25 times the tokens/s/device), and without any difference seen on b"),
-        (8.0, 76, "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b"),
+        (8.0, 90, "faster (1.25 times as fast), and better on b"),
+        (8.0, 60, "faster (1.25 times as fast), but worse on b"),
+        (12.5, 90, "slower (0.80 times as fast), but better on b"),
+        (8.0, 75, "faster (1.25 times as fast), and without any difference seen on b"),
+        (8.0, 76, "faster (1.25 times as fast), and not shown to be better or worse on b"),
         (
             8.0,
             80,
-            "faster (1.25 times the tokens/s/device), and not shown to be better or worse on b",
+            "faster (1.25 times as fast), and not shown to be better or worse on b",
         ),  # 5 of 5 coins: p = 1/16
-        (8.0, 81, "faster (1.25 times the tokens/s/device), and better on b"),  # p = 1/32
+        (8.0, 81, "faster (1.25 times as fast), and better on b"),  # p = 1/32
     ],
 )
 def test_both_questions_are_answered_in_one_sentence(seconds, right, answer):

@@ -28,6 +28,10 @@ PERIODIC = AIME24 | {  # §6.1, §6.2; shared prompts: the revision's §6.2, "is
     "platform.device": "npu",
     "platform.devices_per_node": 8,
     "platform.memory_gib": 64,
+    "algorithm.kl_coef": 0.02,  # the authors' release, EasyLLM 5.0.5, as what follows
+    "train.schedule": "cosine",
+    "train.weight_decay": 0.0,
+    "train.betas": [0.9, 0.95],
     "rollout.instances": 0,  # all of them join, from other nodes than the trainer's
 }
 QWEN3_8B = PERIODIC | {  # §6.2: TP = 8 and PP = 1, inference instances with TP = 2
@@ -49,6 +53,10 @@ GAC = {  # Table 2 and C.1
     "algorithm.kl_estimator": "k3",
     "algorithm.gradient_control": "gac",
     "train.mode": "bounded",
+    "train.betas": [0.9, 0.999],  # verl's default, as what follows
+    "train.weight_decay": 0.01,
+    "train.learning_rate": 1e-6,
+    "algorithm.gac_low": 0.1,  # what the shares of Table 3 imply
     "algorithm.advantage": "grpo",
     "algorithm.loss": "grpo",
     "rollout.engine": "vllm",
@@ -95,17 +103,41 @@ STATED = {
         "platform.devices": 48,
         "train.steps": 20,
     },
-    "one-step-off-qwen2.5-math-7b": {  # verl's page; 12 GPUs train and 4 generate, see DEVICES in test_dry_plan.py
+    # verl's page, and what it leaves to dapo_7b_math_megatron_4_12.sh; 12 GPUs train and 4 generate, see DEVICES
+    "one-step-off-qwen2.5-math-7b": {
         "model.path": "Qwen2.5-Math-7B-32k",
         "train.mode": "one_step_off",
         "rollout.engine": "vllm",
         "rollout.max_new_tokens": 8192,
         "algorithm.loss": "dapo",
-        "algorithm.dynamic_sampling": True,
+        "algorithm.dynamic_sampling": False,
+        "algorithm.old_policy": "behavior",
+        "algorithm.clip_low": 0.2,
+        "algorithm.clip_high": 0.28,
+        "algorithm.dual_clip": 10.0,
+        "algorithm.overlong_buffer": 4096,
+        "algorithm.overlong_penalty": 0.5,  # 1.0 there, on rewards of -1 and 1
+        "algorithm.kl_coef": 0,
+        "rollout.group_size": 12,
+        "rollout.max_context": 2048 + 8192,
+        "train.prompts_per_step": 512,
+        "train.steps": 100,
+        "train.learning_rate": 1e-6,
+        "train.warmup_steps": 160,
+        "train.updates": 16,
+        "train.weight_decay": 0.1,
+        "train.betas": [0.9, 0.999],
+        "parallel.tensor": 2,
+        "parallel.pipeline": 2,
+        "parallel.nodes": 2,
+        "rollout.tensor": 2,
+        "rollout.devices": [6, 7],
+        "dry_run.joining": 1,
         "evaluate.samples": 32,
+        "evaluate.top_p": 0.7,
         "platform.device": "cuda",
         "platform.devices": 16,
-        "platform.devices_per_node": 16,
+        "platform.devices_per_node": 8,
         "weights.transport": "nccl",
     },
     "gac-qwen3-1.7b": GAC | {"model.path": "Qwen/Qwen3-1.7B"},

@@ -7,6 +7,8 @@ from typer.testing import CliRunner
 from engine.config.recipe import HOME, load
 from engine.config.training import Parallel
 from engine.errors import BadInput
+from engine.platform import PLATFORMS
+from engine.run import limits
 from engine.tools.dry_run import plan, sections
 from engine.tools.dry_run.known_models import KNOWN, shape_of
 from engine.tools.dry_run.sizes import rank_parameters, total_parameters
@@ -254,3 +256,24 @@ def test_tables_name_every_term():
         "sum",
     }
     assert memory["sum"].endswith("of 80.0 GiB")
+
+
+def test_what_this_machine_has_too_little_of_is_refused_as_by_the_launcher(monkeypatch, tmp_path):
+    monkeypatch.setattr(limits, "reachable_limit", lambda: 64)
+    config = load("infra/recipes/quickstart.toml", [f"run.output={tmp_path}"])
+    with pytest.raises(BadInput) as launcher:
+        limits.check_limits(config, 0)
+    with pytest.raises(BadInput) as dry:
+        plan(config)
+    assert str(dry.value) == f"this can't run as it stands: {launcher.value}"
+    assert "open files: the run needs" in str(dry.value)
+
+
+def test_a_plan_for_devices_that_are_not_here_only_shows_the_limits_of_this_machine(monkeypatch):
+    monkeypatch.setattr(limits, "reachable_limit", lambda: 64)
+    monkeypatch.setattr(PLATFORMS["npu"], "present", lambda: False, raising=False)
+    shown = sections(plan(recipe(BASE)))["Limits of this machine"]["open files"]
+    assert shown.endswith("there are 64: TOO LITTLE if the run were here")
+    monkeypatch.setattr(PLATFORMS["npu"], "present", lambda: True, raising=False)
+    with pytest.raises(BadInput, match="open files: the run needs"):
+        plan(recipe(BASE))

@@ -8,7 +8,9 @@ import json
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from engine.algorithm import alignment
 from engine.errors import BadInput
 from engine.run import checkpoint_files as files
 from support.checkpoint_pairs import CPU, assert_same, builder, save, train
@@ -30,11 +32,7 @@ KINDS = [
 
 
 GAC = {"algorithm__gradient_control": "gac", "algorithm__gac_low": 0.01, "algorithm__gac_high": 0.99}
-CONTROLLED = [
-    GAC,
-    GAC | {"train__dtype": "bfloat16", "train__distributed_optimizer": True},
-    GAC | {"algorithm__gac_low": "auto", "algorithm__gac_high": "auto"},
-]
+CONTROLLED = [GAC, GAC | {"train__dtype": "bfloat16", "train__distributed_optimizer": True}]
 
 
 @pytest.mark.parametrize("saved", [*KINDS, {"train__offload": True}, *CONTROLLED])
@@ -53,6 +51,53 @@ def test_a_resumed_run_is_the_run_bit_for_bit(build, saved):
     for seed in (3, 4):
         assert train(policy, seed) == train(other, seed)
         assert_same(policy, other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_with_the_fused_kernel_of_gpus_resumes_bit_for_bit_and_computes_the_same(build, kind):
+    def fused(pair):
+        for group in pair[0].optimizer.param_groups:
+            assert not group["fused"]  # the parameters are on the host
+            group["fused"] = True
+        return pair
+
+    policy, checkpoints = fused(build(**kind))
+    plain, _ = build(**kind)
+    for seed in (1, 2):
+        train(policy, seed), train(plain, seed)
+    for ours, theirs in zip(policy.models.policy.parameters(), plain.models.policy.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5 if ours.dtype == torch.float32 else 2**-7, atol=1e-6)
+    save(checkpoints, 2)
+    other, again = fused(build(**kind))
+    assert again.resume() == 2
+    for seed in (3, 4):
+        assert train(policy, seed) == train(other, seed)
+        assert_same(policy, other)
+
+
+def test_the_count_of_updates_is_where_the_fused_kernel_reads_it():
+    from engine.trainer.checkpoint.state import _set_updates
+
+    with FakeTensorMode():  # needs no GPU
+        weight = torch.nn.Parameter(torch.empty(4, 3, device="cuda"))
+        for fused, place in ((True, "cuda"), (False, "cpu")):
+            adam = torch.optim.AdamW([weight], fused=fused)
+            _set_updates(adam, 7)
+            assert adam.state[weight]["step"].device.type == place
+
+
+def test_automatic_thresholds_are_those_that_the_run_found_before_it_was_resumed(build, monkeypatch):
+    monkeypatch.setattr(alignment, "WARM_UP", 2)
+    automatic = {"algorithm__gac_low": "auto", "algorithm__gac_high": "auto", "train__learning_rate": 1e-6}
+    policy, checkpoints = build(**GAC | automatic)
+    for seed in (1, 2, 3):
+        train(policy, seed)
+    save(checkpoints, 3)
+    other, again = build(**GAC | automatic)
+    assert again.resume() == 3
+    for one in (policy, other):
+        train(one, 3)  # the same group again: the cosine is almost 1
+        assert one.figures()["skipped_updates"] == 1
 
 
 def plain(folder):

@@ -10,8 +10,9 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from engine.errors import DeadlineError, MetronomeError
+from engine.errors import DeadlineError, MetronomeError, TakenOver
 from engine.run import checkpoint_files as files
+from engine.run.fence import Fence
 from support.checkpoint_pairs import assert_same, builder, save, train
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -70,6 +71,28 @@ def test_a_failed_write_fails_the_next_call_by_name(build, monkeypatch):
     assert list(files.incomplete(checkpoints._root).values()) == [
         "checkpoint step-000001 is incomplete (no _SUCCESS.json), ignored"
     ]
+
+
+def test_a_trainer_that_was_taken_over_uploads_nothing_and_leaves_what_the_newer_one_writes(
+    build, tmp_path, monkeypatch
+):
+    place = tmp_path / "published"
+    policy, checkpoints = build(checkpoint__path=str(place))
+    checkpoints._fence = Fence.begin(tmp_path)
+    train(policy, 1)
+    go = hold(monkeypatch)
+    checkpoints.save(1)
+    Fence.begin(tmp_path)
+    go.set()
+    with pytest.raises(TakenOver):
+        checkpoints.finish(30)
+    assert not place.exists()
+    newer = files.partial_of(files.folder_of(checkpoints._root, 2))
+    newer.mkdir(parents=True)
+    (newer / "__0_0.distcp").write_bytes(b"half")
+    with pytest.raises(TakenOver):
+        checkpoints.save(2)
+    assert (newer / "__0_0.distcp").read_bytes() == b"half"
 
 
 def test_ranks_that_do_not_write_are_named(tmp_path):
@@ -143,7 +166,7 @@ def test_a_lost_run_folder_resumes_from_where_it_was_published(build, tmp_path, 
     assert files.complete(tmp_path / "elsewhere/step-000003")
     (place / "run/step-000003/__0_0.distcp").write_bytes(b"cut")
     assert build(root=tmp_path / "third", **kept)[1].resume() == 2
-    assert f"checkpoint {place}/run/step-000003 is incomplete (__0_0.distcp has 3 bytes" in capsys.readouterr().out
+    assert f"checkpoint {place}/run/step-000003: __0_0.distcp has 3 bytes" in capsys.readouterr().out
     assert build(root=tmp_path / "fourth")[1].resume() is None
 
 

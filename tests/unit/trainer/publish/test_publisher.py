@@ -11,7 +11,10 @@ import torch
 
 from engine.errors import WeightSyncError
 from engine.launcher.pool.instance_client import InstanceGone
+from engine.launcher.weight_sync.sync import WeightSync
+from engine.trainer.publish.publisher import ATTEMPTS
 from engine.trainer.publish.transports import open_transport
+from engine.wire import messages
 from engine.wire.weights.bucket_file import wire_of
 from support.late_communicator import late
 from support.weights_double import TIMEOUT_S, Client, Launcher, Model, Verifying, base_folder, publisher, weights
@@ -85,9 +88,9 @@ def run(tmp_path):
     """Publish versions from four ranks (two stages of two); what each rank's publish returned or raised."""
     launchers = []
 
-    def publish(transport, versions, **faults):
+    def publish(transport, versions, names="ab", **faults):
         base = base_folder(tmp_path / f"base{len(launchers)}")
-        launchers.append(launcher := Launcher([Client(name, base, faults.get(name)) for name in "ab"]))
+        launchers.append(launcher := Launcher([Client(name, base, faults.get(name)) for name in names]))
         shared = Shared()
         models = []
 
@@ -205,6 +208,22 @@ def test_an_instance_that_dies_in_the_second_stage_makes_all_ranks_begin_again(r
     assert set(launcher.pool.reasons) == {"b"}
     assert all(torch.equal(launcher.clients[0].held[name], tensor) for name, tensor in weights(1).items())
     assert [model.seen for model in models] == [2 * len(STAGES[model.stage]) for model in models]
+
+
+def test_instances_that_fail_in_every_attempt_end_the_run_by_name(run, monkeypatch):
+    """The launcher answers each attempt's first bucket as when an instance has died and others are left."""
+    begun = []
+
+    async def died(self, request):
+        begun.append(request.info.stage)
+        return messages.Proceed(retry=True)
+
+    monkeypatch.setattr(WeightSync, "bucket", died)
+    _, ended, models = run("gloo", [1])
+    wanted = f"weight version 1 could not be sent: instances failed in each of {ATTEMPTS} attempts"
+    assert [str(error) for error in ended] == [wanted] * 4
+    assert len(begun) >= ATTEMPTS
+    assert set(begun) == {0}
 
 
 @pytest.mark.parametrize("transport", ["file", "gloo"])

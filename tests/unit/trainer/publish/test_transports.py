@@ -1,5 +1,7 @@
 """Folders of versions: one is whole at any time, and the room of the one before is used again."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -58,6 +60,28 @@ def test_a_version_is_visible_once_all_stages_are_written(tmp_path, first):
         stages[1 - first].stage_done(version, 1 - first)
         assert visible(tmp_path) == [f"version-{version:08d}"]
         assert read(stages[0].place(version)).keys() == {"s0", "n0", "s1", "n1"}
+
+
+def test_another_stage_may_put_the_version_in_its_place_between_mark_and_look(tmp_path, monkeypatch):
+    stages = [Snapshots(tmp_path, 2), Snapshots(tmp_path, 2)]
+    stages[0].begin(0)
+    for stage in (0, 1):
+        write(stages[stage], 0, stage, {f"s{stage}": torch.ones(60)})
+    (stages[0].place(0).with_suffix(".partial") / "stage-000.done").touch()
+    glob = Path.glob
+    looked = []
+
+    def late(path, pattern):
+        if pattern == "*.done" and not looked:
+            looked.append(path)
+            stages[1].stage_done(0, 1)
+            raise FileNotFoundError(path)  # as pathlib does where a folder goes while it is read
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", late)
+    stages[0].stage_done(0, 0)
+    assert visible(tmp_path) == ["version-00000000"]
+    assert read(stages[0].place(0)).keys() == {"s0", "s1"}
 
 
 def test_a_failed_attempt_and_a_version_that_comes_again_leave_nothing_behind(tmp_path):

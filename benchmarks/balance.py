@@ -1,0 +1,159 @@
+"""Whether the trainer's units end a step together: `python benchmarks/balance.py`
+
+Two rules of the sample queue in arrival order are compared. "guided" is today's: towards the end of a step windows get
+smaller. "greedy" hands out as many groups as fit into the budget until none are left. In this process the launcher uses
+them in turn: "greedy" in even steps, "guided" in odd ones. The first step of each does not count.
+
+* measured: a real run of two replicas, a core each, in mode "sync". A random model samples responses whose lengths have
+  an exponential distribution, of 28 tokens in the mean. In the median of the steps: `imbalance` is how much longer the
+  last replica computes than the replicas do in the mean, `tokens_per_s` the tokens that a second of the longer one
+  trains. `speed_up`: the median ratio of an odd step's tokens per second to those of the even step before it.
+* simulated: the same queue with the clock of `metronome plan`, more units and pipelines; `imbalance` as above, `step_s`
+  the mean time from the last group's arrival to the end of the step, in seconds.
+
+Last line: RESULT {json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import string
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import random_qwen3, result
+
+from engine.config import Config
+from engine.config.recipe import load
+from engine.launcher import batches
+from engine.launcher.launch import launch
+from engine.launcher.sample_queue import SampleQueue
+from engine.run.trace import read_spans
+from engine.tools.planner.costs import Costs
+from engine.tools.planner.lengths import Lengths
+from engine.tools.planner.simulation import simulate
+from engine.tools.quickstart_model import byte_tokenizer
+
+RULES = ("greedy", "guided")
+"""The rule of even and of odd steps."""
+STOPS = string.ascii_letters[:8]
+"""Tokens that end a response: 9 of 260 with the end of a sequence."""
+SIMULATED = ((2, 1), (4, 1), (16, 1), (32, 1), (2, 2), (4, 4), (4, 8))
+"""Units and pipeline stages."""
+
+
+class AlternatingQueue(SampleQueue):
+    """A sample queue with the rule of its step."""
+
+    def _guided(self, budget: int, free: Sequence[int], mini_batch: int) -> int:
+        guided = RULES[self.step % 2] == "guided"
+        return super()._guided(budget, free, mini_batch) if guided else budget
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=32, help="an even number")
+    parser.add_argument("--prompts", type=int, default=48, help="of a step")
+    parser.add_argument("--hidden", type=int, default=128, help="size of the model")
+    parser.add_argument("--layers", type=int, default=2)
+    arguments = parser.parse_args()
+    batches.SampleQueue = AlternatingQueue  # type: ignore[misc]
+    figures: dict[str, Any] = {"measured": measured(arguments), "simulated": {}}
+    for units, pipeline in SIMULATED:
+        name = f"{units} units" + (f", {pipeline} stages" if pipeline > 1 else "")
+        figures["simulated"][name] = simulated(units, pipeline)
+        print(name, figures["simulated"][name])
+    result(figures)
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures of the real run, by rule, and the speed-up."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = random_qwen3(
+            Path(folder) / "model",
+            hidden=arguments.hidden,
+            layers=arguments.layers,
+            vocabulary=260,
+            context=512,
+        )
+        byte_tokenizer.build(512).save_pretrained(model)
+        settings = {
+            "model.path": model,
+            "run.output": folder,
+            "run.name": "balance",
+            "rollout.concurrency": 8,
+            "rollout.stop": list(STOPS),
+            "rollout.max_new_tokens": 256,
+            "rollout.max_context": 512,
+            "train.mode": "sync",
+            "train.steps": arguments.steps,
+            "train.prompts_per_step": arguments.prompts,
+            "train.devices": [0, 1],
+            "train.learning_rate": 1e-9,
+            "parallel.data": 2,
+            "checkpoint.every": 0,
+        }
+        run = launch(load(None, [f"{key}={value}" for key, value in settings.items()]))
+        spans = [span for span in read_spans(run.trace) if span["name"] == "train"]
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for step in range(2, arguments.steps):
+        mine = [span for span in spans if span["step"] == step]
+        longest, mean = busy(mine, 2)
+        found[RULES[step % 2]].append((longest / mean - 1, sum(span["tokens"] for span in mine) / longest))
+        print(f"step {step}, {RULES[step % 2]}: imbalance, tokens a second {found[RULES[step % 2]][-1]}", flush=True)
+    ratios = [guided[1] / greedy[1] for greedy, guided in zip(*(found[rule] for rule in RULES), strict=True)]
+    return {
+        **{
+            rule: dict(zip(("imbalance", "tokens_per_s"), map(statistics.median, zip(*rows, strict=True)), strict=True))
+            for rule, rows in found.items()
+        },
+        "speed_up": statistics.median(ratios),
+    }
+
+
+def busy(spans: Iterable[Mapping[str, Any]], units: int) -> tuple[float, float]:
+    """Seconds from the step's first window to the last end of a unit, and to the end of each unit in the mean."""
+    begun = min(span["start"] for span in spans)
+    ends: dict[str, float] = defaultdict(float)
+    for span in spans:
+        ends[span["lane"]] = max(ends[span["lane"]], span["end"] - begun)
+    return max(ends.values()), sum(ends.values()) / units
+
+
+def simulated(units: int, pipeline: int, steps: int = 12) -> dict[str, dict[str, float]]:
+    """The figures of simulated steps of 64 groups a unit, by rule."""
+    config = Config(
+        parallel={"data": units, "pipeline": pipeline},
+        train={"mode": "sync", "prompts_per_step": 64 * units, "micro_batch_tokens": 8192},
+        rollout={"instances": units, "concurrency": 16, "max_new_tokens": 2048, "max_context": 4096},
+    )
+    costs = Costs(
+        decode_step=1e-3,
+        decode_response=1e-5,
+        decode_context=0.0,
+        prefill_token=0.0,
+        window=0.003,
+        micro_batch=0.01 * pipeline,
+        token=1e-4 * pipeline,
+        square=0.0,
+        update=0.0,
+        sync=0.0,
+    )
+    done = simulate(config, costs, Lengths.drawn(mean=200, p99=900, prompt=100, longest=2048), steps=steps)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for step in range(2, steps):
+        spans = [span for span in done.spans if span["name"] == "train" and span["step"] == step]
+        longest, mean = busy(spans, units)
+        found[RULES[step % 2]].append((longest / mean - 1, longest))
+    return {
+        rule: dict(zip(("imbalance", "step_s"), map(statistics.fmean, zip(*rows, strict=True)), strict=True))
+        for rule, rows in found.items()
+    }
+
+
+if __name__ == "__main__":
+    main()

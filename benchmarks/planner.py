@@ -1,0 +1,156 @@
+"""How well `metronome plan` predicts: steps of settings that it was not measured on. `python benchmarks/planner.py`
+
+The settings are modes sync and periodic × 1, 2, 4, 8 groups in flight × micro-batches of 512, 1024, 2048 tokens × cores
+apart (train.devices = [0], rollout.devices = [1]) or shared, of the quickstart: 48. For each placing of cores the costs
+are measured on the probes of `metronome plan --measure`; settings that are probes are left out. Between the settings a
+reference setting runs again and again: a setting's figure is its step time over that of the references beside it, since
+the machine's speed changes. --settings N takes N of the settings, by chance.
+
+* error: |predicted ratio / measured ratio − 1|, median and 90 % quantile
+* tau: Kendall's rank correlation of predicted and measured ratios
+* pick: measured ratio of the setting that is predicted to be the fastest, over the smallest measured one
+
+Last line: RESULT {json}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from common import quickstart_model, result, run_launcher
+from scipy.stats import kendalltau
+
+from engine.config import Config
+from engine.tools.planner.calibration import fitted, read_run
+from engine.tools.planner.costs import Costs
+from engine.tools.planner.lengths import Lengths
+from engine.tools.planner.probes import measured_step_s, probes
+from engine.tools.planner.simulation import simulate
+
+PLACINGS: tuple[dict[str, Any], ...] = ({"train.devices": [0], "rollout.devices": [1]}, {})
+REFERENCE = {"train.mode": "periodic", "rollout.concurrency": 2, "train.micro_batch_tokens": 1024}
+BETWEEN = 3
+"""Settings between two runs of the reference."""
+SEEDS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--settings", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=9, help="of each run; the first is not counted")
+    parser.add_argument("--output", type=Path, default=Path("runs/planner"))
+    parser.add_argument("--plot", type=Path, help="PNG of predicted against measured ratios")
+    arguments = parser.parse_args()
+    runs = Runs(arguments.output, arguments.steps)
+    chosen = sorted(random.Random(0).sample(range(len(settings())), min(arguments.settings, len(settings()))))
+    rows = [row for placing in PLACINGS for row in compared(runs, placing, [settings()[at] for at in chosen])]
+    for row in sorted(rows, key=lambda each: each["measured"]):
+        print(f"measured {row['measured']:.3f}  predicted {row['predicted']:.3f}  {json.dumps(row['setting'])}")
+    if arguments.plot:
+        draw(rows, arguments.plot)
+    result(figures(rows))
+
+
+def settings() -> list[dict[str, Any]]:
+    """The settings of both placings, in a fixed order."""
+    return [
+        {**placing, "train.mode": mode, "rollout.concurrency": concurrency, "train.micro_batch_tokens": budget}
+        for placing, mode, concurrency, budget in product(
+            PLACINGS, ("sync", "periodic"), (1, 2, 4, 8), (512, 1024, 2048)
+        )
+    ]
+
+
+class Runs:
+    """Runs the launcher, each time under a new name."""
+
+    def __init__(self, output: Path, steps: int) -> None:
+        self.model = quickstart_model()
+        self._output = output
+        self._steps = steps
+        self._count = len(list(output.glob("*.toml")))
+        output.mkdir(parents=True, exist_ok=True)
+
+    def run(self, keys: dict[str, Any]) -> Config:
+        """Run the quickstart for some steps with these keys."""
+        self._count += 1
+        fixed = {
+            "model.path": self.model,
+            "run.name": f"run-{self._count:03d}",
+            "run.output": self._output,
+            "train.steps": self._steps,
+            "checkpoint.every": 0,
+        }
+        return run_launcher(fixed | keys)
+
+
+def compared(runs: Runs, placing: dict[str, Any], chosen: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measure and predict the settings of one placing, relative to the reference."""
+    known = [placing | keys for keys in probes(runs.run(placing | REFERENCE))]
+    measured = [read_run(runs.run(keys).folder) for keys in known]
+    costs = fitted(measured)
+    lengths = Lengths(tuple(group for run in measured for group in Lengths.of_run(run.spans).groups), "probes")
+    mine = [keys for keys in chosen if all(keys.get(key) == placing.get(key) for key in PLACINGS[0])]
+    mine = [keys for keys in mine if keys not in known and keys != placing | REFERENCE]
+    rows = []
+    before = runs.run(placing | REFERENCE)
+    for start in range(0, len(mine), BETWEEN):
+        configs = [runs.run(keys) for keys in mine[start : start + BETWEEN]]
+        after = runs.run(placing | REFERENCE)
+        unit = statistics.fmean(measured_step_s(one) for one in (before, after))
+        for keys, config in zip(mine[start : start + BETWEEN], configs, strict=True):
+            rows.append(
+                {
+                    "setting": keys,
+                    "measured": measured_step_s(config) / unit,
+                    "predicted": predicted_s(config, costs, lengths) / predicted_s(after, costs, lengths),
+                }
+            )
+        before = after
+    return rows
+
+
+def predicted_s(config: Config, costs: Costs, lengths: Lengths) -> float:
+    """Seconds of a step by simulation."""
+    return statistics.fmean(simulate(config, costs, lengths, seed).step_s for seed in range(SEEDS))
+
+
+def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last line's figures."""
+    errors = sorted(abs(row["predicted"] / row["measured"] - 1) for row in rows)
+    pick = min(rows, key=lambda row: row["predicted"])
+    return {
+        "settings": len(rows),
+        "error_median": statistics.median(errors),
+        "error_p90": errors[min(len(errors) - 1, int(0.9 * len(errors)))],
+        "tau": float(kendalltau([row["predicted"] for row in rows], [row["measured"] for row in rows]).statistic),
+        "pick": pick["measured"] / min(row["measured"] for row in rows),
+    }
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Predicted against measured ratios."""
+    import matplotlib.pyplot as plt
+
+    _, axes = plt.subplots(figsize=(5, 5))
+    for mode, color in (("sync", "#4e79a7"), ("periodic", "#f28e2b")):
+        mine = [row for row in rows if row["setting"]["train.mode"] == mode]
+        axes.scatter([row["measured"] for row in mine], [row["predicted"] for row in mine], s=16, c=color, label=mode)
+    ends = [min(row["measured"] for row in rows), max(row["measured"] for row in rows)]
+    axes.plot(ends, ends, c="#bab0ac", lw=1)
+    axes.set_xlabel("measured step, × the reference")
+    axes.set_ylabel("predicted step, × the reference")
+    axes.legend()
+    plt.tight_layout()
+    plt.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

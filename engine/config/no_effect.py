@@ -1,0 +1,55 @@
+"""Keys that a recipe sets, and that nothing reads because of another key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine.config import Config
+from engine.config.keys import flatten
+from engine.config.rules import ratio_is_one
+
+UNCLIPPED = ("gpg", "m2po", "bapo")
+"""Built-in losses that do not read clip_low and clip_high."""
+_DEFAULTS = flatten(Config().model_dump())
+
+
+def without_effect(config: Config) -> Iterator[str]:
+    """A sentence for each key that is not at its default and has no effect."""
+    values = flatten(config.model_dump())
+    for keys, reason in _reasons(config):
+        for key in keys:
+            if values[key] != _DEFAULTS[key]:
+                yield f"{key} = {_shown(values[key])} has no effect: {reason}"
+
+
+def _reasons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Keys that nothing reads, with the reason."""
+    algorithm = config.algorithm
+    clip = ("algorithm.clip_low", "algorithm.clip_high")
+    if algorithm.loss in UNCLIPPED:
+        yield clip, f'algorithm.loss = "{algorithm.loss}" does not clip so'
+    elif ratio_is_one(config) and ":" not in algorithm.loss:
+        yield (
+            (*clip, "algorithm.dual_clip"),
+            'every ratio is 1, since algorithm.old_policy = "behavior" and train.updates = 1 (docs/modes.md, Which '
+            "gradient)",
+        )
+    if not algorithm.kl_coef:
+        yield ("algorithm.kl_estimator",), "algorithm.kl_coef = 0, so no KL term is computed"
+    if algorithm.gradient_control != "gac" and ":" not in algorithm.gradient_control:
+        yield (
+            ("algorithm.gac_low", "algorithm.gac_high", "algorithm.gac_skips"),
+            f'algorithm.gradient_control = "{algorithm.gradient_control}", and only "gac" reads it',
+        )
+    if config.queue.store == "launcher":
+        yield (
+            ("queue.unauthenticated", "queue.units", "queue.timeout_s"),
+            'queue.store = "launcher", and only "transferqueue" reads it',
+        )
+    if not algorithm.overlong_buffer:
+        yield ("algorithm.overlong_penalty",), "algorithm.overlong_buffer = 0, so no response is penalised"
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401
+    return f'"{value}"' if isinstance(value, str) else str(value)

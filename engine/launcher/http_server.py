@@ -1,0 +1,41 @@
+"""A server of the launcher: it listens on an address of the recipe, and its connections have limits."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from engine.errors import BadInput
+from engine.wire.access_token import access_token, check_address
+from engine.wire.address import split_address
+from engine.wire.connections import Connections, OneRequest, RareMessages
+
+
+async def listen(runner: web.AppRunner, address: str, key: str, whole_s: float = 60.0) -> asyncio.Server:
+    """Serve an application whose connections have limits, of `whole_s` seconds each. The runner is set up.
+
+    `key` names the address. Raises BadInput if it can't be listened on.
+    """
+    host, port = listen_address(address, key)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(RareMessages().of_loop)
+    connections = Connections()
+
+    def connection() -> OneRequest:
+        assert runner.server is not None, "runner.setup() makes it"
+        return OneRequest(runner.server(), connections, whole_s)
+
+    try:
+        return await loop.create_server(connection, host, port)
+    except OSError as error:
+        await runner.cleanup()
+        raise BadInput(f"{key} = {address!r}: {error.strerror}") from None
+
+
+def listen_address(text: str, key: str = "rollout.listen") -> tuple[str, int]:
+    """(host, port) of an address. Raises BadInput, which names the `key`, unless it is host:port, on loopback where
+    there is no token."""
+    host, port = split_address(text, key)
+    check_address(host, access_token(), key)
+    return host, port

@@ -1,0 +1,136 @@
+"""Groups whose bodies lie outside the launcher: kept, fetched for a lease, and generated again when they are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from msgspec.structs import replace
+
+from engine.launcher.group_store import StoreFault, TransferQueueStore
+from engine.wire.sealed import SealedGroup, is_whole
+
+Again = Callable[[int, int], Awaitable[SealedGroup]]
+"""(step, index) → the group, sampled again with the same seeds."""
+
+
+class StoredGroups:
+    """Every group that was put and is not trained is in the store, or on its way there again.
+
+    Where a storage unit does not answer, TransferQueue is started again: the rows that can still be read are put back,
+    the others are generated again. While no weights move, as in modes "sync" and "periodic", and with
+    rollout.deterministic, they have the same bits.
+    """
+
+    def __init__(self, store: TransferQueueStore, again: Again) -> None:
+        self._store = store
+        self._again = again
+        self._kept: dict[tuple[int, int], SealedGroup] = {}
+        """By (step, index): the groups that are not trained, without their bodies."""
+        self._trained: dict[int, list[int]] = {}
+        """By step: trained groups that are in the store still."""
+        self._coming: dict[tuple[int, int], asyncio.Task[None]] = {}
+        """Groups that are being generated again."""
+        self._restarting = asyncio.Lock()
+        self._session = 0
+        """Number of restarts so far."""
+        self.generated_again = 0
+        """Number of groups so far."""
+
+    async def put(self, group: SealedGroup) -> SealedGroup:
+        """Keep a group, and return it without its body."""
+        while True:
+            session = await self._ready()
+            try:
+                await self._store.put(group.step, group.index, group.body)
+            except StoreFault:
+                await self._restart(session)
+            if self._session == session:  # else a restart may not have seen the row
+                kept = replace(group, body=b"")
+                self._kept[group.step, group.index] = kept
+                return kept
+
+    async def _ready(self) -> int:
+        """Wait for the end of a restart. Return the session, which ends with the next one."""
+        async with self._restarting:
+            return self._session
+
+    async def open(self, groups: Sequence[SealedGroup]) -> list[SealedGroup]:
+        """Return groups of a lease with their bodies."""
+        return list(await asyncio.gather(*(self._whole(group) for group in groups)))
+
+    async def _whole(self, group: SealedGroup) -> SealedGroup:
+        key = (group.step, group.index)
+        while True:
+            if (coming := self._coming.get(key)) is not None:
+                await asyncio.shield(coming)
+                continue
+            session = await self._ready()
+            try:
+                body = await self._store.get(*key)
+            except StoreFault:
+                await self._restart(session)
+                continue
+            found = replace(self._kept[key], body=body, mini_batch=group.mini_batch)
+            if is_whole(found):
+                return found
+            self._generate(key)  # its bytes are not those that were sealed
+
+    def trained(self, step: int, indices: Iterable[int]) -> None:
+        """Groups are trained, and not needed any more."""
+        for index in indices:
+            del self._kept[step, index]
+            self._trained.setdefault(step, []).append(index)
+
+    async def clear(self, step: int) -> None:
+        """Free the memory of a step that is trained."""
+        while indices := self._trained.get(step):
+            session = await self._ready()
+            try:
+                await self._store.clear(step, indices)
+            except StoreFault:
+                await self._restart(session)
+            else:
+                del self._trained[step]
+
+    async def _restart(self, session: int) -> None:
+        """Start the store again, unless that was done since `session`."""
+        async with self._restarting:
+            if self._session != session:
+                return
+            self._session += 1
+            keys = [key for key in self._kept if key not in self._coming]
+            bodies = await asyncio.gather(*(self._read(*key) for key in keys))
+            await self._store.start()
+            self._trained = {}
+            for key, body in zip(keys, bodies, strict=True):
+                if body is None:
+                    self._generate(key)
+                else:
+                    await self._store.put(*key, body)
+
+    async def _read(self, step: int, index: int) -> bytes | None:
+        try:
+            return await self._store.get(step, index)
+        except StoreFault:
+            return None
+
+    def _generate(self, key: tuple[int, int]) -> None:
+        if key not in self._coming:
+            self._coming[key] = asyncio.create_task(self._generate_again(key))
+
+    async def _generate_again(self, key: tuple[int, int]) -> None:
+        try:
+            group = await self._again(*key)
+            self.generated_again += 1
+            await self.put(group)
+        finally:
+            del self._coming[key]
+
+    async def close(self) -> None:
+        """Stop generating, and end the store."""
+        tasks = list(self._coming.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._store.close()

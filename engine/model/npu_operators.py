@@ -1,0 +1,54 @@
+"""Operators of torch_npu that each do the work of several of torch's: RMSNorm, rotation, SwiGLU and the product of all
+experts on an Ascend NPU.
+
+The calls follow the documentation in torch_npu 2.10.0.post4 (`_op_plugin_docs.py`). torch_npu differentiates
+`npu_rms_norm` and `npu_swiglu` itself; `engine.model.rotary` has the gradient of the rotation, which is a rotation, and
+`engine.model.experts` that of the experts' product.
+
+The tests call operators with the published schemas, which they implement on the CPU. None of them has run on an NPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ONE_RESULT = 3
+"""`split_item` of npu_grouped_matmul: one tensor has the results of all groups."""
+BY_ROWS = 0
+"""`group_type`: the groups are rows of the first factor."""
+CUMULATIVE = 0
+"""`group_list_type`: the group list has the end of each group."""
+
+
+def on_npu(x: Tensor) -> bool:
+    """Whether the tensor lies on an NPU, so that these operators apply to it."""
+    return x.device.type == "npu"
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) · weight over the last dimension. `weight` [hidden] has the dtype of `x`."""
+    out: Tensor = torch.ops.npu.npu_rms_norm(x, weight, epsilon=eps)[0]
+    return out
+
+
+def turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """t·cos + (−t₂, t₁)·sin with the halves t = (t₁, t₂); t [S, b, heads, d], cos and sin [S, 1, 1, d] in its dtype."""
+    out: Tensor = torch.ops.npu.npu_rotary_mul(t, cos, sin)
+    return out
+
+
+def swiglu(joint: Tensor) -> Tensor:
+    """silu(gate) · up: [..., 2·f], gate and up side by side → [..., f]."""
+    out: Tensor = torch.ops.npu.npu_swiglu(joint, dim=-1)
+    return out
+
+
+def grouped_matmul(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """x [T, k] · weights [experts, k, n] → [T, n], each expert's for its own tokens; `ends` [experts]: the first token
+    after each expert's. The weights may be transposed."""
+    (out,) = torch.ops.npu.npu_grouped_matmul(
+        [x], [weights], group_list=ends.long(), split_item=ONE_RESULT, group_type=BY_ROWS, group_list_type=CUMULATIVE
+    )
+    found: Tensor = out
+    return found

@@ -1,0 +1,30 @@
+"""Weight gradients that are added to the fp32 sum within their product, on CUDA in bf16.
+
+Megatron calls a module of Apex for this. torch has the same product: `addmm` of bf16 factors with an fp32 result. It
+has it for CUDA only; the tests compare the call with plain operations in its place. It has not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+
+def fusible(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has the product for the device and the dtype of the model."""
+    return device.type == "cuda" and torch.version.hip is None and dtype is torch.bfloat16
+
+
+def install() -> None:
+    """Give Megatron's linear layers the product, under the name of Apex's module."""
+    vars(layers).update(fused_weight_gradient_mlp_cuda=Accumulation, _grad_accum_fusion_available=True)
+
+
+class Accumulation:
+    """What Megatron calls of Apex's `fused_weight_gradient_mlp_cuda`."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, total: Tensor) -> None:
+        """Add gradᵀ · x of x [T, k] and grad [T, n] in bf16 to `total` [n, k] in fp32."""
+        torch.addmm(total, grad.t(), x, out_dtype=torch.float32, out=total)

@@ -1,0 +1,49 @@
+"""What `metronome serve --model` serves: the policy of a run, or the model in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config import Config
+from engine.config.recipe import load
+from engine.errors import BadInput
+from engine.model.shape import read_shape
+from engine.run.folder import RunFolder
+
+CONTEXT = 4096
+"""Most tokens of prompt and response together, where no recipe says it: more would take memory that few need."""
+
+
+def served(model: str, recipe: str, overrides: Sequence[str]) -> tuple[Config, str]:
+    """Return the config of the instance, and the model's name for its clients.
+
+    `model`: a run folder, whose recipe counts too, or a Hugging Face folder. `recipe` ("": none) and `overrides` count
+    more. Raises BadInput if there is no model.
+    """
+    place = Path(model).expanduser()
+    run = RunFolder(place.parent if place.name == "policy" and (place.parent / "config.toml").is_file() else place)
+    if run.config.is_file():
+        folder = run.policy
+        if not folder.is_dir():
+            raise BadInput(
+                f"--model {model}: this run has no policy yet ({folder}); it is written after the last step. "
+                "Give a finished run, or a Hugging Face folder"
+            )
+        config = load(recipe or run.config, overrides)
+    else:
+        if not (place / "config.json").is_file():
+            raise BadInput(f"--model {model}: expected a run folder with a policy, or a Hugging Face folder")
+        folder = place
+        config = load(recipe, overrides) if recipe else _of_model(place, overrides)
+    read_shape(folder)
+    path = config.model.model_copy(update={"path": str(folder.resolve())})
+    return config.model_copy(update={"model": path}), run.path.resolve().name
+
+
+def _of_model(folder: Path, overrides: Sequence[str]) -> Config:
+    """The defaults, with as much context as the model was made for, up to CONTEXT."""
+    context = min(CONTEXT, read_shape(folder).context)
+    defaults = Config().rollout
+    room = [f"rollout.max_context={context}", f"rollout.max_new_tokens={min(defaults.max_new_tokens, context - 1)}"]
+    return load(None, [*room, *overrides])

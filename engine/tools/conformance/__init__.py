@@ -1,0 +1,1 @@
+"""The rules of the rollout protocol (docs/protocol.md), tried on a running inference engine: `metronome conform`."""

@@ -1,0 +1,166 @@
+"""The conformance suite: tries every rule on an engine, one after the other, and says what holds."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from engine.errors import BadInput, MetronomeError
+from engine.launcher.weight_sync.probe import TOLERANCE
+from engine.tools.conformance import control_rules, http_rules, response_rules, update_rules
+from engine.tools.conformance.reference import Reference
+from engine.tools.conformance.rules import ProtocolRule
+from engine.tools.conformance.tried_engine import EngineCalls, TriedEngine
+from engine.wire.access_token import access_token
+
+RULES: Sequence[ProtocolRule] = (
+    http_rules.health,
+    http_rules.token,
+    http_rules.errors,
+    http_rules.limits,
+    http_rules.load,
+    response_rules.tokens,
+    response_rules.log_probabilities,
+    response_rules.prompt_log_probabilities,
+    response_rules.versions,
+    response_rules.digest,
+    response_rules.finish_reason,
+    response_rules.seeds,
+    response_rules.group,
+    control_rules.pause,
+    control_rules.abort,
+    control_rules.disconnect,
+    update_rules.world_size,
+    update_rules.base_weights,
+    update_rules.weight_update,
+    update_rules.checksum,
+    update_rules.whole_update,
+    update_rules.update_order,
+    response_rules.continued,
+    update_rules.staged,
+)
+"""In the order in which they are tried."""
+RULE_S = 10
+"""A rule may last this many times the deadline of a call."""
+
+Say = Callable[[str], None]
+
+
+def conform(
+    url: str, model: str, dtype: str, shared: Path | None, timeout_s: float, only: Sequence[str], say: Say
+) -> bool:
+    """Try the rules (`only` these, if any), say a line for each, and return whether all required ones hold.
+
+    `model`: the folder that the engine serves; "" means the one that its replies name. `shared`: a folder for files of
+    weights that the engine can read. Raises BadInput if no engine answers there, if it is in use, or if there is no
+    such model or rule.
+    """
+    unknown = sorted(set(only) - {rule.name for rule in RULES})
+    if unknown:
+        raise BadInput(f"--only {unknown[0]}: no such rule; rules are {', '.join(rule.name for rule in RULES)}")
+    if dtype not in TOLERANCE:
+        raise BadInput(f"--dtype {dtype}: expected one of {', '.join(TOLERANCE)}")
+    if shared is not None and not shared.is_dir():
+        raise BadInput(f"--shared {shared}: there is no such folder")
+    chosen = [rule for rule in RULES if not only or rule.name in only]
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="metronome-", dir=shared)))
+        return asyncio.run(
+            _conform(
+                url=_checked(url), model=model, dtype=dtype, scratch=scratch, timeout_s=timeout_s, rules=chosen, say=say
+            )
+        )
+
+
+def _checked(url: str) -> str:
+    place = urlsplit(url)
+    try:
+        right = place.scheme == "http" and place.hostname and (place.port or 80) and place.path in ("", "/")
+    except ValueError:
+        right = False
+    if not right or place.query or place.username:
+        raise BadInput(f"{url}: expected the address of an engine, for example http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+async def _conform(
+    url: str, model: str, dtype: str, scratch: Path, timeout_s: float, rules: Sequence[ProtocolRule], say: Say
+) -> bool:
+    token = access_token()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"}) as session:
+        folder = await _model(EngineCalls(url, session, token, timeout_s), model)
+        engine = TriedEngine(
+            url=url, session=session, token=token, reference=Reference(folder, dtype, scratch), timeout_s=timeout_s
+        )
+        await _check_unused(engine)
+        width = max(len(rule.name) for rule in rules)
+        try:
+            broken = [rule for rule in rules if not await _tried(engine, rule, width, say)]
+        except asyncio.CancelledError:  # Ctrl-C
+            with suppress(MetronomeError):
+                await engine.restore()
+            raise
+    failed = [rule.name for rule in broken if rule.required]
+    needed = sum(rule.required for rule in rules)
+    if failed:
+        say(f"{url} does not conform: {len(failed)} of {needed} required rules are broken: {', '.join(failed)}")
+    else:
+        say(f"{url} conforms: {needed} required rules hold, and {len(rules) - needed - len(broken)} others")
+    return not failed
+
+
+async def _tried(engine: TriedEngine, rule: ProtocolRule, width: int, say: Say) -> bool:
+    """Try a rule, bring the engine back to its state, say a line, and return whether the rule holds."""
+    try:
+        async with asyncio.timeout(RULE_S * engine.timeout_s):
+            seen = await rule.check(engine)
+        holds = True
+    except (MetronomeError, TimeoutError) as error:
+        seen = f"{error or 'it took too long'} (the rule: {rule.text})"
+        holds = False
+    try:
+        await engine.restore()
+    except MetronomeError as error:
+        seen += f"; and it could not be brought back: {error}"
+    verdict = "pass" if holds else "FAIL" if rule.required else "no  "
+    note = "" if rule.required else "  [not required]"
+    say(f"{rule.name:<{width}}  {verdict}  {' '.join(seen.split())}{note}")
+    return holds
+
+
+async def _model(engine: EngineCalls, given: str) -> Path:
+    """The folder of the model. Raise BadInput if nothing answers at the address, or if no folder is known."""
+    try:
+        await engine.ask("GET", "/health")
+        asked = {"prompt": [0], "max_tokens": 1}
+        reply = None if given else (await engine.ask("POST", "/v1/completions", asked)).json
+    except MetronomeError as error:
+        raise BadInput(f"{engine.url}: no engine answers there: {error}") from None
+    named = str(reply.get("model", "")) if isinstance(reply, dict) else ""
+    folder = Path(given or named).expanduser()
+    if not (folder / "config.json").is_file():
+        said = f"--model {given}" if given else f"the engine names the model {named!r}"
+        raise BadInput(
+            f"{said}: that is no Hugging Face folder on this machine; give the one that it serves by --model"
+        )
+    return folder
+
+
+async def _check_unused(engine: TriedEngine) -> None:
+    """Raise BadInput if the engine seems to be part of a run: the rules change its weights."""
+    try:
+        load = await engine.load()
+    except MetronomeError:
+        return  # a rule will say so
+    if load.running + load.waiting > 0 or load.weight_version != 0:
+        raise BadInput(
+            f"{engine.url} is in use: it has {load.running + load.waiting} requests and weight version "
+            f"{load.weight_version}. The rules change its weights: give an engine that was just started"
+        )

@@ -1,0 +1,258 @@
+"""Finds the coefficients of `Costs` from the traces of runs, by least squares of relative errors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.config import Config
+from engine.config.recipe import load
+from engine.errors import BadInput
+from engine.run.files import read_lines
+from engine.run.trace import Span, iterate_spans
+from engine.tools.planner.costs import Costs
+
+LAUNCHER_TOKEN_S = 1e-6
+"""CPU seconds of the launcher per token of a response of 16k tokens: reading the reply, its text and its arrays."""
+SLOWDOWNS = np.arange(1.0, 2.01, 0.02)
+"""Slow-downs that are tried."""
+RIDGE = 1e-5
+"""Weight of the coefficients' own squares: of figures that always grow together, each then gets a part."""
+REWEIGHTED = 4
+"""Fits, each with the errors weighted by what the last one predicts."""
+LEAST = 8
+"""Fewest windows, and responses, to fit coefficients to."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run's trace and figures, without its first step, in which processes warm up."""
+
+    where: str
+    config: Config
+    spans: list[Span]
+    steps: list[Mapping[str, Any]]
+    """Lines of steps.jsonl."""
+
+    @property
+    def sampled(self) -> list[Span]:
+        """Its responses."""
+        return [span for span in self.spans if span["name"] == "rollout" and span.get("tokens")]
+
+    @property
+    def trained(self) -> list[Span]:
+        """Its windows, without those that were held for an update. Of ranks that hold the same tokens one has them."""
+        windows = [span for span in self.spans if span["name"] == "train" and "groups" in span]
+        return [span for span in windows if span.get("computed_tokens")]
+
+
+def read_run(folder: Path, last: int = 0) -> MeasuredRun:
+    """Return a run as measured; `last`: by its last steps only, so many. Raises BadInput for a folder without a run,
+    for a trace of an older release, and for a run that is too short."""
+    if not (folder / "config.toml").is_file():
+        raise BadInput(f"--from {folder}: no config.toml there, so it is no run folder")
+    steps = list(read_lines(folder / "steps.jsonl"))[1:][-last:]
+    first = steps[0]["step"] if steps else 1
+    run = MeasuredRun(
+        str(folder),
+        load(folder / "config.toml"),
+        [span for span in iterate_spans(folder / "trace") if span.get("step", 0) >= first],
+        steps,
+    )
+    if not (run.sampled and run.trained and run.steps):
+        raise BadInput(
+            f"--from {folder}: after the first step its trace has the sizes of {len(run.sampled)} responses and "
+            f"{len(run.trained)} windows. A longer run has some; runs of older releases have none"
+        )
+    return run
+
+
+def fitted(runs: Sequence[MeasuredRun]) -> Costs:
+    """Return the costs that explain runs of one layout best. Raises BadInput if they have too few windows or responses
+    together."""
+    responses = sum(len(run.sampled) for run in runs)
+    windows = sum(len(run.trained) for run in runs)
+    if min(responses, windows) < LEAST:
+        raise BadInput(
+            f"--from {', '.join(run.where for run in runs)}: {responses} responses and {windows} windows after the "
+            f"first step, and at least {LEAST} of each are needed: run more steps, or give more runs"
+        )
+    decode, rollout_slowdown = _decode(runs)
+    window, train_slowdown = _windows(runs)
+    names = ("sync", "update", "overhead", "verify")
+    rest = {name: fmean(_medians(run)[name] for run in runs) for name in names}
+    return Costs(
+        **decode,
+        **window,
+        **rest,
+        launcher_token=LAUNCHER_TOKEN_S,
+        train_slowdown=train_slowdown,
+        rollout_slowdown=rollout_slowdown,
+        source=f"measured: {', '.join(run.where for run in runs)}",
+        exceptions={"launcher_token": "prior"},
+    )
+
+
+def _medians(run: MeasuredRun) -> dict[str, float]:
+    """What a step takes beside decoding and windows."""
+    sync = [line["sync_s"] for line in run.steps]
+    known = ("sync_s", "wait_s", "train_s", "update_s")
+    verify = [span["end"] - span["start"] for span in run.spans if span["name"] == "verify"]
+    return {
+        # off-policy, it includes the time until the batches in flight are generated
+        "sync": median(sync) if run.config.train.mode in ("sync", "periodic") else min(sync),
+        "update": median(line["update_s"] for line in run.steps) / run.config.train.updates,
+        "overhead": max(0.0, median(line["step_s"] - sum(line[name] for name in known) for line in run.steps)),
+        "verify": median(verify) if verify else 0.0,
+    }
+
+
+class _Integral:
+    """∫ of the number of intervals that cover a time, each with a weight that may grow linearly inside of it."""
+
+    def __init__(self, starts: Array, ends: Array, first: Array, last: Array) -> None:
+        """The weights go from `first` to `last`."""
+        growth = (last - first) / np.maximum(ends - starts, 1e-9)
+        self._parts = [
+            (sign, *_sorted_sums(times, weight, growth))
+            for sign, times, weight in ((1.0, starts, first), (-1.0, ends, last))
+        ]
+
+    def until(self, times: Array) -> Array:
+        """The integral from before all intervals to each of the times."""
+        total = np.zeros_like(times)
+        for sign, at, sums in self._parts:
+            count = np.searchsorted(at, times)
+            weight, weight_at, growth, growth_at, growth_at2 = (each[count] for each in sums)
+            total += sign * (weight * times - weight_at)
+            total += sign * (growth * times**2 - 2 * growth_at * times + growth_at2) / 2
+        return total
+
+    def mean(self, starts: Array, ends: Array) -> Array:
+        """The mean over each of these intervals."""
+        result: Array = (self.until(ends) - self.until(starts)) / np.maximum(ends - starts, 1e-9)
+        return result
+
+
+def _sorted_sums(times: Array, weight: Array, growth: Array) -> tuple[Array, list[Array]]:
+    order = np.argsort(times)
+    at = times[order]
+    weights = weight[order]
+    growths = growth[order]
+    columns = (weights, weights * at, growths, growths * at, growths * at**2)
+    return at, [np.concatenate([[0.0], np.cumsum(column)]) for column in columns]
+
+
+def _columns(spans: Sequence[Any], names: Sequence[str]) -> list[Array]:
+    return [np.array([float(span[name]) for span in spans]) for name in names]
+
+
+def _decode(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], float]:
+    """Coefficients of decoding: a response of t tokens takes t steps, each with the mean load of its time, and waits
+    for the prompts that begin on its instance meanwhile."""
+    parts = [_decoded(run, lane) for run in runs for lane in sorted({span["lane"] for span in run.sampled})]
+    found, slowdown = _fit(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+    names = ("decode_step", "decode_response", "decode_context", "prefill_token")
+    return dict(zip(names, found, strict=True)), slowdown
+
+
+def _decoded(run: MeasuredRun, lane: str) -> tuple[Array, Array, Array]:
+    """Rows, seconds and shares of time in which the trainer computed, of an instance's responses."""
+    zero = run.sampled[0]["start"]
+    spans = [span for span in run.sampled if span["lane"] == lane]
+    starts, ends, prompts, tokens = _columns(spans, ("start", "end", "prompt_tokens", "tokens"))
+    starts -= zero
+    ends -= zero
+    ones = np.ones_like(starts)
+    active = _Integral(starts, ends, ones, ones).mean(starts, ends)
+    context = _Integral(starts, ends, prompts, prompts + tokens).mean(starts, ends)
+    begun = _prompts_between(spans, zero, starts, ends)
+    rows = np.stack([tokens, tokens * active, tokens * context, begun], axis=1)
+    return rows, ends - starts, _busy(run.trained, zero).mean(starts, ends)
+
+
+def _prompts_between(spans: Sequence[Span], zero: float, starts: Array, ends: Array) -> Array:
+    """Prompt tokens of the groups that begin on the instance in each of the times."""
+    first: dict[tuple[int, int], tuple[float, int]] = {}
+    for span in spans:
+        group = (span["step"], span["group"])
+        began = span["start"] - zero
+        first[group] = min(first.get(group, (began, span["prompt_tokens"])), (began, span["prompt_tokens"]))
+    at, tokens = np.array(sorted(first.values())).T
+    sums = np.concatenate([[0.0], np.cumsum(tokens)])
+    early = np.searchsorted(at, starts - 0.005)  # the responses of a group are sent one after the other
+    counted: Array = sums[np.searchsorted(at, ends)] - sums[early]
+    return counted
+
+
+def _windows(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], float]:
+    """Coefficients of the trainer's windows."""
+    found, slowdown = _fit(*(np.concatenate(each) for each in zip(*map(_trained, runs), strict=True)))
+    return dict(zip(("window", "micro_batch", "token", "square"), found, strict=True)), slowdown
+
+
+def _trained(run: MeasuredRun) -> tuple[Array, Array, Array]:
+    """Rows, seconds and shares of time in which instances sampled, of a run's windows."""
+    zero = run.sampled[0]["start"]
+    pipeline = run.config.parallel.pipeline
+    squares: dict[tuple[int, int], float] = defaultdict(float)
+    for span in run.sampled:
+        squares[span["step"], span["group"]] += (span["prompt_tokens"] + span["tokens"]) ** 2
+    starts, ends, count, tokens = _columns(run.trained, ("start", "end", "micro_batches", "computed_tokens"))
+    starts -= zero
+    ends -= zero
+    tokens *= run.config.parallel.context  # a span has its rank's share of the rows
+    each = np.array([sum(squares[span["step"], index] for index in span["groups"]) for span in run.trained])
+    filled = (pipeline - 1 + count) / (pipeline * np.maximum(count, 1))
+    rows = np.stack([np.ones_like(count), count * filled, tokens * filled, each * filled], axis=1)
+    return rows, ends - starts, _busy(run.sampled, zero).mean(starts, ends)
+
+
+def _busy(spans: Sequence[Span], zero: float) -> _Integral:
+    """Whether any of the spans covers a time, as an integral of 0 and 1."""
+    borders: list[list[float]] = []
+    for start, end in sorted((span["start"] - zero, span["end"] - zero) for span in spans):
+        if borders and start <= borders[-1][1]:
+            borders[-1][1] = max(borders[-1][1], end)
+        else:
+            borders.append([start, end])
+    starts, ends = np.array(borders).T
+    ones = np.ones_like(starts)
+    return _Integral(starts, ends, ones, ones)
+
+
+def _fit(rows: Array, targets: Array, shares: Array) -> tuple[list[float], float]:
+    """Return coefficients ≥ 0 and a slow-down k with rows · coefficients · (1 + (k − 1) share) ≈ targets.
+
+    Least squares, each error relative to the figure that is predicted: relative to the target, the fit would lie below
+    the mean of times that scatter.
+    """
+    from scipy.optimize import nnls  # here, because it takes a second
+
+    scale = np.maximum(np.sqrt((rows**2).mean(axis=0)), 1e-12)
+    ridge = np.sqrt(RIDGE * len(rows)) * np.eye(rows.shape[1])
+    nothing = np.zeros(rows.shape[1])
+    tried = SLOWDOWNS if float(np.ptp(shares)) > 0.2 else SLOWDOWNS[:1]
+    predicted = np.full_like(targets, targets.mean())
+    found = np.zeros(rows.shape[1])
+    slowdown = 1.0
+    for _ in range(REWEIGHTED):
+        weights = 1 / np.maximum(predicted, targets.mean() / 100)
+        fits = []
+        for tried_slowdown in tried:
+            factor = (1 + (tried_slowdown - 1) * shares) * weights
+            relative = np.concatenate([rows / scale * factor[:, None], ridge / targets.mean()])
+            solution, error = nnls(relative, np.concatenate([targets * weights, nothing]))
+            fits.append((float(error), float(tried_slowdown), solution / scale))
+        _, slowdown, found = min(fits, key=lambda fit: (fit[0], fit[1]))
+        predicted = rows @ found * (1 + (slowdown - 1) * shares)
+    return [float(value) for value in found], slowdown

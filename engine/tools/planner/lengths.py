@@ -1,0 +1,106 @@
+"""How long prompts and responses are: as a run had them, or drawn from a log-normal distribution."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.errors import BadInput
+from engine.run.trace import Span
+
+Z99 = 2.3263478740408408
+"""The 99 % quantile of the standard normal distribution."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of whole groups. Steps draw groups from it, each step anew."""
+
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    """(prompt tokens, tokens of each response) of each known group."""
+    source: str
+    """Where they come from, in words."""
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens of a response."""
+        return sum(sum(responses) for _, responses in self.groups) / sum(len(each) for _, each in self.groups)
+
+    @property
+    def mean_prompt(self) -> float:
+        """Mean tokens of a prompt."""
+        return sum(prompt for prompt, _ in self.groups) / len(self.groups)
+
+    def draw(self, count: int, size: int, seed: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Return `count` groups of `size` responses: whole groups, since the responses to a hard problem are long
+        together. Responses of a group of another size are drawn from the group's."""
+        chance = random.Random(seed)
+        drawn = []
+        for _ in range(count):
+            prompt, responses = chance.choice(self.groups)
+            if len(responses) != size:
+                responses = tuple(chance.choices(responses, k=size))
+            drawn.append((prompt, responses))
+        return drawn
+
+    def scaled(self, factor: float, longest: int) -> Lengths:
+        """The lengths with each response so many times as long, at most `longest` tokens."""
+        return Lengths(
+            tuple(
+                (prompt, tuple(min(longest, max(1, round(factor * one))) for one in responses))
+                for prompt, responses in self.groups
+            ),
+            f"{self.source}, responses × {factor:g}",
+        )
+
+    @staticmethod
+    def of_run(spans: Iterable[Span]) -> Lengths:
+        """The groups of a run, by its rollout spans. A response that was cut and continued is the sum of its parts.
+
+        Raises BadInput for a trace without lengths, as older releases wrote it.
+        """
+        prompts: dict[tuple[int, int], int] = {}
+        tokens: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        for span in spans:
+            if span["name"] == "rollout" and "tokens" in span:
+                group = (span["step"], span["group"])
+                prompts[group] = span["prompt_tokens"]
+                tokens[group][span["number"]] += span["tokens"]
+        if not prompts:
+            raise BadInput("the trace has no lengths of responses: the run is of an older release, or sampled nothing")
+        groups = tuple((prompts[group], tuple(each.values())) for group, each in tokens.items())
+        return Lengths(groups, f"{len(groups)} groups of the run")
+
+    @staticmethod
+    def drawn(mean: float, p99: float, prompt: int, longest: int, count: int = 2048, seed: int = 0) -> Lengths:
+        """Log-normal lengths with this mean and 99 % quantile, cut at `longest`; a group shares half of the variance,
+        as the responses to one problem are alike. Raises BadInput if no log-normal distribution has these figures."""
+        if p99 <= mean or mean < 1:
+            raise BadInput(
+                f"response lengths: the mean is {mean:g}, the 99 % quantile {p99:g}; it must be above the mean"
+            )
+        # ln(p99) = mu + z sigma and ln(mean) = mu + sigma^2 / 2: the smaller root for sigma
+        log = math.log(p99 / mean)
+        if 2 * log > Z99**2:
+            raise BadInput(
+                f"response lengths: no log-normal distribution has a 99 % quantile of {p99 / mean:.1f} times its mean; "
+                f"at most {math.exp(Z99**2 / 2):.1f} times"
+            )
+        sigma = Z99 - math.sqrt(Z99**2 - 2 * log)
+        mu = math.log(mean) - sigma**2 / 2
+        chance = random.Random(seed)
+        share = math.sqrt(0.5)
+        groups = []
+        for _ in range(count):
+            common = chance.gauss(0, 1)
+            each = [mu + sigma * share * (common + chance.gauss(0, 1)) for _ in range(8)]
+            groups.append((prompt, tuple(min(longest, max(1, round(math.exp(one)))) for one in each)))
+        return Lengths(tuple(groups), f"log-normal, mean {mean:g}, 99 % below {p99:g}, at most {longest:,}")
+
+
+def mean_tokens(groups: Sequence[tuple[int, tuple[int, ...]]]) -> float:
+    """Mean tokens of a group, its prompt counted once."""
+    return sum(prompt + sum(responses) for prompt, responses in groups) / len(groups)

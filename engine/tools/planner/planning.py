@@ -1,0 +1,219 @@
+"""From runs, or from arithmetic alone, to the best settings of a recipe: what `metronome plan` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.model.shape import ModelShape
+from engine.tools.dry_run.known_models import shape_of
+from engine.tools.planner.calibration import MeasuredRun, fitted, read_run
+from engine.tools.planner.costs import Costs
+from engine.tools.planner.lengths import Lengths
+from engine.tools.planner.priors import DEVICES, Device, on_cores, prior, scaled
+from engine.tools.planner.search import (
+    OWN_LAYOUT,
+    SIMULATED,
+    Candidate,
+    CostsOf,
+    Ranked,
+    bound_s,
+    ranked_of,
+    search,
+)
+
+SENSITIVITY = (
+    ("responses half as long", 0.5, 1.0, 1.0),
+    ("responses twice as long", 2.0, 1.0, 1.0),
+    ("instances 20 % slower", 1.0, 1.2, 1.0),
+    ("instances 20 % faster", 1.0, 0.8, 1.0),
+    ("trainer 20 % slower", 1.0, 1.0, 1.2),
+    ("trainer 20 % faster", 1.0, 1.0, 0.8),
+)
+"""Changes that a plan is tried under: (name, factor of lengths, of decoding, of training)."""
+ADVISED = 10
+"""Steps that an advice reads, and settings that it simulates."""
+WORTHWHILE = 1.1
+"""Least ratio of step times that is worth an advice."""
+COMPARED = 5
+"""How many of the best settings are tried under each."""
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What a plan is computed from."""
+
+    config: Config
+    shape: ModelShape
+    costs_of: CostsOf
+    lengths: Lengths
+    assumptions: dict[str, str]
+    """Each thing that the plan rests on, with its source."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The result of a search."""
+
+    model: StepModel
+    today: Ranked
+    """The recipe as it is."""
+    best: list[Ranked]
+    """The fastest first."""
+    looked: int
+    """Number of settings that were looked at."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What a plan would be if something were otherwise."""
+
+    name: str
+    today: Ranked
+    """The recipe as it is, then."""
+    chosen: Ranked
+    """The setting that the plan chose, then."""
+    best: Ranked
+    """The fastest of the plan's few best, then."""
+
+    @property
+    def gain(self) -> float:
+        """How many times as long the chosen setting takes as the best one."""
+        return self.chosen.step_s / self.best.step_s
+
+
+def measured_model(config: Config, folders: Sequence[Path], device: Device | None) -> StepModel:
+    """Return the model of a recipe from runs of it. `device`: for layouts that were not run; None on a CPU.
+
+    Raises BadInput for runs of another model, and for layouts of accelerators without a device.
+    """
+    shape, _ = shape_of(config.model.path)
+    runs = list(map(read_run, folders))
+    for run in runs:
+        if shape_of(run.config.model.path)[0] != shape:
+            raise BadInput(f"--from {run.where}: a run of {run.config.model.path}, the recipe has {config.model.path}")
+    measured = [(alike[0].config, fitted(alike)) for alike in _by_layout(runs)]
+
+    def costs_of(wanted: Config) -> Costs:
+        theirs, costs = next((each for each in measured if _layout(each[0]) == _layout(wanted)), measured[0])
+        if wanted.platform.device in ("auto", "cpu"):
+            return on_cores(costs, theirs, wanted)
+        if _layout(theirs) == _layout(wanted):
+            return costs
+        if device is None:
+            raise BadInput(
+                "these runs have another layout (parallel, rollout.tensor): say with --device what they ran on, "
+                f"one of {', '.join(DEVICES)}"
+            )
+        return scaled(costs, prior(shape, theirs, device), prior(shape, wanted, device))
+
+    groups = tuple(group for run in runs for group in Lengths.of_run(run.spans).groups)
+    names = ", ".join(str(folder) for folder in folders)
+    lengths = Lengths(groups, f"{len(groups)} groups of {names}")
+    return StepModel(
+        config=config,
+        shape=shape,
+        costs_of=costs_of,
+        lengths=lengths,
+        assumptions={"lengths": lengths.source, **_told(costs_of(config))},
+    )
+
+
+def prior_model(config: Config, device: Device, lengths: Lengths) -> StepModel:
+    """Return the model of a recipe that was not run: arithmetic alone."""
+    shape, source = shape_of(config.model.path)
+    costs = prior(shape, config, device)
+    return StepModel(
+        config=config,
+        shape=shape,
+        costs_of=lambda wanted: prior(shape, wanted, device),
+        lengths=lengths,
+        assumptions={"model": source, "lengths": f"{lengths.source} (given)", **_told(costs)},
+    )
+
+
+def planned(model: StepModel, count: int, kept: int = SIMULATED) -> Planned:
+    """Return the best settings on at most `count` devices, or with OWN_LAYOUT of the recipe's layout. `kept`: how many
+    are simulated."""
+    config = model.config
+    best, looked = search(config, model.shape, count, costs_of=model.costs_of, lengths=model.lengths, kept=kept)
+    today = Candidate({}, config, bound_s(config, model.costs_of(config), model.lengths))
+    return Planned(model, ranked_of(today, model.costs_of, model.lengths), best, looked)
+
+
+def sensitivity(plan: Planned) -> Iterator[Sensitivity]:
+    """Yield what each of SENSITIVITY changes."""
+    for name, longer, decoding, training in SENSITIVITY:
+        lengths = plan.model.lengths.scaled(longer, plan.model.config.rollout.max_new_tokens)
+        costs_of = _slower(plan.model.costs_of, decoding, training)
+        tried = [ranked_of(one.candidate, costs_of, lengths) for one in plan.best[:COMPARED]]
+        yield Sensitivity(
+            name=name,
+            today=ranked_of(plan.today.candidate, costs_of, lengths),
+            chosen=tried[0],
+            best=min(tried, key=lambda one: one.step_s),
+        )
+
+
+def advice(folder: Path) -> str:
+    """Return in a line what the last steps of a run were bound by, and what a plan from them would change.
+
+    Other layouts are not looked at: only a plan with the kind of device can compare them. Raises BadInput for a run
+    that is too short to say.
+    """
+    run = read_run(folder, ADVISED)
+    seconds = sum(line["step_s"] for line in run.steps)
+    parts = {
+        "rollout": ("wait_s",),
+        "training": ("train_s",),
+        "weight syncs and updates": ("sync_s", "check_s", "update_s"),
+    }
+    shares = {name: sum(line[key] for line in run.steps for key in keys) / seconds for name, keys in parts.items()}
+    bound = max(shares, key=lambda name: shares[name])
+    found = f"{bound} ({shares[bound]:.0%} of a step)"
+    if run.config.algorithm.dynamic_sampling:
+        return found  # the simulation does not know how many groups are tried
+    plan = planned(measured_model(run.config, [folder], None), OWN_LAYOUT, ADVISED)
+    faster = plan.today.step_s / plan.best[0].step_s
+    if faster < WORTHWHILE:
+        return f"{found}; no setting of this layout is predicted to be much faster"
+    return f"{found}; predicted {faster:.2f} times as fast: {plan.best[0].candidate} (metronome plan --from {folder})"
+
+
+def _slower(costs_of: CostsOf, decoding: float, training: float) -> CostsOf:
+    factors = dict.fromkeys(("decode_step", "decode_response", "decode_context", "prefill_token"), decoding)
+    factors |= dict.fromkeys(("window", "micro_batch", "token", "square"), training)
+
+    def slower(config: Config) -> Costs:
+        costs = costs_of(config)
+        return replace(costs, **{name: getattr(costs, name) * factor for name, factor in factors.items()})
+
+    return slower
+
+
+def _by_layout(runs: Sequence[MeasuredRun]) -> Iterator[list[MeasuredRun]]:
+    alike: dict[tuple[object, ...], list[MeasuredRun]] = {}
+    for run in runs:
+        alike.setdefault(_layout(run.config), []).append(run)
+    yield from alike.values()
+
+
+def _layout(config: Config) -> tuple[object, ...]:
+    parallel = config.parallel
+    on_cpu = config.platform.device in ("auto", "cpu")
+    return (
+        *(parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.sequence),
+        config.rollout.tensor,
+        config.train.dtype,
+        *((tuple(config.train.devices), tuple(config.rollout.devices)) if on_cpu else ()),
+    )
+
+
+def _told(costs: Costs) -> dict[str, str]:
+    return {
+        name: f"{value:.3g}{'' if name.endswith('slowdown') else ' s'} ({source})"
+        for name, (value, source) in costs.figures().items()
+    }

@@ -1,0 +1,45 @@
+"""The short runs that a plan is measured with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from engine.config import Config
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder
+from engine.tools.planner.search import changed
+
+STEPS = 6
+"""Steps of a probe. The first is not counted."""
+
+
+def probes(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield the keys of each probe: four occupancies of the instances, two sizes of windows, both sides alone and at
+    once. Costs that one run has always together are told apart by them."""
+    places = config.rollout.concurrency
+    half = config.train.micro_batch_tokens // 2
+    small = {"train.micro_batch_tokens": half} if half >= config.rollout.max_context else {}
+    yield {"train.mode": "sync", "rollout.concurrency": 1}
+    yield {"train.mode": "sync", "rollout.concurrency": 4 * places, **small}
+    yield {"rollout.concurrency": places}
+    yield {"rollout.concurrency": 2 * places, **small}
+
+
+def probe(config: Config, keys: dict[str, Any], name: str) -> Config:
+    """Return a short run of the recipe with other keys: nothing but steps."""
+    rest = {
+        "run.name": name,
+        "train.steps": STEPS,
+        "train.record": False,
+        "train.warmup_steps": min(config.train.warmup_steps, STEPS),
+        "checkpoint.every": 0,
+        "evaluate.every": 0,
+    }
+    return changed(config, keys | rest)
+
+
+def measured_step_s(config: Config) -> float:
+    """Return the median seconds of the steps of a run that has ended, without the first."""
+    return float(median(line["step_s"] for line in list(read_lines(RunFolder(config.folder).steps))[1:]))

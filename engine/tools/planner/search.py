@@ -1,0 +1,193 @@
+"""Searches the settings of a run on a number of devices: many by a bound, the best of them by simulation."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from operator import attrgetter
+from typing import Any
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.model.layout_rules import check_layout
+from engine.model.shape import ModelShape
+from engine.tools.dry_run import plan
+from engine.tools.planner.costs import Costs, RowSize
+from engine.tools.planner.lengths import Lengths, mean_tokens
+from engine.tools.planner.simulated import Simulated
+from engine.tools.planner.simulation import simulate
+
+OWN_LAYOUT = 0
+"""In place of a number of devices: settings of the layout that the configuration has."""
+SIMULATED = 50
+"""Settings that are simulated, those of the best bounds."""
+POWERS = (1, 2, 4, 8, 16, 32, 64)
+SEEDS = 2
+"""Simulations of a setting, with other groups; the mean counts."""
+
+CostsOf = Callable[[Config], Costs]
+"""The costs of a configuration's layout."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting of the run."""
+
+    changes: dict[str, Any]
+    """The keys that differ from the recipe's, as of --set."""
+    config: Config
+    bound_s: float
+    """Least seconds of a step, by the rates alone."""
+
+    def __str__(self) -> str:
+        """The keys that the setting changes, as of --set."""
+        return " ".join(f"{key}={json.dumps(value)}" for key, value in self.changes.items()) or "as the recipe"
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A simulated setting."""
+
+    candidate: Candidate
+    step_s: float
+    simulated: Simulated
+    """The first of its simulations."""
+
+    @property
+    def devices(self) -> int:
+        """Devices of training and rollouts."""
+        return devices(self.candidate.config)
+
+
+def devices(config: Config) -> int:
+    """The devices that a configuration uses."""
+    instances = config.rollout.instances + config.dry_run.joining
+    return config.parallel.ranks + instances * config.rollout.tensor
+
+
+def search(
+    config: Config, shape: ModelShape, count: int, costs_of: CostsOf, lengths: Lengths, kept: int = SIMULATED
+) -> tuple[list[Ranked], int]:
+    """Return the best settings for at most `count` devices, the fastest first, and how many were looked at.
+
+    Raises BadInput if none fits, with the reason of the last.
+    """
+    best: list[tuple[float, int, Candidate]] = []
+    looked = 0
+    reason = "there is no layout of so few devices"
+    for keys in settings(config, shape, count):
+        looked += 1
+        try:
+            made = changed(config, keys)
+            check_layout(shape, made.parallel)
+            bound = bound_s(made, costs_of(made), lengths)
+        except BadInput as error:
+            reason = str(error)
+            continue
+        if len(best) == kept and -bound <= best[0][0]:
+            continue
+        try:
+            if made.platform.device in ("cuda", "npu"):
+                plan(made)  # what does not fit into memory, among others
+        except BadInput as error:
+            reason = str(error)
+            continue
+        heapq.heappush(best, (-bound, looked, Candidate(differing(config, keys), made, bound)))
+        if len(best) > kept:
+            heapq.heappop(best)
+    if not best:
+        raise BadInput(f"--devices {count}: none of {looked} settings works: {reason}")
+    ranked = [ranked_of(candidate, costs_of, lengths) for _, _, candidate in best]
+    return sorted(ranked, key=lambda one: one.step_s), looked
+
+
+def ranked_of(candidate: Candidate, costs_of: CostsOf, lengths: Lengths) -> Ranked:
+    """Return the setting with its simulated time."""
+    costs = costs_of(candidate.config)
+    runs = [simulate(candidate.config, costs, lengths, seed) for seed in range(SEEDS)]
+    return Ranked(candidate, sum(one.step_s for one in runs) / SEEDS, runs[0])
+
+
+def changed(config: Config, keys: dict[str, Any]) -> Config:
+    """Return the configuration with some keys changed and checked. Raises BadInput."""
+    tables = config.model_dump()
+    for key, value in keys.items():
+        table, name = key.split(".")
+        tables[table][name] = value
+    try:
+        return Config.model_validate(tables)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+
+
+def differing(config: Config, keys: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the keys that have another value than the configuration."""
+    return {key: value for key, value in keys.items() if attrgetter(key)(config) != value}
+
+
+def settings(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
+    """Yield the keys of each setting of at most `count` devices that uses as many of them as its layout can; with
+    OWN_LAYOUT those that leave the layout as it is."""
+    if count == OWN_LAYOUT or config.platform.device in ("auto", "cpu"):
+        layouts: Iterator[dict[str, Any]] = iter([{}])
+    else:
+        layouts = _layouts(config, shape, count)
+    budget = config.train.micro_batch_tokens
+    budgets = [each for each in (budget // 2, budget, 2 * budget) if each >= config.rollout.max_context]
+    places = sorted({max(1, config.rollout.concurrency * factor // 2) for factor in (1, 2, 4, 8)})
+    modes = ["sync", "periodic"] if config.train.mode in ("sync", "periodic") else [config.train.mode]
+    for layout, tokens, concurrency, mode in product(layouts, budgets or [budget], places, modes):
+        yield layout | {
+            "train.micro_batch_tokens": tokens,
+            "rollout.concurrency": concurrency,
+            "train.mode": mode,
+        }
+
+
+def _layouts(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
+    node = min(config.platform.devices_per_node, count)
+    own = [size for size in POWERS if size <= node]
+    stages = [size for size in POWERS if shape.layers % size == 0]
+    joining = bool(config.dry_run.joining)
+    for tensor, pipeline, context, wide in product(own, stages, own, own):
+        replica = tensor * pipeline * context
+        if shape.heads % tensor or shape.heads % wide or tensor * context > node:
+            continue
+        for data in range(1, count // replica + 1):
+            left = count - replica * data
+            instances = left // wide
+            if not instances or config.train.prompts_per_step % data or left - instances * wide >= replica:
+                continue
+            yield {
+                "parallel.tensor": tensor,
+                "parallel.pipeline": pipeline,
+                "parallel.context": context,
+                "parallel.data": data,
+                "parallel.sequence": tensor > 1,
+                "rollout.tensor": wide,
+                **({"dry_run.joining": instances} if joining else {"rollout.instances": instances}),
+            }
+
+
+def bound_s(config: Config, costs: Costs, lengths: Lengths) -> float:
+    """The seconds of a step if nothing ever waited inside of training and of generation: their sum in "sync", the
+    larger one in the other modes."""
+    rollout = config.rollout
+    train = config.train
+    size = rollout.group_size
+    responses = train.prompts_per_step * size
+    instances = rollout.instances + config.dry_run.joining
+    active = min(rollout.concurrency * size, -(-responses // instances))
+    context = active * (lengths.mean_prompt + lengths.mean / 2)
+    decoding = responses * lengths.mean / active * costs.decode_s(active, context) / instances
+    decoding += train.prompts_per_step * lengths.mean_prompt * costs.prefill_token / instances
+    tokens = mean_tokens(lengths.groups) * train.prompts_per_step
+    squares = responses * (lengths.mean_prompt + lengths.mean) ** 2
+    rows = max(1, round(tokens / train.micro_batch_tokens))
+    work = costs.window_s([RowSize(round(tokens / rows), squares / rows)] * rows, config.parallel.pipeline)
+    training = work / config.parallel.data
+    rest = costs.sync + costs.update * train.updates + costs.overhead
+    return (decoding + training if train.mode == "sync" else max(decoding, training)) + rest

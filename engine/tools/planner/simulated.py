@@ -1,0 +1,55 @@
+"""What a simulation found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+
+@dataclass
+class SimulatedStep:
+    """Seconds of a step; of the trainer's they are unit 0's."""
+
+    began: float
+    seconds: float = 0.0
+    sync_s: float = 0.0
+    wait_s: float = 0.0
+    train_s: float = 0.0
+    update_s: float = 0.0
+    rollout_s: float = 0.0
+    """From the first prompt sent to the last group in the queue."""
+
+
+@dataclass
+class Simulated:
+    """What the simulated steps took, without the first."""
+
+    steps: list[SimulatedStep]
+    instances_busy: float
+    """Share of the time in which an instance had responses in flight."""
+    launcher_busy: float
+    """Share of the time in which the launcher's core computed."""
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    """For the timeline page, as a run's trace."""
+
+    def mean(self, name: str) -> float:
+        """Mean of a figure of `SimulatedStep`."""
+        return fmean(getattr(step, name) for step in self.steps)
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return self.mean("seconds")
+
+    @property
+    def bound_by(self) -> str:
+        """What a step mostly waits for: "rollout", "training", "sync" or "launcher"."""
+        if self.launcher_busy > 0.9:
+            return "launcher"
+        parts = {
+            "rollout": self.mean("wait_s"),
+            "training": self.mean("train_s"),
+            "sync": self.mean("sync_s") + self.mean("update_s"),
+        }
+        return max(parts, key=lambda name: parts[name])

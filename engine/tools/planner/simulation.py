@@ -1,0 +1,350 @@
+"""Simulates the steps of a run on a clock of its own: the schedule, the sample queue and the choice of an instance are
+the run's own (`engine.schedule`, `engine.launcher.sample_queue`, `engine.launcher.pool.dispatch`), times are `Costs`.
+
+What the simulation leaves out: faults, dynamic sampling, evaluations, checkpoints and early scoring.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
+
+from engine.algorithm.losses import LOSSES
+from engine.config import Config
+from engine.errors import MetronomeError
+from engine.launcher.batches import Batch
+from engine.launcher.pool.dispatch import soonest
+from engine.model.layout import split
+from engine.schedule import Schedule
+from engine.tools.planner.costs import Costs, RowSize
+from engine.tools.planner.instances import SampledGroup, SimulatedInstance
+from engine.tools.planner.lengths import Lengths
+from engine.tools.planner.simulated import Simulated, SimulatedStep
+from engine.trainer.micro_batches import pack_parts
+from engine.wire.sealed import SealedGroup
+
+STEPS = 4
+"""Steps that are simulated; the first, in which nothing overlaps with the step before, does not count."""
+
+
+def simulate(config: Config, costs: Costs, lengths: Lengths, seed: int = 0, steps: int = STEPS) -> Simulated:
+    """Simulate the first `steps` steps of a run. Raises MetronomeError for a configuration whose steps never end, and
+    for a response of a version that the schedule does not accept: either is a mistake of the simulation."""
+    return _Simulation(config=config, costs=costs, lengths=lengths, seed=seed, steps=steps).run()
+
+
+class _Simulation:
+    def __init__(self, config: Config, costs: Costs, lengths: Lengths, seed: int, steps: int) -> None:
+        rollout = config.rollout
+        self._config = config
+        self._costs = costs
+        self._schedule = Schedule.of(config.train, rollout.partial)
+        self._background = self._schedule.ahead > 0 and config.weights.staged
+        self._in_turn = self._background and not self._schedule.exact and not rollout.partial
+        self._last = steps
+        count = config.train.prompts_per_step
+        self._drawn = [lengths.draw(count, rollout.group_size, seed + step) for step in range(steps)]
+        self._instances = [
+            SimulatedInstance(f"instance-{number}", costs)
+            for number in range(rollout.instances + config.dry_run.joining)
+        ]
+        self._units = config.parallel.units
+        self._whole_batch = config.algorithm.loss in LOSSES and LOSSES[config.algorithm.loss].scope == "batch"
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self._waiting: deque[SampledGroup] = deque()
+        self._batches: dict[int, Batch] = {}
+        self._first_sent: dict[int, float] = {}
+        self._rollout_s: dict[int, float] = {}
+        self._step = 0
+        self._steps: list[SimulatedStep] = []
+        self._blocked: Callable[[], bool] | None = None
+        """Tries what the trainer waits for before a publish, once anything has changed."""
+        self._swapping: Callable[[], bool] | None = None
+        """Tries the swap in the background, likewise."""
+        self._to_fill: deque[int] = deque()
+        """Batches that wait for the swap."""
+        self._idle: dict[int, float] = {}
+        """Units without a window, and since when."""
+        self._training = 0
+        """Units that compute."""
+        self._held: list[float] = [0.0] * self._units
+        """Seconds of the windows that each unit holds for the step's updates."""
+        self._launcher_free = 0.0
+        self._launcher_s = 0.0
+        self._spans: list[dict[str, Any]] = []
+
+    def run(self) -> Simulated:
+        self._begin_step()
+        while self._events:
+            self._now, _, act = heapq.heappop(self._events)
+            act()
+        if self._step < self._last:
+            raise MetronomeError(f"the simulation stands still in step {self._step}: everybody waits")
+        counted = self._steps[1:] or self._steps
+        busy = fmean(instance.busy_s for instance in self._instances) / self._now
+        return Simulated(counted, busy, self._launcher_s / self._now, self._spans)
+
+    def _at(self, when: float, act: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (when, self._number, act))
+
+    def _span(self, lane: str, name: str, start: float, **attributes: Any) -> None:  # noqa: ANN401
+        self._spans.append({"lane": lane, "name": name, "start": start, "end": self._now, **attributes})
+
+    # the step -------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._steps.append(SimulatedStep(self._now))
+        self._blocked = self._try_publish
+        self._changed()
+
+    def _try_publish(self) -> bool:
+        generated = all(batch.generated for batch in self._batches.values())
+        if not (self._background or not self._schedule.exact or generated) or self._swapping is not None:
+            return False
+        if self._background:
+            self._at(self._now + self._costs.sync, self._sent)
+            return True
+        for instance in self._instances:
+            instance.open = False
+        if not self._config.rollout.partial and any(instance.groups for instance in self._instances):
+            return False  # what is in flight is finished first
+        self._set_pace(math.inf)
+        self._at(self._now + self._costs.sync, self._published)
+        return True
+
+    def _set_pace(self, slowdown: float) -> None:
+        for instance in self._instances:
+            instance.advance(self._now)
+            instance.slowdown = slowdown
+            self._plan(instance)
+
+    def _published(self) -> None:
+        for instance in self._instances:
+            instance.advance(self._now)
+            self._serve(instance, self._step)
+        self._set_pace(self._rollout_slowdown())
+        self._span("instances", "sync", self._now - self._costs.sync, step=self._step)
+        self._start_training()
+
+    def _sent(self) -> None:
+        """The weights lie staged on the instances, which go on."""
+        version = self._step
+        before = list(self._batches.values())
+        turn = deque(self._instances)
+
+        def swap() -> bool:
+            if self._schedule.exact and not all(batch.generated for batch in before):
+                return False
+            while turn:
+                if self._in_turn:
+                    turn[0].open = False  # the others go on with the old weights
+                    if turn[0].groups:
+                        return False
+                self._serve(turn.popleft(), version)
+            return True
+
+        self._swapping = swap
+        self._start_training()
+
+    def _serve(self, instance: SimulatedInstance, version: int) -> None:
+        instance.version = version
+        instance.open = True
+
+    def _start_training(self) -> None:
+        step = self._steps[-1]
+        step.sync_s = self._now - step.began
+        self._span("trainer-0", "sync", step.began, step=self._step)
+        for due in self._schedule.due(self._step, 0, self._last):
+            self._to_fill.append(due)
+            self._batches[due] = Batch.of(self._config, due)
+        self._held = [0.0] * self._units
+        self._idle = dict.fromkeys(range(self._units), self._now)
+        self._changed()
+
+    def _fill(self, step: int) -> None:
+        self._first_sent[step] = self._now
+        for index, (prompt, lengths) in enumerate(self._drawn[step]):
+            self._waiting.append(SampledGroup(step, index, prompt, lengths))
+
+    def _changed(self) -> None:
+        """Do what has become possible."""
+        if self._swapping is not None and self._swapping():
+            self._swapping = None
+        if self._blocked is not None and self._blocked():
+            self._blocked = None
+        waits_for_swap = self._swapping is not None and (self._schedule.exact or self._config.rollout.partial)
+        while self._to_fill and not waits_for_swap:
+            self._fill(self._to_fill.popleft())
+        self._hand_out()
+        for unit in list(self._idle):
+            self._lease(unit)
+
+    # the instances --------------------------------------------------------------------------------
+
+    def _hand_out(self) -> None:
+        changed = set()
+        while self._waiting:
+            group = self._waiting[0]
+            serving = [one for one in self._instances if one.open and one.version >= self._least(group.step)]
+            best = soonest(serving, self._config.rollout.concurrency)
+            if best is None:
+                break
+            best.begin(self._waiting.popleft(), self._now)
+            changed.add(best)
+        for instance in changed:
+            self._plan(instance)
+
+    def _least(self, step: int) -> int:
+        return self._schedule.accepted(step).start if self._config.train.mode == "bounded" else 0
+
+    def _plan(self, instance: SimulatedInstance) -> None:
+        """Plan the instance's next finished response anew."""
+        instance.event += 1
+        when = instance.next_finish()
+        if when is not None:
+            self._at(when, partial(self._finished, instance, instance.event))
+
+    def _finished(self, instance: SimulatedInstance, event: int) -> None:
+        if event != instance.event:
+            return
+        group, number = instance.finish(self._now)
+        self._span(
+            instance.name,
+            "rollout",
+            group.began,
+            step=group.step,
+            group=group.index,
+            number=number,
+            prompt_tokens=group.prompt,
+            tokens=group.lengths[number],
+            version=instance.version,
+        )
+        if not group.left:
+            work = self._costs.launcher_token * sum(group.lengths)
+            self._launcher_free = max(self._launcher_free, self._now) + work
+            self._launcher_s += work
+            self._at(self._launcher_free + self._costs.verify, partial(self._put, group))
+            self._changed()
+        self._plan(instance)
+
+    def _put(self, group: SampledGroup) -> None:
+        accepted = self._schedule.accepted(group.step)
+        if not group.versions <= set(accepted):
+            raise MetronomeError(f"simulated step {group.step} has versions {sorted(group.versions)}")
+        batch = self._batches[group.step]
+        sealed = SealedGroup(
+            step=group.step,
+            index=group.index,
+            tokens=group.prompt + sum(group.lengths),
+            lengths=group.lengths,
+            rewards=(0.0,) * len(group.lengths),
+            digest=b"",
+            body=b"",
+        )
+        batch.put(sealed, self._config)
+        self._rollout_s[group.step] = self._now - self._first_sent[group.step]
+        self._changed()
+
+    def _rollout_slowdown(self) -> float:
+        return self._costs.rollout_slowdown if self._training else 1.0
+
+    # the trainer ----------------------------------------------------------------------------------
+
+    def _lease(self, unit: int) -> None:
+        batch = self._batches.get(self._step)
+        if batch is None or batch.queue.done:
+            return
+        while window := batch.queue.lease(unit, self._config.window_tokens):
+            rows = self._rows(window)
+            seconds = self._costs.window_s(rows, self._config.parallel.pipeline)
+            indices = [group.index for group in window]
+            if window[0].mini_batch or self._whole_batch:
+                self._held[unit] += seconds
+                batch.queue.acknowledge(indices, unit)
+                continue
+            if unit == 0:
+                self._steps[-1].wait_s += self._now - self._idle[unit]
+            self._span(f"trainer-{unit}", "wait", self._idle.pop(unit), step=self._step)
+            if any(instance.active for instance in self._instances):
+                seconds *= self._costs.train_slowdown
+            self._compute(1)
+            self._at(self._now + seconds, partial(self._trained, unit, window=indices, began=self._now, rows=rows))
+            return
+        if batch.queue.done:
+            self._end_step()
+
+    def _rows(self, window: Sequence[SealedGroup]) -> list[RowSize]:
+        """The micro-batches of a unit's replica that computes most, as `Packing.micro_batches` makes them."""
+        config = self._config
+        budget = config.train.micro_batch_tokens
+        shared = config.attention.shared_prompt
+        parts = []
+        for group in window:
+            lengths = group.lengths
+            prompt = group.tokens - sum(lengths)
+            for indices in split(prompt, lengths, budget, shared):
+                tokens = sum(lengths[i] for i in indices) + prompt * (1 if shared else len(indices))
+                squares = float(sum((prompt + lengths[i]) ** 2 for i in indices))
+                parts.append(SimpleNamespace(size=tokens, squares=squares))
+        rows = [
+            RowSize(sum(part.size for part in packed), sum(part.squares for part in packed))
+            for packed in pack_parts(parts, budget)
+        ]
+        return rows[:: config.parallel.lockstep]
+
+    def _compute(self, change: int) -> None:
+        """So many more units compute."""
+        before = self._rollout_slowdown()
+        self._training += change
+        if self._rollout_slowdown() != before:
+            self._set_pace(self._rollout_slowdown())
+
+    def _trained(self, unit: int, window: list[int], began: float, rows: Sequence[RowSize]) -> None:
+        queue = self._batches[self._step].queue
+        queue.acknowledge(window, unit)
+        self._span(
+            f"trainer-{unit}",
+            "train",
+            began,
+            step=self._step,
+            groups=window,
+            computed_tokens=sum(row.tokens for row in rows),
+            micro_batches=len(rows),
+        )
+        if unit == 0:
+            self._steps[-1].train_s += self._now - began
+        self._compute(-1)
+        self._idle[unit] = self._now
+        if queue.done:
+            self._end_step()
+        else:
+            self._lease(unit)
+
+    def _end_step(self) -> None:
+        step = self._steps[-1]
+        if 0 in self._idle:
+            step.wait_s += self._now - self._idle[0]
+        self._idle = {}
+        step.train_s += self._held[0]
+        updates = self._costs.update * self._config.train.updates
+        step.update_s = updates
+        self._at(self._now + max(self._held) + updates + self._costs.overhead, self._updated)
+
+    def _updated(self) -> None:
+        step = self._steps[-1]
+        step.seconds = self._now - step.began
+        step.rollout_s = self._rollout_s[self._step]
+        self._span("trainer-0", "update", self._now - step.update_s, step=self._step)
+        del self._batches[self._step]
+        self._step += 1
+        if self._step < self._last:
+            self._begin_step()

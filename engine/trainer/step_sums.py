@@ -1,0 +1,125 @@
+"""What one rank adds up while it trains a step, and what the denominators of its updates need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.algorithm.losses import Loss
+from engine.algorithm.mismatch import mismatch
+from engine.errors import MetronomeError
+from engine.trainer.credit import Credit
+from engine.trainer.micro_batches import MicroBatch
+from engine.trainer.rank_group import RankGroup
+from engine.trainer.step_metrics import LossCounts, StepMetrics
+from engine.types import Group
+
+
+class StepSums:
+    """One rank's sums over a step."""
+
+    def __init__(self, ranks: RankGroup, credit: Credit, updates: int) -> None:
+        """`updates`: number of updates of a step."""
+        self.metrics = StepMetrics(losses=[0.0] * updates)
+        self.denominators: list[float] = []
+        """Denominators of the updates that are reduced."""
+        self._ranks = ranks
+        self._credit = credit
+        self._counts = [LossCounts() for _ in range(updates)]
+        self._prompts: dict[int, str] = {}
+        """Ids of the step's prompts by the indices of their groups."""
+        self._unsound: set[str] = set()
+        """Ids of prompts in whose micro-batches a figure was not finite."""
+        self._on_device: list[Tensor] = []
+        """Flat tensors of the window under way, which `end_window` copies to the host."""
+        self._when_copied: list[Callable[[Tensor], None]] = []
+        """What takes each of them there."""
+
+    @property
+    def update(self) -> int:
+        """Number of the update that is under way."""
+        return len(self.denominators)
+
+    def add_window(self, window: Sequence[Group]) -> None:
+        """Count the groups of a window, on the rank that leads its unit."""
+        self._prompts |= {group.index: group.prompt.id for group in window}
+        if not self._ranks.leader:
+            return
+        for group in window:
+            tokens = self._credit.tokens(group)
+            unequal = self._credit.unequal(group)
+            self.metrics.add_group(group, tokens, unequal)
+            self._counts[group.mini_batch].add(tokens, unequal)
+
+    def compare(self, batch: MicroBatch, logprobs: Tensor) -> None:
+        """Have the trainer's [T] log-probabilities compared with the instances' at the end of the window."""
+        self._on_device.append(torch.cat([logprobs, batch.rollout]))
+        self._when_copied.append(partial(self._add_comparison, batch))
+
+    def add_loss(self, batch: MicroBatch, loss: Loss) -> None:
+        """Have a micro-batch's loss added to the update under way at the end of the window."""
+        if not self._ranks.judges:
+            return
+        figures = (loss.total.detach(), loss.kl, loss.entropy, loss.ratio_max, loss.clipped, loss.dropped)
+        self._on_device.append(torch.stack(figures))
+        self._when_copied.append(partial(self._add_figures, batch, self.update))
+
+    def end_window(self) -> None:
+        """Add what the window's micro-batches left on the device to the metrics, by one copy to the host: each copy
+        waits until the device has computed all before it."""
+        if not self._on_device:
+            return
+        sizes = [piece.numel() for piece in self._on_device]
+        pieces = torch.cat(self._on_device).cpu().split(sizes)
+        for add, piece in zip(self._when_copied, pieces, strict=True):
+            add(piece)
+        self._on_device.clear()
+        self._when_copied.clear()
+
+    def _add_comparison(self, batch: MicroBatch, both: Tensor) -> None:
+        """`both`: [2·T] log-probabilities of the trainer, then of the instances."""
+        gap, divergence = mismatch(*both.chunk(2))
+        self.metrics.worst_gap(gap)
+        if not self._ranks.judges:
+            return
+        self._note_unsound(batch, (gap, divergence))
+        self.metrics.mismatch_kl += divergence
+        self.metrics.scored_tokens += both.numel() // 2
+
+    def _add_figures(self, batch: MicroBatch, update: int, figures: Tensor) -> None:
+        total, kl, entropy, ratio_max, clipped, dropped = map(float, figures.tolist())
+        metrics = self.metrics
+        metrics.losses[update] += total
+        metrics.kl += kl
+        metrics.entropy += entropy
+        metrics.clipped += clipped
+        metrics.dropped += dropped
+        metrics.worst_ratio(ratio_max)
+        self._note_unsound(batch, (total, kl, entropy, ratio_max))
+
+    def _note_unsound(self, batch: MicroBatch, figures: Sequence[float]) -> None:
+        if not all(map(math.isfinite, figures)):
+            self._unsound |= {self._prompts[member.group] for member in batch.members}
+
+    def counts(self) -> LossCounts:
+        """Return the counts of the update under way over all ranks. A collective of all ranks.
+
+        Raises MetronomeError naming the prompts if a figure was not finite on any rank.
+        """
+        mine = self._counts[self.update]
+        mine.unsound = sorted(self._unsound)
+        found = self._ranks.gather(mine)
+        if unsound := sorted({prompt for counts in found for prompt in counts.unsound}):
+            raise MetronomeError(
+                f"loss, KL, entropy or a ratio is not finite in the micro-batches of prompts {unsound}; the update was "
+                "not made (weights are unchanged)"
+            )
+        return LossCounts(
+            tokens=sum(counts.tokens for counts in found),
+            groups=sum(counts.groups for counts in found),
+            unequal=sum(counts.unequal for counts in found),
+        )

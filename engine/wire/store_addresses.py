@@ -1,0 +1,32 @@
+"""Where the processes of TransferQueue listen: written by the process that hosts them, read by the launcher."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StoreServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One process."""
+
+    id: str
+    ip: str
+    ports: dict[str, int]
+    """By TransferQueue's name of the socket."""
+
+
+class StoreAddresses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All processes."""
+
+    controller: StoreServer
+    units: tuple[StoreServer, ...]
+    """The storage units, in the order in which rows are spread over them."""
+
+
+def pack_addresses(addresses: StoreAddresses) -> bytes:
+    """Return the addresses as JSON."""
+    return msgspec.json.encode(addresses)
+
+
+def read_addresses(data: bytes) -> StoreAddresses:
+    """The inverse of `pack_addresses`. Raises msgspec.ValidationError for anything else."""
+    return msgspec.json.decode(data, type=StoreAddresses)

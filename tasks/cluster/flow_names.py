@@ -1,0 +1,32 @@
+"""Names of flow runs in Prefect: that of the run, so that it is found in the list."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder
+from tasks.console import complain
+
+
+def name_flow_run(name: str) -> None:
+    """Give this flow run a name, instead of the one that Prefect has made up. If the server does not take it, a warning
+    says so: the run goes on."""
+    if not flow_run.id or flow_run.name == name:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(str(flow_run.id)), name=name)
+    except httpx.HTTPError as error:
+        complain(f"warning: the Prefect server does not take the name {name}: {type(error).__name__}: {error}")
+
+
+def name_of(folder: RunFolder) -> str:
+    """NAME, or "NAME (try 2)" when the flow of the run was started for the second time: resumed, by a person or after
+    a crash."""
+    tries = sum(row["what"] == "flow" for row in read_lines(folder.attempts))
+    return folder.path.name if tries < 2 else f"{folder.path.name} (try {tries})"

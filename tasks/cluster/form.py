@@ -1,0 +1,65 @@
+"""The form of a deployment shows the recipe's values, as the defaults of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
+from prefect.runtime import deployment
+
+from engine.config import Config
+from engine.config.keys import flatten
+from engine.types import JsonObject
+
+FIELDS = "settings"
+"""The flows' parameter whose fields are keys of the recipe; the title of each is its key."""
+OWN = ("run.name",)
+"""Keys that each run has for itself, and that no form fills in."""
+
+
+def show_recipe(entrypoints: Mapping[str, str], config: Config) -> None:
+    """Give the fields of some deployments, by name with the entrypoint of each, the values of a recipe as defaults."""
+    values = flatten(config.model_dump(mode="json"))
+    wanted = DeploymentFilter(name=DeploymentFilterName(any_=list(entrypoints)))
+    with get_client(sync_client=True) as client:
+        for found in client.read_deployments(deployment_filter=wanted):
+            schema = with_defaults(found.parameter_openapi_schema, values)
+            if schema is not None and found.entrypoint == entrypoints[found.name]:
+                client.update_deployment(found.id, DeploymentUpdate(parameter_openapi_schema=schema))
+
+
+def with_defaults(schema: Any, values: Mapping[str, Any]) -> JsonObject | None:  # noqa: ANN401
+    """A deployment's schema of parameters with `values`, by key, as defaults; None if it has no such fields."""
+    whole: JsonObject = schema if isinstance(schema, dict) else schema.model_dump(mode="json")
+    if FIELDS not in whole["properties"]:
+        return None
+    fields = _fields(whole)
+    for field in fields.values():
+        if field["title"] not in OWN:
+            field["default"] = values[field["title"]]
+    whole["properties"][FIELDS]["default"] = {name: field.get("default") for name, field in fields.items()}
+    return whole
+
+
+def shown_values() -> dict[str, Any]:
+    """What the form of this flow run's deployment has filled in, by field; empty outside of a deployment.
+
+    A field with this value was left as it was, so the recipe decides: it may have been edited since, and another one
+    may have been named.
+    """
+    if not deployment.id:
+        return {}
+    with get_client(sync_client=True) as client:
+        schema: Any = client.read_deployment(deployment.id).parameter_openapi_schema
+    whole = schema if isinstance(schema, dict) else schema.model_dump(mode="json")
+    if FIELDS not in whole["properties"]:
+        return {}
+    return {name: field["default"] for name, field in _fields(whole).items() if field.get("default") is not None}
+
+
+def _fields(schema: JsonObject) -> dict[str, Any]:
+    fields: dict[str, Any] = schema["definitions"]["Settings"]["properties"]
+    return fields

@@ -1,0 +1,43 @@
+"""The Logs tab of a flow run: what the console shows, without the lines of Prefect itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefect.logging.handlers import APILogHandler, emit_api_log
+from prefect.runtime import flow_run
+
+from tasks import console
+
+NAME = "metronome"
+"""The logger's name in the tab."""
+
+
+class _Handler(APILogHandler):
+    """Sends each record. (Prefect's own lines stay switched off, see tasks/__init__.py: each would be a request.)"""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Put the record into Prefect's queue, whose thread sends several at once."""
+        emit_api_log(self.prepare(record))
+
+
+@contextmanager
+def story() -> Iterator[None]:
+    """During the body Prefect gets what is printed. What waits to be sent is sent at the end, for at most 5 s."""
+    if not (number := flow_run.id):
+        yield
+        return
+    handler = _Handler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+
+    def send(level: int, text: str) -> None:
+        record = logging.makeLogRecord({"name": NAME, "levelno": level, "msg": text, "flow_run_id": number})
+        handler.handle(record)
+
+    try:
+        with console.heard_by(send):
+            yield
+    finally:
+        handler.flush()

@@ -1,0 +1,40 @@
+"""The right of a flow, or of `metronome train`, to write its run folder (engine.run.fence)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from engine.config import Config
+from engine.errors import Stopped
+from engine.run.fence import Fence
+from engine.run.folder import RunFolder
+from tasks.interruption import signal_of
+
+_held: list[Fence] = []
+"""Those of the run folders that this process has entered."""
+
+
+@contextmanager
+def fenced(folder: RunFolder) -> Iterator[None]:
+    """During the body this process writes the folder as the newest flow. To be called with the folder's lock held.
+
+    If a signal ends the body, failure.json names it.
+    """
+    folder.fence = Fence.begin(folder.path, "flow")
+    _held.append(folder.fence)
+    try:
+        yield
+    except BaseException as ended:
+        if (number := signal_of(ended)) is not None and folder.last_failure() is None:
+            folder.fail(Stopped(f"ended by {number.name}"))
+        raise
+    finally:
+        _held.remove(folder.fence)
+
+
+def run_folder(config: Config) -> RunFolder:
+    """The run's folder, with this process's right to write it, where it has entered it."""
+    folder = RunFolder(config.folder)
+    folder.fence = next((fence for fence in _held if fence.folder == folder.path), folder.fence)
+    return folder

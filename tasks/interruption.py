@@ -1,0 +1,123 @@
+"""Ctrl-C and SIGTERM: the first one ends a command through its `finally` blocks, a second one at once.
+
+A run that ends so says what it saved and how it goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from engine.config import Config
+from engine.run.checkpoint_files import latest, step_of
+from engine.run.folder import RunFolder
+from tasks import console
+
+INTERRUPTED = 130
+"""Exit status of a command that a signal ended."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AT_ONCE = (
+    b"\nended at once: what was not on the disk yet is lost, and MLflow shows the run as RUNNING until it goes on\n"
+)
+
+
+class _Command:
+    """The command of this process."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        """The first one that came."""
+        self.run: tuple[Config, str] | None = None
+        """The run that it is about, and the name of the command."""
+
+
+_command = _Command()
+
+
+def catch() -> None:
+    """Let the first signal raise KeyboardInterrupt, and the second one end this process. (Its children end by their
+    lifelines.)"""
+    global _command
+    _command = _Command()
+    for number in SIGNALS:
+        signal.signal(number, _handle)
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    if _command.signal is not None:
+        os.set_blocking(2, False)  # a terminal that is stopped, or a pipe that nobody reads, must not hold the end up
+        with suppress(OSError):
+            os.write(2, (console.SHOW_CURSOR if console.is_terminal() else b"") + AT_ONCE)
+        os.set_blocking(2, True)  # the shell has the same terminal
+        os._exit(INTERRUPTED)
+    _command.signal = signal.Signals(number)
+    raise KeyboardInterrupt
+
+
+def about(config: Config, command: str) -> None:
+    """Say which run `metronome <command>` trains, for `told`."""
+    _command.run = (config, command)
+
+
+def signal_of(ended: BaseException) -> signal.Signals | None:
+    """The signal behind an exception; None for an exception of another kind. Prefect raises one of its own for
+    SIGTERM."""
+    if isinstance(ended, KeyboardInterrupt):
+        return _command.signal or signal.SIGINT
+    number = getattr(ended, "signal", None) if not isinstance(ended, Exception) else None
+    return signal.Signals(number) if isinstance(number, int) else None
+
+
+def say_stopping(seconds: float) -> None:
+    """Say that a signal was seen, at its time."""
+    _on_own_line(
+        f"stopping: the trainer saves the weights from before this step, for up to {seconds:.0f} s; Ctrl-C again ends "
+        "at once"
+    )
+
+
+def told() -> str:
+    """What a command that a signal ended says last."""
+    name = (_command.signal or signal.SIGINT).name
+    head = f"interrupted by {name}"
+    if _command.run is None:
+        return head
+    config, command = _command.run
+    folder = RunFolder(config.folder)
+    if not folder.config.exists():
+        return f"{head}; the run had not begun, nothing is saved"
+    checkpoint = latest(folder.checkpoints)
+    saved = (
+        f"{checkpoint}, after {step_of(checkpoint)} of {config.train.steps} steps"
+        if checkpoint is not None
+        else "no checkpoint yet: the training begins at its first step again"
+    )
+    return (
+        f"{head}\n  saved       {saved}\n  go on with  {_resume_command(config, command)}\n"
+        f"  log         {folder.logs / 'launcher.log'}"
+    )
+
+
+def say_told() -> None:
+    """Print `told`."""
+    _on_own_line(told())
+
+
+def _resume_command(config: Config, command: str) -> str:
+    program = Path(sys.executable).with_name("metronome")
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    sets = [f"run.name={config.run.name}"]
+    if config.run.output != Config().run.output:
+        sets.append(f"run.output={config.run.output}")
+    return shlex.join([str(program), command, "--resume", *(part for one in sets for part in ("--set", one))])
+
+
+def _on_own_line(message: str) -> None:
+    """Print on stderr. A terminal shows ^C at the place of the cursor, so the message begins a line there."""
+    console.complain(("\n" if sys.stderr.isatty() else "") + message)

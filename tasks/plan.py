@@ -1,0 +1,129 @@
+"""`metronome plan`: how many devices for rollouts and how many for training, in which layout and mode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.run.folder import dump
+from engine.tools.planner import page as pages
+from engine.tools.planner.lengths import Lengths
+from engine.tools.planner.planning import Planned, Sensitivity, measured_model, planned, prior_model, sensitivity
+from engine.tools.planner.priors import DEVICES
+from engine.tools.planner.probes import measured_step_s, probe, probes
+from engine.tools.planner.search import Ranked, changed, devices
+from tasks import console
+from tasks.compare import aligned
+from tasks.launcher_process import run_training
+
+SHOWN = 8
+"""Settings in the table."""
+TUNED = 3
+"""Settings that --autotune runs."""
+NOISE = 1.01
+"""Ratios of step times below this are called the same."""
+
+
+def make_plan(
+    config: Config,
+    runs: Sequence[str],
+    count: int,
+    kind: str,
+    lengths: str,
+    out: Path | None = None,
+    page: Path | None = None,
+    autotune: bool = False,
+) -> None:
+    """Print the best settings and what they rest on; write the best as a recipe to `out`, and the plan's pages to the
+    folder `page`.
+
+    runs: folders of runs of the recipe. count: devices; 0: as many as the recipe uses. kind: a key of DEVICES, or
+    empty; the recipe's platform and memory then are this device's. lengths: "MEAN,P99" tokens of a response, without
+    runs. autotune: run the best few for some steps each, and take the fastest. Raises BadInput.
+    """
+    if kind and kind not in DEVICES:
+        raise BadInput(f"--device {kind}: unknown; known are {', '.join(DEVICES)}")
+    device = DEVICES.get(kind)
+    if device is not None:
+        config = changed(config, {"platform.device": device.platform, "platform.memory_gib": device.memory_gib})
+    if runs:
+        model = measured_model(config, [Path(run) for run in runs], device)
+    elif device is None or not lengths:
+        raise BadInput(
+            "plan needs measurements or figures: --measure (four short runs of this recipe), --from RUN (a run of it), "
+            f"or --device ({', '.join(DEVICES)}) and --lengths MEAN,P99 (tokens of a response)"
+        )
+    else:
+        model = prior_model(config, device, _lengths(lengths, config))
+    plan = planned(model, count or devices(config))
+    changes = list(sensitivity(plan))
+    _print(plan, changes)
+    best = _tuned(config, plan) if autotune else plan.best[0]
+    if out is not None:
+        dump(best.candidate.config, out)
+        print(f"recipe: {out}")
+    if page is not None:
+        print(f"page: {pages.write(plan, best, changes, page)}")
+
+
+def measure(config: Config) -> list[str]:
+    """Train the recipe's probes, a few steps each, and return their run folders. Raises the error of one that fails."""
+    return [str(_run(config, keys, f"measure-{number}").folder) for number, keys in enumerate(probes(config), 1)]
+
+
+def _tuned(config: Config, plan: Planned) -> Ranked:
+    """Run the best settings for some steps each, and return the fastest."""
+    found = {}
+    for number, one in enumerate(plan.best[:TUNED], 1):
+        found[measured_step_s(_run(config, one.candidate.changes, f"tune-{number}"))] = one
+    rows = [
+        [f"{seconds:.3g} s measured", f"{one.step_s:.3g} s planned", str(one.candidate)]
+        for seconds, one in sorted(found.items(), key=lambda each: each[0])
+    ]
+    print(f"\n{aligned(rows)}")
+    return found[min(found)]
+
+
+def _run(config: Config, keys: dict[str, Any], name: str) -> Config:
+    made = probe(config, keys, f"{config.run.name}-{name}")
+    settings = " ".join(f"{key}={json.dumps(value)}" for key, value in keys.items())
+    with console.stage(name) as say:
+        run_training(made)
+        say(f"{measured_step_s(made):.3g} s a step: {settings}")
+    return made
+
+
+def _lengths(text: str, config: Config) -> Lengths:
+    try:
+        mean, p99 = (float(part) for part in text.split(","))
+    except ValueError:
+        raise BadInput(f"--lengths {text}: give two numbers, mean and 99 % quantile, for example 2000,8000") from None
+    return Lengths.drawn(mean, p99, min(512, config.rollout.max_context // 8), config.rollout.max_new_tokens)
+
+
+def _print(plan: Planned, changes: Sequence[Sensitivity]) -> None:
+    today = plan.today
+    columns = ["step", "× as fast", "devices", "bound by", "settings"]
+    rows = [[f"{today.step_s:.3g} s", "1", str(today.devices), today.simulated.bound_by, "the recipe as it is"]]
+    rows += [
+        [
+            f"{one.step_s:.3g} s",
+            f"{today.step_s / one.step_s:.2f}",
+            str(one.devices),
+            one.simulated.bound_by,
+            str(one.candidate),
+        ]
+        for one in plan.best[:SHOWN]
+    ]
+    print(aligned([columns, *rows]))
+    print(f"\n{plan.looked:,} settings looked at, {len(plan.best)} simulated. If it is otherwise, the best is:")
+    other = [
+        [one.name, "the same" if one.gain < NOISE else f"{one.gain:.2f} times as fast: {one.best.candidate}"]
+        for one in changes
+    ]
+    print(aligned(other))
+    console.table("What this rests on", plan.model.assumptions)

@@ -1,0 +1,122 @@
+"""A resumed run stays the run that it was: its own config.toml counts, and only the keys of this command change.
+
+What can't go on is refused here, before anything of the run is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import Config
+from engine.config.keys import flatten
+from engine.config.recipe import find, load, overridden, written
+from engine.errors import BadInput
+from engine.run.folder import RunFolder, check_same_run
+from engine.run.start import read_start
+from engine.types import JsonObject
+from tasks.console import say
+
+PLACE = ("run.name", "run.output")
+"""Keys that say which run is meant."""
+NEWEST = 5
+"""Runs that the question which one is meant lists."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run, new or to be continued."""
+
+    config: Config
+    """Its own, with the keys of the command."""
+    recipe: str
+    """The one that it began with."""
+    notes: tuple[str, ...] = ()
+    """Lines for the person who resumes it."""
+
+    def tell(self) -> None:
+        """Print the notes."""
+        for note in self.notes:
+            say("resume", note)
+
+
+def place(config: Config) -> list[str]:
+    """The keys that say which run is meant, as KEY=VALUE."""
+    return [f"run.name={json.dumps(config.run.name)}", f"run.output={json.dumps(config.run.output)}"]
+
+
+def resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
+    """The run that a command means with `--resume`, whose keys are `given` (KEY=VALUE each).
+
+    `recipe`: the one that the command names, if any. It only says where the run is; a value in it that the run does not
+    have is named and does not count. If the run folder is lost, and `checkpoint.path` has its checkpoints, the recipe
+    counts. Raises BadInput if there is no such run, or if a key can't change.
+    """
+    keys = overridden(given)
+    named = {**written(recipe), **keys} if recipe and not keys.keys() >= set(PLACE) else keys
+    place = load(None, [f"{key}={json.dumps(named[key])}" for key in PLACE if key in named])
+    if not named.get("run.name"):
+        raise BadInput(_which(Path(place.run.output)))
+    folder = RunFolder(place.folder)
+    if not folder.config.exists():
+        return _without_folder(recipe, given, place)
+    own = folder.read_config()
+    config = load(folder.config, [one for one in given if one.partition("=")[0].strip() not in PLACE])
+    there = config.run.model_copy(update={"name": place.run.name, "output": place.run.output})
+    config = config.model_copy(update={"run": there})
+    check_same_run(config, own)
+    begun = read_start(folder.path)
+    theirs = recipe or begun.recipe
+    ignored = list(_ignored(theirs, keys, own, begun.start == "base")) if theirs and find(theirs).is_file() else []
+    changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in _differing(config, own, keys)]
+    by_command = f"; changed by this command: {', '.join(changed)}" if changed else ""
+    notes = [f"{place.run.name} goes on as its own config.toml says{by_command}"]
+    if ignored:
+        notes.append(
+            f"{theirs} is not read again; it has {', '.join(ignored)}: give such a key with --set to change it"
+        )
+    return Resumed(config, begun.recipe or recipe or "", tuple(notes))
+
+
+def _which(output: Path) -> str:
+    runs = sorted(output.glob("*/config.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    newest = ", ".join(file.parent.name for file in runs[:NEWEST])
+    return "--resume: name the run to continue by --set run.name=NAME; " + (
+        f"the newest in {output}: {newest}" if runs else f"{output} has no run (its folder is run.output)"
+    )
+
+
+def _without_folder(recipe: str | None, given: Sequence[str], place: Config) -> Resumed:
+    if recipe is None:
+        raise BadInput(
+            f"--resume: {place.folder} is no run folder; name the run to continue by --set run.name=NAME. If its "
+            "folder is lost and its checkpoints are in checkpoint.path, name its recipe and its settings, too"
+        )
+    config = load(recipe, given)
+    return Resumed(config, recipe, (f"{place.folder} is lost; the run goes on as {recipe} says",))
+
+
+def _differing(config: Config, own: Config, keys: JsonObject) -> Iterator[tuple[str, Any, Any]]:
+    """The keys of a command whose values differ from the run's own, with both values."""
+    now = flatten(config.model_dump(mode="json"))
+    then = flatten(own.model_dump(mode="json"))
+    for key in now:
+        if key not in PLACE and now[key] != then.get(key) and any(f"{key}.".startswith(f"{one}.") for one in keys):
+            yield key, now[key], then.get(key)
+
+
+def _ignored(recipe: str, keys: JsonObject, own: Config, from_base: bool) -> Iterator[str]:
+    """The keys of a recipe whose values are not the run's, each with both values."""
+    theirs = load(recipe)
+    for key, value, then in _differing(theirs, own, {key: None for key in written(recipe) if key not in keys}):
+        if key == "model.path" and (value == "quickstart" or not from_base or _same_path(value, then)):
+            continue  # the run has the folder that it means, or went on from another policy
+        if key != "run.seed" or from_base:
+            yield f"{key} = {value!r} (the run has {then!r})"
+
+
+def _same_path(one: str, other: str) -> bool:
+    return find(one).resolve() == find(other).resolve()

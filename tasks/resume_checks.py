@@ -1,0 +1,159 @@
+"""What refuses a resume, asked before anything of the run is written: its folder, its MLflow run, the registry."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from engine import platform
+from engine.config import Config
+from engine.data.loader import PromptLoader
+from engine.data.prepared import training_problems
+from engine.data.prompts import encode
+from engine.data.tokenizer import Tokenizer
+from engine.errors import BadInput
+from engine.model.shape import content_hash, read_shape
+from engine.run import checkpoint_store
+from engine.run.checkpoint_files import STATE, all_complete
+from engine.run.fence import check_readable
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder, check_same_keys
+from engine.run.identity import identity, published
+from engine.run.start import read_start
+from engine.types import JsonObject
+from engine.wire import record
+from tasks.console import say
+from tasks.finished_stages import Stages
+from tasks.input_checks import with_model_folder
+
+DECIDE_PROMPTS = ("data.heldout", "evaluate.benchmark", "evaluate.folder", "reward.function", "rollout.max_context")
+"""Keys that may change in a resumed run only if its prompts stay the same."""
+ANEW = "begin a new run with another run.name"
+
+
+def check_resume(config: Config) -> Config:
+    """Check that a run can go on with this config, which is returned with `model.path` as a folder.
+
+    Raises BadInput if a file of the run folder is damaged, or if the run's newest checkpoint was taken with another
+    model, other prompts or other fixed keys, or has more steps than `train.steps`.
+    """
+    folder = RunFolder(config.folder)
+    _check_files(folder)
+    state = _newest_state(config, folder)
+    if state is None:  # it begins at step 0 again
+        return config
+    say("resume", f"compares model and prompts with those of the checkpoint after {state['step']} steps")
+    config = with_model_folder(config)
+    check_same_keys(config, state["config"])
+    _check_device(config, state["config"])
+    start = int(state["step"])
+    if start > config.train.steps:
+        raise BadInput(
+            f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}; give "
+            f"train.steps = {start} or more"
+        )
+    _check_model(config, state)
+    _check_prompts(config, state)
+    if config.train.record:
+        record.check_continued(folder.path / record.FILE, config, start)
+    return config
+
+
+def _check_files(folder: RunFolder) -> None:
+    """Raise BadInput for the first damaged file of those that a resume reads."""
+    identity(folder.path)
+    read_start(folder.path)
+    check_readable(folder.path)
+    Stages(folder)
+    for lines in (folder.attempts, folder.steps, folder.evaluations):
+        for _ in read_lines(lines):
+            pass
+
+
+def _newest_state(config: Config, folder: RunFolder) -> JsonObject | None:
+    """What the newest readable checkpoint says about itself, of the run folder or else of `checkpoint.path`; None if
+    there is none. Reads no tensors."""
+    texts = [(checkpoint / STATE) for checkpoint in reversed(all_complete(folder.checkpoints))]
+    for file in texts:
+        if (found := _parsed(file.read_bytes())) is not None:
+            return found
+    there = published(config)
+    number = identity(folder.path)
+    own = {name: marker for name, marker in there.items() if not number or marker.get("run", "") == number}
+    for name in sorted(own, key=lambda name: own[name]["step"], reverse=True):
+        found = _parsed(checkpoint_store.read(checkpoint_store.place_of(config), name, STATE))
+        if found is not None:
+            return found
+    return None
+
+
+def _parsed(text: bytes) -> JsonObject | None:
+    """The state in a file; None if it is damaged: the trainer skips such a checkpoint, and says so."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"step", "config"} <= found.keys() else None
+
+
+def _check_device(config: Config, before: JsonObject) -> None:
+    """Raise BadInput if the run is to go on on a device that this machine lacks. (The device that it had was there.)"""
+    if config.platform.device != before.get("platform", {}).get("device"):
+        platform.get(config.platform.device)
+
+
+def _check_model(config: Config, state: JsonObject) -> None:
+    model = Path(config.model.path)
+    shape = json.loads(json.dumps(asdict(read_shape(model))))
+    before = state.get("model", shape)
+    what = ""
+    if differs := sorted(key for key in shape if shape[key] != before.get(key)):
+        what = f"it is of other sizes than the run's ({', '.join(differs)})"
+    elif config.algorithm.kl_coef > 0 and (reference := state.get("reference")):
+        what = "" if content_hash(model) == reference["hash"] else "its content is not that of the run's base model"
+    if what:
+        raise BadInput(
+            f"--resume: model.path = {config.model.path!r}: {what}; give {_base(state)}, or {ANEW} to train this model"
+        )
+
+
+def _base(state: JsonObject) -> str:
+    path = (state.get("reference") or {}).get("path") or state["config"]["model"]["path"]
+    return f"model.path = {path!r}, or a copy of it"
+
+
+def _check_prompts(config: Config, state: JsonObject) -> None:
+    if config.algorithm.dynamic_sampling and state["step"] and state.get("prompt_position") is None:
+        raise BadInput(
+            f"--resume: the checkpoint after {state['step']} steps does not say how many prompts were used, which "
+            f"algorithm.dynamic_sampling needs (a replay wrote it); {ANEW}"
+        )
+    if state.get("prompts") is None:
+        return
+    tokenizer = Tokenizer(Path(config.model.path)).hf
+    encoded = encode(training_problems(config), tokenizer, config.data.prompt_template, config.rollout.max_context)
+    loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
+    if loader.fingerprint == state["prompts"]:
+        return
+    changed = [key for key in DECIDE_PROMPTS if _value(config, key) != _value_of(state["config"], key)]
+    raise BadInput(
+        "--resume: the run would go on with other prompts, or another order, than its checkpoint was trained on. "
+        + (f"Changed: {', '.join(changed)}. Leave that out" if changed else _CONTENT)
+        + f", or {ANEW}, from this run's weights if model.path is its policy"
+    )
+
+
+_CONTENT = (
+    "Its keys are the same, so the content of data.train, data.heldout or a benchmark has changed: put the files back"
+)
+
+
+def _value(config: Config, key: str) -> Any:  # noqa: ANN401
+    return _value_of(config.model_dump(mode="json"), key)
+
+
+def _value_of(tables: JsonObject, key: str) -> Any:  # noqa: ANN401
+    table, _, name = key.partition(".")
+    return tables.get(table, {}).get(name)

@@ -1,0 +1,93 @@
+"""What the pages of MLflow say about a run and about a registered policy: what it is, from what, with which result,
+and the commands that repeat and compare it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import mlflow
+
+from engine.config import Config
+from engine.run.folder import RunFolder
+from engine.run.start import read_start
+from tasks.code_version import code_version
+from tasks.tracking import evaluation_texts
+
+NOTE = "mlflow.note.content"
+"""Tag of a run that MLflow's UI shows as its description, as Markdown."""
+OWN = "metronome.description"
+"""Tag of a run: hash of the description that Metronome wrote. One that a person has changed is left alone."""
+
+
+def describe_run(client: mlflow.MlflowClient, run_id: str, text: str) -> None:
+    """Bring the description of a run up to date, unless a person has changed it."""
+    tags = client.get_run(run_id).data.tags
+    there = tags.get(NOTE, "")
+    if there and tags.get(OWN) != _hash(there):
+        return
+    if text != there:
+        client.set_tag(run_id, NOTE, text)
+        client.set_tag(run_id, OWN, _hash(text))
+
+
+def of_run(config: Config) -> str:
+    """The description of the run in a run folder, as Markdown."""
+    folder = RunFolder(config.folder)
+    name = config.run.name
+    again = f"metronome run {folder.config} --set run.name={name}-again"
+    commands = _commands({"Repeat": again, "Compare": _compare(folder)})
+    return _page([_what(config), *_result(folder), *commands, f"Code: {code_version()}"])
+
+
+def of_policy(folder: RunFolder, config: Config, verdict: str) -> str:
+    """The description of a registered version, as Markdown. `verdict`: whether it is the champion, and why."""
+    return _page(
+        [
+            f"The policy of run {config.run.name} after {config.train.steps} steps. {_what(config)}",
+            *_result(folder),
+            verdict,
+            *_commands(
+                {
+                    "Evaluate it again": f"metronome evaluate {folder.config} --model {folder.policy}",
+                    "Compare its run": _compare(folder),
+                    "Talk to it": f"metronome serve --model {folder.path} --port 8000",
+                }
+            ),
+        ]
+    )
+
+
+def _what(config: Config) -> str:
+    train = config.train
+    start = read_start(config.folder)
+    source = f"`{start.continued_from or Path(config.model.path).name}`"
+    recipe = f", recipe `{start.recipe}`" if start.recipe else ""
+    return (
+        f"Trains {source} on `{config.data.train}` with the reward `{config.reward.function}`: {train.steps} steps of "
+        f"{train.prompts_per_step} prompts x {config.rollout.group_size} responses, advantage "
+        f"`{config.algorithm.advantage}`, loss `{config.algorithm.loss}`, mode `{train.mode}`{recipe}."
+    )
+
+
+def _result(folder: RunFolder) -> list[str]:
+    rows = evaluation_texts.gain(folder)
+    table = ["| result | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    return ["\n".join(table)] if rows else []
+
+
+def _commands(commands: dict[str, str]) -> list[str]:
+    return [f"{what}:\n\n    {command}" for what, command in commands.items()]
+
+
+def _compare(folder: RunFolder) -> str:
+    return f"metronome compare {folder.path} OTHER_RUN"
+
+
+def _page(parts: list[str]) -> str:
+    return "\n\n".join(parts) + "\n"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(json.dumps(text).encode()).hexdigest()[:16]

@@ -1,0 +1,42 @@
+"""Addresses of MLflow's pages, for the end of a run and for Prefect."""
+
+from __future__ import annotations
+
+import mlflow
+
+from engine.config import Config
+from tasks.tracking.tracked_run import shown_uri, tracking_uri, ui_command
+from tasks.tracking.view import KEY
+from tasks.tracking.write_queue import STORE_ERRORS
+
+UI = "http://127.0.0.1:5000"
+"""Address of `mlflow ui`, for a store without a server."""
+
+
+def has_server(config: Config) -> bool:
+    """Whether the store is a server, which shows its pages itself."""
+    return shown_uri(config).startswith(("http://", "https://"))
+
+
+def ui(config: Config) -> str:
+    """Address of the UI: of the server, or where `ui_command` starts one."""
+    return (shown_uri(config) if has_server(config) else UI).rstrip("/")
+
+
+def experiment_page(config: Config) -> str:
+    """Address of the table of the experiment's runs, in the view of `tasks.tracking.view`; of the UI's first page if
+    the store does not say the experiment's id."""
+    try:
+        found = mlflow.MlflowClient(tracking_uri(config)).get_experiment_by_name(config.tracking.experiment)
+    except STORE_ERRORS:  # the run is over, and its figures are in its folder: no reason to wait
+        found = None
+    if found is None:
+        return ui(config)
+    return f"{ui(config)}/#/experiments/{found.experiment_id}/runs?viewStateShareKey={KEY}"
+
+
+def rows(config: Config) -> dict[str, str]:
+    """Rows of the table at the end of a run: the page with its experiment's runs, and, for a store without a server,
+    the command that serves it."""
+    page = experiment_page(config)
+    return {"MLflow": page} if has_server(config) else {"MLflow UI": ui_command(config), "its page": page}

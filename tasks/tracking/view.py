@@ -1,0 +1,113 @@
+"""What MLflow's UI shows of an experiment: the table of runs with chosen columns, and charts led by the figures of a
+training.
+
+The view is a tag of the experiment, in the form in which MLflow's button "Share" stores one. An address with its key
+opens it. Each user may change what they see; the tag stays.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable
+
+import mlflow
+
+from engine.types import JsonObject
+from tasks.tracking.metric_names import metric_name
+
+KEY = "metronome"
+DEFLATED = "deflate;"
+"""How a value begins that is compressed and in base64."""
+VIEW = f"mlflow.sharedViewState.{KEY}"
+"""Tag of an experiment with the view."""
+KIND = "mlflow.experimentKind"
+"""Tag of an experiment: which of its pages the UI opens."""
+TRAINING = "custom_model_development"
+"""The kind with a table of runs; the other has pages for prompts and traces."""
+BENCHMARKS = "metronome.benchmarks"
+"""Tag of an experiment: the benchmarks that its runs were evaluated on, separated by ", "."""
+
+CHARTS = {
+    "reward_mean": "Reward",
+    "tokens_per_s_per_device": "Trained tokens/s/device",
+    "wait_ratio": "Share of a step that the trainer waits",
+    "response_length_mean": "Response length (tokens)",
+    "entropy": "Entropy (nats per token)",
+    "kl": "KL from the reference (nats per token)",
+}
+"""Metrics that are drawn, by their title, after the accuracies."""
+COLUMNS = ("train.mode", "train.steps", "train.learning_rate", "algorithm.advantage", "data.train")
+"""Parameters in the table, after the figures."""
+
+
+def show(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str]) -> None:
+    """Bring the view of an experiment up to date. `benchmarks`: those of one more run."""
+    tags = client.get_experiment(experiment).tags
+    known = filter(None, tags.get(BENCHMARKS, "").split(", "))
+    names = list(dict.fromkeys([*known, *map(metric_name, benchmarks)]))
+    wanted = {BENCHMARKS: ", ".join(names), VIEW: packed(view(names))}
+    if KIND not in tags:  # else a person has chosen
+        wanted[KIND] = TRAINING
+    for name, value in wanted.items():
+        if tags.get(name) != value:
+            client.set_experiment_tag(experiment, name, value)
+
+
+def packed(state: JsonObject) -> str:
+    """The state as MLflow's page stores it: compressed, since a tag has at most 5000 characters."""
+    return DEFLATED + base64.b64encode(zlib.compress(json.dumps(state).encode())).decode()
+
+
+def view(benchmarks: Iterable[str]) -> JsonObject:
+    """The state of MLflow's page (3.17), with the keys of its own code."""
+    accuracies = {f"{name}/avg_at_k": f"Accuracy on {name}" for name in benchmarks}
+    first, *others = CHARTS.items()
+    charts = dict([first, *accuracies.items(), *others])
+    section = {"display": True, "isReordered": True, "deleted": False, "isGenerated": False}
+    closed = [*(name.partition("/")[0] for name in accuracies), "Model metrics", "System metrics"]
+    return {
+        "searchFilter": "",
+        "orderByKey": "attributes.start_time",
+        "orderByAsc": False,
+        "startTime": "ALL",
+        "lifecycleFilter": "Active",
+        "selectedColumns": [
+            "attributes.`Models`",
+            *(f"metrics.`{name}`" for name in list(charts)[: len(accuracies) + 3]),
+            *(f"params.`{name}`" for name in COLUMNS),
+        ],
+        "compareRunCharts": [_chart(name, title) for name, title in charts.items()],
+        "compareRunSections": [
+            {"uuid": KEY, "name": "Training", **section},
+            *({"uuid": f"{KEY}-{name}", "name": name, **section, "display": False} for name in closed),
+        ],
+        "isAccordionReordered": True,
+        "hideEmptyCharts": True,
+    }
+
+
+def _chart(metric: str, title: str) -> JsonObject:
+    return {
+        "uuid": f"{KEY}-{metric}",
+        "type": "LINE",
+        "metricSectionId": KEY,
+        "runsCountToCompare": 10,
+        "deleted": False,
+        "isGenerated": False,
+        "displayName": title,
+        "metricKey": metric,
+        "selectedMetricKeys": [metric],
+        "lineSmoothness": 0,
+        "xAxisScaleType": "linear",
+        "scaleType": "linear",
+        "range": {},
+        "xAxisKey": "step",
+        "selectedXAxisMetricKey": "",
+        "yAxisKey": "metric",
+        "yAxisExpressions": [],
+        "ignoreOutliers": False,
+        "useGlobalXaxisKey": True,
+        "useGlobalLineSmoothing": True,
+    }

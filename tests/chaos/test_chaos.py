@@ -1,0 +1,20 @@
+"""Runs that are disturbed as fixed seeds say end as if nothing had happened. `make chaos` gives any seed any time."""
+
+import pytest
+
+from chaos import trial
+from chaos.world import World
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
+
+SEEDS = (9, 12)
+"""Between them: the flow, the launcher, a rank and an instance killed, the launcher and the agent stopped, out of
+memory, a link that holds, a bucket and replies with a flipped bit, replies that are garbage."""
+MINUTES = 1.2
+
+
+def test_disturbed_runs_end_as_the_undisturbed_one(tmp_path, tiny_model, problems):
+    with World(tmp_path, tiny_model, problems) as world:
+        results = trial.run_all(world, SEEDS, MINUTES, print)
+    assert [result["problems"] for result in results] == [[] for _ in SEEDS]
+    assert all(result["faults"] >= 3 for result in results)

@@ -1,0 +1,167 @@
+"""`metronome conform`: both engines keep the rules; an engine that breaks one is told by the rule's name."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from engine.errors import BadInput
+from engine.tools.conformance.suite import RULES, conform
+from support import broken_engine as broken
+from support.broken_engine import BrokenEngine, answered, reply_with, request_with
+from support.runs import ROOT
+from support.served import ENGINES, save_model, serving
+
+TOKEN = "a-secret"
+REQUIRED = {rule.name for rule in RULES if rule.required}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), 0)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def url(request, model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    with serving(model, folder, token=TOKEN, engine=request.param) as (_, ready):
+        yield f"http://{ready['host']}:{ready['port']}"
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch):
+    monkeypatch.setenv("METRONOME_TOKEN", TOKEN)
+
+
+def tried(url, *, only=(), **given):
+    """(whether it conforms, {rule: its line}, the last line)."""
+    said = []
+    arguments = {"model": "", "dtype": "float32", "shared": None, "timeout_s": 20.0, "only": only} | given
+    holds = conform(url=url, say=said.append, **arguments)
+    print("\n".join(said))
+    return holds, {line.split()[0]: line for line in said[:-1]}, said[-1]
+
+
+def failed(lines):
+    return {name for name, line in lines.items() if line.split()[1] == "FAIL"}
+
+
+def test_an_engine_of_this_project_keeps_every_rule_and_is_left_as_it_was(url):
+    for _ in range(2):
+        holds, lines, last = tried(url)
+        assert holds
+        assert lines.keys() == {rule.name for rule in RULES}
+        assert all(line.split()[1] == "pass" for line in lines.values())
+        assert f"{len(REQUIRED)} required rules hold, and {len(RULES) - len(REQUIRED)} others" in last
+
+
+FAULTS = {
+    "no version for the tokens": (reply_with(broken.no_versions), {"versions"}),
+    "no version for the first token": (reply_with(broken.one_version_too_few), {"versions"}),
+    "a version that it does not hold": (reply_with(broken.stale_version), {"versions", "weight-update"}),
+    "other log-probabilities": (reply_with(broken.wrong_logprobs), {"log-probabilities"}),
+    "other log-probabilities of prompts": (
+        reply_with(broken.wrong_prompt_logprobs),
+        {"prompt-log-probabilities", "weight-update"},
+    ),
+    "no digest": (reply_with(broken.no_digest), {"digest"}),
+    "a wrong digest": (reply_with(broken.wrong_digest), {"digest"}),
+    "tokens of another vocabulary": (reply_with(broken.foreign_tokens), {"tokens", "group"}),
+    "another finish reason": (reply_with(broken.other_reason), {"finish-reason"}),
+    "no stop tokens": (request_with("/v1/completions", broken.no_stop), {"finish-reason"}),
+    "no seeds": (request_with("/v1/completions", broken.random_seed), {"seeds"}),
+    "one seed for all": (request_with("/v1/completions", broken.one_seed), {"seeds", "group"}),
+    "no health": (answered("/health", {"status": "ok"}), {"health"}),
+    "no token asked for": (broken.ignores_the_token, {"token"}),
+    "no limits": (broken.takes_any_body, {"limits"}),
+    "a slow load": (broken.is_slow_to_say_its_load, {"load"}),
+    "errors without a form": (
+        answered("/pause", "no", 400, lambda request, _: "keep" in request.query_string),
+        {"errors"},
+    ),
+    "a pause that does nothing": (
+        answered("/pause", {"status": "paused"}, 200, lambda request, _: "wait" in request.query_string),
+        {"pause"},
+    ),
+    "a pause that aborts": (broken.aborts_instead_of_letting_responses_finish, {"pause"}),
+    "an abort that waits": (broken.lets_responses_finish_instead_of_aborting, {"abort"}),
+    "requests of a client that left": (broken.keeps_what_its_client_left, {"disconnect"}),
+    "no weight updates": (
+        broken.ignores_updates,
+        {"base-weights", "weight-update", "checksum", "whole-update", "update-order"},
+    ),
+    "no checksums": (request_with("/update_weights", broken.no_checksums), {"checksum"}),
+    "a stale output layer": (request_with("/update_weights", broken.no_perturbation), {"base-weights"}),
+    "no world size": (answered("/get_world_size", {}), {"world-size"}),
+}
+
+
+WHOLE = {
+    "no version for the tokens",
+    "other log-probabilities",
+    "a pause that does nothing",
+    "no weight updates",
+}
+"""Faults for which every rule is tried, so that those of other names are seen to hold."""
+
+
+@pytest.fixture(scope="module")
+def embedded(model, tmp_path_factory):
+    with serving(model, tmp_path_factory.mktemp("server"), token=TOKEN) as (_, ready):
+        yield f"http://{ready['host']}:{ready['port']}"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_engine_that_breaks_a_rule_is_told_by_the_rules_name(embedded, name):
+    fault, expected = FAULTS[name]
+    with BrokenEngine(embedded, TOKEN, fault).serving() as url:
+        holds, lines, last = tried(url, only=() if name in WHOLE else {"tokens", "health", *expected})
+    assert failed(lines) == expected
+    assert not holds
+    assert all(rule in last for rule in expected)
+    assert tried(embedded, only=["health", "versions"])[0]
+
+
+def test_the_page_has_every_rule_and_no_other():
+    text = (ROOT / "docs/conformance.md").read_text()
+    named = re.findall(
+        r"^\| `([a-z-]+)` \| (not required: )?", text.partition("## The rules")[2].partition("\n## ")[0], re.M
+    )
+    assert {name: not optional for name, optional in named} == {rule.name: rule.required for rule in RULES}
+
+
+def test_only_the_rules_that_were_asked_for_are_tried(embedded):
+    assert tried(embedded, only=["digest"])[1].keys() == {"digest"}
+    with pytest.raises(BadInput, match="--only nothing: no such rule; rules are health, token"):
+        tried(embedded, only=["nothing"])
+
+
+def test_the_exit_code_says_whether_it_conforms(embedded, model):
+    fault, _ = FAULTS["a wrong digest"]
+    with BrokenEngine(embedded, TOKEN, fault).serving() as url:
+        for place, only, code in ((embedded, "digest", 0), (url, "digest", 1), (url, "seeds", 0), (url, "none", 2)):
+            command = [sys.executable, "-m", "flows.cli", "conform", place, "--only", only, "--model", model]
+            ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+            assert ended.returncode == code, ended.stdout + ended.stderr
+            assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "url", ["https://127.0.0.1:1", "127.0.0.1:8000", "http://", "http://127.0.0.1:x", "http://a/b"]
+)
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(BadInput, match="expected the address of an engine"):
+        tried(url)
+
+
+def test_no_engine_and_no_model_and_an_engine_in_use_are_named(embedded, tmp_path):
+    with pytest.raises(BadInput, match="no engine answers there"):
+        tried("http://127.0.0.1:1")
+    with pytest.raises(BadInput, match="no Hugging Face folder on this machine"):
+        tried(embedded, model=str(tmp_path))
+    with BrokenEngine(
+        embedded, TOKEN, answered("/load", {"running": 0, "waiting": 0, "generated_tokens": 0, "weight_version": 4})
+    ).serving() as url:
+        with pytest.raises(BadInput, match="is in use: it has 0 requests and weight version 4"):
+            tried(url)

@@ -1,0 +1,125 @@
+"""Evaluation inside a run, on real processes: it changes no weight, and it is of exactly the step's weights."""
+
+import json
+import re
+
+import pytest
+from safetensors.numpy import load_file
+
+from engine.run.files import read_lines
+from engine.run.trace import read_spans
+from support.runs import launch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = 4
+
+
+def weights(folder, name):
+    return {key: tensor.tobytes() for key, tensor in load_file(folder / name / "policy/model.safetensors").items()}
+
+
+@pytest.fixture
+def exact(settings):
+    return settings | {
+        "train.steps": STEPS,
+        "rollout.deterministic": True,
+        "train.consume": "prompt_order",
+        "evaluate.problems": 6,
+        "evaluate.samples": 2,
+        "evaluate.max_new_tokens": 8,
+    }
+
+
+def run(settings, folder):
+    code, output = launch(settings, folder)
+    assert code == 0, output
+    return folder / settings["run.name"]
+
+
+def test_an_evaluated_run_trains_the_same_weights_and_a_late_evaluation_is_dropped(exact, tmp_path):
+    run(exact | {"run.name": "plain"}, tmp_path)
+    folder = run(exact | {"run.name": "evaluated", "evaluate.every": 1}, tmp_path)
+    assert weights(tmp_path, "plain") == weights(tmp_path, "evaluated")
+
+    rows = list(read_lines(folder / "evaluations.jsonl"))
+    assert [row["weight_version"] for row in rows] == [0, 1, 2]  # not the last step's, which nothing waits for
+    for row in rows:
+        assert row["in_run"]
+        assert (row["problems"], row["samples"]) == (6, 2)
+        assert 0 <= row["exposed_s"] <= row["seconds"]
+        table = [json.loads(line) for line in (folder / row["table"]).read_text().splitlines()]
+        assert {tuple(map(tuple, one["versions"])) for problem in table for one in problem["responses"]} == {
+            ((0, row["weight_version"]),)
+        }
+    assert len({row["avg_at_k"] for row in rows}) > 1, "the weights moved, so did the figure"
+    assert rows[2]["against"]["weight_version"] == 0
+    _never_beside_a_step(read_spans(folder / "trace"))
+
+    late = run(
+        exact
+        | {
+            "run.name": "late",
+            "evaluate.every": 2,
+            "evaluate.max_wait_s": 0,
+            "evaluate.max_new_tokens": 50,
+            "evaluate.problems": 40,
+            "evaluate.samples": 8,
+        },
+        tmp_path,
+    )
+    assert not (late / "evaluations.jsonl").exists()
+    lost = list(read_lines(late / "evaluations/dropped.jsonl"))
+    assert [row["weight_version"] for row in lost] == [0, 2]
+    for row in lost:  # at the first, the benchmarks may still be being read: they are while the first step is generated
+        landed = re.match(r"(\d+) of 320 responses were in when training had waited 0 s", row["reason"])
+        assert (landed and int(landed[1]) < 320) or "not read and encoded" in row["reason"], row
+    assert weights(tmp_path, "plain") == weights(tmp_path, "late")
+
+
+def _never_beside_a_step(spans):
+    """No response of a step was sampled while one of an evaluation was,
+    and all of them between the step's last and the sync."""
+    for version in range(3):
+        own = [span for span in spans if span["name"] == "evaluate" and span["step"] == version]
+        last = max(span["end"] for span in spans if span["name"] == "rollout" and span["step"] == version)
+        following = min(span["start"] for span in spans if span["name"] == "rollout" and span["step"] == version + 1)
+        assert len(own) == 12
+        assert last <= min(span["start"] for span in own)
+        assert max(span["end"] for span in own) <= following
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"train.mode": "one_step_off"},
+        {"train.mode": "bounded", "train.max_staleness": 2, "train.exact_lag": True, "weights.staged": True},
+    ],
+    ids=["one step off", "staged"],
+)
+def test_in_the_modes_ahead_it_shares_the_instances_and_changes_no_weight(exact, tmp_path, mode):
+    exact = exact | mode | {"algorithm.old_policy": "rollout", "algorithm.kl_coef": 0}
+    run(exact | {"run.name": "plain"}, tmp_path)
+    folder = run(exact | {"run.name": "evaluated", "evaluate.every": 1}, tmp_path)
+    assert weights(tmp_path, "plain") == weights(tmp_path, "evaluated")
+    rows = list(read_lines(folder / "evaluations.jsonl"))
+    assert [row["weight_version"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        table = [json.loads(line) for line in (folder / row["table"]).read_text().splitlines()]
+        assert {tuple(map(tuple, one["versions"])) for problem in table for one in problem["responses"]} == {
+            ((0, row["weight_version"]),)
+        }
+        assert 0 <= row["exposed_s"] <= row["seconds"]
+    spans = read_spans(folder / "trace")
+    for version in range(3):  # the next version is served only when the evaluation's last response is in
+        last = max(span["end"] for span in spans if span["name"] == "evaluate" and span["step"] == version)
+        following = [span for span in spans if span["name"] == "sync" and span["lane"] == "instances"]
+        assert last <= min(span["end"] for span in following if span["step"] == version + 1)
+
+
+def test_in_bounded_an_evaluation_is_of_one_version_whenever_instances_swap(exact, tmp_path):
+    in_turn = {"train.mode": "bounded", "train.max_staleness": 2, "weights.staged": True, "rollout.instances": 2}
+    free = {"rollout.deterministic": False, "train.consume": "arrival", "algorithm.old_policy": "rollout"}
+    folder = run(exact | in_turn | free | {"algorithm.kl_coef": 0, "evaluate.every": 1}, tmp_path)
+    rows = list(read_lines(folder / "evaluations.jsonl"))
+    assert [row["weight_version"] for row in rows] == [0, 1, 2]
+    assert not (folder / "evaluations/dropped.jsonl").exists()

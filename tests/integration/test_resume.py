@@ -1,0 +1,251 @@
+"""A resumed run stays what it was, and a resume that is refused changes nothing: not a byte of the run's folder, and
+neither state nor tags of MLflow's run, nor the registry."""
+
+import fcntl
+import gc
+import hashlib
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+from sqlalchemy import Engine
+from typer.testing import CliRunner
+
+from engine.run.files import read_lines
+from engine.run.folder import RunFolder
+from engine.run.start import read_start
+from flows.cli import app
+from support.runs import ROOT, base_settings
+from tasks.tracking.registered_policies import registered_name
+
+TABLES = (
+    "runs",
+    "tags",
+    "params",
+    "registered_models",
+    "model_versions",
+    "model_version_tags",
+    "registered_model_aliases",
+)
+"""Of MLflow's store: the state of its runs and what the registry has."""
+
+
+def metronome(command, *arguments):
+    """Run a command in this process: (exit code, what it printed)."""
+    done = CliRunner().invoke(app, [command, *map(str, arguments)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def sets(*keys):
+    return [part for key in keys for part in ("--set", key)]
+
+
+def state_of(output):
+    """Every file of the output folder's runs by content, and every row of MLflow's tables."""
+    files = {
+        str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted((output / "first").rglob("*"))
+    }
+    with closing(sqlite3.connect(output / "mlflow.db")) as store:
+        return files, {name: sorted(map(repr, store.execute(f"SELECT * FROM {name}"))) for name in TABLES}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model, problems, tmp_path_factory):
+    """The output folder of a finished run of `metronome train`, begun with a recipe of its own."""
+    folder = tmp_path_factory.mktemp("resume")
+    model = shutil.copytree(tiny_model, folder / "model")
+    data = shutil.copy(problems, folder / "problems.jsonl")
+    keys = base_settings(model, data, folder / "runs") | {
+        "run.name": "first",
+        "train.steps": 2,
+        "train.record": True,
+        "checkpoint.every": 1,
+    }
+    tables = {}
+    for key, value in keys.items():
+        table, _, name = key.partition(".")
+        tables.setdefault(table, []).append(f"{name} = {json.dumps(value)}")
+    text = "".join(f"[{table}]\n" + "\n".join(lines) + "\n" for table, lines in tables.items())
+    (folder / "mine.toml").write_text(text)
+    code, told = metronome("train", folder / "mine.toml")
+    assert code == 0, told
+    return folder
+
+
+@pytest.fixture
+def again(trained):
+    """Runs `metronome train --resume`; the run is afterwards put back as it was."""
+    output = trained / "runs"
+    kept = shutil.copytree(output, trained / "kept")
+
+    def command(*keys, recipe=None, command="train"):
+        place = sets(f"run.output={output}", "run.name=first")
+        return metronome(command, *([recipe] if recipe else []), "--resume", *place, *sets(*keys))
+
+    yield command
+    shutil.rmtree(output)
+    kept.rename(output)
+    for one in gc.get_objects():  # MLflow's connections in this process still have the file that is gone
+        if isinstance(one, Engine):
+            one.dispose()
+
+
+def damaged(name, text="x"):
+    def damage(trained):
+        (trained / "runs/first" / name).write_text(text)
+
+    return damage
+
+
+def other_data(trained):
+    rows = list(read_lines(trained / "problems.jsonl"))
+    (trained / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+
+
+def other_content(trained):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = next((trained / "model").glob("*.safetensors"))
+    save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
+def other_positions(trained):
+    """What a replay's checkpoints say under dynamic sampling."""
+    for file in (trained / "runs/first/checkpoints").glob("*/state.json"):
+        text = json.dumps(json.loads(file.read_text()) | {"prompt_position": None})
+        file.write_text(text.replace('"dynamic_sampling": false', '"dynamic_sampling": true'))
+        marker = json.loads((file.parent / "_SUCCESS.json").read_text())
+        marker["files"]["state.json"] = file.stat().st_size
+        (file.parent / "_SUCCESS.json").write_text(json.dumps(marker))
+    config = trained / "runs/first/config.toml"
+    config.write_text(config.read_text().replace("dynamic_sampling = false", "dynamic_sampling = true"))
+
+
+def nothing(trained):
+    pass
+
+
+REFUSED = {
+    "a fixed key": (nothing, ["rollout.group_size=8"], "rollout.group_size is 8, but the run has 4"),
+    "fewer steps": (nothing, ["train.steps=1"], "has trained 2 steps already, train.steps is 1; give train.steps = 2"),
+    "an unknown key": (nothing, ["train.stepz=4"], "unknown key train.stepz"),
+    "a wrong value": (nothing, ["train.learning_rate=-1"], "train.learning_rate"),
+    "keys that do not fit": (nothing, ["rollout.partial=true"], "rollout.partial"),
+    "another address": (nothing, ["rollout.listen=here"], "expected host:port"),
+    "another device": (nothing, ["platform.device=cuda"], 'platform.device = "cuda"'),
+    "another layout": (nothing, ["parallel.tensor=3"], "the layout does not fit the model"),
+    "a model that is gone": (nothing, ["model.path=gone"], "no config.json there"),
+    "a reward that is gone": (nothing, ["reward.function=gone.py:reward"], "gone.py"),
+    "other prompts by a key": (
+        nothing,
+        ["rollout.max_new_tokens=4", "rollout.max_context=6"],
+        "Changed: rollout.max_context",
+    ),
+    "another record": (nothing, ["train.micro_batch_tokens=512"], "but the record was taken with"),
+    "other problems": (other_data, [], "the content of data.train"),
+    "another base model": (other_content, [], "its content is not that of the run's base model"),
+    "a damaged config": (damaged("config.toml"), [], "its end is missing"),
+    "a damaged number": (damaged("run_id"), [], "the run's number can't be read"),
+    "a damaged start": (damaged("start.json"), [], "how the run began can't be read"),
+    "a damaged attempt of the launcher": (damaged("launcher_attempt"), [], "the newest attempt can't be read"),
+    "a damaged attempt of the flow": (damaged("flow_attempt"), [], "the newest attempt can't be read"),
+    "damaged stages": (damaged("stages.json"), [], "which stages are done can't be read"),
+    "damaged attempts": (damaged("attempts.jsonl", "x\n"), [], "attempts.jsonl, line 1"),
+    "damaged steps": (damaged("steps.jsonl", "x\n"), [], "steps.jsonl, line 1"),
+    "a position that is not known": (other_positions, [], "does not say how many prompts were used"),
+    "a damaged record": (damaged("record.msgpack"), [], "not a record of train.record"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_resume_changes_nothing(trained, again, case):
+    prepare, keys, message = REFUSED[case]
+    before = {
+        file: file.read_bytes() for folder in ("model", ".") for file in (trained / folder).glob("*") if file.is_file()
+    }
+    prepare(trained)
+    try:
+        there = state_of(trained / "runs")
+        code, told = again(*keys)
+        assert (code, told.count("error: ")) == (2, 1), told
+        assert message in told
+        assert state_of(trained / "runs") == there
+    finally:
+        for file, content in before.items():
+            file.write_bytes(content)
+
+
+def test_a_run_that_another_process_holds_is_refused_as_it_is(trained, again):
+    with (trained / "runs/first/lock").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        there = state_of(trained / "runs")
+        code, told = again()
+    assert code == 2
+    assert "is in use by" in told
+    assert state_of(trained / "runs") == there
+
+
+def test_the_pipeline_refuses_as_training_does(trained, again):
+    """Inside its flow, since a deployment's form resumes runs, too."""
+    before = (trained / "problems.jsonl").read_bytes()
+    other_data(trained)
+    there = state_of(trained / "runs")
+    command = [sys.executable, "-m", "flows.cli", "run", "--resume"]
+    place = sets(f"run.output={trained / 'runs'}", "run.name=first")
+    done = subprocess.run([*command, *place], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
+    (trained / "problems.jsonl").write_bytes(before)
+    assert done.returncode == 2, done.stderr
+    assert "the content of data.train" in done.stderr
+    assert state_of(trained / "runs") == there
+
+
+def test_which_run_is_meant(trained):
+    code, told = metronome("train", "--resume", *sets(f"run.output={trained / 'runs'}"))
+    assert (code, "name the run to continue by --set run.name=NAME; the newest in" in told) == (2, True)
+    assert "first" in told.splitlines()[-1]
+    code, told = metronome("train", "--resume", *sets(f"run.output={trained / 'none'}"))
+    assert (code, "has no run" in told) == (2, True)
+    code, told = metronome("train", "--resume", *sets(f"run.output={trained / 'none'}", "run.name=first"))
+    assert (code, "is no run folder" in told) == (2, True)
+    assert not (trained / "none").exists()
+
+
+def test_a_resumed_run_is_the_run_with_the_keys_of_the_command(trained, again):
+    own = RunFolder(trained / "runs/first").read_config()
+    begun = read_start(trained / "runs/first")
+    assert (begun.recipe, begun.registered) == (str(trained / "mine.toml"), "metronome-mine")
+    edited = (trained / "mine.toml").read_text().replace("learning_rate = 0.001", "learning_rate = 0.5")
+    (trained / "edited.toml").write_text(edited)
+    code, told = again("train.steps=3", "train.mode=periodic", recipe=trained / "edited.toml")
+    assert code == 0, told
+    assert "first goes on as its own config.toml says; changed by this command: train.steps = 3 (was 2)\n" in told
+    assert "edited.toml is not read again; it has train.learning_rate = 0.5 (the run has 0.001)" in told
+    now = RunFolder(trained / "runs/first").read_config()
+    assert now == own.model_copy(update={"train": own.train.model_copy(update={"steps": 3})})
+    assert read_start(trained / "runs/first") == begun
+    assert [row["step"] for row in read_lines(trained / "runs/first/steps.jsonl")] == [0, 1, 2]
+    assert registered_name(str(trained / "runs/first/config.toml"), now) == "metronome-mine"
+
+
+def test_a_lost_folder_goes_on_only_with_what_its_checkpoints_were_trained_with(trained, again, tmp_path):
+    """Of the run's recipe, since nothing else says what it was."""
+    place = f"checkpoint.path={tmp_path / 'published'}"
+    run = trained / "runs/first"
+    shutil.copytree(run / "checkpoints", tmp_path / "published/first")
+    shutil.rmtree(run)
+    code, told = again(place)
+    assert (code, "name its recipe" in told) == (2, True)
+    for keys, message in ((["rollout.group_size=8"], "but the run has 4"), (["train.steps=1"], "has trained 2 steps")):
+        there = state_of(trained / "runs")
+        code, told = again(place, *keys, recipe=trained / "mine.toml")
+        assert (code, message in told) == (2, True), told
+        assert state_of(trained / "runs") == there
+        assert not run.exists()

@@ -1,0 +1,350 @@
+"""The service as programs outside use it: real instances, a real service process, faults of its clients."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import httpx
+import msgspec
+import psutil
+import pytest
+from torch.utils.data import DataLoader
+
+from docs.examples.hf_trainer import HuggingFaceTrainer
+from engine.client.experience_dataset import ExperienceDataset, leases
+from engine.client.service import ServiceClient
+from engine.config import Queue
+from engine.errors import BadInput, DeadlineError, MetronomeError, ServiceConflict, StaleRolloutError, WeightSyncError
+from engine.run.folder import RunFolder
+from engine.types import Group, Prompt, Response, Score
+from engine.wire.sealed import seal_group
+from support.runs import ROOT, config_of, overrides, wait_for
+
+LEASE_S = 2.0
+TOKEN = "a-secret"
+PROMPTS = 3
+SIZE = 2
+SMALL = {
+    "rollout.group_size": SIZE,
+    "rollout.max_new_tokens": 6,
+    "rollout.timeout_s": 30,
+    "train.prompts_per_step": PROMPTS,
+    "train.steps": 200,
+    "service.lease_s": LEASE_S,
+    "service.max_mib": 1,
+}
+CONSUMER = """
+import sys, time
+from engine.client.service import ServiceClient
+lease = ServiceClient.init_engines(sys.argv[1]).get_experience_data(int(sys.argv[2]), "dead", 10**6)
+print([group.index for group in lease.groups], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def running(tiny_model, problems, tmp_path_factory):
+    """A service of this module's own, its client, and a model whose next version can be published."""
+    from support.runs import base_settings
+
+    folder = tmp_path_factory.mktemp("service")
+    os.environ["METRONOME_TOKEN"] = TOKEN
+    try:
+        config = config_of(base_settings(tiny_model, problems, folder) | SMALL)
+        with ServiceClient.init_engines(config) as client:
+            yield SimpleNamespace(
+                client=client,
+                model=HuggingFaceTrainer(client.config),
+                folder=config.folder,
+                address=(config.folder / "service.address").read_text().strip(),
+                version=-1,
+            )
+    finally:
+        del os.environ["METRONOME_TOKEN"]
+
+
+@pytest.fixture
+def step(running):
+    """The next step, its weights published. The test must leave every group of it acknowledged."""
+    running.version += 1
+    running.client.weight_sync_notify(running.version, running.model)
+    return running.version
+
+
+@pytest.fixture
+def client(running):
+    return running.client
+
+
+def made(step, index, **changes):
+    """A group that no instance has sampled."""
+    response = Response(
+        token_ids=(7, 8, 9),
+        logprobs=(-1.0, -0.5, -2.0),
+        versions=((0, step),),
+        loss_mask=(True,) * 3,
+        finish_reason="length",
+        text="",
+        seed=1,
+        instance="outside",
+    )
+    scores = tuple(Score(float(number)) for number in range(SIZE))
+    prompt = Prompt(f"own-{index}", "1+1=", "2", (5, 6))
+    group = Group(step=step, index=index, prompt=prompt, responses=(response,) * SIZE, scores=scores)
+    return replace(group, **changes)
+
+
+def push(client, step):
+    return [client.put_experience_data(made(step, index)) for index in range(PROMPTS)]
+
+
+def consume(client, step, consumer="trainer"):
+    """The indices of the step's groups in the order of their training."""
+    return [group.index for lease in leases(client, step, consumer) for group in lease.groups]
+
+
+def test_groups_of_a_consumer_that_is_killed_are_given_again_and_trained_once(running, client, step):
+    push(client, step)
+    dead = subprocess.Popen(
+        [sys.executable, "-c", CONSUMER, running.address, str(step)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    held = json.loads(dead.stdout.readline())
+    dead.kill()
+    dead.wait()
+    assert held == [0, 1, 2]
+    began = time.monotonic()
+    lease = client.get_experience_data(step)
+    assert time.monotonic() - began < LEASE_S + 3
+    assert [group.index for group in lease.groups] == held
+    assert lease.deliveries == 2
+    client.acknowledge(lease)
+    assert client.get_experience_data(step) is None
+
+
+def test_an_acknowledgement_after_the_groups_were_given_again_is_refused(client, step):
+    push(client, step)
+    late = client.get_experience_data(step, "late")
+    again = client.get_experience_data(step, "other")
+    with pytest.raises(ServiceConflict, match="given to 'other'; drop the gradient"):
+        client.acknowledge(late)
+    client.acknowledge(again)
+    client.acknowledge(again)
+    assert client.get_experience_data(step) is None
+
+
+def test_a_group_that_is_put_twice_is_there_once(client, step):
+    assert push(client, step) == [True] * PROMPTS
+    assert push(client, step) == [False] * PROMPTS
+    with pytest.raises(ServiceConflict, match=r"another group 1 already \(another digest\)"):
+        client.put_experience_data(made(step, 1, scores=(Score(5.0),) * SIZE))
+    assert sorted(consume(client, step)) == [0, 1, 2]
+
+
+def test_a_stale_version_a_step_that_is_over_and_one_to_come_are_refused(client, step):
+    if step == 0:
+        pytest.skip("there is no version before the first")
+    old = made(step, 0)
+    stale = replace(old, responses=tuple(replace(one, versions=((0, step - 1),)) for one in old.responses))
+    with pytest.raises(StaleRolloutError, match=f"sampled from weight version {step - 1}, but mode 'periodic'"):
+        client.put_experience_data(stale)
+    for other in (step - 1, step + 1):
+        with pytest.raises(ServiceConflict, match=f"step {other}: with weight version {step} .*takes step {step}"):
+            client.put_experience_data(made(other, 0))
+    push(client, step)
+    consume(client, step)
+
+
+def test_a_flipped_byte_and_an_incomplete_group_are_refused_and_may_be_sent_again(client, step):
+    sealed = seal_group(made(step, 0))
+    flipped = msgspec.structs.replace(sealed, body=bytes([sealed.body[0] ^ 1]) + sealed.body[1:])
+    with pytest.raises(BadInput, match="not those that were sealed"):
+        client.put_experience_data(flipped)
+    short = made(step, 0)
+    with pytest.raises(BadInput, match="it is incomplete: 1 responses"):
+        client.put_experience_data(replace(short, responses=short.responses[:1], scores=short.scores[:1]))
+    assert push(client, step) == [True] * PROMPTS
+    assert sorted(consume(client, step)) == [0, 1, 2]
+
+
+def test_a_put_waits_for_room_until_its_deadline(running, client, step):
+    large = tuple(Score(float(number), detail="x" * 350_000) for number in range(SIZE))
+    assert client.put_experience_data(made(step, 0, scores=large))
+    with pytest.raises(DeadlineError, match=rf"waited 0.5 s for room in the service for group 1 of step {step}: .*"):
+        client.put_experience_data(made(step, 1, scores=large), wait_s=0.5)
+    push_rest = [client.put_experience_data(made(step, index)) for index in (1, 2)]
+    assert push_rest == [True, True]
+    assert sorted(consume(client, step)) == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_flood_of_requests_neither_stops_a_step_nor_fills_the_memory(running, client, step):
+    process = psutil.Process(client._child.pid)
+    before = process.memory_info().rss
+    statuses = set()
+    done = threading.Event()
+    bodies = [b"", b"\xc1" * 1000, b"\x91" * 50_000, b"x" * 700_000, b"x" * (3 * 2**20)]
+    routes = ["put_experience_data", "get_experience_data", "put_prompts_data", "weight_sync_notify", "no_route"]
+
+    def flood(number):
+        token = {"Authorization": f"Bearer {TOKEN}"} if number % 4 else {}
+        with httpx.Client(headers=token, timeout=20) as http:
+            while not done.is_set():
+                for route in routes:
+                    try:
+                        body = bodies[number % len(bodies)]
+                        statuses.add(http.post(f"http://{running.address}/{route}", content=body).status_code)
+                    except httpx.TransportError:
+                        statuses.add("closed")
+
+    threads = [threading.Thread(target=flood, args=(number,)) for number in range(10)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: {400, 401, 429} <= statuses, "a refusal of each kind", 30)
+        began = time.monotonic()
+        client.put_prompts_data(step)
+        trained = consume(client, step)
+        took = time.monotonic() - began
+        grown = process.memory_info().rss - before
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert sorted(trained) == [0, 1, 2]
+    assert statuses - {"closed"} <= {400, 401, 404, 408, 409, 413, 429}
+    assert took < 60
+    assert grown < 100 * 2**20
+    status = httpx.get(f"http://{running.address}/status", headers={"Authorization": f"Bearer {TOKEN}"}).json()
+    assert status["failure"] is None
+    assert status["held_bytes"] == 0
+
+
+def test_a_trainer_that_was_started_again_trains_its_step_from_the_first_group_on(running, client, step):
+    client.put_prompts_data(step)
+    lost = client.get_experience_data(step, budget=1)
+    client.acknowledge(lost)
+    with ServiceClient.init_engines(running.address) as second:
+        assert second.version == step
+        second.weight_sync_notify(step, running.model)
+        assert second.put_prompts_data(step) is False
+        assert sorted(consume(second, step)) == [0, 1, 2]
+
+
+def test_a_version_is_published_once_the_steps_before_are_trained(running, client, step):
+    push(client, step)
+    with pytest.raises(ServiceConflict, match=f"of step {step} not every group is acknowledged"):
+        client.weight_sync_notify(step + 1, running.model)
+    with pytest.raises(ServiceConflict, match=f"version {step} was published last, so {step + 1} is the next"):
+        client.weight_sync_notify(step + 5, running.model)
+    consume(client, step)
+
+
+def test_a_step_has_prompts_or_groups_from_outside(client, step):
+    push(client, step)
+    with pytest.raises(ServiceConflict, match="groups from outside already"):
+        client.put_prompts_data(step)
+    consume(client, step)
+
+
+def test_own_prompts_are_sampled_and_scored(client, step):
+    prompts = [
+        Prompt(id="", problem=f"{n}+{n}=", answer=str(2 * n), token_ids=(50 + n, 44, 50 + n), columns={"row": n})
+        for n in range(PROMPTS)
+    ]
+    assert client.put_prompts_data(step, prompts)
+    assert client.put_prompts_data(step, prompts) is False
+    with pytest.raises(ServiceConflict, match="has other prompts"):
+        client.put_prompts_data(step)
+    groups = {group.index: group for lease in leases(client, step, "trainer") for group in lease.groups}
+    assert [groups[index].prompt.token_ids for index in range(PROMPTS)] == [one.token_ids for one in prompts]
+    assert [groups[index].prompt.answer for index in range(PROMPTS)] == ["0", "2", "4"]
+
+
+def test_the_dataset_gives_the_columns_of_a_step(client, step):
+    client.put_prompts_data(step)
+    columns = ("index", "prompt", "responses", "logprobs", "rewards", "versions")
+    rows = list(DataLoader(ExperienceDataset(client, step, columns), batch_size=None))
+    assert [set(row) for row in rows] == [set(columns)] * PROMPTS
+    assert sorted(row["index"] for row in rows) == [0, 1, 2]
+    for row in rows:
+        assert row["rewards"].shape == (SIZE,)
+        assert [len(one) for one in row["responses"]] == [len(one) for one in row["logprobs"]]
+        assert {version for runs in row["versions"] for _, version in runs} == {step}
+    with pytest.raises(BadInput, match="columns nothing"):
+        ExperienceDataset(client, step, ["nothing"])
+    with pytest.raises(BadInput, match="num_workers=0"):
+        list(DataLoader(ExperienceDataset(client, step), batch_size=None, num_workers=1))
+
+
+def test_samples_name_their_versions_and_follow_their_seeds(client, step):
+    first, second = (client.sample([50, 44, 50], [1, 2]) for _ in range(2))
+    assert [one.token_ids for one in first] == [one.token_ids for one in second]
+    assert all(one.versions == ((0, step),) for one in first)
+    with pytest.raises(BadInput, match="token 0 is 99999"):
+        client.sample([99999], [1])
+    push(client, step)
+    consume(client, step)
+
+
+def test_a_client_needs_the_token_and_the_protocol(running, monkeypatch):
+    monkeypatch.setattr("engine.client.service.SERVICE_PROTOCOL", 99)
+    with pytest.raises(BadInput, match="speaks version 99 of the service protocol"):
+        ServiceClient(running.address)
+    monkeypatch.delenv("METRONOME_TOKEN")
+    with pytest.raises(BadInput, match="METRONOME_TOKEN"):
+        ServiceClient(running.address)
+
+
+def test_a_recipe_that_the_service_does_not_take_is_refused(settings, tmp_path):
+    from engine.launcher.service.serve import checked
+
+    for key, other in (("weights.staged", True), ("algorithm.dynamic_sampling", True), ("evaluate.every", 1)):
+        with pytest.raises(BadInput, match=f"{key}: the service does not have it"):
+            checked(config_of(settings | {key: other}))
+    stored = config_of(settings).model_copy(update={"queue": Queue(store="transferqueue")})
+    with pytest.raises(BadInput, match="queue.store: the service does not have it"):
+        checked(stored)
+
+
+@pytest.mark.slow
+def test_a_service_whose_instances_died_says_so(settings, tmp_path):
+    config = config_of(settings | {"rollout.restarts": 0, "rollout.wait_s": 1, "train.timeout_s": 9})
+    with ServiceClient.init_engines(config) as client:
+        model = HuggingFaceTrainer(client.config)
+        client.weight_sync_notify(0, model)
+        client.put_prompts_data(0)
+        instance = next(
+            one
+            for one in psutil.Process(client._child.pid).children(recursive=True)
+            if "engine.instance.embedded" in " ".join(one.cmdline())
+        )
+        instance.kill()
+        with pytest.raises(MetronomeError, match=r"instance-0|the service is not reached"):
+            consume(client, 0)
+
+
+@pytest.mark.slow
+def test_weights_with_which_the_instances_compute_otherwise_end_the_service(settings):
+    class Other(HuggingFaceTrainer):
+        def probe(self, token_ids):
+            return [value - 1 for value in super().probe(token_ids)]
+
+    with ServiceClient.init_engines(config_of(settings)) as client:
+        with pytest.raises(WeightSyncError, match=r"instance-0: after the update to weight version 0 .* differ"):
+            client.weight_sync_notify(0, Other(client.config))
+        assert client._child.process.wait(30) == 1
+    log = RunFolder(client.config.folder).logs / "service.log"
+    assert "error: WeightSyncError: instance-0: after the update to weight version 0" in log.read_text()
+
+
+def test_the_command_refuses_a_recipe_that_it_does_not_take(settings, tmp_path):
+    given = [part for one in overrides(settings | {"weights.staged": True}) for part in ("--set", one)]
+    command = [sys.executable, "-m", "flows.cli", "service", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: weights.staged: the service does not have it")

@@ -1,0 +1,110 @@
+"""The examples of docs/service.md: trainers through the service against Megatron's own loop, and pushed experience."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from docs.examples.hf_trainer import HuggingFaceTrainer
+from engine.client.adapter import train
+from engine.client.service import ServiceClient
+from support.runs import ROOT, config_of, launch, wait_for, write_config
+
+pytestmark = pytest.mark.timeout(600)
+START_S = 200
+"""Seconds that a service may take to start on a busy machine."""
+
+
+@pytest.fixture
+def seeded(settings):
+    return settings | {
+        "train.consume": "prompt_order",
+        "rollout.deterministic": True,
+        "rollout.timeout_s": START_S,
+        "train.timeout_s": START_S,
+        "train.steps": 2,
+    }
+
+
+def megatron_rows(seeded, folder):
+    """The steps of a run with our own trainer."""
+    code, output = launch(seeded | {"run.name": "megatron"}, folder)
+    assert code == 0, output
+    return [json.loads(line) for line in (folder / "megatron" / "steps.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_example_trainer_gets_the_rewards_of_megatron(seeded, tmp_path):
+    """Equal tokens, and so equal rewards, as long as the two trainers' weights differ by rounding only."""
+    megatron = megatron_rows(seeded, tmp_path)
+    rows = []
+    with ServiceClient.init_engines(config_of(seeded | {"run.name": "example"})) as client:
+        train(client, HuggingFaceTrainer(client.config), report=rows.append)
+    assert [row["reward_mean"] for row in rows] == pytest.approx([row["reward_mean"] for row in megatron])
+    assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in megatron], rel=1e-4)
+    assert [row["groups"] for row in rows] == [list(range(6))] * 2
+    assert [row["versions_seen"] for row in rows] == [[0], [1]]
+
+
+@pytest.mark.slow
+def test_megatron_is_trained_through_the_service_as_by_its_own_loop(seeded, tmp_path):
+    from engine import platform
+    from engine.trainer.service_adapter import MegatronAdapter
+
+    own = megatron_rows(seeded, tmp_path)
+    rows = []
+    cpu = platform.get("cpu")
+    with ServiceClient.init_engines(config_of(seeded | {"run.name": "through"})) as client:
+        with platform.single(cpu):
+            train(client, MegatronAdapter(client.config, cpu), report=rows.append)
+    for key in ("reward_mean", "loss", "kl", "grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in own], rel=1e-6), key
+
+
+@pytest.mark.slow
+def test_the_example_that_pushes_experience_is_trained_once(seeded, tmp_path):
+    """Three processes: the service, the trainer, and the program that samples, scores and pushes."""
+    config = write_config(seeded | {"run.name": "pushed"}, tmp_path)
+    folder = tmp_path / "pushed"
+    commands = {
+        "service": ["-m", "engine.launcher.service.serve", "--config", str(config)],
+        "trainer": ["docs/examples/hf_trainer.py", str(folder), "--out", str(tmp_path / "out"), "--pushed"],
+        "program": ["docs/examples/push_experience.py", str(folder)],
+    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    processes = {}
+
+    def start(name):
+        with open(tmp_path / f"{name}.log", "w") as log:
+            command = [sys.executable, *commands[name]]
+            processes[name] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+    try:
+        start("service")
+        wait_for((folder / "service.address").exists, "the service", START_S)
+        start("trainer")
+        start("program")
+        assert processes["trainer"].wait(200) == 0, (tmp_path / "trainer.log").read_text()
+        assert processes["program"].wait(20) == 0, (tmp_path / "program.log").read_text()
+    finally:
+        for process in processes.values():
+            process.terminate()
+        codes = {name: process.wait(20) for name, process in processes.items()}
+    assert codes["service"] == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "steps.jsonl").read_text().splitlines()]
+    assert [row["groups"] for row in rows] == [list(range(6))] * 2
+    assert [row["versions_seen"] for row in rows] == [[0], [1]]
+    assert (tmp_path / "program.log").read_text().splitlines() == [f"step {n}: pushed 6 groups" for n in range(2)]
+    assert (tmp_path / "out" / "policy" / "model.safetensors").exists()
+
+
+def test_probe_and_tensors_of_the_example_are_those_of_its_model(tiny_model, settings):
+    trainer = HuggingFaceTrainer(config_of(settings))
+    names = [name for name, _ in trainer.tensors()]
+    assert "lm_head.weight" not in names, "tied tensors come once"
+    with torch.no_grad():
+        logits = trainer.policy(torch.tensor([[3, 4, 5]])).logits[0].log_softmax(-1)
+    assert trainer.probe([3, 4, 5]) == pytest.approx([float(logits[0, 4]), float(logits[1, 5])])

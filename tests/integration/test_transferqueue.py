@@ -1,0 +1,126 @@
+"""Runs whose groups lie in TransferQueue's storage units: the real library, with Ray, on this machine."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from engine.errors import StoreError
+from engine.launcher.group_store import TransferQueueStore
+from engine.launcher.launch import launch as launch_here
+from engine.launcher.stored_groups import StoredGroups
+from engine.run.files import read_lines
+from support.runs import ROOT, Tree, config_of, send, wait_for, write_config
+from support.whole_runs import run, same, steps, weights
+
+pytestmark = [
+    pytest.mark.transferqueue,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        find_spec("transfer_queue") is None,
+        reason="TransferQueue is not installed here: make transferqueue-test builds an environment with it",
+    ),
+]
+ELSEWHERE = {"queue.store": "transferqueue", "queue.unauthenticated": True, "queue.timeout_s": 15}
+UNIT = "ray::SimpleStorageUnit"
+CONTROLLER = "ray::TransferQueueController"
+
+
+@pytest.fixture
+def exact(settings):
+    return settings | {
+        "rollout.deterministic": True,
+        "rollout.timeout_s": 300,
+        "train.consume": "prompt_order",
+        "train.micro_batch_tokens": 150,
+        "train.timeout_s": 300,
+    }
+
+
+def in_launcher(exact, folder):
+    """Weights of the run whose groups lie in the launcher."""
+    run(exact | {"run.name": "launcher", "train.mode": "sync"}, folder)
+    return weights(folder, "launcher")
+
+
+def parts(store, name):
+    return [process for process, line in Tree(store.pid).command_lines() if name in line]
+
+
+def disturbed(monkeypatch, disturb, step=1):
+    """Call `disturb` with the store before the first window of a step is fetched. Returns the list of those called."""
+    called = []
+    opened = StoredGroups.open
+
+    async def open_(stored, groups):
+        if groups[0].step == step and not called:
+            called.append(stored)
+            disturb(stored._store)
+        return await opened(stored, groups)
+
+    monkeypatch.setattr(StoredGroups, "open", open_)
+    return called
+
+
+def test_runs_with_both_stores_are_bit_identical(exact, tmp_path):
+    expected = in_launcher(exact, tmp_path)
+    run(exact | ELSEWHERE | {"run.name": "periodic"}, tmp_path, timeout_s=400)
+    assert same(weights(tmp_path, "periodic"), expected)
+
+
+def test_a_killed_run_leaves_no_process_and_resumes_with_the_same_bits(exact, tmp_path):
+    expected = in_launcher(exact, tmp_path)
+    killed = exact | ELSEWHERE | {"run.name": "killed", "train.mode": "sync", "checkpoint.every": 1}
+    config = write_config(killed, tmp_path)
+    process = subprocess.Popen([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], cwd=ROOT)
+    try:
+        wait_for(lambda: len(steps(tmp_path, "killed")) >= 1, "the first step", timeout_s=300)
+        tree = Tree(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    assert any(UNIT in line for _, line in tree.command_lines())
+    assert not tree.left(60)
+    run(killed, tmp_path, "--resume", timeout_s=400)
+    assert same(weights(tmp_path, "killed"), expected)
+    assert [line["step"] for line in steps(tmp_path, "killed")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+def test_groups_of_a_lost_storage_unit_are_generated_again_with_the_same_bits(exact, tmp_path, monkeypatch, signal):
+    expected = in_launcher(exact, tmp_path)
+    called = disturbed(monkeypatch, lambda store: send(parts(store, UNIT)[0], signal))
+    launch_here(config_of(exact | ELSEWHERE | {"run.name": signal, "train.mode": "sync"}))
+    assert same(weights(tmp_path, signal), expected)
+    assert 0 < called[0].generated_again < 6  # of six: those of the unit, and not those of the other one
+
+
+def test_a_lost_controller_ends_the_run_by_name_and_the_run_resumes(exact, tmp_path, monkeypatch):
+    expected = in_launcher(exact, tmp_path)
+    config = config_of(exact | ELSEWHERE | {"run.name": "controller"})
+    disturbed(monkeypatch, lambda store: send(parts(store, CONTROLLER)[0], "SIGKILL"))
+    with pytest.raises(StoreError, match=r"TransferQueue's controller has not answered within queue.timeout_s = 15 s"):
+        launch_here(config)
+    assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0]
+    monkeypatch.undo()
+    launch_here(config, resume=True)
+    assert same(weights(tmp_path, "controller"), expected)
+
+
+def test_a_group_whose_bytes_changed_in_the_store_is_generated_again(exact, tmp_path, monkeypatch):
+    expected = in_launcher(exact, tmp_path)
+    kept = TransferQueueStore.put
+    put = []
+
+    async def damage(store, step, index, body):
+        put.append((step, index))
+        flipped = bytearray(body)
+        flipped[len(body) // 2] ^= (step, index) == (1, 3) and put.count((1, 3)) == 1
+        await kept(store, step, index, bytes(flipped))
+
+    monkeypatch.setattr(TransferQueueStore, "put", damage)
+    launch_here(config_of(exact | ELSEWHERE | {"run.name": "flipped"}))
+    assert same(weights(tmp_path, "flipped"), expected)
+    assert put.count((1, 3)) == 2
+    assert len(put) == 3 * 6 + 1

@@ -1,0 +1,163 @@
+"""Which test produces each message of docs/troubleshooting.md, and a piece of the message that stands in that file."""
+
+UNIT = "tests/unit/"
+MESSAGES = {
+    "unknown key …": (UNIT + "config/test_blame.py", "unknown key train.stepz"),
+    "is more than the … problems of data.train": (UNIT + "launcher/test_checks.py", "problems of data.train"),
+    "has no effect: …": (UNIT + "config/test_no_effect.py", "has no effect: "),
+    "expected table.key=value, for example --set rollout.group_size=8": (
+        UNIT + "config/test_recipe.py",
+        "expected table.key=value",
+    ),
+    "run folder … exists already": (UNIT + "flows/test_cli.py", "exists already"),
+    "old keys, which the next release refuses: …": (
+        UNIT + "config/test_keys.py",
+        "old keys, which the next release refuses:",
+    ),
+    "… are the old and the new name of one key": (
+        UNIT + "config/test_keys.py",
+        "are the old and the new name of one key",
+    ),
+    "--resume: … is … but the run has …": (
+        UNIT + "trainer/checkpoint/test_checkpoints.py",
+        ", but the run has",
+    ),
+    "--resume: name the run to continue": ("tests/integration/test_resume.py", "name the run to continue"),
+    "--resume: the run would go on with other prompts": (
+        "tests/integration/test_resume.py",
+        "Changed: rollout.max_context",
+    ),
+    "--resume: model.path = …": (
+        "tests/integration/test_resume.py",
+        "its content is not that of the run's base model",
+    ),
+    "no config.json there; expected a Hugging Face folder": (UNIT + "flows/test_cli.py", "no config.json there"),
+    "no *.safetensors there; other weight formats are not read": (
+        UNIT + "model/test_families.py",
+        "no *.safetensors there; other weight formats are not read",
+    ),
+    "architecture … is not supported; supported: …": (UNIT + "model/test_families.py", "is not supported; supported:"),
+    "the layout does not fit the model (…": ("tests/integration/test_resume.py", "the layout does not fit the model"),
+    "… = … is more than the … positions that …": (UNIT + "launcher/test_checks.py", "is more than the 2,048 positions"),
+    "too little memory on a …": (UNIT + "tools/dry_run/test_plan.py", "too little memory on a"),
+    "changes log-probabilities of tokens by more than train.ratio_gap_limit": (
+        UNIT + "config/test_config.py",
+        "changes log-probabilities of tokens by more than train.ratio_gap_limit",
+    ),
+    "takes its statistics over the whole batch": (
+        UNIT + "run/test_user_algorithms.py",
+        "takes its statistics over the whole batch",
+    ),
+    "problem set …: no usable row among …": (UNIT + "data/test_problems.py", "no usable row among"),
+    "no prompt is left of …": (UNIT + "data/test_prompts.py", ": no prompt is left of"),
+    "the tokenizer has no chat template": (UNIT + "data/test_prompts.py", "no chat template"),
+    "reward.function = …: while loading it, its process …": (
+        UNIT + "launcher/test_verifier_pool.py",
+        "while loading it, its process",
+    ),
+    "this run has no policy yet": (UNIT + "run/test_served_model.py", "after the last step"),
+    "is in use: it has … requests and weight version …": (
+        "tests/contract/test_conformance.py",
+        "requests and weight version",
+    ),
+    "that is no Hugging Face folder on this machine": (
+        "tests/contract/test_conformance.py",
+        "no Hugging Face folder on this machine",
+    ),
+    "needs vLLM in …: run ": ("tests/vllm/test_parts.py", "needs vLLM in"),
+    "was built from another infra/vllm/…": (
+        "tests/vllm/test_parts.py",
+        "than there is now: run `make vllm DEVICE=",
+    ),
+    "rank … of this machine has no … device": (UNIT + "platform/test_platform.py", "of this machine has no"),
+    "does not serve after … s (rollout.timeout_s …": (
+        UNIT + "launcher/pool/test_processes.py",
+        "does not serve after",
+    ),
+    "instances of rollout.tensor = … need … devices": (
+        UNIT + "tasks/cluster/test_rollout_node.py",
+        "instances of rollout.tensor =",
+    ),
+    "the flow run … has failed": (UNIT + "tasks/cluster/test_other_nodes.py", "the flow run"),
+    "rollout.devices is empty, so each of the …": (
+        UNIT + "launcher/test_checks.py",
+        "rollout.devices is empty",
+    ),
+    "rollout.deterministic = true, but … gives a request other bits …": (
+        "tests/vllm/test_runs.py",
+        "rollout.deterministic = true, but",
+    ),
+    "no rollout instance is left: waited … s for one (rollout.wait_s)": (
+        UNIT + "launcher/pool/test_pool.py",
+        "no rollout instance is left: waited",
+    ),
+    "… failed … times, at last: …": (UNIT + "launcher/test_producer.py", "times, at last:"),
+    "found no instance that takes it in … s": (
+        UNIT + "launcher/test_producer.py",
+        "found no instance that takes it in",
+    ),
+    "no answer to … in … s": (UNIT + "launcher/pool/test_instance_client.py", ": no answer to"),
+    "the launcher at … refuses …": (UNIT + "instance/test_join.py", "refuses guest: 503"),
+    "no launcher answers at …": (UNIT + "tasks/cluster/test_rollout_node.py", "no launcher answers at"),
+    "… sampled from weight version …, but mode … accepts only …": (UNIT + "test_schedule.py", "accepts only"),
+    "trainer and instances … disagree on the same tokens: max|ratio - 1| = …": (
+        "tests/integration/test_faults.py",
+        "step 1.*disagree",
+    ),
+    "its log-probabilities of … fixed tokens differ from the trainer's": (
+        UNIT + "launcher/weight_sync/test_trust.py",
+        ": after the update to weight version",
+    ),
+    "self-test failed: it loaded weights with the output rows of tokens … changed": (
+        UNIT + "launcher/weight_sync/test_sync.py",
+        ": self-test failed",
+    ),
+    "could not be sent: instances failed in each of … attempts": (
+        UNIT + "trainer/publish/test_publisher.py",
+        "could not be sent: instances failed in each of",
+    ),
+    "the name of this machine, …, means …: instances on other machines can't reach that": (
+        UNIT + "wire/weights/test_own_address.py",
+        "instances on other machines can't reach that",
+    ),
+    "the trainer died: …": (UNIT + "tasks/test_train.py", "the trainer died"),
+    "the gradient of this step is not finite": (
+        UNIT + "trainer/test_policy.py",
+        "the gradient of this step is not finite",
+    ),
+    "the launcher … gave no sign of life for … s": (
+        UNIT + "tasks/test_launcher_process.py",
+        "gave no sign of life for",
+    ),
+    "writes it now; this one (attempt …) stops": (UNIT + "run/test_fence.py", "writes it now; this one (attempt"),
+    "… has not ended … s after SIGKILL": (UNIT + "run/test_process.py", "s after SIGKILL"),
+    "open files: the run needs …": (UNIT + "run/test_limits.py", "open files: the run needs"),
+    "no answer from the launcher to … in … s": (UNIT + "wire/test_messages.py", "no answer from the launcher to"),
+    "reward.function = …, prompt …: …": (UNIT + "launcher/test_verifier_pool.py", ", prompt 0123456789abcdef: "),
+    "--resume: the run has trained … steps already": (
+        "tests/integration/test_resume.py",
+        "has trained 2 steps already",
+    ),
+    "no checkpoint of this run is whole": (
+        UNIT + "run/test_checkpoint_search.py",
+        "no checkpoint of this run is whole",
+    ),
+    "… can't be read, because the file is damaged": (UNIT + "run/test_fence.py", "can't be read"),
+    "MiB are free on its disk": (UNIT + "run/test_disk.py", "MiB are free"),
+    "publishing the checkpoint to … (checkpoint.path) failed: …": (
+        UNIT + "trainer/checkpoint/test_writer.py",
+        "publishing the checkpoint to",
+    ),
+    "it was taken with another reference model (content hash differs)": (
+        UNIT + "trainer/checkpoint/test_checkpoints.py",
+        "another reference model",
+    ),
+    "it is of another model than model.path = …": (
+        UNIT + "trainer/checkpoint/test_checkpoints.py",
+        "of another model than",
+    ),
+    "have not written their part of … within … s": (
+        UNIT + "trainer/checkpoint/test_writer.py",
+        "have not written their part of",
+    ),
+}

@@ -1,0 +1,45 @@
+"""A key that nothing reads because of another key is named, with the reason."""
+
+import pytest
+
+from engine.config import Config
+from engine.config.no_effect import without_effect
+from engine.config.recipe import HOME, load
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"algorithm": {"clip_high": 0.28}}, "algorithm.clip_high = 0.28 has no effect: every ratio is 1"),
+        ({"algorithm": {"loss": "gpg", "clip_low": 0.1}}, 'algorithm.loss = "gpg" does not clip so'),
+        ({"algorithm": {"kl_estimator": "k1"}}, 'algorithm.kl_estimator = "k1" has no effect: algorithm.kl_coef = 0'),
+        ({"algorithm": {"gac_high": 0.5}}, "algorithm.gac_high = 0.5 has no effect"),
+        ({"algorithm": {"overlong_penalty": 0.5}}, "algorithm.overlong_penalty = 0.5 has no effect"),
+        ({"queue": {"units": 3}}, 'queue.units = 3 has no effect: queue.store = "launcher"'),
+    ],
+)
+def test_a_key_without_effect_is_named(settings, said):
+    (sentence,) = without_effect(Config(**settings))
+    assert said in sentence
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"algorithm": {"clip_high": 0.28, "old_policy": "previous"}},
+        {"algorithm": {"clip_high": 0.28}, "train": {"updates": 2, "prompts_per_step": 2}},
+        {"algorithm": {"clip_high": 0.28, "loss": "mine.py:loss"}},
+        {"algorithm": {"kl_estimator": "k1", "kl_coef": 0.1}},
+        {"algorithm": {"gac_high": 0.5, "gradient_control": "gac"}},
+        {"algorithm": {"overlong_penalty": 0.5, "overlong_buffer": 4}},
+        {"queue": {"store": "transferqueue", "unauthenticated": True, "units": 3}},
+    ],
+)
+def test_a_key_that_is_read_is_not(settings):
+    assert list(without_effect(Config(**settings))) == []
+
+
+def test_the_recipes_that_ship_have_none():
+    for path in (HOME / "infra/recipes").rglob("*.toml"):
+        assert list(without_effect(load(path))) == [], path

@@ -1,0 +1,213 @@
+"""The probe of a deterministic instance: what it asks, and that any other bit in a reply is a refusal."""
+
+import json
+import math
+import os
+import random
+import threading
+
+import pytest
+
+from engine.errors import BadInput, DeadlineError
+from engine.instance.vllm import batch_invariance, serve
+from engine.instance.vllm.batch_invariance import check, difference, requests
+
+ALONE, AGAIN, TOGETHER, LATE = range(4)
+SLOTS = 3
+CONTEXT = 96
+
+
+def reply(tokens, logprobs):
+    return {"choices": [{"token_ids": list(tokens), "logprobs": {"token_logprobs": list(logprobs)}}]}
+
+
+class Instance:
+    """Replies depend on prompt and seed; the replies to the probed request (seed 0) may be spoilt one by one.
+
+    It holds requests back while it is paused, has as many slots as vLLM would have, and notes what it was asked.
+    """
+
+    def __init__(self, spoil=lambda situation, tokens, logprobs: None, holds=True):
+        self.spoil = spoil
+        self.holds = holds
+        self.open = threading.Event()
+        self.open.set()
+        self.lock = threading.Lock()
+        self.waiting = 0
+        self.probed = 0
+        self.asked = []
+
+    def __call__(self, method, path, body):
+        self.asked.append((method, path))
+        if path == "/v1/completions":
+            return self.complete(body)
+        if path == "/load":
+            return {"waiting": self.waiting if self.holds else 0}
+        if path.startswith("/pause"):
+            self.open.clear()
+        elif path == "/resume":
+            self.open.set()
+        return {}
+
+    def complete(self, body):
+        with self.lock:
+            self.waiting += 1
+            situation = TOGETHER if not self.open.is_set() else (ALONE, AGAIN, LATE)[min(self.probed, 2)]
+        self.open.wait()
+        with self.lock:
+            self.waiting -= 1
+            draw = random.Random(json.dumps(body))
+            tokens = [draw.randrange(100) for _ in range(body["max_tokens"])]
+            logprobs = [-draw.random() for _ in tokens]
+            if body["seed"] == 0:
+                self.spoil(situation, tokens, logprobs)
+                self.probed += 1
+        # through JSON, as over HTTP: no bit may be lost there
+        return json.loads(json.dumps(reply(tokens, logprobs)))
+
+
+def test_equal_bits_pass_and_the_batch_is_full():
+    instance = Instance()
+    check(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
+    assert instance.probed == 4
+    assert instance.asked.count(("POST", "/v1/completions")) == 4 + SLOTS
+    order = [path for _, path in instance.asked if path not in ("/v1/completions", "/load")]
+    assert order == ["/reset_prefix_cache", "/pause?mode=wait", "/resume"]
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "situation"),
+    [
+        (AGAIN, "when it comes again, with its prompt from the prefix cache"),
+        (TOGETHER, "in a full batch"),
+        (LATE, "in a full batch, with its prompt from the prefix cache"),
+    ],
+)
+def test_the_last_bit_of_one_log_probability_is_a_refusal(spoilt, situation):
+    def spoil(at, tokens, logprobs):
+        if at == spoilt:
+            logprobs[7] = math.nextafter(logprobs[7], 0.0)
+
+    instance = Instance(spoil)
+    with pytest.raises(BadInput) as refusal:
+        check(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
+    message = str(refusal.value)
+    assert "\n" not in message  # the launcher shows a line
+    assert message.startswith(
+        f"rollout.deterministic = true, but vLLM 9 on cpu gives a request other bits {situation}: "
+    )
+    assert "the log-probability of its token 7 is -0." in message
+    for remedy in ("rollout.deterministic = false", 'rollout.engine = "embedded"', "has batch-invariant kernels"):
+        assert remedy in message
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (reply([4, 5, 6], [-1.0, -2.0, -3.0]), ""),
+        (reply([4, 7, 6], [-1.0, -2.0, -3.5]), "its token 1 is 7 instead of 5"),
+        (reply([4, 5], [-1.0, -2.0]), "it has 2 tokens instead of 3"),
+        (
+            reply([4, 5, 6], [-1.0, -2.0, -3.0000000000000004]),
+            "the log-probability of its token 2 is -3.0000000000000004 instead of -3.0",
+        ),
+    ],
+)
+def test_what_differs_is_named(other, said):
+    assert difference(reply([4, 5, 6], [-1.0, -2.0, -3.0]), other) == said
+
+
+def test_signs_of_zeros_are_bits_too():
+    assert difference(reply([4], [0.0]), reply([4], [-0.0]))
+
+
+@pytest.mark.parametrize("context", [2, 3, 5, CONTEXT, 4096])
+@pytest.mark.parametrize("slots", [1, 256])
+def test_every_request_has_room_in_the_context(slots, context):
+    request, others = requests(slots, context)
+    assert len(others) == slots
+    assert len(request["prompt"]) + request["max_tokens"] <= context
+    assert all(1 <= len(one["prompt"]) < context and one["max_tokens"] >= 1 for one in others)
+    if slots > 1 and context >= CONTEXT:
+        assert len({len(one["prompt"]) for one in others}) > 10
+        assert len({one["max_tokens"] for one in others}) > 10
+    assert len({one["seed"] for one in (request, *others)}) == slots + 1
+
+
+def test_requests_that_never_wait_are_named_and_let_go(monkeypatch):
+    monkeypatch.setattr(batch_invariance, "WAIT_S", 0.1)
+    instance = Instance(holds=False)
+    with pytest.raises(DeadlineError, match=r"0 of 4 requests of the probe wait at the instance after 0\.1 s"):
+        check(instance, SLOTS, CONTEXT, "vLLM 9 on cpu")
+    assert instance.open.is_set()
+
+
+class Exited(Exception):
+    pass
+
+
+@pytest.fixture
+def announced(monkeypatch, capsys):
+    """`announced(spoil, *options)`: how an instance with these replies ends its start, and what it prints."""
+
+    def leave(code):
+        raise Exited(code)
+
+    def run(spoil, *arguments):
+        instance = Instance(spoil)
+        options = serve._parser().parse_args(["--model", "m", "--slots", "2", "--max-context", "40", *arguments])
+        monkeypatch.setattr(serve, "_answers", lambda url: True)
+        monkeypatch.setattr(serve, "_ask", lambda url, *given: instance(*with_a_seed(given)))
+        monkeypatch.setattr(serve, "_exit_now", leave)
+        monkeypatch.setattr(serve, "_platform", lambda options: "vLLM 9 on cpu")
+        try:
+            serve._announce(options, "http://127.0.0.1:1", 1)
+        except Exited as exited:
+            return exited.args[0], capsys.readouterr(), instance
+        return None, capsys.readouterr(), instance
+
+    def with_a_seed(given):
+        method, path, body = given
+        return method, path, {"seed": -1} | body  # the first completion has none
+
+    return run
+
+
+def other_each_time(situation, tokens, logprobs):
+    logprobs[0] -= situation
+
+
+def test_an_instance_whose_probe_fails_ends_as_one_with_bad_input_does(announced):
+    code, printed, _ = announced(other_each_time, "--deterministic")
+    assert code == 2
+    assert printed.err.startswith(
+        "instance-0: rollout.deterministic = true, but vLLM 9 on cpu gives a request other bits"
+    )
+    assert printed.err.count("\n") == 1
+    assert "serving" not in printed.out
+
+
+def test_only_a_deterministic_instance_is_probed(announced):
+    code, printed, instance = announced(other_each_time)
+    assert (code, instance.probed) == (None, 0)
+    assert "serving" in printed.out
+    code, printed, instance = announced(lambda *_: None, "--deterministic")
+    assert (code, instance.probed) == (None, 4)
+    assert "serving" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "left"),
+    [
+        (["--device", "cuda", "--deterministic"], None, "1"),
+        (["--device", "npu", "--deterministic"], None, "1"),
+        (["--device", "cuda", "--deterministic"], "0", "0"),  # the user's; the probe decides
+        (["--device", "cuda"], None, None),
+        (["--device", "cpu", "--deterministic"], None, None),
+    ],
+)
+def test_devices_with_batch_invariant_kernels_are_told_to_use_them(monkeypatch, arguments, given, left):
+    variables = {} if given is None else {batch_invariance.VARIABLE: given}
+    monkeypatch.setattr(os, "environ", variables)
+    serve._set_environment(serve._parser().parse_args(["--model", "m", *arguments]))
+    assert variables.get(batch_invariance.VARIABLE) == left

@@ -1,0 +1,156 @@
+"""Groups in a store whose rows are lost, changed or slow. The store is a dictionary: the real one is tried in
+tests/integration/test_transferqueue.py."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from engine.errors import StoreError
+from engine.launcher.group_store import StoreFault
+from engine.launcher.stored_groups import StoredGroups
+from engine.wire.sealed import is_whole, seal_group
+from support.groups import numbered_group
+
+
+def group(index, step=0):
+    return seal_group(numbered_group(index, step))
+
+
+class Rows:
+    """Keys and values, of which a part can be lost or out of order."""
+
+    def __init__(self):
+        self.rows = {}
+        self.starts = 0
+        self.broken = False
+        self.failure = None
+
+    async def start(self):
+        self.starts += 1
+        self.rows = {}
+        self.broken = False
+        await asyncio.sleep(0.01)
+
+    async def _reach(self):
+        await asyncio.sleep(0)
+        if self.failure is not None:
+            raise self.failure
+
+    async def put(self, step, index, body):
+        await self._reach()
+        if self.broken:
+            raise StoreFault("put")
+        self.rows[step, index] = body
+
+    async def get(self, step, index):
+        await self._reach()
+        if (step, index) not in self.rows:
+            raise StoreFault("get")
+        return self.rows[step, index]
+
+    async def clear(self, step, indices):
+        await self._reach()
+        if self.broken:
+            raise StoreFault("clear")
+        for index in indices:
+            del self.rows[step, index]
+
+    async def close(self):
+        pass
+
+
+def stored():
+    rows = Rows()
+    again = []
+
+    async def generate(step, index):
+        again.append((step, index))
+        await asyncio.sleep(0.01)
+        return group(index, step)
+
+    return StoredGroups(rows, generate), rows, again
+
+
+async def filled(count=4):
+    groups, rows, again = stored()
+    kept = [await groups.put(group(index)) for index in range(count)]
+    assert all(one.body == b"" and one.tokens == group(one.index).tokens for one in kept)
+    return groups, rows, again, kept
+
+
+async def test_what_is_put_comes_back_with_the_queues_mini_batch_and_is_freed_after_the_step():
+    groups, rows, again, kept = await filled()
+    opened = await groups.open([msgspec.structs.replace(kept[2], mini_batch=1), kept[0]])
+    assert opened == [msgspec.structs.replace(group(2), mini_batch=1), group(0)]
+    groups.trained(0, [2, 0])
+    await groups.clear(0)
+    assert rows.rows.keys() == {(0, 1), (0, 3)}
+    assert not again
+    assert not rows.starts
+
+
+async def test_lost_rows_are_generated_again_and_the_others_are_kept():
+    groups, rows, again, kept = await filled()
+    rows.broken = True
+    del rows.rows[0, 1], rows.rows[0, 3]
+    first, second = await asyncio.gather(groups.open(kept[:2]), groups.open(kept[2:]))
+    assert first + second == [group(index) for index in range(4)]
+    assert sorted(again) == [(0, 1), (0, 3)]
+    assert groups.generated_again == 2
+    assert rows.starts == 1  # once for both windows
+
+
+async def test_trained_groups_are_not_generated_again():
+    groups, rows, again, kept = await filled()
+    groups.trained(0, [0, 1])
+    rows.rows.clear()
+    rows.broken = True
+    assert await groups.open(kept[2:]) == [group(2), group(3)]
+    assert sorted(again) == [(0, 2), (0, 3)]
+    await groups.clear(0)  # their rows went with the store
+
+
+async def test_a_put_that_meets_a_broken_store_is_made_again():
+    groups, rows, again, kept = await filled(2)
+    rows.broken = True
+    rows.rows.clear()
+    late = await groups.put(group(2))
+    assert await groups.open([*kept, late]) == [group(index) for index in range(3)]
+    assert rows.starts == 1
+
+
+async def test_a_changed_body_is_generated_again_without_a_restart():
+    groups, rows, again, kept = await filled()
+    rows.rows[0, 1] = rows.rows[0, 1][:-1] + b"\x00"
+    opened = await groups.open(kept)
+    assert all(map(is_whole, opened))
+    assert again == [(0, 1)]
+    assert not rows.starts
+
+
+async def test_an_error_of_the_store_reaches_whoever_waits():
+    groups, rows, _, kept = await filled()
+    rows.failure = StoreError("the controller has not answered")
+    with pytest.raises(StoreError, match="the controller"):
+        await groups.open(kept)
+    with pytest.raises(StoreError, match="the controller"):
+        await groups.put(group(5))
+
+
+async def test_closing_ends_what_is_being_generated():
+    started = asyncio.Event()
+
+    async def never(step, index):
+        started.set()
+        await asyncio.Event().wait()
+
+    rows = Rows()
+    groups = StoredGroups(rows, never)
+    kept = await groups.put(group(0))
+    rows.rows.clear()
+    opening = asyncio.create_task(groups.open([kept]))
+    await started.wait()
+    await groups.close()
+    with pytest.raises(asyncio.CancelledError):
+        await opening

@@ -1,0 +1,48 @@
+"""What `metronome serve --model` makes of a run folder and of a model's folder."""
+
+import pytest
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.run.folder import dump
+from engine.run.served_model import CONTEXT, served
+from support.tiny_models import save
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder before its end: it has no policy."""
+    folder = tmp_path / "runs/mine"
+    folder.mkdir(parents=True)
+    config = Config.model_validate({"run": {"name": "mine"}, "rollout": {"max_context": 96, "max_new_tokens": 8}})
+    dump(config, folder / "config.toml")
+    return folder
+
+
+def test_a_run_is_served_with_its_policy_its_recipe_and_its_name(run):
+    save(run / "policy")
+    for place in (run, run / "policy"):
+        config, name = served(str(place), "", ["rollout.max_new_tokens=9"])
+        assert (config.model.path, name) == (str(run / "policy"), "mine")
+        assert (config.rollout.max_context, config.rollout.max_new_tokens) == (96, 9)
+    assert served(str(run), "infra/recipes/quickstart.toml", [])[0].rollout.max_context == 128
+
+
+def test_a_run_without_a_policy_is_refused(run):
+    with pytest.raises(BadInput, match="has no policy yet.*after the last step"):
+        served(str(run), "", [])
+
+
+@pytest.mark.parametrize(("positions", "context"), [(64, 64), (10**6, CONTEXT)])
+def test_a_model_gets_the_context_that_it_was_made_for_up_to_a_limit(tmp_path, positions, context):
+    folder = tmp_path / "llama"
+    save(folder, max_position_embeddings=positions)
+    config, name = served(str(folder), "", [])
+    assert (config.model.path, name, config.rollout.max_context) == (str(folder), "llama", context)
+    less = ["rollout.max_context=32", "rollout.max_new_tokens=8"]
+    assert served(str(folder), "", less)[0].rollout.max_context == 32
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="expected a run folder with a policy, or a Hugging Face folder"):
+        served(str(tmp_path), "", [])

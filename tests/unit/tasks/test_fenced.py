@@ -1,0 +1,124 @@
+"""Two flows of one run folder, and a flow whose launcher was taken over."""
+
+import contextlib
+import sys
+
+import mlflow
+import pytest
+from prefect.exceptions import TerminationSignal
+
+from engine.config import Config, Run
+from engine.errors import RewardError, TakenOver
+from engine.run.fence import TAKEN_OVER, Fence
+from engine.run.folder import RunFolder
+from engine.run.start import RunStart
+from tasks import launcher_process, train
+from tasks.evaluate import run_folder as evaluated_folder
+from tasks.fenced import fenced, run_folder
+from tasks.finished_stages import Stages, count_attempt
+from tasks.flow_entry import entered
+from tasks.tracking import tracked_run
+from tasks.tracking.retry import TrackingAway
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config(run=Run(name="mine", output=str(tmp_path)))
+
+
+def test_the_older_flow_does_no_further_stage_and_writes_none(config):
+    with entered(config, RunStart(), resume=False) as entry:
+        entry.once("prepare data", lambda: 1)
+        folder = run_folder(config)
+        stages = folder.stages.read_bytes()
+        attempts = folder.attempts.read_bytes()
+        calls = []
+
+        def work():
+            calls.append(1)
+            Fence.begin(folder.path, "flow")  # the newer flow begins meanwhile
+
+        said = r"another flow \(attempt 2\) writes it now; this one \(attempt 1\) stops"
+        with pytest.raises(TakenOver, match=said):
+            entry.once("convert", work)
+        with pytest.raises(TakenOver, match=said):
+            entry.once("evaluate", work)
+        with pytest.raises(TakenOver, match=said):
+            count_attempt(folder, "training", 3, "it was ended")
+        with pytest.raises(TakenOver, match=said):
+            evaluated_folder(config).add_evaluation({})
+        assert calls == [1]
+        assert (folder.stages.read_bytes(), folder.attempts.read_bytes()) == (stages, attempts)
+    assert not folder.evaluations.exists()
+    Stages(RunFolder(config.folder)).once("convert", lambda: 2)  # whoever has not entered it is not fenced off
+
+
+def test_the_older_flow_leaves_no_reason_in_the_newer_ones_folder(config):
+    def ends():
+        Fence.begin(config.folder, "flow")
+        raise TrackingAway("MLflow does not answer")
+
+    with pytest.raises(TrackingAway), entered(config, RunStart(), resume=False):
+        ends()
+    assert not RunFolder(config.folder).failure.exists()
+
+
+TAKEN = """
+import pathlib, sys
+pathlib.Path(sys.argv[1]).write_text('{"error": "DiskError", "message": "of the newer launcher"}')
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def test_a_launcher_that_was_taken_over_ends_its_flow_which_writes_nothing(config, monkeypatch):
+    folder = RunFolder(config.folder)
+    folder.create(config, resume=False)
+    command = [sys.executable, "-c", TAKEN, str(folder.failure), str(TAKEN_OVER)]
+    monkeypatch.setattr(launcher_process, "launcher_command", lambda *_: command)
+    monkeypatch.setattr(train, "Progress", lambda config: contextlib.nullcontext())
+    with pytest.raises(TakenOver, match="another launcher writes it now"):
+        train.train.fn(config)
+    assert folder.last_failure() == ("DiskError", "of the newer launcher")
+    assert not (folder.path / "timeline.html").exists()
+
+
+def test_the_training_of_the_older_flow_ends_before_a_step_is_logged(config, monkeypatch):
+    logged = []
+    monkeypatch.setattr(train, "Progress", lambda config: contextlib.nullcontext(logged.append))
+    monkeypatch.setattr(train, "run_training", lambda *_, on_step: on_step({"step": 0}))
+    monkeypatch.setattr(tracked_run, "log_step", logged.append)
+    folder = RunFolder(config.folder)
+    folder.create(config, resume=False)
+    with fenced(folder):
+        Fence.begin(folder.path, "flow")
+        with pytest.raises(TakenOver):
+            train.train.fn(config)
+    assert logged == []
+    assert not folder.failure.exists()
+
+
+def test_the_mlflow_run_goes_on_in_the_process_that_writes_the_run_now(config):
+    RunFolder(config.folder).create(config, resume=False)
+    with pytest.raises(TakenOver), tracked_run.tracked(config) as run:
+        raise TakenOver("another launcher writes it now")
+    client = mlflow.MlflowClient()
+    assert client.get_run(run).info.status == "RUNNING"
+    assert client.list_artifacts(run) == []
+
+
+@pytest.mark.parametrize(("ended", "name"), [(KeyboardInterrupt(), "SIGINT"), (TerminationSignal(15), "SIGTERM")])
+def test_a_flow_that_a_signal_ends_says_which(config, ended, name):
+    """Prefect raises an exception of its own for SIGTERM. An error that the launcher told stays."""
+
+    def flow(told):
+        with entered(config, RunStart(), resume=bool(told)):
+            if told:
+                run_folder(config).fail(RewardError(told))
+            raise ended
+
+    for told in ("", "the reward raised"):
+        with pytest.raises(type(ended)):
+            flow(told)
+        assert RunFolder(config.folder).last_failure() == (
+            ("RewardError", told) if told else ("Stopped", f"ended by {name}")
+        )

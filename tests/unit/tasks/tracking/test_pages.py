@@ -1,0 +1,143 @@
+"""What MLflow's UI shows of a run, in a real store: the view of the experiment, descriptions, figures logged once."""
+
+import base64
+import json
+import zlib
+
+import mlflow
+import pytest
+
+from engine.config import Config, Run, Tracking
+from engine.run.files import append_line
+from engine.run.folder import RunFolder
+from engine.run.start import RunStart
+from tasks.tracking import descriptions, evaluation_texts, pages, tracked_run, view
+
+ROW = {
+    "weight_version": 0,
+    "benchmark": "sums@9",
+    "problems": 4,
+    "samples": 1,
+    "avg_at_k": 0.5,
+    "ci_low": 0.4,
+    "ci_high": 0.6,
+    "pass_at_k": 0.5,
+    "maj_at_k": 0.5,
+    "pass_curve": {"1": 0.5},
+    "best_at_k_bootstrap": 0.5,
+    "truncated": 0,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    config = Config(run=Run(name="night", output=str(tmp_path)), tracking=Tracking(experiment="mine"))
+    folder = RunFolder(config.folder)
+    folder.path.mkdir()
+    RunStart(recipe="mine.toml").write(folder.path)
+    folder.create(config, resume=False)
+    return config
+
+
+def finished(config):
+    """A tracked run with a step and two evaluations; its id."""
+    folder = RunFolder(config.folder)
+    with tracked_run.tracked(config) as run_id:
+        tracked_run.log_step({"step": 0, "reward_mean": 0.5, "step_s": 8.0, "wait_ratio": 0.25})
+        for step in (0, 5):
+            row = ROW | {"step": step, "weight_version": step, "avg_at_k": 0.5 + step / 10}
+            append_line(folder.evaluations, row)
+            tracked_run.log_evaluation(row)
+    return run_id
+
+
+def test_the_printed_address_opens_the_runs_in_a_chosen_view(config):
+    run_id = finished(config)
+    run = mlflow.get_run(run_id)
+    experiment = mlflow.get_experiment(run.info.experiment_id)
+    rows = pages.rows(config)
+    assert list(rows) == ["MLflow UI", "its page"]
+    assert rows["its page"] == (
+        f"http://127.0.0.1:5000/#/experiments/{experiment.experiment_id}/runs?viewStateShareKey=metronome"
+    )
+    assert experiment.tags[view.KIND] == "custom_model_development"
+    stored = experiment.tags["mlflow.sharedViewState.metronome"].removeprefix("deflate;")
+    shown = json.loads(zlib.decompress(base64.b64decode(stored)))
+    assert shown["selectedColumns"][1:4] == [
+        "metrics.`reward_mean`",
+        "metrics.`sums_9/avg_at_k`",
+        "metrics.`tokens_per_s_per_device`",
+    ]
+    assert [chart["metricKey"] for chart in shown["compareRunCharts"]][:4] == [
+        "reward_mean",
+        "sums_9/avg_at_k",
+        "tokens_per_s_per_device",
+        "wait_ratio",
+    ]
+    assert [section["name"] for section in shown["compareRunSections"] if section["display"]] == ["Training"]
+    assert run.data.metrics["wait_ratio"] == 0.25
+
+
+def test_a_view_fits_into_a_tag_and_keeps_other_runs_benchmarks(config):
+    finished(config)
+    client = mlflow.MlflowClient()
+    experiment = mlflow.get_experiment_by_name("mine").experiment_id
+    client.set_experiment_tag(experiment, view.KIND, "chosen_by_a_person")
+    view.show(client, experiment, ["aime24", "aime25", "math500", "sums@9"])
+    tags = client.get_experiment(experiment).tags
+    assert tags[view.BENCHMARKS] == "sums_9, aime24, aime25, math500"
+    assert len(tags[view.VIEW]) < 5000
+    assert tags[view.KIND] == "chosen_by_a_person"
+
+
+def test_a_run_says_what_it_is_and_how_it_ended(config):
+    run_id = finished(config)
+    client = mlflow.MlflowClient()
+    note = mlflow.get_run(run_id).data.tags[descriptions.NOTE]
+    assert "Trains `quickstart` on" in note
+    assert "recipe `mine.toml`" in note
+    assert "| accuracy after | avg@1 1.000 [0.400, 0.600] on 4 problems of sums@9 (version 5) |" in note
+    assert f"    metronome run {config.folder}/config.toml --set run.name=night-again" in note
+    assert f"    metronome compare {config.folder} OTHER_RUN" in note
+
+    client.set_tag(run_id, descriptions.NOTE, "best of the week")  # by a person
+    with tracked_run.tracked(config):
+        pass
+    assert mlflow.get_run(run_id).data.tags[descriptions.NOTE] == "best of the week"
+
+
+def test_an_evaluation_of_a_run_changes_none_of_its_settings(config):
+    run_id = finished(config)
+    policy = config.model_copy(update={"model": config.model.model_copy(update={"path": "policy"})})
+    with tracked_run.tracked(policy, evaluation=True) as again:
+        assert again == run_id
+    run = mlflow.get_run(run_id)
+    assert [name for name in run.data.tags if name.startswith("changed.")] == []
+    assert run.data.params["model.path"] == config.model.path
+    with tracked_run.tracked(policy):  # a resume with another model is told
+        pass
+    assert mlflow.get_run(run_id).data.tags["changed.model.path"] == "policy"
+
+
+def test_figures_that_repeat_each_other_are_logged_once(config):
+    run_id = finished(config)
+    names = {name for name in mlflow.get_run(run_id).data.metrics if name.startswith("sums_9/")}
+    assert names == {f"sums_9/{name}" for name in ("problems", "samples", "avg_at_k", "ci_low", "ci_high", "truncated")}
+    with tracked_run.tracked(config):
+        tracked_run.log_evaluation(ROW | {"step": 6, "samples": 4, "benchmark": "four"})
+    assert {"four/pass_at_k", "four/maj_at_k", "four/pass_curve/1"} <= set(mlflow.get_run(run_id).data.metrics)
+
+
+def test_a_server_shows_its_own_pages(config):
+    away = config.model_copy(update={"tracking": Tracking(uri="http://127.0.0.1:9")})
+    assert pages.rows(away) == {"MLflow": "http://127.0.0.1:9"}
+
+
+def test_a_registered_policy_says_what_it_is(config):
+    finished(config)
+    folder = RunFolder(config.folder)
+    text = descriptions.of_policy(folder, config, "It became `champion`: better.")
+    assert text.startswith(f"The policy of run night after {config.train.steps} steps. Trains `quickstart` on")
+    assert "It became `champion`: better." in text
+    assert evaluation_texts.closing(folder)["accuracy after"] in text
+    assert f"    metronome serve --model {config.folder} --port 8000" in text

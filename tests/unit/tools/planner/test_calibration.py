@@ -1,0 +1,98 @@
+"""Costs found again in what they made."""
+
+import json
+import re
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from engine.errors import BadInput
+from engine.tools.planner.calibration import fitted, read_run
+from engine.tools.planner.planning import advice
+from engine.tools.planner.simulation import simulate
+from support.simulated_runs import COSTS, LENGTHS, config, simulated_run, with_model
+
+
+def test_a_runs_costs_predict_other_settings_of_it(tmp_path):
+    settings = [("a", 4, 4096), ("b", 2, 4096), ("c", 4, 2048)]
+    runs = [
+        read_run(simulated_run(config(name, tmp_path, concurrency=how[0], budget=how[1]))) for name, *how in settings
+    ]
+    found = fitted(runs)
+    assert found.sync == pytest.approx(0.1)
+    assert found.update == pytest.approx(0.05)
+    assert found.overhead == pytest.approx(0.02)
+    assert found.train_slowdown == pytest.approx(1.2, abs=0.05)
+    assert found.rollout_slowdown == pytest.approx(1.1, abs=0.05)
+    assert found.decode_s(32, 32 * 200) == pytest.approx(COSTS.decode_s(32, 32 * 200), rel=0.02)
+    assert "measured" in found.figures()["token"][1]
+    assert found.figures()["launcher_token"][1] == "prior"
+    for mode, concurrency, budget in (("sync", 4, 4096), ("periodic", 8, 3000), ("one_step_off", 2, 8192)):
+        other = config("other", tmp_path, mode, concurrency=concurrency, budget=budget)
+        predicted = fmean(simulate(other, found, LENGTHS, seed).step_s for seed in (5, 6))
+        real = fmean(simulate(other, COSTS, LENGTHS, seed).step_s for seed in (5, 6))
+        assert predicted == pytest.approx(real, rel=0.04)
+
+
+def test_one_run_predicts_itself(tmp_path):
+    made = config("a", tmp_path)
+    found = fitted([read_run(simulated_run(made))])
+    assert simulate(made, found, LENGTHS).step_s == pytest.approx(simulate(made, COSTS, LENGTHS).step_s, rel=0.03)
+
+
+def test_a_run_whose_sides_share_nothing_has_no_slowdown(tmp_path):
+    apart = replace(COSTS, train_slowdown=1.0, rollout_slowdown=1.0)
+    found = fitted([read_run(simulated_run(config("a", tmp_path), apart))])
+    assert found.train_slowdown <= 1.02
+    assert found.rollout_slowdown <= 1.02
+
+
+def test_what_is_no_run_or_too_short_or_of_an_older_release_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="no config.toml there"):
+        read_run(tmp_path / "nothing")
+    folder = simulated_run(config("short", tmp_path), steps=1)
+    with pytest.raises(BadInput, match="sizes of 0 responses and 0 windows"):
+        read_run(folder)
+    with pytest.raises(BadInput, match="few: 512 responses and 1 windows after the first step, and at least 8"):
+        fitted([read_run(simulated_run(config("few", tmp_path, "sync", budget=120_000), steps=2))])
+    folder = simulated_run(config("old", tmp_path))
+    spans = [json.loads(line) for line in (folder / "trace/all.jsonl").read_text().splitlines()]
+    for span in spans:
+        span.pop("tokens", None)
+    (folder / "trace/all.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
+    with pytest.raises(BadInput, match="sizes of 0 responses"):
+        read_run(folder)
+
+
+def test_the_advice_names_what_bounds_the_last_steps_and_what_would_change_it(tmp_path, tiny_model):
+    slow = simulated_run(with_model(config("slow", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
+    told = advice(slow)
+    assert told.startswith("rollout (")
+    assert "predicted" in told
+    assert 'train.mode="periodic"' in told
+    assert f"(metronome plan --from {slow})" in told
+    factor = float(re.search(r"predicted ([\d.]+) times", told)[1])
+    assert factor > 1.5
+    good = read_run(slow, last=2)
+    assert len(good.steps) == 2
+    with pytest.raises(BadInput, match="no config.toml"):
+        advice(tmp_path / "nothing")
+
+
+def test_ranks_that_share_a_units_tokens_count_them_once(tmp_path):
+    """Two context ranks trace their halves of each window, and their tensor neighbours nothing."""
+    made = config("shared", tmp_path)
+    run = read_run(simulated_run(made))
+    whole = fitted([run])
+    layout = made.parallel.model_copy(update={"context": 2, "tensor": 2})
+    halves = [span | {"computed_tokens": span["computed_tokens"] / 2} for span in run.trained]
+    nothing = [span | {"computed_tokens": 0, "micro_batches": 0} for span in run.trained]
+    shared = replace(
+        run,
+        config=made.model_copy(update={"parallel": layout}),
+        spans=[*run.sampled, *halves, *[span | {"lane": "trainer-1"} for span in halves], *nothing],
+    )
+    found = fitted([shared])
+    for name in ("window", "micro_batch", "token", "square"):
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-6)

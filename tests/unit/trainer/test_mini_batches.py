@@ -1,0 +1,134 @@
+"""Several updates per batch (`train.updates`): each is what a step of its own on its mini-batch would be."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.config import Config
+from support.policies import a_group, a_policy
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+PLAIN = {
+    "train__learning_rate": 1e-2,
+    "train__schedule": "linear",
+    "train__warmup_steps": 2,
+    "algorithm__kl_coef": 0,
+    "algorithm__old_policy": "behavior",
+}
+
+
+def batch():
+    """Four groups, two for each of two updates."""
+    return [replace(a_group(index=index, seed=index), mini_batch=index // 2) for index in range(4)]
+
+
+def alone(groups):
+    return [replace(group, mini_batch=0) for group in groups]
+
+
+def update(policy, responses=8):
+    policy.reduce(responses)
+    policy.models.copy_policy_to_old()
+    return policy.update()
+
+
+def step_of(policy, windows, updates):
+    policy.start_step()
+    for window in windows:
+        policy.accumulate(window)
+    return [update(policy) for _ in range(updates)]
+
+
+def weights(policy):
+    return {name: value.detach().clone() for name, value in policy.models.policy.named_parameters()}
+
+
+def assert_equal_weights(ours, theirs):
+    for name, value in weights(theirs).items():
+        assert torch.equal(weights(ours)[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "reference"),
+    [
+        ({"algorithm__old_policy": "rollout"}, {"algorithm__old_policy": "rollout"}),
+        # the weights before the only update so far are those at the step's start
+        ({}, {"algorithm__old_policy": "previous"}),
+        ({"algorithm__loss": "dapo"}, {"algorithm__loss": "dapo", "algorithm__old_policy": "previous"}),
+        ({"algorithm__advantage": "gpg"}, {"algorithm__advantage": "gpg", "algorithm__old_policy": "previous"}),
+        (
+            {"algorithm__loss": "m2po", "algorithm__old_policy": "rollout", "train__mode": "sync"},
+            {"algorithm__loss": "m2po", "algorithm__old_policy": "rollout", "train__mode": "sync"},
+        ),
+    ],
+    ids=["rollout", "behavior", "tokens", "gpg", "batch-scope"],
+)
+def test_two_updates_of_a_step_are_two_steps_on_half_the_batch(settings, changes, reference):
+    ours = a_policy(settings, train__updates=2, train__prompts_per_step=4, train__steps=3, **(PLAIN | changes))
+    theirs = a_policy(settings, train__prompts_per_step=2, train__steps=6, **(PLAIN | reference))
+    groups = batch()
+    found = step_of(ours, [groups[:2], groups[2:]], 2)
+    expected = [*step_of(theirs, [alone(groups[:2])], 1), *step_of(theirs, [alone(groups[2:])], 1)]
+    assert found == expected  # norms and learning rates
+    assert found[0][1] < found[1][1]  # the warm-up counts updates
+    assert_equal_weights(ours, theirs)
+
+
+def test_the_order_in_which_mini_batches_come_changes_nothing(settings):
+    """In arrival order a unit may get a window of the second mini-batch before the first one is trained."""
+    changes = PLAIN | {"train__updates": 2}
+    groups = batch()
+    ours = a_policy(settings, **changes)
+    theirs = a_policy(settings, **changes)
+    assert step_of(ours, [groups[2:], groups[:2]], 2) == step_of(theirs, [groups[:2], groups[2:]], 2)
+    assert_equal_weights(ours, theirs)
+
+
+def test_the_gap_to_the_instances_is_of_the_weights_at_the_steps_start(settings):
+    """Later updates have moved: a comparison under their weights would blame the instances."""
+    groups = batch()
+    policy = a_policy(settings, train__updates=2, **PLAIN)
+    policy.start_step()
+    policy.accumulate(groups[:2])
+    policy.accumulate(groups[2:])
+    gap = policy.worst_gap()
+    tokens = policy.metrics.scored_tokens
+    assert tokens == sum(len(response.token_ids) for group in groups for response in group.responses)
+    update(policy)
+    update(policy)
+    assert (policy.worst_gap(), policy.metrics.scored_tokens) == (gap, tokens)
+    assert policy.metrics.old_ratio_max > 1.0 + 1e-4  # the second update's ratio is to the step's first weights
+
+
+def test_figures_are_over_all_updates(settings):
+    groups = batch()
+    policy = a_policy(settings, train__updates=2, **(PLAIN | {"algorithm__old_policy": "rollout"}))
+    step_of(policy, [groups[:2], groups[2:]], 2)
+    figures = policy.figures()
+    assert figures["trained_tokens"] == sum(9 * 4 + 27 for _ in groups)
+    losses = [loss / 8 for loss in policy.metrics.losses]
+    assert losses[0] != losses[1]
+    assert figures["loss"] == pytest.approx(sum(losses) / 2)
+
+
+def test_the_course_of_the_learning_rate_ends_with_the_last_update(settings):
+    policy = a_policy(settings, train__updates=3, train__steps=2, **PLAIN)
+    rates = []
+    for _ in range(6):
+        rates.append(policy.optimizer.param_groups[0]["lr"])
+        policy.scheduler.step(increment=1)
+    assert rates == pytest.approx([5e-3, 1e-2, 8e-3, 6e-3, 4e-3, 2e-3])
+
+
+@pytest.mark.parametrize(
+    ("train", "algorithm", "message"),
+    [
+        ({"prompts_per_step": 6, "updates": 4}, {}, r"train\.updates \(4\) must divide train\.prompts_per_step \(6\)"),
+        ({"prompts_per_step": 8, "updates": 4}, {"old_policy": "previous"}, 'set it to "behavior"'),
+    ],
+)
+def test_what_cannot_be_split_is_refused(train, algorithm, message):
+    with pytest.raises(ValueError, match=message):
+        Config(train=train, algorithm=algorithm)
