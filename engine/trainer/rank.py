@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
 from engine import platform
 from engine.config import Config
@@ -26,10 +26,41 @@ from engine.wire import messages
 from engine.wire.control_client import ControlClient
 from engine.wire.weights.watchdogs import WATCHDOGS
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torch's agent looks for a rank's error."""
 
-@record  # leaves the traceback of an unexpected error for the agent, whose message reaches the launcher
+
+class WholeErrorFile(ErrorHandler):
+    """Leaves the traceback of an unexpected error for the agent, in a file that appears when it is complete.
+
+    When a rank dies the agent ends the others, which may be writing their errors just then. torch's agent fails on half
+    a file, and nobody would hear which rank died.
+    """
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write the error as torch does, beside the file; then rename it."""
+        file = os.environ.get(ERROR_FILE)
+        if file is None:
+            super().record_exception(e)
+            return
+        partial = f"{file}.partial"
+        os.environ[ERROR_FILE] = partial
+        try:
+            super().record_exception(e)
+        finally:
+            os.environ[ERROR_FILE] = file
+        os.replace(partial, file)
+
+
 def main() -> int:
-    """Set the rank up, train, export. Return 0, or 1 after a MetronomeError, which the launcher is told."""
+    """Set the rank up, train, export. Return 0, or 1 after a MetronomeError, which the launcher is told.
+
+    The message of any other error reaches the launcher through the agent.
+    """
+    return record(_main, WholeErrorFile())() or 0
+
+
+def _main() -> int:
     watch_lifeline()
     arguments = _arguments()
     config = load(arguments.folder / "config.toml")

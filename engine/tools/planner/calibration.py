@@ -158,15 +158,18 @@ def _columns(spans: Sequence[Any], names: Sequence[str]) -> list[Array]:
 
 def _decode(runs: Sequence[MeasuredRun]) -> tuple[dict[str, float], float]:
     """Coefficients of decoding: a response of t tokens takes t steps, each with the mean load of its time, and waits
-    for the prompts that begin on its instance meanwhile."""
+    for the prompts that begin on its instance meanwhile. A step costs no less than a token of a prompt, since both are
+    a pass of the model: without this, a short run may say that decoding costs nothing."""
     parts = [_decoded(run, lane) for run in runs for lane in sorted({span["lane"] for span in run.sampled})]
     found, slowdown = _fit(*(np.concatenate(each) for each in zip(*parts, strict=True)))
-    names = ("decode_step", "decode_response", "decode_context", "prefill_token")
-    return dict(zip(names, found, strict=True)), slowdown
+    beyond_prefill, response, context, prefill = found
+    decode = {"decode_step": beyond_prefill + prefill, "decode_response": response, "decode_context": context}
+    return decode | {"prefill_token": prefill}, slowdown
 
 
 def _decoded(run: MeasuredRun, lane: str) -> tuple[Array, Array, Array]:
-    """Rows, seconds and shares of time in which the trainer computed, of an instance's responses."""
+    """Rows, seconds and shares of time in which the trainer computed, of an instance's responses. The columns: what a
+    step costs beyond a token of a prompt, each response in flight, each token of context, a token of a prompt."""
     zero = run.sampled[0]["start"]
     spans = [span for span in run.sampled if span["lane"] == lane]
     starts, ends, prompts, tokens = _columns(spans, ("start", "end", "prompt_tokens", "tokens"))
@@ -176,7 +179,7 @@ def _decoded(run: MeasuredRun, lane: str) -> tuple[Array, Array, Array]:
     active = _Integral(starts, ends, ones, ones).mean(starts, ends)
     context = _Integral(starts, ends, prompts, prompts + tokens).mean(starts, ends)
     begun = _prompts_between(spans, zero, starts, ends)
-    rows = np.stack([tokens, tokens * active, tokens * context, begun], axis=1)
+    rows = np.stack([tokens, tokens * active, tokens * context, tokens + begun], axis=1)
     return rows, ends - starts, _busy(run.trained, zero).mean(starts, ends)
 
 

@@ -79,3 +79,29 @@ def test_an_agent_that_is_told_to_end_says_so_in_one_line(tmp_path):
     assert agent.returncode == 1
     assert "the trainer ranks are ended: SIGTERM" in said
     assert "Traceback" not in said
+
+
+FAILING = """
+import os, signal, sys, time
+from pathlib import Path
+from torch.distributed.elastic.multiprocessing.errors import record
+from engine.trainer.rank import ERROR_FILE, WholeErrorFile
+
+def fail():
+    raise RuntimeError("lost its connection" * 5_000_000)  # it takes a while to write that
+
+if os.environ["RANK"] == "0":
+    record(fail, WholeErrorFile())()
+folder = Path(os.environ[ERROR_FILE]).parent.parent / "0"
+while not any(folder.glob("error.json*")):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_is_ended_while_it_writes_its_error_hides_nothing():
+    """torch's agent reads each error file, and failed on one that was half written."""
+    agent = [sys.executable, "-c", AGENT, FAILING]
+    done = subprocess.run(agent, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("trainer rank 1: Signal 9 (SIGKILL)")

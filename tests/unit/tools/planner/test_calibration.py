@@ -96,3 +96,12 @@ def test_ranks_that_share_a_units_tokens_count_them_once(tmp_path):
     found = fitted([shared])
     for name in ("window", "micro_batch", "token", "square"):
         assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-6)
+
+
+def test_a_run_whose_prompts_take_all_the_time_still_has_decode_steps(tmp_path):
+    """Least squares may say that decoding costs nothing; then nothing could be simulated."""
+    made = config("prompts", tmp_path)
+    costs = replace(COSTS, decode_step=1e-9, decode_response=0.0, decode_context=0.0, prefill_token=1e-3)
+    found = fitted([read_run(simulated_run(made, costs))])
+    assert found.decode_step >= found.prefill_token > 0
+    assert simulate(made, found, LENGTHS).step_s > 0
