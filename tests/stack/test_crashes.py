@@ -26,9 +26,9 @@ PATIENCE_S = 600.0
 METRONOME = [sys.executable, "-m", "flows.cli"]
 STEPS = 60
 SLOW_S = 0.25
-CRAWL_S = 5.0
+HELD_S = 40.0
 """Seconds that a group's reward takes, four times a step: while steps are waited for, and while anything else is, so
-that the run is not through before a busy machine has done that."""
+that the run is not through before a busy machine has done that. A reward may take 60 s."""
 SWEEP = "import time; time.sleep(20); from tasks.cluster import watchdog; watchdog.sweep(15)"
 """A restarted server may have lost the event of the crash; what the watchdog does every minute."""
 
@@ -37,7 +37,7 @@ SWEEP = "import time; time.sleep(20); from tasks.cluster import watchdog; watchd
 def place(tmp_path_factory):
     """Run folders, and a reward that is as slow as the file `brake` says, so that a kill falls into training."""
     folder = tmp_path_factory.mktemp("crashes")
-    braked(folder, CRAWL_S)
+    braked(folder, HELD_S)
     return folder
 
 
@@ -53,7 +53,7 @@ def undisturbed(small, place):
     """Final weights of the run that nothing happens to."""
     slow_down(place, 0)
     code, output = launch(small | {"run.name": "undisturbed"}, place)
-    slow_down(place, CRAWL_S)
+    slow_down(place, HELD_S)
     assert code == 0, output
     return weights(place / "undisturbed")
 
@@ -103,7 +103,7 @@ def wait_for_two_steps(folder, api=None, run=None):
 
     slow_down(folder.parent, SLOW_S)
     wait_for(moved, f"two steps after step {before}", PATIENCE_S)
-    slow_down(folder.parent, CRAWL_S)
+    slow_down(folder.parent, HELD_S)
     assert last_step(folder) < STEPS - 10, "the run is nearly through: what follows would not fall into training"
 
 
@@ -143,7 +143,7 @@ def test_every_process_of_a_run_may_die(deployed, services, environment, small, 
     wait_for(lambda: file_number(folder) != killed_in, "the run to be started again", PATIENCE_S)
     slow_down(place, 0)
     wait_for(lambda: state(api, run)["type"] == "COMPLETED", "the end of the run", PATIENCE_S)
-    slow_down(place, CRAWL_S)
+    slow_down(place, HELD_S)
 
     assert same(weights(folder), undisturbed)
     assert [row["step"] for row in read_lines(folder / "steps.jsonl")] == list(range(STEPS))
@@ -180,7 +180,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, envir
         text=True,
         timeout=PATIENCE_S,
     )
-    slow_down(place, CRAWL_S)
+    slow_down(place, HELD_S)
     assert again.returncode == 0, again.stdout + again.stderr
     assert same(weights(folder), undisturbed)
     assert [row["step"] for row in read_lines(folder / "steps.jsonl")] == list(range(STEPS))

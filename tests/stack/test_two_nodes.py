@@ -24,7 +24,9 @@ POOL = "pair"
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 STEPS = 5
 SLOW_S = 1.0
-"""Seconds that a group's reward takes, six times a step, until the cancel: the steps left take longer than it may."""
+HELD_S = 40.0
+"""Seconds that a group's reward takes, six times a step: during the first step, and then until the cancel. A reward may
+take 60 s."""
 WORKER = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 DEPLOY = f"""
 from prefect.client.orchestration import get_client
@@ -139,6 +141,7 @@ def test_a_run_on_two_nodes_is_cancelled_and_resumed_and_one_waits(api, settings
         return any(read_lines(folder / "steps.jsonl"))
 
     wait_for(trains, "a step on two nodes", 600)
+    slow_down(tmp_path, HELD_S)
     cancel(api, run, node_of(api, run, folder))
     slow_down(tmp_path, 0)
     done = len(list(read_lines(folder / "steps.jsonl")))
