@@ -112,6 +112,7 @@ def embedded(model, tmp_path_factory):
         yield f"http://{ready['host']}:{ready['port']}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_engine_that_breaks_a_rule_is_told_by_the_rules_name(embedded, name):
     fault, expected = FAULTS[name]

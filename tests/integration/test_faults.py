@@ -21,6 +21,7 @@ from support.faulty_weights import TENSOR, corrupt, skip
 from support.runs import ROOT, Tree, config_of, launch, send, wait_for, write_config
 
 
+@pytest.mark.slow
 def test_a_skipped_publish_is_caught(settings, monkeypatch):
     skip(monkeypatch, version=1)
     with pytest.raises(StaleRolloutError, match=r"step 1.*version 0.*accepts only 1"):
@@ -37,6 +38,7 @@ def test_a_tensor_corrupted_in_transit_is_caught_by_its_checksum(settings, monke
     assert [line["step"] for line in read_lines(config_of(settings).folder / "steps.jsonl")] == [0]
 
 
+@pytest.mark.slow
 def test_a_tensor_corrupted_before_its_checksum_is_caught_by_the_probe(settings, monkeypatch):
     corrupt(monkeypatch, version=1, in_transit=False)
     with pytest.raises(
@@ -46,6 +48,7 @@ def test_a_tensor_corrupted_before_its_checksum_is_caught_by_the_probe(settings,
     assert [line["step"] for line in read_lines(config_of(settings).folder / "steps.jsonl")] == [0]
 
 
+@pytest.mark.slow
 def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(settings, monkeypatch):
     kept = SampleQueue.put
 
@@ -67,6 +70,7 @@ def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(sett
     assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, monkeypatch):
     """Also when instances generate long before the trainer compares: it does so 1 s late, a step takes less."""
     put = []
@@ -102,12 +106,14 @@ def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, m
     assert sampled.count(False) > 1  # of both versions some were there before the comparison
 
 
+@pytest.mark.slow
 def test_a_corrupted_tensor_is_caught_by_the_ratio_gap_where_nothing_else_looks(settings, monkeypatch):
     corrupt(monkeypatch, version=1, in_transit=False)
     with pytest.raises(RatioGapError, match=r"step 1.*disagree.*train\.ratio_gap_limit"):
         launch_here(config_of(settings | {"weights.check_tokens": 0}))
 
 
+@pytest.mark.slow
 def test_a_hanging_reward_scores_zero_and_is_counted(settings, tmp_path):
     hanging = {"reward.function": f"{ROOT}/tests/support/rewards.py:hangs_on_one", "reward.timeout_s": 0.5}
     code, output = launch(settings | hanging | {"train.prompts_per_step": 20, "train.steps": 2}, tmp_path)
@@ -117,7 +123,7 @@ def test_a_hanging_reward_scores_zero_and_is_counted(settings, tmp_path):
     assert all(line["reward_mean"] == pytest.approx(1 - line["reward_timeouts"] / 80) for line in lines)
 
 
-@pytest.mark.parametrize("reward", ["raises", "too_few"])
+@pytest.mark.parametrize("reward", ["raises", pytest.param("too_few", marks=pytest.mark.slow)])
 def test_a_wrong_reward_stops_the_run_after_a_checkpoint(settings, tmp_path, reward):
     wrong = {"reward.function": f"{ROOT}/tests/support/rewards.py:{reward}", "train.prompts_per_step": 20}
     code, output = launch(settings | wrong, tmp_path)
@@ -129,6 +135,7 @@ def test_a_wrong_reward_stops_the_run_after_a_checkpoint(settings, tmp_path, rew
     assert json.loads((tmp_path / "run/failure.json").read_text())["error"] == "RewardError"
 
 
+@pytest.mark.slow
 def test_on_error_zero_counts_and_goes_on(settings, tmp_path):
     wrong = {
         "reward.function": f"{ROOT}/tests/support/rewards.py:raises",
@@ -146,8 +153,17 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("number", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGKILL"])
-@pytest.mark.parametrize("role", [*KILLS, "launcher"])
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [
+        ("launcher", "SIGKILL"),
+        pytest.param("launcher", "SIGTERM", marks=pytest.mark.slow),
+        pytest.param("trainer", "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("instance", "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("trainer", "SIGTERM", marks=pytest.mark.nightly),
+        pytest.param("instance", "SIGTERM", marks=pytest.mark.nightly),
+    ],
+)
 def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number):
     alone = {"rollout.restarts": 0, "rollout.wait_s": 0.5}  # else it is started again
     config = write_config(settings | alone | {"train.steps": 100_000}, tmp_path)

@@ -64,7 +64,9 @@ def section(text, name):
     return next(line.removeprefix(f"  {name}").strip() for line in text.splitlines() if line.startswith(f"  {name} "))
 
 
-@pytest.mark.parametrize("number", ["SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [pytest.param("SIGINT", marks=pytest.mark.slow), pytest.param("SIGTERM", marks=pytest.mark.nightly)]
+)
 def test_a_training_that_is_interrupted_says_how_it_goes_on_and_a_second_signal_ends_it_at_once(
     settings, tmp_path, number
 ):

@@ -70,6 +70,7 @@ def test_a_record_of_mini_batches_in_order_of_arrival_replays_exactly(three_upda
         assert [mine[key] for key in figures] == [theirs[key] for key in figures]
 
 
+@pytest.mark.slow
 def test_the_one_step_off_recipe_in_small(settings, tmp_path):
     """Two batches of four updates: data one step old, ratios to the policy at the step's start, DAPO with dual clip."""
     recipe = tomllib.loads((ROOT / "infra/recipes/papers/one-step-off-qwen2.5-math-7b.toml").read_text())

@@ -66,7 +66,11 @@ def _check_tracking(output):
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param("SIGINT", marks=pytest.mark.slow), pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGKILL"],
+    [
+        pytest.param("SIGINT", marks=pytest.mark.slow),
+        pytest.param("SIGKILL", marks=pytest.mark.slow),
+        pytest.param("SIGTERM", marks=pytest.mark.nightly),
+    ],
 )
 def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
     endless = small | {"train.steps": 100_000, "evaluate.problems": 2}

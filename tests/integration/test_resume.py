@@ -193,6 +193,7 @@ def test_a_run_that_another_process_holds_is_refused_as_it_is(trained, again):
     assert state_of(trained / "runs") == there
 
 
+@pytest.mark.slow
 def test_the_pipeline_refuses_as_training_does(trained, again):
     """Inside its flow, since a deployment's form resumes runs, too."""
     before = (trained / "problems.jsonl").read_bytes()

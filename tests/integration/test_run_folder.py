@@ -44,6 +44,7 @@ def weights(folder):
     return {key: tensor.tobytes() for key, tensor in load_file(folder.path / "policy/model.safetensors").items()}
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_bit_for_bit(exact, finished):
     output = Path(exact["run.output"])
     folder = RunFolder(output / "damaged")
@@ -64,6 +65,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_bit_for_bit(exac
     assert kept.read_bytes() == bytes(data)
 
 
+@pytest.mark.slow
 def test_a_launcher_stops_before_it_writes_a_run_that_another_one_has_taken_over(exact):
     """The lock file is lost, as on a file server that was started again."""
     output = Path(exact["run.output"])

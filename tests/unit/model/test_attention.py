@@ -149,6 +149,7 @@ def on_a_rank(rank, port, folder):
     torch.save(found, f"{folder}/{rank}.pt")
 
 
+@pytest.mark.slow
 def test_context_parallel_attention_equals_a_single_process(tmp_path):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     multiprocessing.spawn(on_a_rank, (store.port, tmp_path), nprocs=2)

@@ -103,6 +103,7 @@ def test_round_trip_and_logits_on_one_process(folders, case):
     assert logit_error(model, folders / case) <= 1e-5
 
 
+@pytest.mark.slow
 def test_round_trip_over_two_processes(folders, tmp_path):
     """Tensor parallelism (61 tokens: padded to 62), two pipeline stages (with a copy of a tied embedding),
     expert parallel."""

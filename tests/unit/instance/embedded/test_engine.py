@@ -149,7 +149,7 @@ def test_cancelling_frees_the_slot_and_leaves_the_others_alone(folder):
     assert all(rest[number] == all_of_them[number] for number in rest)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_deterministic_responses_do_not_depend_on_their_company(folder, threads):
     requests = list(mixed(15))
     before = torch.get_num_threads()

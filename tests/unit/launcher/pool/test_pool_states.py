@@ -91,6 +91,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_sequences_find(monkeypatch, mistake):
     virtual(monkeypatch)

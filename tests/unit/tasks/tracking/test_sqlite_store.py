@@ -88,11 +88,11 @@ def test_a_store_with_runs_is_never_replaced(tmp_path):
     assert run.info.run_id.encode() in before
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("moments", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_whenever_the_first_call_is_killed_the_next_one_works(tmp_path, moments):
+def test_whenever_the_first_call_is_killed_the_next_one_works(tmp_path):
     chance = random.Random(0)
-    for number in range(moments):
+    for number in range(10):
         folder = tmp_path / str(number)
         first = subprocess.Popen(
             [sys.executable, "-c", CONNECT, str(folder)], stdout=subprocess.PIPE, text=True, cwd=ROOT
