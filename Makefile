@@ -32,13 +32,13 @@ test: $(VENV)/installed-dev  ## the main test suite (under 10 minutes on 2 cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not chaos and not vllm and not ascend and not transferqueue and not nightly"
 
 parallel-test: $(VENV)/installed-dev  ## several trainer ranks at once: layouts against Hugging Face, whole runs (under 15 minutes)
-	$(BIN)/python -m pytest -m "parallel and not slow"
+	$(BIN)/python -m pytest -m "parallel and not slow and not nightly"
 
 fault-test: $(VENV)/installed-dev  ## instances that die, hang, err, come and go in running jobs
-	$(BIN)/python -m pytest -m "faults and not slow"
+	$(BIN)/python -m pytest -m "faults and not slow and not nightly"
 
 stack-test: $(VENV)/installed-dev  ## deployments, crashes and cancels on a real Prefect server, MLflow server and S3 endpoint
-	$(BIN)/python -m pytest -m "stack and not slow"
+	$(BIN)/python -m pytest -m "stack and not slow and not nightly"
 
 chaos-test: $(VENV)/installed-dev  ## runs that are disturbed as fixed seeds say (8 minutes)
 	$(BIN)/python -m pytest -m chaos
@@ -50,10 +50,10 @@ soak: $(VENV)/installed-dev  ## STEPS small steps on real servers: by how much e
 	PYTHONPATH=tests $(BIN)/python -m chaos.soak --steps $(STEPS) $(ARGS)
 
 slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
-	$(BIN)/python -m pytest -m "slow and not vllm"
+	$(BIN)/python -m pytest -m "slow and not vllm and not nightly"
 
 long-test: $(VENV)/installed-dev  ## slow, parallel, fault and stack tests, WORKERS files at a time
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "(slow or parallel or faults or stack) and not vllm"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "(slow or parallel or faults or stack) and not vllm and not nightly"
 
 npu: $(VENV)/python  ## both environments for Ascend NPUs: the trainer's, and the instances' (docs/ascend.md)
 	bash infra/trainer/install.sh $(BIN)/python
@@ -67,7 +67,7 @@ vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), c
 	bash infra/vllm/install.sh $(DEVICE)$(RELEASE) "$(PYTHON)" .venv-vllm$(RELEASE)
 
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes); VLLM=0.23: on that release
-	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m "vllm and not slow"
+	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m "vllm and not slow and not nightly"
 
 transferqueue-test: .venv-transferqueue/ready  ## runs whose groups lie in TransferQueue (4 minutes, and as many to build .venv-transferqueue once)
 	.venv-transferqueue/bin/python -m pytest -m transferqueue
@@ -75,7 +75,7 @@ transferqueue-test: .venv-transferqueue/ready  ## runs whose groups lie in Trans
 test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, which Ascend's set of versions has (downloads 4 GB once)
 	.venv-torch210/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not chaos and not vllm and not ascend and not transferqueue and not nightly" \
 		$(addprefix tests/unit/,algorithm config model platform run tools trainer wire)
-	.venv-torch210/bin/python -m pytest -m "(parallel or ascend) and not slow"
+	.venv-torch210/bin/python -m pytest -m "(parallel or ascend) and not slow and not nightly"
 
 nightly: test-torch210 transferqueue-test  ## what .ci/run leaves out (hours)
 	$(BIN)/python -m pytest -m nightly

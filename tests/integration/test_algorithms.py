@@ -139,7 +139,11 @@ def test_each_trains_in_sync(runs_of, pair):
 
 
 @pytest.mark.parametrize(
-    ("layout", "pair"), [(ALONE, pair) for pair in PAIRS + BATCH_PAIRS] + [(FOUR, pair) for pair in PAIRS]
+    ("layout", "pair"),
+    [
+        *((ALONE, pair) for pair in PAIRS + BATCH_PAIRS),
+        *(pytest.param(FOUR, pair, marks=pytest.mark.nightly) for pair in PAIRS),
+    ],
 )
 def test_a_recorded_run_replays_in_sync_bit_for_bit(runs_of, tiny_model, layout, pair):
     """Asynchrony changes no number. The recorded runs of group scope are periodic ones."""
@@ -155,7 +159,7 @@ def test_a_recorded_run_replays_in_sync_bit_for_bit(runs_of, tiny_model, layout,
     assert difference(one, load_file(tiny_model / "model.safetensors")) > 1e-3  # they went somewhere
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [ALONE, pytest.param(FOUR, marks=pytest.mark.nightly)])
 def test_what_order_of_arrival_changes_is_printed(runs_of, tiny_model, capsys, layout):
     """A periodic run and a sync run of the same seed:
     responses depend on prompt, seed and weights only, windows on arrival."""

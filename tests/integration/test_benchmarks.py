@@ -31,6 +31,7 @@ def test_device_on_a_cpu():
     assert 0 < errors["attention cpu", "float32"] < errors["attention cpu", "bfloat16"] <= 0.02
 
 
+@pytest.mark.nightly
 def test_shared_prompt():
     found = figures("shared_prompt", *SMALL, "--points", "64,8,4")
     (point,) = found["points"]
@@ -46,6 +47,7 @@ def test_launches():
     assert found["operators_per_layer"] > 0
 
 
+@pytest.mark.nightly
 def test_merged_attention():
     found = figures("merged_attention", "--repeats", "1", "--points", "64,8,4")
     (point,) = found["points"]
@@ -63,6 +65,7 @@ def test_data_plane():
     assert ours["verifier_us_per_token"] > 0
 
 
+@pytest.mark.nightly
 def test_balance():
     small = ("--hidden", "64", "--layers", "1", "--prompts", "24", "--steps", "6")
     found = figures("balance", *small)
@@ -74,6 +77,7 @@ def test_balance():
     assert two["guided"]["imbalance"] < two["greedy"]["imbalance"] < 0.03
 
 
+@pytest.mark.nightly
 def test_train_throughput():
     found = figures("train_throughput", *SMALL, "--samples", "8", "--vocabulary", "64", "--budget", "256")
     for name, shortest, longest in (("one sample per micro-batch", 128, 512), ("packed, short samples", 16, 96)):

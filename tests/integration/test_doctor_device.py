@@ -11,7 +11,7 @@ from engine.tools.acceptance.supervisor import NAMES
 from support.runs import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_whole_report_on_a_cpu(tmp_path):
     out = tmp_path / "report.json"

@@ -69,6 +69,7 @@ class Call:
         self.process.wait(30)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)  # two minutes on two idle cores
 @pytest.mark.parametrize("moments", [MOMENTS[:5], MOMENTS[5:]], ids=["before training", "from training on"])
 def test_after_a_kill_at_any_moment_the_next_call_goes_on(settings, tmp_path, moments):
@@ -120,7 +121,7 @@ with local_server(Path(sys.argv[1])) as server:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("moment", range(4))
+@pytest.mark.parametrize("moment", [0, *(pytest.param(later, marks=pytest.mark.nightly) for later in (1, 2, 3))])
 def test_prefects_server_starts_on_a_database_that_was_made_halfway(tmp_path, moment):
     environment = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     command = [sys.executable, "-c", LOCAL_SERVER, str(tmp_path)]

@@ -115,7 +115,7 @@ def test_killed_in_the_middle_of_a_step(two, job, undisturbed):
     assert any(span["step"] > step for span in run.spans("rollout") if span["lane"] == "instance-0")
 
 
-@pytest.mark.parametrize("transport", ["file", "gloo"])
+@pytest.mark.parametrize("transport", [pytest.param("file", marks=pytest.mark.nightly), "gloo"])
 def test_killed_during_a_weight_update(two, job, undisturbed, transport):
     # not taken for silent before it is killed
     run = job(two | {"weights.transport": transport, "rollout.heartbeat_s": 15})

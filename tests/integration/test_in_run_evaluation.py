@@ -92,7 +92,10 @@ def _never_beside_a_step(spans):
     "mode",
     [
         {"train.mode": "one_step_off"},
-        {"train.mode": "bounded", "train.max_staleness": 2, "train.exact_lag": True, "weights.staged": True},
+        pytest.param(
+            {"train.mode": "bounded", "train.max_staleness": 2, "train.exact_lag": True, "weights.staged": True},
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["one step off", "staged"],
 )

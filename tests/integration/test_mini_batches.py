@@ -58,6 +58,7 @@ def test_replicas_share_every_mini_batch_and_a_killed_run_resumes_exactly(three_
     assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel
 @pytest.mark.timeout(600)
 def test_a_record_of_mini_batches_in_order_of_arrival_replays_exactly(three_updates, tmp_path):

@@ -27,7 +27,7 @@ def weights(folder, name):
     return {key: tensor.tobytes() for key, tensor in load_file(folder / name / "policy/model.safetensors").items()}
 
 
-@pytest.mark.parametrize(("mode", "lag"), [("one_step_off", 1), ("bounded", 2)])
+@pytest.mark.parametrize(("mode", "lag"), [("one_step_off", 1), pytest.param("bounded", 2, marks=pytest.mark.nightly)])
 def test_an_exact_lag_is_kept_and_is_a_function_of_the_seed(settings, tmp_path, mode, lag):
     """Every response of batch t comes from version max(0, t - lag), however weights move; so runs are bit-identical."""
     exact = {"train.mode": mode, "rollout.deterministic": True, "train.consume": "prompt_order"}

@@ -61,7 +61,7 @@ def in_small_buckets(deep_model):
     return {"weights.transport": "gloo", "weights.bucket_mb": 1, "model.path": str(deep_model)}
 
 
-@pytest.mark.parametrize("small_buckets", [False, True])
+@pytest.mark.parametrize("small_buckets", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_tensor_parallel_runs_are_exact_and_resume_as_replicas(exact, deep_model, tmp_path, small_buckets):
     exact = exact | {"parallel.tensor": 2} | (in_small_buckets(deep_model) if small_buckets else {})
     for mode in ("sync", "periodic"):
@@ -95,7 +95,7 @@ def test_replicas_are_exact_also_when_one_dies_and_the_run_resumes(exact, tmp_pa
     assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
 
 
-@pytest.mark.parametrize("small_buckets", [False, True])
+@pytest.mark.parametrize("small_buckets", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_pipeline_and_context_parallel_runs(exact, deep_model, tmp_path, small_buckets):
     exact = exact | (in_small_buckets(deep_model) if small_buckets else {})
     single = exact | {"train.micro_batch_tokens": 80}  # one group each
@@ -138,6 +138,7 @@ def entries(path):
         return list(msgpack.Unpacker(file))
 
 
+@pytest.mark.nightly
 def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, tmp_path):
     # responses land long before their group
     slow = {"reward.function": f"{REWARDS}:after_100_ms", "rollout.concurrency": 2}
@@ -328,7 +329,7 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_starts(settings,
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_groups_that_come_longer_apart_than_anybody_may_be_silent(settings, tmp_path):
     slow = {"reward.function": f"{REWARDS}:after_30_s", "reward.timeout_s": 60, "train.timeout_s": 20}
     run(settings | slow | {"train.prompts_per_step": 2, "parallel.data": 2, "train.steps": 1}, tmp_path)

@@ -68,7 +68,7 @@ def _check_tracking(output):
     "number",
     [
         pytest.param("SIGINT", marks=pytest.mark.slow),
-        pytest.param("SIGKILL", marks=pytest.mark.slow),
+        pytest.param("SIGKILL", marks=pytest.mark.nightly),
         pytest.param("SIGTERM", marks=pytest.mark.nightly),
     ],
 )

@@ -45,7 +45,7 @@ def test_a_run_its_plan_and_the_plans_run(settings, tmp_path, capsys):
     assert code == 0, output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_recipe_is_measured_by_probes_and_its_best_settings_are_tried(settings, tmp_path, capsys):
     config = config_of(settings | {"run.name": "mine", "rollout.concurrency": 2, "train.prompts_per_step": 12})

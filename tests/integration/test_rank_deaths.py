@@ -36,7 +36,7 @@ def test_a_rank_that_only_follows_dies(axis, settings, tmp_path):
     assert "trainer rank 1: Signal 9 (SIGKILL)" in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_replica_that_hangs_is_named_and_the_run_resumes(settings, tmp_path):
     """A stopped process hears neither signals nor its lifeline.
     The others get as long again to stop, before all are killed."""

@@ -152,6 +152,7 @@ def test_every_process_of_a_run_may_die(deployed, services, environment, small, 
     assert each_figure_once(environment["MLFLOW_TRACKING_URI"], folder) == []
 
 
+@pytest.mark.nightly
 def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, environment, small, place, undisturbed):
     api = deployed
     folder = place / "cancelled"
@@ -187,6 +188,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, envir
     assert each_figure_once(environment["MLFLOW_TRACKING_URI"], folder) == []
 
 
+@pytest.mark.nightly
 def test_a_run_that_gets_no_further_ends_with_the_reason(environment, small, place):
     """Its launcher is killed whenever it has started; two attempts are allowed, no checkpoint comes of them."""
     settings = small | {"run.name": "hopeless", "run.resumes": 1, "checkpoint.every": 0}

@@ -213,7 +213,7 @@ def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, enviro
     _instances_have_ended(api, 3)  # for two evaluations and the training
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_is_evaluated_by_itself(deployed, environment):
     """Of the flow `train`, which does not evaluate."""
     api, _, folder = deployed
@@ -242,7 +242,7 @@ def _instances_have_ended(api, count):
     assert len(states()) == count
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cancelled_run_ends_its_instances_on_the_rollout_pool(deployed, tmp_path):
     api, given, folder = deployed
     before = flow_runs(api, "serve-rollouts").keys()

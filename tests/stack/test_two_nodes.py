@@ -108,6 +108,7 @@ def cancel(api, run, node):
     assert [ended(api, run), ended(api, node)] == ["CANCELLED", "CANCELLED"]
 
 
+@pytest.mark.nightly
 def test_a_run_on_two_nodes_is_cancelled_and_resumed_and_one_waits(api, settings, tmp_path):
     """The run that waits would take the worker of the first one's second node, and wait there for NPUs."""
     common = settings | {

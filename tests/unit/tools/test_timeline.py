@@ -166,7 +166,7 @@ print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text(
 """Prints the peak of its own memory. That of `resource` includes the process that started it."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_a_thousand_steps_of_8192_responses_are_drawn_in_less_than_a_gibibyte(tmp_path):
     (tmp_path / "trace").mkdir()

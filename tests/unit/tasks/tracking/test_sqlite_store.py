@@ -88,7 +88,7 @@ def test_a_store_with_runs_is_never_replaced(tmp_path):
     assert run.info.run_id.encode() in before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_whenever_the_first_call_is_killed_the_next_one_works(tmp_path):
     chance = random.Random(0)
