@@ -51,8 +51,6 @@ def main() -> None:
     runs = Runs(arguments.output, arguments.steps)
     chosen = sorted(random.Random(0).sample(range(len(settings())), min(arguments.settings, len(settings()))))
     rows = [row for placing in PLACINGS for row in compared(runs, placing, [settings()[at] for at in chosen])]
-    for row in sorted(rows, key=lambda each: each["measured"]):
-        print(f"measured {row['measured']:.3f}  predicted {row['predicted']:.3f}  {json.dumps(row['setting'])}")
     if arguments.plot:
         draw(rows, arguments.plot)
     result(figures(rows))
@@ -106,13 +104,13 @@ def compared(runs: Runs, placing: dict[str, Any], chosen: Sequence[dict[str, Any
         after = runs.run(placing | REFERENCE)
         unit = statistics.fmean(measured_step_s(one) for one in (before, after))
         for keys, config in zip(mine[start : start + BETWEEN], configs, strict=True):
-            rows.append(
-                {
-                    "setting": keys,
-                    "measured": measured_step_s(config) / unit,
-                    "predicted": predicted_s(config, costs, lengths) / predicted_s(after, costs, lengths),
-                }
-            )
+            row = {
+                "setting": keys,
+                "measured": measured_step_s(config) / unit,
+                "predicted": predicted_s(config, costs, lengths) / predicted_s(after, costs, lengths),
+            }
+            print(f"measured {row['measured']:.3f}  predicted {row['predicted']:.3f}  {json.dumps(keys)}", flush=True)
+            rows.append(row)
         before = after
     return rows
 

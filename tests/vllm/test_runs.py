@@ -76,6 +76,7 @@ def test_the_quickstart_learns_as_much_as_on_the_embedded_engine():
     assert theirs["ci_low"] <= ours["ci_high"]
 
 
+@pytest.mark.slow
 def test_an_untied_model_over_the_network_learns_as_much_although_one_instance_dies(tmp_path):
     untied = untie(
         ensure_quickstart_model(ROOT / "runs/models", ROOT / "data/addition_train.jsonl"), tmp_path / "untied"
