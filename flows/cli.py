@@ -340,7 +340,7 @@ def doctor(
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Turn errors into one message and an exit code. The children end in any case."""
+    """Turn errors into one message and an exit code."""
     interruption.catch()
     try:
         yield
@@ -353,16 +353,15 @@ def _exit_codes() -> Iterator[None]:
     except KeyboardInterrupt:
         interruption.say_told()
         raise typer.Exit(interruption.INTERRUPTED) from None
-    finally:
-        drop_lifeline()
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script. However the command ends, its children end too."""
     watch_lifeline()
     try:
         app(prog_name="metronome")
     finally:
+        drop_lifeline()
         gc.freeze()  # without it the interpreter collects the modules of torch and Prefect one by one, in two seconds
 
 

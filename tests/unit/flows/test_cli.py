@@ -5,6 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from engine.run.guard import guarded
+from engine.run.process import Child
+from flows.cli import app
 
 ROW = '{"problem": "1+1=", "answer": "2"}\n'
 
@@ -52,6 +57,18 @@ def test_help_lists_the_commands_and_starts_no_library():
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "[]"
+
+
+def test_a_command_ends_no_child_of_the_process_that_calls_it(tmp_path):
+    """Only the console script drops the lifeline. A notebook or a test that calls a command keeps its own servers."""
+    server = Child("server", guarded([sys.executable, "-c", "import time; time.sleep(600)"]), tmp_path / "log")
+    try:
+        refused = CliRunner().invoke(app, ["run", str(tmp_path / "missing.toml")])
+        assert refused.exit_code == 2, refused.output
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.process.wait(2)
+    finally:
+        server.stop(0.0)
 
 
 def test_doctor_names_every_requirement():
