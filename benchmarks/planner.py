@@ -3,14 +3,16 @@
 The settings are modes sync and periodic × 1, 2, 4, 8 groups in flight × micro-batches of 512, 1024, 2048 tokens × cores
 apart (train.devices = [0], rollout.devices = [1]) or shared, of the quickstart: 48. For each placing of cores the costs
 are measured on the probes of `metronome plan --measure`; settings that are probes are left out. Between the settings a
-reference setting runs again and again: a setting's figure is its step time over that of the references beside it, since
-the machine's speed changes. --settings N takes N of the settings, by chance.
+reference setting of the same placing runs again and again: a setting's figure is its step time over that of the
+references beside it, since the machine's speed changes. The figures of both placings are then brought to one unit, the
+reference on shared cores, by the medians of both references. --settings N takes N of the settings, by chance. Runs that
+an earlier call has left in --output are not repeated.
 
 * error: |predicted ratio / measured ratio − 1|, median and 90 % quantile
 * tau: Kendall's rank correlation of predicted and measured ratios
 * pick: measured ratio of the setting that is predicted to be the fastest, over the smallest measured one
 
-Last line: RESULT {json}.
+`within` has the same of each placing alone. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ from common import quickstart_model, result, run_launcher
 from scipy.stats import kendalltau
 
 from engine.config import Config
+from engine.config.recipe import load
+from engine.run.folder import RunFolder
 from engine.tools.planner.calibration import fitted, read_run
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
@@ -50,10 +55,12 @@ def main() -> None:
     arguments = parser.parse_args()
     runs = Runs(arguments.output, arguments.steps)
     chosen = sorted(random.Random(0).sample(range(len(settings())), min(arguments.settings, len(settings()))))
-    rows = [row for placing in PLACINGS for row in compared(runs, placing, [settings()[at] for at in chosen])]
+    parts = [compared(runs, placing, [settings()[at] for at in chosen]) for placing in PLACINGS]
+    unit = parts[-1]
+    rows = [row for part in parts for row in part.in_units_of(unit)]
     if arguments.plot:
         draw(rows, arguments.plot)
-    result(figures(rows))
+    result({**figures(rows), "within": [figures(part.rows) for part in parts]})
 
 
 def settings() -> list[dict[str, Any]]:
@@ -73,23 +80,48 @@ class Runs:
         self.model = quickstart_model()
         self._output = output
         self._steps = steps
-        self._count = len(list(output.glob("*.toml")))
+        self._count = 0
         output.mkdir(parents=True, exist_ok=True)
 
     def run(self, keys: dict[str, Any]) -> Config:
-        """Run the quickstart for some steps with these keys."""
+        """Run the quickstart for some steps with these keys, unless an earlier call has."""
         self._count += 1
-        fixed = {
+        wanted = {
             "model.path": self.model,
             "run.name": f"run-{self._count:03d}",
             "run.output": self._output,
             "train.steps": self._steps,
             "checkpoint.every": 0,
+            **keys,
         }
-        return run_launcher(fixed | keys)
+        config = load(None, [f"{key}={value}" for key, value in wanted.items()])
+        folder = RunFolder(config.folder)
+        if folder.policy.exists() and folder.read_config() == config:
+            return config
+        return run_launcher(wanted)
 
 
-def compared(runs: Runs, placing: dict[str, Any], chosen: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Compared:
+    """The settings of one placing."""
+
+    rows: list[dict[str, Any]]
+    """Each with its ratios to the placing's reference."""
+    measured_s: float
+    """A step of the reference, the median of all its runs."""
+    predicted_s: float
+
+    def in_units_of(self, other: Compared) -> list[dict[str, Any]]:
+        """The rows with their ratios to another placing's reference."""
+        measured = self.measured_s / other.measured_s
+        predicted = self.predicted_s / other.predicted_s
+        return [
+            row | {"measured": row["measured"] * measured, "predicted": row["predicted"] * predicted}
+            for row in self.rows
+        ]
+
+
+def compared(runs: Runs, placing: dict[str, Any], chosen: Sequence[dict[str, Any]]) -> Compared:
     """Measure and predict the settings of one placing, relative to the reference."""
     known = [placing | keys for keys in probes(runs.run(placing | REFERENCE))]
     measured = [read_run(runs.run(keys).folder) for keys in known]
@@ -98,10 +130,10 @@ def compared(runs: Runs, placing: dict[str, Any], chosen: Sequence[dict[str, Any
     mine = [keys for keys in chosen if all(keys.get(key) == placing.get(key) for key in PLACINGS[0])]
     mine = [keys for keys in mine if keys not in known and keys != placing | REFERENCE]
     rows = []
-    before = runs.run(placing | REFERENCE)
+    references = [before := runs.run(placing | REFERENCE)]
     for start in range(0, len(mine), BETWEEN):
         configs = [runs.run(keys) for keys in mine[start : start + BETWEEN]]
-        after = runs.run(placing | REFERENCE)
+        references.append(after := runs.run(placing | REFERENCE))
         unit = statistics.fmean(measured_step_s(one) for one in (before, after))
         for keys, config in zip(mine[start : start + BETWEEN], configs, strict=True):
             row = {
@@ -112,7 +144,11 @@ def compared(runs: Runs, placing: dict[str, Any], chosen: Sequence[dict[str, Any
             print(f"measured {row['measured']:.3f}  predicted {row['predicted']:.3f}  {json.dumps(keys)}", flush=True)
             rows.append(row)
         before = after
-    return rows
+    return Compared(
+        rows=rows,
+        measured_s=statistics.median(map(measured_step_s, references)),
+        predicted_s=predicted_s(before, costs, lengths),
+    )
 
 
 def predicted_s(config: Config, costs: Costs, lengths: Lengths) -> float:
@@ -143,8 +179,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.scatter([row["measured"] for row in mine], [row["predicted"] for row in mine], s=16, c=color, label=mode)
     ends = [min(row["measured"] for row in rows), max(row["measured"] for row in rows)]
     axes.plot(ends, ends, c="#bab0ac", lw=1)
-    axes.set_xlabel("measured step, × the reference")
-    axes.set_ylabel("predicted step, × the reference")
+    axes.set_xlabel("measured step, × the reference on shared cores")
+    axes.set_ylabel("predicted step, × the reference on shared cores")
     axes.legend()
     plt.tight_layout()
     plt.savefig(path, dpi=110)

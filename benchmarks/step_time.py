@@ -53,7 +53,8 @@ def main() -> None:
             for side in order
         }
         ratios.append(seconds["this"] / seconds["other"])
-        print(f"pair {pair}: this {seconds['this']:.3f} s, other {seconds['other']:.3f} s: {ratios[-1]:.3f}", flush=True)
+        told = ", ".join(f"{side} {seconds[side]:.3f} s" for side in sides)
+        print(f"pair {pair}: {told}: {ratios[-1]:.3f}", flush=True)
     result({"pairs": len(ratios), "ratio": statistics.median(ratios), "least": min(ratios), "most": max(ratios)})
 
 

@@ -11,10 +11,11 @@ from engine.data.problem_statistics import DataReport
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
 from engine.run.start import ContinueFrom
+from engine.types import JsonObject
 from flows import QUICKSTART
 from flows.opening import opened
 from flows.settings import AS_RECIPE, Overrides, PoolInstances, Recipe, Settings
-from tasks import console, summary
+from tasks import console, how_far, summary
 from tasks.base_model import base_model
 from tasks.cluster.events import training_finished
 from tasks.cluster.other_nodes import other_nodes
@@ -25,6 +26,7 @@ from tasks.convert import convert
 from tasks.convert import describe as describe_conversion
 from tasks.evaluate import evaluate
 from tasks.flow_entry import Entry
+from tasks.live import showing
 from tasks.prepare import describe, describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
 from tasks.register import register
@@ -103,19 +105,17 @@ def pipeline(
 def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Config:
     """The stages before training, up to the accuracy of the untrained model. Returns the config with the model's
     folder."""
-    with stage("prepare data") as say:
+    with stage("prepare data") as say, showing("prepare data", how_far.since_now("reading and comparing the problems")):
         say(describe(entry.once("prepare data", lambda: _prepared(config))))
     with stage("base model") as say:
         config = base_model(config)
         say(config.model.path)
     model = Path(config.model.path)
     log_model_input(model)
-    with stage("encode") as say:
+    with stage("encode") as say, showing("encode", how_far.since_now("encoding the prompts")):
         say(describe_prompts(entry.once("encode", lambda: encode_data(config, model))))
     with stage("convert") as say:
-        log = RunFolder(config.folder).logs / "convert.log"
-        code = code_hash("model", "platform")
-        say(describe_conversion(entry.once("convert", lambda: convert(str(model), content_hash(model), code, log))))
+        say(describe_conversion(entry.once("convert", lambda: _converted(config, model))))
     _evaluate(config=config, model=model, version=0, entry=entry, on_rollout_pool=on_rollout_pool)
     return config
 
@@ -123,6 +123,12 @@ def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Conf
 def _prepared(config: Config) -> DataReport:
     log_datasets(found := prepare_data(config))
     return found
+
+
+def _converted(config: Config, model: Path) -> JsonObject:
+    with showing("convert", how_far.since_now("reading the model's files")):
+        digest = content_hash(model)
+    return convert(str(model), digest, code_hash("model", "platform"), RunFolder(config.folder).logs / "convert.log")
 
 
 def _evaluate(config: Config, model: Path, version: int, entry: Entry, on_rollout_pool: int) -> None:

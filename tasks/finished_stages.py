@@ -91,4 +91,4 @@ def last_end(folder: RunFolder) -> str:
 
 def _named(here: list[int]) -> str:
     stages, step = here
-    return f"{stages} stages done, " + (f"checkpoint of step {step}" if step >= 0 else "no checkpoint")
+    return f"{stages} stages done, " + (f"checkpoint after {step} steps" if step >= 0 else "no checkpoint")

@@ -1,4 +1,4 @@
-"""How far training, evaluations, conversions and copies are, as text and as a share of the work."""
+"""How far training, evaluations, conversions, copies and other long work are, as text and as a share of the work."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from engine.run.checkpoint_files import partial_of
 from engine.run.folder import RunFolder
 from engine.tools.conversion_progress import PROGRESS
 from engine.types import JsonObject
+from tasks.console import duration
 from tasks.live import HowFar
 
 YOUNG_S = 30.0
@@ -65,6 +66,12 @@ def copied(what: str, done: Callable[[], int], size: int) -> Callable[[], HowFar
 def fetched(what: str, folder: Path) -> Callable[[], HowFar | None]:
     """A look at a download into a folder, of unknown size."""
     return lambda: HowFar(f"{what}: {mib(size_of(folder))} so far")
+
+
+def since_now(what: str) -> Callable[[], HowFar | None]:
+    """A look at work of unknown size: how long it has taken so far."""
+    began = time.monotonic()
+    return lambda: HowFar(f"{what}: {duration(time.monotonic() - began)} so far")
 
 
 def conversion(log: Path) -> Callable[[], HowFar | None]:

@@ -22,7 +22,9 @@ from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
 from engine.run.identity import published
 from engine.tools.dry_run.known_models import KNOWN
+from tasks import how_far
 from tasks.console import say
+from tasks.live import showing
 
 QUICKSTART = "quickstart"
 """Value of `model.path` for the tiny model that Metronome makes itself."""
@@ -58,9 +60,12 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
         raise BadInput(
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
+    with showing("check", how_far.since_now("reading the problem sets")):
+        problems = len(prepare(config).train.rows) if training else 0
+        benchmarks = read_benchmarks(config)
     if training:
-        _check_prompts(config, len(prepare(config).train.rows))
-    for benchmark in read_benchmarks(config):
+        _check_prompts(config, problems)
+    for benchmark in benchmarks:
         if benchmark.note:
             _warn(benchmark.note)
     _check_checkpoint_path(config.checkpoint.path)

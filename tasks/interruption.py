@@ -99,7 +99,7 @@ def told() -> str:
     )
     return (
         f"{head}\n  saved       {saved}\n  go on with  {_resume_command(config, command)}\n"
-        f"  log         {folder.logs / 'launcher.log'}"
+        f"  log         {log if (log := folder.logs / 'launcher.log').exists() else folder.logs}"
     )
 
 

@@ -11,6 +11,7 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.run.folder import dump
 from engine.tools.planner import page as pages
+from engine.tools.planner.calibration import read_run
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import Planned, Sensitivity, measured_model, planned, prior_model, sensitivity
 from engine.tools.planner.priors import DEVICES
@@ -51,7 +52,7 @@ def make_plan(
     if device is not None:
         config = changed(config, {"platform.device": device.platform, "platform.memory_gib": device.memory_gib})
     if runs:
-        model = measured_model(config, [Path(run) for run in runs], device)
+        model = measured_model(config, [read_run(Path(run)) for run in runs], device)
     elif device is None or not lengths:
         raise BadInput(
             "plan needs measurements or figures: --measure (four short runs of this recipe), --from RUN (a run of it), "

@@ -24,9 +24,12 @@ from engine.run.identity import identity, published
 from engine.run.start import read_start
 from engine.types import JsonObject
 from engine.wire import record
+from tasks import how_far
 from tasks.console import say
 from tasks.finished_stages import Stages
 from tasks.input_checks import with_model_folder
+from tasks.live import showing
+from tasks.tracking.tracked_run import check_known
 
 DECIDE_PROMPTS = ("data.heldout", "evaluate.benchmark", "evaluate.folder", "reward.function", "rollout.max_context")
 """Keys that may change in a resumed run only if its prompts stay the same."""
@@ -36,11 +39,13 @@ ANEW = "begin a new run with another run.name"
 def check_resume(config: Config) -> Config:
     """Check that a run can go on with this config, which is returned with `model.path` as a folder.
 
-    Raises BadInput if a file of the run folder is damaged, or if the run's newest checkpoint was taken with another
-    model, other prompts or other fixed keys, or has more steps than `train.steps`.
+    Raises BadInput if a file of the run folder is damaged, if MLflow's store does not have its MLflow run, or if the
+    run's newest checkpoint was taken with another model, other prompts or other fixed keys, or has more steps than
+    `train.steps`.
     """
     folder = RunFolder(config.folder)
     _check_files(folder)
+    check_known(config)
     state = _newest_state(config, folder)
     if state is None:  # it begins at step 0 again
         return config
@@ -54,8 +59,9 @@ def check_resume(config: Config) -> Config:
             f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}; give "
             f"train.steps = {start} or more"
         )
-    _check_model(config, state)
-    _check_prompts(config, state)
+    with showing("resume", how_far.since_now("comparing model and prompts")):
+        _check_model(config, state)
+        _check_prompts(config, state)
     if config.train.record:
         record.check_continued(folder.path / record.FILE, config, start)
     return config

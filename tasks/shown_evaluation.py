@@ -20,7 +20,7 @@ def evaluate_shown(
 ) -> list[JsonObject]:
     """Evaluate a model folder, with the arguments, the result and the errors of
     `engine.launcher.standalone_evaluation.evaluate`."""
-    progress = EvaluationProgress(notices=Notices(say))
+    progress = EvaluationProgress(notices=Notices(say, trained=False))
     instances = config.rollout.instances if meeting is not None else max(1, config.rollout.instances)
     with showing("evaluate", how_far.evaluation(progress, instances)):
         return evaluation.evaluate(

@@ -62,7 +62,14 @@ class TransferQueueStore:
         place.mkdir()
         self._child = Child("the process that hosts TransferQueue", store_command(self._units, place), self._log)
         addresses = await self._wait_for(place / "addresses")
-        self._client = await asyncio.to_thread(_connect, addresses, self._starts)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                self._client = await asyncio.to_thread(_connect, addresses, self._starts)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"waited queue.timeout_s = {self._limit_s:g} s for the client of TransferQueue to connect with "
+                f"{len(addresses.units)} storage units; {self._child.name} {self._child.how_it_ended()}"
+            ) from error
 
     async def _wait_for(self, file: Path) -> StoreAddresses:
         assert self._child is not None

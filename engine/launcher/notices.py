@@ -55,8 +55,10 @@ class Notices:
 
     `look` must be called now and then, `close` at the end. All in one thread."""
 
-    def __init__(self, tell: Tell = lambda stage, text: None) -> None:
+    def __init__(self, tell: Tell = lambda stage, text: None, trained: bool = True) -> None:
+        """`trained`: whether the groups are trained. Equal scores in a group of an evaluation are no loss."""
         self._tell = tell
+        self._trained = trained
         self._shares: dict[tuple[str, str], _Share] = {}
         self._kinds: dict[tuple[str, str], _Kind] = {}
 
@@ -94,7 +96,7 @@ class Notices:
         self.share("responses", f"responses were cut at {limit}", cut, size)
         empty = sum(response.finish_reason == "stop" and response.length <= 1 for response in responses)
         self.share("responses", "responses are empty: they end with their first token", empty, size)
-        if size > 1:
+        if self._trained:
             equal = len({score.value for score in scores}) == 1
             self.share("rewards", "groups have equal scores and teach nothing (equal_groups)", int(equal), 1)
         for status, what in (("timeout", "scores timed out and count as 0"), ("error", "scores failed, count as 0")):

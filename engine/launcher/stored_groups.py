@@ -7,8 +7,12 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
+from engine.errors import StoreError
 from engine.launcher.group_store import StoreFault, TransferQueueStore
 from engine.wire.sealed import SealedGroup, is_whole
+
+RESTARTS = 3
+"""Restarts in a row without a group between them that the store has returned."""
 
 Again = Callable[[int, int], Awaitable[SealedGroup]]
 """(step, index) → the group, sampled again with the same seeds."""
@@ -34,6 +38,8 @@ class StoredGroups:
         self._restarting = asyncio.Lock()
         self._session = 0
         """Number of restarts so far."""
+        self._in_vain = 0
+        """Number of restarts since the store returned a group."""
         self.generated_again = 0
         """Number of groups so far."""
 
@@ -43,8 +49,8 @@ class StoredGroups:
             session = await self._ready()
             try:
                 await self._store.put(group.step, group.index, group.body)
-            except StoreFault:
-                await self._restart(session)
+            except StoreFault as fault:
+                await self._restart(session, fault)
             if self._session == session:  # else a restart may not have seen the row
                 kept = replace(group, body=b"")
                 self._kept[group.step, group.index] = kept
@@ -68,9 +74,10 @@ class StoredGroups:
             session = await self._ready()
             try:
                 body = await self._store.get(*key)
-            except StoreFault:
-                await self._restart(session)
+            except StoreFault as fault:
+                await self._restart(session, fault)
                 continue
+            self._in_vain = 0
             found = replace(self._kept[key], body=body, mini_batch=group.mini_batch)
             if is_whole(found):
                 return found
@@ -88,17 +95,20 @@ class StoredGroups:
             session = await self._ready()
             try:
                 await self._store.clear(step, indices)
-            except StoreFault:
-                await self._restart(session)
+            except StoreFault as fault:
+                await self._restart(session, fault)
             else:
                 del self._trained[step]
 
-    async def _restart(self, session: int) -> None:
-        """Start the store again, unless that was done since `session`."""
+    async def _restart(self, session: int, fault: StoreFault) -> None:
+        """Start the store again, unless that was done since `session`. Raises StoreError if that helps no more."""
         async with self._restarting:
             if self._session != session:
                 return
+            if self._in_vain == RESTARTS:
+                raise StoreError(f"TransferQueue was started again {RESTARTS} times in a row, and still: {fault}")
             self._session += 1
+            self._in_vain += 1
             keys = [key for key in self._kept if key not in self._coming]
             bodies = await asyncio.gather(*(self._read(*key) for key in keys))
             await self._store.start()
@@ -107,7 +117,10 @@ class StoredGroups:
                 if body is None:
                     self._generate(key)
                 else:
-                    await self._store.put(*key, body)
+                    try:
+                        await self._store.put(*key, body)
+                    except StoreFault as again:
+                        raise StoreError(f"TransferQueue was started again, and does not work: {again}") from again
 
     async def _read(self, step: int, index: int) -> bytes | None:
         try:

@@ -98,7 +98,7 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
     if not path.is_file():
         raise BadInput(
             f"model.path {folder}: no config.json there; expected a Hugging Face folder with config.json, "
-            f"tokenizer files and *.safetensors{_from_hub(folder)}"
+            f"tokenizer files and *.safetensors{from_hub(folder, '--set model.path=')}"
         )
     try:
         config = json.loads(path.read_text())
@@ -225,14 +225,15 @@ def _check_sizes(path: Path, shape: ModelShape) -> ModelShape:
     return shape
 
 
-def _from_hub(folder: Path) -> str:
-    """How to get a model that is named as on the Hugging Face hub, owner/name; "" for another path."""
+def from_hub(folder: Path, option: str) -> str:
+    """How to get a model that is named as on the Hugging Face hub, owner/name; "" for another path. `option`: what
+    takes the folder then."""
     if folder.exists() or not re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)):
         return ""
     there = f"models/{folder.name}"
     return (
         f". If {folder} is a name on the Hugging Face hub, download it: `hf download {folder} --local-dir {there}`, "
-        f"then --set model.path={there}"
+        f"then {option}{there}"
     )
 
 

@@ -101,9 +101,10 @@ def check_limits(config: Config, parameters: int) -> None:
         _check(limit)
 
 
-def check_open_files(config: Config) -> None:
-    """Raise BadInput if this process may not open as many files as the config needs: an evaluation has no ranks."""
-    _check(_open_files_limit(config))
+def check_open_files(config: Config, instances: int = 0) -> None:
+    """Raise BadInput if this process may not open as many files as the config needs, with so many instances if they are
+    more than it expects. (An evaluation has no ranks.)"""
+    _check(_open_files_limit(config, instances))
 
 
 def _check(limit: Limit) -> None:
@@ -111,10 +112,10 @@ def _check(limit: Limit) -> None:
         raise BadInput(limit.refusal)
 
 
-def _open_files_limit(config: Config) -> Limit:
+def _open_files_limit(config: Config, instances: int = 0) -> Limit:
     return Limit(
         what="open files",
-        need=open_files(config),
+        need=open_files(config, instances),
         has=reachable_limit(),
         unit="files",
         formula="a connection for each response in flight, and the launcher's own",
@@ -122,9 +123,10 @@ def _open_files_limit(config: Config) -> Limit:
     )
 
 
-def open_files(config: Config) -> int:
-    """Files that the launcher has open at once, at most. An evaluation in the run may sample more for each prompt."""
-    instances = max(1, config.rollout.instances + config.dry_run.joining)
+def open_files(config: Config, instances: int = 0) -> int:
+    """Files that the launcher has open at once, at most, with the instances that the config expects, or with this many
+    if they are more. An evaluation in the run may sample more for each prompt."""
+    instances = max(1, instances, config.rollout.instances + config.dry_run.joining)
     in_flight = instances * config.rollout.concurrency * max(config.rollout.group_size, config.evaluate.samples)
     return in_flight + 4 * instances + 4 * config.reward.workers + OWN_FILES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.config import Config
 from engine.config.recipe import load
 from engine.errors import BadInput
-from engine.model.shape import read_shape
+from engine.model.shape import from_hub, read_shape
 from engine.run.folder import RunFolder
 
 CONTEXT = 4096
@@ -33,7 +33,10 @@ def served(model: str, recipe: str, overrides: Sequence[str]) -> tuple[Config, s
         config = load(recipe or run.config, overrides)
     else:
         if not (place / "config.json").is_file():
-            raise BadInput(f"--model {model}: expected a run folder with a policy, or a Hugging Face folder")
+            raise BadInput(
+                f"--model {model}: expected a run folder with a policy, or a Hugging Face folder"
+                f"{from_hub(place, '--model ')}"
+            )
         folder = place
         config = load(recipe, overrides) if recipe else _of_model(place, overrides)
     read_shape(folder)

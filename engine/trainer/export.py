@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.model.tri_model import TriModel
+from engine.run.files import sync_all, sync_folder
 from engine.trainer.rank_group import RankGroup
 from engine.wire.weights.hf_folder import join, write_sharded
 
@@ -16,8 +17,8 @@ def export(
 ) -> None:
     """Write the policy's weights to `target`, with the base model's configuration and tokenizer.
 
-    One rank of each pipeline stage gathers and writes the stage's tensors. The folder appears once it is complete. A
-    collective of all ranks. `fence` raises if this process may not write the run any more.
+    One rank of each pipeline stage gathers and writes the stage's tensors. The folder appears once it is complete and
+    on the disk. A collective of all ranks. `fence` raises if this process may not write the run any more.
     """
     partial = target.with_name(f".{target.name}.partial")
     if ranks.rank == 0:
@@ -34,6 +35,8 @@ def export(
     ranks.barrier()
     if ranks.rank == 0:
         join(partial, sorted(partial.glob("stage-*")))
+        sync_all(partial)
         fence()
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
+        sync_folder(target.parent)

@@ -47,4 +47,5 @@ class MegatronAdapter:
         norm, rate = policy.update()
         figures = policy.figures()
         policy.start_step()
-        return {"loss": figures["loss"], "kl": figures["kl"], "grad_norm": norm, "learning_rate": rate}
+        shown = {"loss": figures["loss"], "grad_norm": norm, "learning_rate": rate}
+        return shown | {"kl": figures["kl"]} if "kl" in figures else shown  # there is none without a reference

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from prefect.logging.handlers import APILogHandler, emit_api_log
 from prefect.runtime import flow_run
 
+from engine.errors import MetronomeError
 from tasks import console
 
 NAME = "metronome"
@@ -25,7 +26,8 @@ class _Handler(APILogHandler):
 
 @contextmanager
 def story() -> Iterator[None]:
-    """During the body Prefect gets what is printed. What waits to be sent is sent at the end, for at most 5 s."""
+    """During the body Prefect gets what is printed, and the error that ends it. What waits to be sent is sent at the
+    end, for at most 5 s."""
     if not (number := flow_run.id):
         yield
         return
@@ -39,5 +41,8 @@ def story() -> Iterator[None]:
     try:
         with console.heard_by(send):
             yield
+    except MetronomeError as error:
+        send(logging.ERROR, f"error: {error}")
+        raise
     finally:
         handler.flush()

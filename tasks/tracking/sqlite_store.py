@@ -27,11 +27,16 @@ _whole: set[str] = set()
 """URIs of the stores that this process has seen whole."""
 
 
+def sqlite_file(uri: str) -> Path | None:
+    """The file of an sqlite store; None for another kind of store."""
+    return Path(uri.removeprefix(SCHEME)) if uri.startswith(SCHEME) else None
+
+
 def whole_store(uri: str) -> str:
     """Return `uri` once its store is whole: an sqlite file that is absent is made, one that a kill left half made is
     made anew and kept aside. A store with runs, and any other kind of store, is left to MLflow."""
-    if uri.startswith(SCHEME) and uri not in _whole:
-        file = Path(uri.removeprefix(SCHEME))
+    file = sqlite_file(uri)
+    if file is not None and uri not in _whole:
         file.parent.mkdir(parents=True, exist_ok=True)
         with hold_lock(file.with_name(f".{file.name}.lock"), f"the tracking store {file}", WAIT_S, complain):
             _make_whole(file)

@@ -35,8 +35,8 @@ from tasks.tracking.metric_log import MetricLog
 from tasks.tracking.metric_names import evaluation_numbers, metric_name, numbers
 from tasks.tracking.mlflow_run import NUMBER, log_samples, mlflow_run, write_queue
 from tasks.tracking.retry import retry_while_away
-from tasks.tracking.sqlite_store import whole_store
-from tasks.tracking.write_queue import first_line, refused
+from tasks.tracking.sqlite_store import sqlite_file, whole_store
+from tasks.tracking.write_queue import STORE_ERRORS, first_line, refused
 
 RUN_ID = "mlflow_run_id"
 """File in the run folder with the id of its MLflow run, so that a resumed run continues the same MLflow run."""
@@ -87,9 +87,7 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
     TrackingAway if the store does not answer for long when a run is resumed or evaluated.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
-    id_file = config.folder / RUN_ID
-    text = id_file.read_text(errors="replace").strip() if id_file.exists() else ""
-    known = given = text if MLFLOW_ID.fullmatch(text) else None  # a damaged id is found again by the run's number
+    known = given = _known(config)
     try:
         if known is None and not evaluation:
             known = _found(config)
@@ -101,7 +99,7 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
         raise _unusable(config, error) from None
     with mlflow_run(config, known, keeps_status=evaluation) as run:
         if run.info.run_id != given:
-            write_atomically(id_file, run.info.run_id)
+            write_atomically(config.folder / RUN_ID, run.info.run_id)
         _start_step_log(run.info.run_id, config, known is not None)
         _describe(run, config)
         yield run.info.run_id
@@ -117,6 +115,42 @@ def _describe(run: mlflow.ActiveRun, config: Config) -> None:
     queue = write_queue()
     queue.do("the description", lambda: descriptions.describe_run(client, run.info.run_id, text))
     queue.do("the view of the runs", lambda: view.show(client, run.info.experiment_id, benchmarks))
+
+
+def _known(config: Config) -> str | None:
+    """The MLflow run that the run folder names. A damaged id counts as none: it is found again by the run's number."""
+    file = config.folder / RUN_ID
+    text = file.read_text(errors="replace").strip() if file.exists() else ""
+    return text if MLFLOW_ID.fullmatch(text) else None
+
+
+def check_known(config: Config) -> None:
+    """Check that the store has the MLflow run of the run folder, in `tracking.experiment`. Raises BadInput if not, or
+    if MLflow refuses the store. Writes nothing; a store that does not answer is waited for later (`tracked`)."""
+    if (known := _known(config)) is None:
+        return
+    what = f"the run's MLflow run {known} (its file {config.folder / RUN_ID})"
+    if (store := sqlite_file(tracking_uri(config))) is not None and not store.exists():
+        raise BadInput(f"tracking.uri = {shown_uri(config)!r}: there is no such store, which had {what}; {_ELSEWHERE}")
+    try:
+        _use(tracking_uri(config))
+        client = mlflow.MlflowClient()
+        experiment = client.get_experiment(client.get_run(known).info.experiment_id).name
+    except STORE_ERRORS as error:
+        if refused(error):
+            raise BadInput(
+                f"tracking.uri = {shown_uri(config)!r}: {what} is not to be had there: {first_line(error)}; "
+                f"{_ELSEWHERE}"
+            ) from None
+        return
+    if experiment != config.tracking.experiment:
+        raise BadInput(
+            f"tracking.experiment = {config.tracking.experiment!r}: {what} is in {experiment!r} and stays there; leave "
+            "the key out"
+        )
+
+
+_ELSEWHERE = "name the store that has it, or delete that file: the run is then a new one in MLflow"
 
 
 def check_store(config: Config) -> None:
@@ -173,7 +207,8 @@ def register(name: str, policy: Path) -> str:
     run = mlflow.active_run()
     assert run is not None
     client = mlflow.MlflowClient()
-    digest = content_hash(policy)
+    with showing("register", how_far.since_now("reading the policy's files")):
+        digest = content_hash(policy)
     made = [
         version
         for version in client.search_model_versions(f"name = '{name}' and run_id = '{run.info.run_id}'")

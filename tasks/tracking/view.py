@@ -62,7 +62,7 @@ def packed(state: JsonObject) -> str:
 
 def view(benchmarks: Iterable[str]) -> JsonObject:
     """The state of MLflow's page (3.17), with the keys of its own code."""
-    accuracies = {f"{name}/avg_at_k": f"Accuracy on {name}" for name in benchmarks}
+    accuracies = {f"{name}/avg_at_k": f"Avg@k on {name}" for name in benchmarks}
     first, *others = CHARTS.items()
     charts = dict([first, *accuracies.items(), *others])
     section = {"display": True, "isReordered": True, "deleted": False, "isGenerated": False}

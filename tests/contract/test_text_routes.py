@@ -61,9 +61,9 @@ def client(url):
 
 
 def ask(url, method, path, body=None, token=TOKEN):
-    """(status, JSON) of a request by hand."""
+    """(status, JSON) of a request by hand, with the content type of curl -d: that of a form."""
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {token}"}
     request = urllib.request.Request(url + path, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:

@@ -31,6 +31,7 @@ PROMPTS = 3
 SIZE = 2
 SMALL = {
     "rollout.group_size": SIZE,
+    "rollout.instances": 2,
     "rollout.max_new_tokens": 6,
     "rollout.timeout_s": 30,
     "train.prompts_per_step": PROMPTS,
@@ -241,6 +242,15 @@ def test_a_version_is_published_once_the_steps_before_are_trained(running, clien
         client.weight_sync_notify(step + 1, running.model)
     with pytest.raises(ServiceConflict, match=f"version {step} was published last, so {step + 1} is the next"):
         client.weight_sync_notify(step + 5, running.model)
+    consume(client, step)
+
+
+def test_every_instance_holds_a_version_that_was_published(running, client, step):
+    for name in ("instance-0", "instance-1"):
+        there = json.loads((running.folder / f"logs/{name}.address").read_text())
+        url = f"http://{there['host']}:{there['port']}/weight_version"
+        assert httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}).json() == {"weight_version": step}
+    push(client, step)
     consume(client, step)
 
 

@@ -120,7 +120,7 @@ MESSAGES = {
         UNIT + "wire/weights/test_own_address.py",
         "instances on other machines can't reach that",
     ),
-    "the trainer died: …": (UNIT + "tasks/test_train.py", "the trainer died"),
+    "the trainer died: …": ("tests/integration/test_faults.py", "the trainer died"),
     "the gradient of this step is not finite": (
         UNIT + "trainer/test_policy.py",
         "the gradient of this step is not finite",

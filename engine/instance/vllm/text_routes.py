@@ -10,8 +10,8 @@ from engine.instance.http import COMPLETION
 from engine.instance.vllm.backend import VllmBackend
 from engine.types import JsonObject
 
-OF_BODY = (b"content-length", b"transfer-encoding")
-"""Headers that say how long the body is."""
+OF_BODY = (b"content-length", b"transfer-encoding", b"content-type")
+"""Headers that say how long the body is and in what form."""
 
 
 class VllmText:
@@ -33,7 +33,8 @@ class VllmText:
             body = {"add_special_tokens": False, **body}
         content = json.dumps(body).encode()
         headers = [(key, value) for key, value in scope["headers"] if key not in OF_BODY]
-        headers.append((b"content-length", str(len(content)).encode()))
+        # curl names another type, which vLLM refuses
+        headers += [(b"content-length", str(len(content)).encode()), (b"content-type", b"application/json")]
         given = False
 
         async def replay() -> Message:

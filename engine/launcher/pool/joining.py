@@ -18,6 +18,7 @@ from engine.launcher.http_server import listen, listen_address
 from engine.launcher.pool.pool import Pool
 from engine.launcher.pool.pool_metrics import CONTENT_TYPE, exposition
 from engine.run.files import write_atomically
+from engine.run.limits import check_open_files
 from engine.wire.access_token import access_token, authorized, check_address
 from engine.wire.address import ADDRESS_FILE, bracketed, reachable
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
@@ -74,6 +75,8 @@ class JoinRoutes:
                 return _error(409, f"the name {name} is taken by an instance at {known.client.url}")
             self._pool.gone(known, f"joined again at {url}")
             known = None
+        if known is None:
+            check_open_files(self._pool.config, len(self._pool.instances) + 1)
         self._left.discard(name)
         known = known or self._pool.enter(name, url)
         return _json({"state": known.state})

@@ -181,7 +181,7 @@ def _as_accurate(who: tuple[str, str], found: Difference) -> str:
     )
     notes = f" Careful: {'; '.join(found.notes)}." if found.notes else ""
     sided = _sided(who=who, found=found.interval, level=percent(found.level), kind=kind, agreed=found.agreed)
-    return f"Accuracy on {found.benchmark}: {sided}{notes}"
+    return f"Evaluation on {found.benchmark}: {sided}{notes}"
 
 
 def _as_rewarded(who: tuple[str, str], found: Interval, level: str, evaluated: bool) -> str:

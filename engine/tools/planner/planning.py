@@ -85,13 +85,12 @@ class Sensitivity:
         return self.chosen.step_s / self.best.step_s
 
 
-def measured_model(config: Config, folders: Sequence[Path], device: Device | None) -> StepModel:
+def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device | None) -> StepModel:
     """Return the model of a recipe from runs of it. `device`: for layouts that were not run; None on a CPU.
 
     Raises BadInput for runs of another model, and for layouts of accelerators without a device.
     """
     shape, _ = shape_of(config.model.path)
-    runs = list(map(read_run, folders))
     for run in runs:
         if shape_of(run.config.model.path)[0] != shape:
             raise BadInput(f"--from {run.where}: a run of {run.config.model.path}, the recipe has {config.model.path}")
@@ -111,7 +110,7 @@ def measured_model(config: Config, folders: Sequence[Path], device: Device | Non
         return scaled(costs, prior(shape, theirs, device), prior(shape, wanted, device))
 
     groups = tuple(group for run in runs for group in Lengths.of_run(run.spans).groups)
-    names = ", ".join(str(folder) for folder in folders)
+    names = ", ".join(run.where for run in runs)
     lengths = Lengths(groups, f"{len(groups)} groups of {names}")
     return StepModel(
         config=config,
@@ -176,7 +175,7 @@ def advice(folder: Path) -> str:
     found = f"{bound} ({shares[bound]:.0%} of a step)"
     if run.config.algorithm.dynamic_sampling:
         return found  # the simulation does not know how many groups are tried
-    plan = planned(measured_model(run.config, [folder], None), OWN_LAYOUT, ADVISED)
+    plan = planned(measured_model(run.config, [run], None), OWN_LAYOUT, ADVISED)
     faster = plan.today.step_s / plan.best[0].step_s
     if faster < WORTHWHILE:
         return f"{found}; no setting of this layout is predicted to be much faster"

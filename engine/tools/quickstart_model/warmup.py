@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from engine.errors import MetronomeError
+from engine.run.files import sync_all, write_atomically
 from engine.tools.quickstart_model import byte_tokenizer as byte_tokenizer
 from engine.tools.quickstart_model.addition import lessons, read_rows
 
@@ -127,7 +128,8 @@ def _make(folder: Path, rows: list[dict[str, str]], seed: int, report: Callable[
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    (folder / MARKER).write_text(json.dumps(sizes))
+    sync_all(folder)
+    write_atomically(folder / MARKER, json.dumps(sizes))
 
 
 def untrained(tokenizer: PreTrainedTokenizerFast, how: WarmUp) -> Qwen3ForCausalLM:

@@ -25,9 +25,9 @@ def sampled(length, finish_reason):
     return pack_response(replace(response, finish_reason=finish_reason, **columns))
 
 
-def told():
+def told(**options):
     lines = []
-    return lines, Notices(lambda stage, text: lines.append(f"{stage}: {text}"))
+    return lines, Notices(lambda stage, text: lines.append(f"{stage}: {text}"), **options)
 
 
 def test_a_share_is_told_with_its_sums_and_not_after_every_group(clock):
@@ -90,8 +90,9 @@ def test_what_goes_wrong_in_a_group(clock):
     ]
 
 
-def test_an_evaluation_of_one_response_to_each_problem_has_no_equal_groups(clock):
-    lines, notices = told()
-    notices.group([sampled(2, "stop")], [Score(1.0)], max_new_tokens=48)
+@pytest.mark.parametrize("samples", [1, 4])
+def test_equal_scores_are_no_loss_in_an_evaluation(clock, samples):
+    lines, notices = told(trained=False)
+    notices.group([sampled(2, "stop")] * samples, [Score(1.0)] * samples, max_new_tokens=48)
     notices.close()
     assert lines == []

@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import StoreError
 from engine.launcher.group_store import StoreFault
-from engine.launcher.stored_groups import StoredGroups
+from engine.launcher.stored_groups import RESTARTS, StoredGroups
 from engine.wire.sealed import is_whole, seal_group
 from support.groups import numbered_group
 
@@ -127,6 +127,34 @@ async def test_a_changed_body_is_generated_again_without_a_restart():
     assert all(map(is_whole, opened))
     assert again == [(0, 1)]
     assert not rows.starts
+
+
+async def test_a_store_that_loses_everything_is_not_started_again_for_ever():
+    groups, rows, again, kept = await filled(2)
+
+    async def put(step, index, body):
+        pass
+
+    rows.put = put
+    rows.rows.clear()
+    with pytest.raises(StoreError, match="was started again 3 times in a row, and still: get"):
+        await groups.open(kept)
+    assert rows.starts == RESTARTS
+    await groups.close()
+
+
+async def test_a_store_that_does_not_work_after_its_restart_is_named():
+    groups, rows, _, kept = await filled(2)
+    del rows.rows[0, 1]
+    start = rows.start
+
+    async def broken():
+        await start()
+        rows.broken = True
+
+    rows.start = broken
+    with pytest.raises(StoreError, match="was started again, and does not work: put"):
+        await groups.open(kept)
 
 
 async def test_an_error_of_the_store_reaches_whoever_waits():

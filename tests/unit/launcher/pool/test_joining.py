@@ -14,6 +14,7 @@ from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.joining import serve_joining
 from engine.launcher.pool.pool import Pool
+from engine.run import limits
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
 
@@ -235,6 +236,20 @@ async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, st
         told = (await call("GET", "/status"))[1]["pool_size"], (await call("GET", "/metrics"))[1]
         assert (pool.size, told[0]) == (size, size)
         assert f"\nmetronome_pool_size {size}.0\n" in told[1]
+
+
+async def test_an_instance_for_which_there_are_not_files_enough_does_not_join(tmp_path, monkeypatch):
+    """Its connections would fail in the middle of a step, and be counted as its faults."""
+    async with running(tmp_path, concurrency=16) as (pool, _, call):
+        monkeypatch.setattr(limits, "reachable_limit", lambda: limits.open_files(pool.config, 2))
+        for number, expected in ((0, 200), (1, 200), (2, 400), (1, 200)):
+            guest = SPOKEN | {"name": f"guest-{number}", "url": f"http://127.0.0.1:{4711 + number}"}
+            status, reply = await call("POST", "/join", guest)
+            assert status == expected, reply
+        assert [one.name for one in pool.instances] == ["guest-0", "guest-1"]
+        told = (await call("POST", "/join", GOOD))[1]["error"]["message"]
+        assert "open files: the run needs" in told
+        assert "raise the hard limit (ulimit -Hn)" in told
 
 
 async def test_nobody_joins_a_run_that_is_ending(tmp_path):

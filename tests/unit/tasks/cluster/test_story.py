@@ -3,8 +3,10 @@
 import logging
 from uuid import uuid4
 
+import pytest
 from prefect.logging import handlers
 
+from engine.errors import ProcessDied
 from tasks import console
 from tasks.cluster.story import story
 
@@ -28,3 +30,14 @@ def test_the_logs_tab_gets_what_the_console_shows(monkeypatch, capsys):
     ]
     assert "before" in (shown := capsys.readouterr().out)
     assert "after" in shown
+
+
+def test_the_logs_tab_says_why_a_run_failed(monkeypatch):
+    sent = []
+    monkeypatch.setattr(handlers, "_api_log_sink", sent.append)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(uuid4()))
+    with pytest.raises(ProcessDied), story():
+        raise ProcessDied("the trainer was ended by SIGKILL")
+    assert [(one["message"], one["level"]) for one in sent] == [
+        ("error: the trainer was ended by SIGKILL", logging.ERROR)
+    ]

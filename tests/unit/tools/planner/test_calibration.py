@@ -8,8 +8,8 @@ from statistics import fmean
 import pytest
 
 from engine.errors import BadInput
+from engine.tools.planner import planning
 from engine.tools.planner.calibration import fitted, read_run
-from engine.tools.planner.planning import advice
 from engine.tools.planner.simulation import simulate
 from support.simulated_runs import COSTS, LENGTHS, config, simulated_run, with_model
 
@@ -67,7 +67,7 @@ def test_what_is_no_run_or_too_short_or_of_an_older_release_is_refused(tmp_path)
 
 def test_the_advice_names_what_bounds_the_last_steps_and_what_would_change_it(tmp_path, tiny_model):
     slow = simulated_run(with_model(config("slow", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
-    told = advice(slow)
+    told = planning.advice(slow)
     assert told.startswith("rollout (")
     assert "predicted" in told
     assert 'train.mode="periodic"' in told
@@ -77,7 +77,20 @@ def test_the_advice_names_what_bounds_the_last_steps_and_what_would_change_it(tm
     good = read_run(slow, last=2)
     assert len(good.steps) == 2
     with pytest.raises(BadInput, match="no config.toml"):
-        advice(tmp_path / "nothing")
+        planning.advice(tmp_path / "nothing")
+
+
+def test_the_advice_of_a_long_run_rests_on_its_last_steps_alone(tmp_path, tiny_model, monkeypatch):
+    """Neither the figures of the steps before them nor their spans, of which a long run has gigabytes."""
+    monkeypatch.setattr(planning, "ADVISED", 3)
+    folder = simulated_run(with_model(config("long", tmp_path, "sync", concurrency=1), tiny_model), steps=6)
+    told = planning.advice(folder)
+    trace = folder / "trace/all.jsonl"
+    spans = [json.loads(line) for line in trace.read_text().splitlines()]
+    early = [span | {"end": span["end"] + 100.0} if span["step"] < 3 else span for span in spans]
+    assert early != spans
+    trace.write_text("".join(json.dumps(span) + "\n" for span in early))
+    assert planning.advice(folder) == told
 
 
 def test_ranks_that_share_a_units_tokens_count_them_once(tmp_path):
