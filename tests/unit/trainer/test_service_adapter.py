@@ -22,5 +22,6 @@ def test_an_update_tells_its_figures_and_kl_only_with_a_reference(settings, coef
 
 
 def test_several_updates_a_step_are_refused(settings):
+    config = config_of(settings | {"train.updates": 2, "algorithm.old_policy": "behavior"})
     with pytest.raises(BadInput, match="train.updates = 2: a trainer behind the service makes one a step"):
-        MegatronAdapter(config_of(settings | {"train.updates": 2, "algorithm.old_policy": "behavior"}), platform.get("cpu"))
+        MegatronAdapter(config, platform.get("cpu"))
