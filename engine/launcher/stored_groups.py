@@ -119,8 +119,10 @@ class StoredGroups:
                 else:
                     try:
                         await self._store.put(*key, body)
-                    except StoreFault as again:
-                        raise StoreError(f"TransferQueue was started again, and does not work: {again}") from again
+                    except StoreFault as next_fault:
+                        raise StoreError(
+                            f"TransferQueue was started again, and does not work: {next_fault}"
+                        ) from next_fault
 
     async def _read(self, step: int, index: int) -> bytes | None:
         try:

@@ -46,6 +46,9 @@ MLFLOW_ID = re.compile("[0-9a-f]{32}")
 POLICY_HASH = "metronome.policy_hash"
 """Tag of a registered version: hash of the contents of its files."""
 
+_ELSEWHERE = "name the store that has it, or delete that file: the run is then a new one in MLflow"
+"""What to do where a store does not have a run's MLflow run."""
+
 _step_logs: dict[str, MetricLog] = {}
 """The step log of each MLflow run, by run id."""
 
@@ -129,9 +132,9 @@ def check_known(config: Config) -> None:
     if MLflow refuses the store. Writes nothing; a store that does not answer is waited for later (`tracked`)."""
     if (known := _known(config)) is None:
         return
-    what = f"the run's MLflow run {known} (its file {config.folder / RUN_ID})"
+    what = f"the run's MLflow run {known} (named in {config.folder / RUN_ID})"
     if (store := sqlite_file(tracking_uri(config))) is not None and not store.exists():
-        raise BadInput(f"tracking.uri = {shown_uri(config)!r}: there is no such store, which had {what}; {_ELSEWHERE}")
+        raise BadInput(f"tracking.uri = {shown_uri(config)!r}: there is no such store for {what}; {_ELSEWHERE}")
     try:
         _use(tracking_uri(config))
         client = mlflow.MlflowClient()
@@ -139,8 +142,7 @@ def check_known(config: Config) -> None:
     except STORE_ERRORS as error:
         if refused(error):
             raise BadInput(
-                f"tracking.uri = {shown_uri(config)!r}: {what} is not to be had there: {first_line(error)}; "
-                f"{_ELSEWHERE}"
+                f"tracking.uri = {shown_uri(config)!r}: {what} is not in this store: {first_line(error)}; {_ELSEWHERE}"
             ) from None
         return
     if experiment != config.tracking.experiment:
@@ -148,9 +150,6 @@ def check_known(config: Config) -> None:
             f"tracking.experiment = {config.tracking.experiment!r}: {what} is in {experiment!r} and stays there; leave "
             "the key out"
         )
-
-
-_ELSEWHERE = "name the store that has it, or delete that file: the run is then a new one in MLflow"
 
 
 def check_store(config: Config) -> None:

@@ -151,7 +151,7 @@ REFUSED = {
     ),
     "another record": (nothing, ["train.micro_batch_tokens=512"], "but the record was taken with"),
     "another store of MLflow": (nothing, ["tracking.uri=sqlite:///gone.db"], "there is no such store"),
-    "a store that is none": (nothing, ["tracking.uri=gone://here"], "is not to be had there"),
+    "a store that is none": (nothing, ["tracking.uri=gone://here"], "is not in this store"),
     "another experiment": (nothing, ["tracking.experiment=other"], "is in 'metronome' and stays there"),
     "other problems": (other_data, [], "the content of data.train"),
     "another base model": (other_content, [], "its content is not that of the run's base model"),

@@ -43,6 +43,11 @@ def test_a_model_gets_the_context_that_it_was_made_for_up_to_a_limit(tmp_path, p
     assert served(str(folder), "", less)[0].rollout.max_context == 32
 
 
+def test_a_name_on_the_hub_is_answered_with_its_download():
+    with pytest.raises(BadInput, match="hf download owner/name --local-dir models/name`, then --model models/name"):
+        served("owner/name", "", [])
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(BadInput, match="expected a run folder with a policy, or a Hugging Face folder"):
         served(str(tmp_path), "", [])
