@@ -17,11 +17,12 @@ from support.runs import ROOT, overrides
 from tasks.cluster.services import free_port
 
 LOOPBACK = "127.0.0.1"
-NETWORK = "10.213.77"
+NETWORK = f"10.213.{os.getpid() % 250}"
 HERE = f"{NETWORK}.1"
 THERE = f"{NETWORK}.2"
-NAMESPACE = "metronome-chaos"
-DEVICES = ("mchaos0", "mchaos1")
+NAMESPACE = f"metronome-chaos-{os.getpid()}"
+"""A name for each process of the chaos tests, so that two of them may run beside each other."""
+DEVICES = tuple(f"mchaos{os.getpid()}{end}" for end in "ab")
 NAME = "guest"
 PYTHON = [sys.executable, "-m"]
 START_S = 30.0
