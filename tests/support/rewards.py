@@ -1,5 +1,6 @@
 """Rewards that tests give to runs as users would: by file."""
 
+import os
 import time
 
 
@@ -45,3 +46,11 @@ def even_of_odd(prompt, responses):
 
 def equal(prompt, responses):
     return [1.0] * len(responses)
+
+
+def sees_its_key_only(prompt, responses):
+    """As `even`; raises unless the environment has the judge's key and none of the run's own secrets."""
+    own = {"METRONOME_TOKEN", "AWS_SECRET_ACCESS_KEY", "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING", "HF_TOKEN"}
+    if "JUDGE_KEY" not in os.environ or own & set(os.environ):
+        raise RuntimeError(f"the environment has {sorted(os.environ)}")
+    return even(prompt, responses)
