@@ -1,4 +1,4 @@
-"""A whole run with secrets of every kind: none of them is in a file, in an argument of a process, or in what is said."""
+"""A whole run with secrets of every kind: none is in a file, in an argument of a process, or in what is said."""
 
 import contextlib
 import subprocess
