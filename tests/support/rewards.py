@@ -50,7 +50,13 @@ def equal(prompt, responses):
 
 def sees_its_key_only(prompt, responses):
     """As `even`; raises unless the environment has the judge's key and none of the run's own secrets."""
-    own = "METRONOME_TOKEN AWS_SECRET_ACCESS_KEY MLFLOW_TRACKING_PASSWORD PREFECT_API_AUTH_STRING HF_TOKEN".split()
+    own = [
+        "METRONOME_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "MLFLOW_TRACKING_PASSWORD",
+        "PREFECT_API_AUTH_STRING",
+        "HF_TOKEN",
+    ]
     if "JUDGE_KEY" not in os.environ or any(name in os.environ for name in own):
         raise RuntimeError(f"the environment has {sorted(os.environ)}")
     return even(prompt, responses)
