@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import shutil
 import signal
 import sys
@@ -40,7 +39,7 @@ from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.folder import RunFolder
 from engine.run.identity import claim
 from engine.run.lock import hold_lock
-from engine.run.logs import rotate
+from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
 from engine.run.process import Child, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.run.trace import Trace
@@ -63,9 +62,6 @@ that launcher within a second or two."""
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
-
-BEATS_PER_ROTATION = 60
-"""Signs of life between two looks at the sizes of the logs."""
 
 END_S = 5.0
 """Seconds that the agent may take to end its ranks, by force if need be (engine.trainer.agent), before it is killed."""
@@ -123,20 +119,19 @@ class _Launcher:
         self._stop_on_signals()
         self._beating = asyncio.create_task(self._beat())
         try:
-            await self._run()
+            async with kept_small(self.folder.logs):
+                await self._run()
         finally:
             self._beating.cancel()
             self._live.close()
 
     async def _beat(self) -> None:
-        """Show the flow that this process lives (tasks.launcher_process), and keep the logs small. Raises TakenOver if
-        another launcher writes the run now."""
-        for beat in itertools.count():
+        """Show the flow that this process lives (tasks.launcher_process). Raises TakenOver if another launcher writes
+        the run now."""
+        while True:
             self.folder.fence.check()
             self.folder.heartbeat.touch()
             self._live.look()
-            if beat % BEATS_PER_ROTATION == 0:
-                await asyncio.to_thread(rotate, self.folder.logs)
             await asyncio.sleep(BEAT_S)
 
     async def _run(self) -> None:

@@ -19,6 +19,7 @@ from engine.launcher.producer import Land, Producer
 from engine.launcher.rollout_service import rollout_service
 from engine.run.folder import RunFolder
 from engine.run.limits import check_open_files
+from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
 from engine.run.trace import Trace
 from engine.types import Group, JsonObject, Prompt
@@ -75,6 +76,7 @@ async def _evaluate(
     joined = meeting is not None
     config = with_evaluation_context(config)
     async with (
+        kept_small(folder.logs),
         rollout_service(
             config=config,
             model=model,

@@ -28,6 +28,7 @@ from types import TracebackType
 
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.guard import guarded
+from engine.run.logs import rotate
 from engine.run.process import Child, drop_lifeline, python, stop_all, watch_lifeline
 from tasks.cluster.prefect_api import CLIENT_AUTH, post, server_environment
 
@@ -368,6 +369,7 @@ def _serve(services: Services, asked: threading.Event) -> None:
             "\n".join(f"export {name}={shlex.quote(value)}" for name, value in services.environment.items()), flush=True
         )
         while not asked.wait(1.0):
+            rotate(services.folder)
             for service in services.services.values():
                 service.check()
 

@@ -31,6 +31,7 @@ from engine.launcher.weight_sync.place import weights_folder
 from engine.run.files import write_atomically
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
+from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
 from engine.run.process import drop_lifeline, hold_lifeline, watch_lifeline
 from engine.run.trace import Trace
@@ -90,6 +91,7 @@ async def _serve(config: Config, folder: RunFolder, say: Say) -> None:
     trace = Trace(folder.trace, "launcher")
     problems = await asyncio.to_thread(training_problems, config)
     async with (
+        kept_small(folder.logs),
         rollout_service(
             config=config,
             model=Path(config.model.path),

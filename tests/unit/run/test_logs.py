@@ -1,5 +1,6 @@
 """Logs that grow."""
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -52,3 +53,23 @@ def test_a_small_log_stays(tmp_path):
     logs.rotate(tmp_path)
     assert (tmp_path / "one.log").read_text() == "here\n"
     assert not (tmp_path / "one.log.1").exists()
+
+
+def test_logs_are_looked_at_again_and_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs, "LOG_BYTES", 1000)
+    monkeypatch.setattr(logs, "EVERY_S", 0.01)
+    log = tmp_path / "one.log"
+
+    async def grown_twice():
+        async with logs.kept_small(tmp_path):
+            for letter in "ab":
+                log.write_text(letter * 1000)
+                async with asyncio.timeout(10):
+                    while log.stat().st_size:
+                        await asyncio.sleep(0.01)
+                assert (tmp_path / "one.log.1").read_text() == letter * 1000
+        log.write_text("c" * 1000)
+        await asyncio.sleep(0.1)
+        assert log.stat().st_size == 1000
+
+    asyncio.run(grown_twice())
