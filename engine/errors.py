@@ -30,6 +30,10 @@ class DeadlineError(MetronomeError):
     """A wait reached its deadline; the message names what it waited for."""
 
 
+class TooManyFiles(MetronomeError):
+    """This process can open no further file, so it reaches no instance; the message names its limit."""
+
+
 class RewardError(MetronomeError):
     """A reward function raised, or did not return a score for each response."""
 

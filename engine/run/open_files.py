@@ -16,6 +16,11 @@ def reachable_limit() -> int:
     return max(soft, min(hard, ENOUGH))
 
 
+def open_limit() -> int:
+    """How many files this process may open now."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def raise_limit() -> None:
     """Raise the soft limit, often 1,024, to `reachable_limit`. Processes that this one starts inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Self
 
-from engine.errors import BadInput, MetronomeError
+from engine.errors import BadInput, MetronomeError, TooManyFiles
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import InstanceFault, Refused
 from engine.launcher.pool.pool import Pool
@@ -135,6 +135,8 @@ class HealthMonitor:
         asked_health = instance.client.call(GetHealth(), timeout_s=timeout_s)
         load, health = await asyncio.gather(asked_load, asked_health, return_exceptions=True)
         for result in (load, health):
+            if isinstance(result, TooManyFiles):
+                raise result  # no instance is to blame
             if isinstance(result, BaseException) and not isinstance(result, MetronomeError):
                 raise result
         if isinstance(health, Health) and health.protocol != ROLLOUT_PROTOCOL:

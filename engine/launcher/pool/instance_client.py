@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ import msgspec
 import numpy as np
 
 from engine.config import Evaluate, Rollout
-from engine.errors import DeadlineError, MetronomeError
+from engine.errors import DeadlineError, MetronomeError, TooManyFiles
 from engine.launcher.pool.reply_check import Asked, BrokenRule, ReplyNumbers, checked
 from engine.model.shape import read_shape
+from engine.run.open_files import open_limit
 from engine.types import Prompt
 from engine.wire import reply_columns
 from engine.wire.codec import PackedResponse, open_ids
@@ -47,6 +49,9 @@ class Busy(Refused):
     """The instance can't take the request now (BUSY), or an update broke it off; later it can."""
 
 
+NO_FILE = (errno.EMFILE, errno.ENFILE)
+"""This process, or its machine, can open no further file: not the instance's fault."""
+NO_FILE_PAUSE_S = 0.2
 BUSY = (408, 409, 429)
 """It waited too long for the request's body; it is paused or being updated; it holds too many requests."""
 
@@ -107,25 +112,45 @@ class InstanceClient:
     async def call(self, request: InstanceRequest[Reply], timeout_s: float | None = None) -> Reply:
         """Send a request and wait for its reply; `timeout_s` defaults to rollout.timeout_s.
 
-        Raises InstanceGone (connection broken, or cut), InstanceFault (5xx), BrokenReply, DeadlineError, Busy (409 …)
-        and Refused (other 4xx); each names instance and route.
+        While this process can open no file for the connection, it waits. Raises InstanceGone (connection broken, or
+        cut), InstanceFault (5xx), BrokenReply, DeadlineError, Busy (409 …), Refused (other 4xx) and TooManyFiles; each
+        names instance and route.
         """
         what = f"{request.method} {request.path}"
         data = msgspec.json.encode(request) if request.method == "POST" else None
-        headers = {"Content-Type": "application/json", "Accept": request.accept}
+        no_file: str | None = None
         try:
             async with self._limited(what, self._timeout_s if timeout_s is None else timeout_s):
-                async with self._session.request(
-                    request.method, self.url + request.path, data=data, headers=headers, allow_redirects=False
-                ) as answer:
-                    status = answer.status
-                    form = answer.content_type
-                    raw = await answer.read()
+                while True:
+                    no_file = None
+                    try:
+                        status, form, raw = await self._answer(request, data)
+                        break
+                    except OSError as error:
+                        if error.errno not in NO_FILE:
+                            raise
+                        no_file = error.strerror
+                    await asyncio.sleep(NO_FILE_PAUSE_S)
+        except DeadlineError:
+            if no_file is None:
+                raise
+            raise TooManyFiles(
+                f"{self.name}: {what} could not be sent: {no_file} in this process, whose limit is {open_limit()}; "
+                "raise it (ulimit -Hn), or lower rollout.concurrency"
+            ) from None
         except aiohttp.ClientResponseError as error:
             raise InstanceFault(f"{self.name}: {what}: no HTTP answer: {error.message}") from None
         except (aiohttp.ClientError, OSError) as error:
             raise InstanceGone(f"{self.name}: {what}: {type(error).__name__} {error}") from None
         return cast(Reply, _reply(call=f"{self.name}: {what}", status=status, form=form, raw=raw, kind=request.reply))
+
+    async def _answer(self, request: InstanceRequest[Reply], data: bytes | None) -> tuple[int, str, bytes]:
+        """Its reply's status, content type and body."""
+        headers = {"Content-Type": "application/json", "Accept": request.accept}
+        async with self._session.request(
+            request.method, self.url + request.path, data=data, headers=headers, allow_redirects=False
+        ) as answer:
+            return answer.status, answer.content_type, await answer.read()
 
     @asynccontextmanager
     async def _limited(self, what: str, limit_s: float | None) -> AsyncIterator[None]:

@@ -1,11 +1,15 @@
 import asyncio
+import contextlib
+import errno
+import os
+import resource
 import time
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from engine.errors import DeadlineError
+from engine.errors import DeadlineError, TooManyFiles
 from engine.launcher.pool.instance_client import (
     Busy,
     InstanceClient,
@@ -196,6 +200,41 @@ async def test_the_deadline_names_what_it_waited_for(instance):
     scripted.silent = True
     with pytest.raises(DeadlineError, match=r"instance-3: no answer to GET /load in 0\.05 s"):
         await client.call(GetLoad(), timeout_s=0.05)
+
+
+@contextlib.contextmanager
+def no_file_left():
+    """This process can open no file within the block; the value gives one back."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        yield lambda: [os.close(taken.pop()) for _ in range(len(taken))]
+    finally:
+        for file in taken:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_call_waits_while_this_process_can_open_no_file(instance):
+    _, client = instance
+    with no_file_left() as give_back:
+        calling = asyncio.create_task(client.call(GetLoad()))
+        await asyncio.sleep(0.5)
+        assert not calling.done()
+        give_back()
+        assert (await calling).weight_version == 7
+
+
+async def test_no_instance_is_to_blame_if_this_process_can_open_no_file(instance):
+    _, client = instance
+    with no_file_left(), pytest.raises(TooManyFiles, match="whose limit is 256") as refused:
+        await client.call(GetLoad(), timeout_s=0.5)
+    assert os.strerror(errno.EMFILE) in str(refused.value)
+    assert (await client.call(GetLoad())).weight_version == 7
 
 
 async def test_cutting_ends_what_is_under_way_and_nothing_else(instance):
