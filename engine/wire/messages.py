@@ -27,6 +27,7 @@ ERRORS = {
         errors.RatioGapError,
         errors.Stopped,
         errors.DeadlineError,
+        errors.TooManyFiles,
         errors.RewardError,
         errors.TakenOver,
         errors.CheckpointError,
