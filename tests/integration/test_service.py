@@ -23,6 +23,7 @@ from engine.errors import BadInput, DeadlineError, MetronomeError, ServiceConfli
 from engine.run.folder import RunFolder
 from engine.types import Group, Prompt, Response, Score
 from engine.wire.sealed import seal_group
+from support.listening import Listening
 from support.runs import ROOT, config_of, overrides, wait_for
 
 LEASE_S = 2.0
@@ -98,6 +99,14 @@ def made(step, index, **changes):
     prompt = Prompt(f"own-{index}", "1+1=", "2", (5, 6))
     group = Group(step=step, index=index, prompt=prompt, responses=(response,) * SIZE, scores=scores)
     return replace(group, **changes)
+
+
+def test_service_and_instances_listen_on_loopback_only(running):
+    seen = Listening()
+    seen.look(psutil.Process())
+    for part in ("launcher.service.serve", "instance.embedded"):
+        assert any(part in name for name in seen.sockets.values()), seen.sockets
+    assert seen.open_ones == {}
 
 
 def push(client, step):

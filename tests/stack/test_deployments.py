@@ -16,6 +16,7 @@ from engine.model.shape import content_hash
 from engine.run.files import read_lines
 from support.brake import braked
 from support.flow_runs import patiently, processes, start, state
+from support.listening import listening
 from support.runs import ROOT, overrides, wait_for
 from tasks.cluster.prefect_api import post
 from tasks.cluster.services import BUCKET
@@ -142,9 +143,11 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
     api, _, folder = deployed
     settings = json.dumps({"name": "day", "learning_rate": 0.001})
     command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
-    call(command, environment, 400)
-    flow_run = wait_for_runs(api, "pipeline", "COMPLETED")["id"]
-    wait_for_runs(api, "evaluate", "COMPLETED", of="day")  # nobody asked for it: the automation did
+    with listening() as seen:
+        call(command, environment, 400)
+        flow_run = wait_for_runs(api, "pipeline", "COMPLETED")["id"]
+        wait_for_runs(api, "evaluate", "COMPLETED", of="day")  # nobody asked for it: the automation did
+    _check_sockets(seen)
     steps = [json.loads(line) for line in (folder / "day/steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps] == [0, 1]
     assert steps[0]["learning_rate"] == 0.001
@@ -160,6 +163,15 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
         assert line in story, line
     assert "\x1b" not in story
     _check_s3(environment, folder)
+
+
+def _check_sockets(seen):
+    """Of the servers, of the worker, and of all that the flows start."""
+    for part in ("prefect worker", "launcher.launch", "trainer.rank", "instance.embedded", "local_server"):
+        assert any(part in name for name in seen.processes), (part, seen.processes)
+    for part in ("prefect", "mlflow", "launcher.launch", "instance.embedded", "local_server"):
+        assert any(part in name for name in seen.sockets.values()), (part, seen.sockets)
+    assert seen.open_ones == {}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import subprocess
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -32,6 +33,25 @@ class Listening:
     def open_ones(self) -> dict[tuple[str, int], str]:
         """Those that other machines reach."""
         return {at: name for at, name in self.sockets.items() if not ipaddress.ip_address(at[0]).is_loopback}
+
+
+@contextlib.contextmanager
+def listening():
+    """What is seen of this process and of all that it has started, while the block runs."""
+    seen = Listening()
+    over = threading.Event()
+
+    def look():
+        while not over.wait(POLL_S):
+            seen.look(psutil.Process())
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        looking.join()
 
 
 def listening_while(command, timeout_s, **options):

@@ -17,6 +17,7 @@ from engine.run.vllm_command import interpreter
 from engine.tools.acceptance.runs import MEDIUM, make_model
 from engine.tools.quickstart_model.byte_tokenizer import build
 from engine.tools.quickstart_model.warmup import ensure_quickstart_model
+from support.listening import listening
 from support.runs import ROOT, Tree, base_settings, launch, send, wait_for
 from support.tiny_models import save
 from support.whole_runs import run, same, spans, steps, weights
@@ -152,20 +153,23 @@ def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path)
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    run(
-        base_settings(model, problems, tmp_path)
-        | {
-            "rollout.engine": "vllm",
-            "rollout.instances": 2,
-            "rollout.concurrency": 2,
-            "rollout.timeout_s": 300,
-            "train.timeout_s": 300,
-            "weights.transport": "gloo",
-            "parallel.data": 2,
-            "parallel.expert": 2,
-        },
-        tmp_path,
-    )
+    with listening() as seen:
+        run(
+            base_settings(model, problems, tmp_path)
+            | {
+                "rollout.engine": "vllm",
+                "rollout.instances": 2,
+                "rollout.concurrency": 2,
+                "rollout.timeout_s": 300,
+                "train.timeout_s": 300,
+                "weights.transport": "gloo",
+                "parallel.data": 2,
+                "parallel.expert": 2,
+            },
+            tmp_path,
+        )
+    assert any("vllm" in name for name in seen.sockets.values()), seen.sockets
+    assert seen.open_ones == {}
     lines = steps(tmp_path, "run")
     check_on_policy(lines, 3)
     assert min(line["grad_norm"] for line in lines) > 0
