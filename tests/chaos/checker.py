@@ -14,6 +14,8 @@ FORBIDDEN = ("Traceback", "JSONDecodeError", "ExceptionGroup")
 FRAME = re.compile(r'File "([^"]+)", line')
 OURS = re.compile(rf"{re.escape(str(ROOT))}/(engine|tasks|flows|tests)/")
 """Files of this project."""
+FLOW_RUN_FAILED = ("Encountered exception during execution", "Engine execution exited with unexpected exception")
+"""Words of Prefect's before the traceback of a flow run that has failed: of the flow, and of the process around it."""
 FEWEST_FIGURES = 30
 """A run has at least so many figures of a step; fewer mean that the check of MLflow looked at nothing."""
 
@@ -122,7 +124,7 @@ def tracebacks(lines):
                 last += 1
             frames = FRAME.findall("\n".join(lines[first:last]))
             named = last < len(lines) and lines[last].startswith("engine.errors.")
-            told = first > 0 and "Encountered exception during execution" in lines[first - 1]
+            told = first > 0 and any(words in lines[first - 1] for words in FLOW_RUN_FAILED)
             found.append(
                 Block(
                     first=first,

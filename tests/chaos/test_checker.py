@@ -104,6 +104,7 @@ def test_a_traceback_of_a_library_is_excused_while_its_server_is_away_and_no_oth
     ("before", "error", "problems"),
     [
         ("ERROR | Encountered exception during execution: DiskError()", "engine.errors.DiskError: the disk is full", 0),
+        ("ERROR | Engine execution exited with unexpected exception", "engine.errors.DiskError: the disk is full", 0),
         ("ERROR | Encountered exception during execution: OSError()", "OSError: the disk is full", 1),
         ("ERROR | all else", "engine.errors.DiskError: the disk is full", 1),
     ],
