@@ -23,8 +23,8 @@ from tasks.input_checks import check_run_folder
 from tasks.tracking.retry import TrackingAway
 
 TAKEOVER_S = 600.0
-"""Seconds to wait for the previous attempt to end. A flow that counts as dead may be alive on a node that has lost its
-connection to the server."""
+"""Seconds to wait for the previous attempt to end, since its last step or stage. A flow that counts as dead may be
+alive on a node that has lost its connection to the server, and train to the end."""
 NAMES = ".flow-runs"
 """Folder in `run.output` with a file for each Prefect flow run, which has the flow run's run.name."""
 
@@ -69,7 +69,11 @@ def entered(config: Config, begun: RunStart, resume: bool) -> Iterator[Entry]:
     if not again:
         check_run_folder(config, resume)
     locked = hold_lock(
-        folder.lock, f"run folder {folder.path}", TAKEOVER_S if again else 0.0, lambda message: say("wait", message)
+        folder.lock,
+        f"run folder {folder.path}",
+        TAKEOVER_S if again else 0.0,
+        waiting=lambda message: say("wait", message),
+        progress=lambda: _written(folder),
     )
     with locked, fenced(folder):
         claim(folder.path, config, again or resume)
@@ -110,6 +114,11 @@ def begun_by_this_flow(folder: RunFolder) -> bool:
     """Whether this flow run has entered the folder before."""
     file = folder.path / "flow_run_id"
     return file.exists() and file.read_text() == str(flow_run.root_flow_run_id)
+
+
+def _written(folder: RunFolder) -> list[int]:
+    """What the holder of a run folder writes as it goes on: the sizes of its files of steps and stages."""
+    return [file.stat().st_size if file.exists() else 0 for file in (folder.steps, folder.stages)]
 
 
 def _sign(folder: RunFolder) -> None:

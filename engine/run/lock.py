@@ -18,17 +18,22 @@ LOOK_S = 0.5
 
 @contextmanager
 def hold_lock(
-    file: Path, what: str, wait_s: float, waiting: Callable[[str], None] = lambda message: None
+    file: Path,
+    what: str,
+    wait_s: float,
+    waiting: Callable[[str], None] = lambda message: None,
+    progress: Callable[[], object] = lambda: None,
 ) -> Iterator[None]:
     """Hold the lock file during the body; it is created if needed. The kernel releases it when this process dies.
 
-    Waits up to `wait_s` seconds for another holder to end, and calls `waiting` once with a message. Raises BadInput
-    naming `what` is locked and the holder. Works across nodes if the file system supports flock (NFS does).
+    Waits up to `wait_s` seconds for another holder to end, and calls `waiting` once with a message. The time begins
+    anew whenever `progress` returns something else than before. Raises BadInput naming `what` is locked and the
+    holder. Works across nodes if the file system supports flock (NFS does).
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        _take(descriptor, what, wait_s, waiting)
+        _take(descriptor, what, wait_s, waiting, progress)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
@@ -36,10 +41,20 @@ def hold_lock(
         os.close(descriptor)
 
 
-def _take(descriptor: int, what: str, wait_s: float, waiting: Callable[[str], None]) -> None:
+def _take(
+    descriptor: int,
+    what: str,
+    wait_s: float,
+    waiting: Callable[[str], None],
+    progress: Callable[[], object] = lambda: None,
+) -> None:
     deadline = time.monotonic() + wait_s
+    reached = progress()
     told = False
     while not _try(descriptor):
+        if (now := progress()) != reached:
+            reached = now
+            deadline = time.monotonic() + wait_s
         holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
         if time.monotonic() > deadline:
             raise BadInput(

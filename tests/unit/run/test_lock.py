@@ -1,5 +1,7 @@
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -54,3 +56,22 @@ def test_who_waits_says_so_once(holder):
         pass
     assert len(said) == 1
     assert "waiting up to 1 s" in said[0]
+
+
+def test_a_holder_that_makes_progress_is_waited_for(holder):
+    file, process = holder
+    ending = threading.Timer(3.0, process.kill)
+    ending.start()
+    began = time.monotonic()
+    with hold_lock(file, "run folder a", 1.5, progress=lambda: int(2 * time.monotonic())):
+        assert time.monotonic() - began > 2.5
+    ending.join()
+
+
+def test_a_holder_that_makes_no_more_progress_is_named_in_the_end(holder):
+    file, _ = holder
+    began = time.monotonic()
+    moving = lambda: min(4, int(4 * (time.monotonic() - began)))  # noqa: E731
+    with pytest.raises(BadInput, match=r"waited 1 s"), hold_lock(file, "run folder a", 1.2, progress=moving):
+        pass
+    assert time.monotonic() - began > 1.9

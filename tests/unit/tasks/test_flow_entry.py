@@ -1,9 +1,13 @@
 """How a flow run enters its run folder again. Prefect's runtime is told its flow run by the environment."""
 
+import threading
+import time
+
 import pytest
 
 from engine.config.recipe import load
 from engine.errors import BadInput
+from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.identity import identity
 from engine.run.start import RunStart, read_start
@@ -61,6 +65,30 @@ def test_a_flow_run_that_enters_again_goes_on_with_the_config_that_it_began_with
     assert not begun_by_this_flow(RunFolder(config.folder))
     with entered(settled(recipe(1e-3, name)), RunStart(), resume=True):
         assert load(RunFolder(config.folder).config).train.learning_rate == 1e-3
+
+
+def test_a_second_process_of_a_flow_run_waits_while_the_first_one_trains(flow_run, recipe, monkeypatch):
+    """Prefect may start a flow run again that it took for dead, and that trains on."""
+    monkeypatch.setattr("tasks.flow_entry.TAKEOVER_S", 2.0)
+    flow_run("night")
+    config = settled(recipe(1e-6))
+    holds, through = threading.Event(), threading.Event()
+
+    def train():
+        with entered(config, RunStart(), resume=False):
+            holds.set()
+            for step in range(16):
+                time.sleep(0.25)
+                append_line(RunFolder(config.folder).steps, {"step": step})
+            through.set()
+
+    first = threading.Thread(target=train)
+    first.start()
+    assert holds.wait(30)
+    with entered(config, RunStart(), resume=False) as entry:
+        assert through.is_set()
+        assert entry.resumed
+    first.join()
 
 
 def test_a_deployed_flow_run_that_mlflow_is_away_from_ends_as_crashed(flow_run, recipe, monkeypatch):
