@@ -22,11 +22,16 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text)
-        _sync_file(partial)
-        partial.replace(path)
+        put_in_place(partial, path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Give a file that is written its name: it is complete there or absent, also after a power cut."""
+    _sync_file(partial)
+    partial.replace(path)
     sync_folder(path.parent)
 
 

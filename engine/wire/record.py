@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from engine.config import Config
 from engine.config.keys import current_names, flatten
 from engine.errors import BadInput
 from engine.model.shape import content_hash
+from engine.run.files import put_in_place
 from engine.types import BatchScores, Group, JsonObject, Prompt, Score
 from engine.wire.codec import PackedLanded, PackedResponse, open_ids, open_response
 from engine.wire.messages import EarlyWork, Window
@@ -99,7 +101,7 @@ class RecordWriter:
         with partial.open("wb") as file:
             file.write(msgspec.msgpack.encode({"plan": plan(config)}))
             file.writelines(map(msgspec.msgpack.encode, kept))
-        partial.rename(path)
+        put_in_place(partial, path)
         self._file = path.open("ab")
 
     def add(self, step: int, unit: int, given: Window | EarlyWork) -> None:
@@ -111,18 +113,34 @@ class RecordWriter:
         self._file.write(msgspec.msgpack.encode(entry))
 
     def flush(self) -> None:
-        """Pass the added entries on to the operating system; called once a step."""
+        """Put the added entries on the disk; called once a step."""
         self._file.flush()
+        os.fsync(self._file.fileno())
 
 
 def check_continued(path: Path, config: Config, start: int) -> list[RecordEntry]:
     """The entries of a record that stay when its run goes on with step `start`; none without a record.
 
-    Raises BadInput if the settings are not those of the record, or if it is damaged.
+    Raises BadInput if the settings are not those of the record, or if it is damaged before the groups of that step.
     """
-    kept = [entry for entry in read(path) if entry.step < start] if path.exists() else []
+    kept = _entries_before(path, config, start) if path.exists() else []
     if kept:
         _check_same_plan(path, config, "--resume", "keep it, or go on with train.record = false")
+    return kept
+
+
+def _entries_before(path: Path, config: Config, start: int) -> list[RecordEntry]:
+    """The entries of the steps before `start`. What is damaged behind them, as by a power cut, is done again."""
+    kept: list[RecordEntry] = []
+    try:
+        kept.extend(entry for entry in read(path) if entry.step < start)
+    except BadInput as damage:
+        newest = sum(entry.size for entry in kept if entry.step == start - 1)
+        if start and newest != config.train.prompts_per_step:
+            raise BadInput(
+                f"--resume: {path} is damaged and has only {newest} of {config.train.prompts_per_step} groups of step "
+                f"{start - 1}; keep it, and go on with train.record = false"
+            ) from damage
     return kept
 
 

@@ -220,7 +220,8 @@ def main() -> None:
             _ask()
             for name in sweep(arguments.after):
                 print(f"resumed {name}", flush=True)
-        except (httpx.HTTPError, ObjectNotFound) as error:  # no answer, or the run was deleted in between
+        # no answer, one that is none (a proxy's page: ValueError), or the run was deleted in between
+        except (httpx.HTTPError, ObjectNotFound, ValueError) as error:
             print(f"the Prefect server does not answer as it should: {type(error).__name__}: {error}", flush=True)
         time.sleep(arguments.every)
 

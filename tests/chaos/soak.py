@@ -117,6 +117,7 @@ def main():
     folder.mkdir(parents=True)
     model = save_model(folder / "model")
     with World(folder, model, save_problems(folder / "problems.jsonl")) as world:
+        world.serve()
         result = soak(world, arguments.steps)
     print("RESULT " + json.dumps(result))
     if not result["problems"]:

@@ -5,6 +5,7 @@ import shutil
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from chaos import checker
 from chaos.nemesis import Nemesis, told
@@ -20,7 +21,7 @@ LEAST_STEP_S = 2.0
 CALM_STEPS = 3
 """Steps of a disturbed run before its schedule begins."""
 PACED_STEPS = 12
-"""Steps of the undisturbed run that are as slow as those of a disturbed one, to tell how long they take."""
+"""Steps of an undisturbed run that are as slow as those of a disturbed one, to tell how long they take."""
 MEDIAN_S = 30.0
 LONGEST_S = 180.0
 """Bounds of p50 and p99 of the recoveries."""
@@ -42,42 +43,56 @@ def steps_of(minutes):
 
 
 def run_all(world, seeds, minutes, say):
-    """The results of all seeds. Prints every schedule first."""
+    """The results of all seeds. Prints each schedule first. `world` does not serve yet."""
     steps = steps_of(minutes)
     say(f"{steps} steps a run. {LEFT_OUT}")
     if not world.has_namespaces:
         say("No network namespace here: the guest is behind the proxy alone, and its link does not go down.")
     if not world.has_space_of_its_own:
         say("No file system of its own here: the disk does not fill.")
-    undisturbed = None
+    undisturbed = compared_with(world, steps, minutes >= WHOLE_MINUTES, say)
     results = []
     for seed in seeds:
         faults = schedule(seed, minutes, world.permitted)
         say(f"schedule of seed {seed}, {minutes:g} minutes:\n" + "\n".join(f"  {fault}" for fault in faults))
-        if undisturbed is None:
-            undisturbed = train_undisturbed(world, steps, say)
         results.append(run_one(world, seed, minutes=minutes, undisturbed=undisturbed, say=say))
         print("RESULT " + json.dumps(results[-1]), flush=True)
     return results
 
 
-def train_undisturbed(world, steps, say):
-    """(hashes of its weights, median seconds of a step)."""
-    world.slow_down(BRAKE_S)
+def compared_with(world, steps, whole, say):
+    """(hashes of the undisturbed run's weights, median seconds of a step), once the world serves.
+
+    `whole`: whether throughput is held to that median. Where it is not, the run is not slowed down, goes on while the
+    servers start, and a step counts as `LEAST_STEP_S`.
+    """
+    if whole:
+        world.serve()
+        return train_undisturbed(world, steps, PACED_STEPS, say)
+    with ThreadPoolExecutor(1) as beside:
+        undisturbed = beside.submit(train_undisturbed, world, steps, 0, say)
+        world.serve()
+        return undisturbed.result()
+
+
+def train_undisturbed(world, steps, paced, say):
+    """(hashes of its weights, median seconds of its first steps). `paced`: how many of them are slowed down."""
     folder = world.place / "undisturbed"
     with Progress(folder / "steps.jsonl") as progress:
 
         def release():
-            while progress.newest < PACED_STEPS:
+            while progress.newest < paced:
                 time.sleep(0.1)
             world.slow_down(0)
 
-        threading.Thread(target=release, daemon=True).start()
+        if paced:
+            world.slow_down(BRAKE_S)
+            threading.Thread(target=release, daemon=True).start()
         settings = world.settings(steps) | {"run.name": folder.name}
         code, output = launch(settings, world.folder, timeout_s=UNDISTURBED_S)
     assert code == 0, output
-    times = [progress.first[step] for step in range(PACED_STEPS)]
-    pace = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+    times = [progress.first[step] for step in range(paced)]
+    pace = statistics.median(b - a for a, b in zip(times, times[1:], strict=False)) if paced else LEAST_STEP_S
     found = checker.weights(folder)
     shutil.rmtree(folder)
     say(f"undisturbed: {pace:.2f} s a step; weights {found}")

@@ -42,7 +42,7 @@ ROLES = {
 
 
 class World:
-    """Servers and a place for runs. `disturbed` starts a run in it."""
+    """A place for runs, and servers once they are started. `Disturbed` is a run in it."""
 
     def __init__(self, folder, model, problems):
         self.folder = folder
@@ -64,6 +64,10 @@ class World:
         if self.has_space_of_its_own:
             self._ends.callback(subprocess.run, ["umount", "-l", str(self.place)])
         braked(self.folder, 0)
+        return self
+
+    def serve(self):
+        """Start the servers and the worker."""
         try:
             self.services.environment["PREFECT_WORKER_QUERY_SECONDS"] = "2"
             self._ends.enter_context(self.services)
@@ -74,7 +78,6 @@ class World:
         except BaseException:
             self._ends.close()
             raise
-        return self
 
     def __exit__(self, *_):
         self._ends.close()

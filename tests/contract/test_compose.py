@@ -28,8 +28,8 @@ PORTS = {"postgres": 5432, "minio": 9000, "prefect": 4200, "mlflow": 5000}
 """Ports on which the servers listen: those of their images, or of their command."""
 ELSEWHERE = {
     "postgres": "POSTGRES_USER POSTGRES_PASSWORD PREFECT_PASSWORD MLFLOW_PASSWORD",
-    "minio": "MINIO_ROOT_USER MINIO_ROOT_PASSWORD",
-    "bucket": "MC_HOST_store MLFLOW_KEY CLIENT_KEY",
+    "minio": "MINIO_ROOT_USER MINIO_ROOT_PASSWORD MC_CONFIG_DIR",
+    "bucket": "MC_HOST_store MLFLOW_KEY CLIENT_KEY MC_CONFIG_DIR",
     "mlflow": "DATABASE ADMIN_PASSWORD",
 }
 """Variables that are the images' own, or are read by the scripts beside the compose file."""
@@ -85,6 +85,25 @@ def test_what_is_run_is_there_and_knows_its_options():
             said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT).stdout
             assert options <= set(re.findall(r"--[a-z][a-z-]*", said)), words
     assert set(seen) == {"sh", "python", "prefect", "metronome", "mlflow"}
+
+
+def user(name):
+    """The one that a service's processes have."""
+    if "user" in SERVICES[name]:
+        return SERVICES[name]["user"]
+    assert SERVICES[name]["image"] == "metronome:cpu"  # made by this container file
+    return re.findall(r"^USER (\w+)$", (ROOT / "infra/containers/cpu.Containerfile").read_text(), re.M)[-1]
+
+
+def test_no_server_runs_as_root_and_what_gives_away_a_volume_can_do_nothing_else():
+    users = {name: user(name) for name in SERVICES}
+    assert [name for name, one in users.items() if one in ("root", "0", "0:0")] == ["minio-owner"]
+    owner = SERVICES["minio-owner"]
+    assert (owner["network_mode"], owner["cap_drop"]) == ("none", ["ALL"])
+    assert set(owner["cap_add"]) == {"CHOWN", "DAC_READ_SEARCH"}
+    assert owner["entrypoint"] == ["chown", "-R", users["minio"], "/data"]
+    assert owner["volumes"] == SERVICES["minio"]["volumes"]
+    assert SERVICES["minio"]["depends_on"] == {"minio-owner": {"condition": "service_completed_successfully"}}
 
 
 def test_the_recipe_that_is_deployed_is_there():

@@ -1,4 +1,4 @@
-"""`metronome run` killed at ten moments of its stages, five in each run: each next call goes on, and the last ends.
+"""`metronome run` killed in each of its stages, at ten moments each: each next call goes on, and the last ends.
 
 Also the two servers whose databases a first start makes: MLflow's of `make services`, and Prefect's.
 """
@@ -25,6 +25,7 @@ STEPS = 12
 MOMENTS = (
     ("Prefect's database", "prefect/prefect.db", 3.0),
     ("MLflow's store", ".mlflow.db.partial", 3.0),
+    ("prepare data ...", None, 1.0),
     ("encode       ...", None, 1.0),
     ("convert      ...", None, 5.0),
     ("evaluate     ...", None, 4.0),
@@ -71,9 +72,10 @@ class Call:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)  # two minutes on two idle cores
-@pytest.mark.parametrize("moments", [MOMENTS[:5], MOMENTS[5:]], ids=["before training", "from training on"])
-def test_after_a_kill_at_any_moment_the_next_call_goes_on(settings, tmp_path, moments):
-    chance = random.Random(int(os.environ.get("METRONOME_SEED", "0")))
+@pytest.mark.parametrize("moments", [MOMENTS[:6], MOMENTS[6:]], ids=["before training", "from training on"])
+@pytest.mark.parametrize("seed", range(10))
+def test_after_a_kill_at_any_moment_the_next_call_goes_on(settings, tmp_path, seed, moments):
+    chance = random.Random(10 * int(os.environ.get("METRONOME_SEED", "0")) + seed)
     settings |= {
         "run.name": "kills",
         "train.steps": STEPS,

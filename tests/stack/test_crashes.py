@@ -1,6 +1,7 @@
-"""Runs on real servers that lose their processes in turn, or are cancelled: nothing is lost, nothing is done twice."""
+"""Runs on real servers that lose or stop their processes in turn, or are cancelled: nothing is lost, nothing twice."""
 
 import contextlib
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,8 @@ SLOW_S = 0.25
 HELD_S = 40.0
 """Seconds that a group's reward takes, four times a step: while steps are waited for, and while anything else is, so
 that the run is not through before a busy machine has done that. A reward may take 60 s."""
+TIMEOUT_S = 15.0
+"""train.timeout_s: a launcher that is stopped must be found after twice as long."""
 SWEEP = "import time; time.sleep(20); from tasks.cluster import watchdog; watchdog.sweep(15)"
 """A restarted server may have lost the event of the crash; what the watchdog does every minute."""
 
@@ -121,12 +124,18 @@ def test_every_process_of_a_run_may_die(deployed, services, environment, small, 
     api = deployed
     folder = place / "killed"
     worker = services.worker("cpu", "mortal")
-    run = start(api, small | {"run.name": "killed"})
+    run = start(api, small | {"run.name": "killed", "train.timeout_s": TIMEOUT_S})
     wait_for_two_steps(folder, api, run)
     for part in ("engine.trainer.rank", "engine.launcher.launch", "prefect.engine"):
         killed_in = file_number(folder)
         kill(run, part)
         wait_for_resume(folder, killed_in, api, run)
+
+    killed_in = file_number(folder)
+    kill(run, "engine.launcher.launch", signal.SIGSTOP)
+    wait_for_resume(folder, killed_in, api, run)
+    whys = [row["why"] for row in read_lines(folder / "attempts.jsonl") if row["what"] == "training"]
+    assert f"gave no sign of life for {2 * TIMEOUT_S:g} s (2 x train.timeout_s): it hangs or was stopped" in whys[-1]
 
     services["prefect"].kill()
     wait_for_two_steps(folder)  # without a Prefect server

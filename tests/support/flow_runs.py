@@ -48,7 +48,7 @@ def processes(run):
     return found
 
 
-def kill(run, part):
-    """kill -9 of the one process of the run whose command line has `part`."""
+def kill(run, part, number=signal.SIGKILL):
+    """Send a signal to the one process of the run whose command line has `part`."""
     [pid] = [pid for pid, command in processes(run).items() if part in command]
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)

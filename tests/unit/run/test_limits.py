@@ -29,11 +29,14 @@ def test_exactly_enough_is_enough():
         assert limits.Limit(what="files", need=need, has=4, unit="files", formula="", remedy="").suffices == enough
 
 
-def test_open_files_are_counted_before_the_start(tmp_path, monkeypatch):
-    config = a_config(tmp_path, rollout=Rollout(instances=20, concurrency=20, group_size=8))
-    assert limits.open_files(config) > 20 * 20 * 8
+@pytest.mark.parametrize(("instances", "concurrency", "need"), [(20, 20, "3"), (64, 8, "4")])
+def test_open_files_are_counted_before_the_start(tmp_path, monkeypatch, instances, concurrency, need):
+    """The second: 64 responses in flight on each of 64 instances."""
+    config = a_config(tmp_path, rollout=Rollout(instances=instances, concurrency=concurrency, group_size=8))
+    assert limits.open_files(config) > instances * concurrency * 8
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
-    with pytest.raises(BadInput, match=r"open files: the run needs 3,\d+ .*there are 1,024; raise the hard limit"):
+    said = rf"open files: the run needs {need},\d+ .*there are 1,024; raise the hard limit"
+    with pytest.raises(BadInput, match=said):
         limits.check_limits(config, 0)
 
 

@@ -82,6 +82,25 @@ def test_the_time_blocked_in_the_comparison_of_weights_is_a_part_of_the_step_of_
     assert figures["wait_ratio"] == 0.01 / figures["step_s"]
 
 
+def test_a_step_takes_as_long_as_it_takes_also_when_the_machines_clock_is_set_back(tmp_path, monkeypatch):
+    told = []
+    now = iter(range(10**9, 0, -3600))
+    monkeypatch.setattr("time.time", lambda: float(next(now)))
+    Loop(
+        config=Config(train={"steps": 2}),
+        policy=Calls(),
+        rollouts=Calls(),
+        trace=Trace(tmp_path, "trainer"),
+        report=lambda step, figures: told.append(figures),
+        checkpoint=lambda step, figures: None,
+    ).run(0)
+    assert len(told) == 2
+    for figures in told:
+        assert 0 <= figures["step_s"] < 60
+        assert 0 <= figures["rollout_to_train_end_s"] < 60
+        assert figures["wait_ratio"] > 0
+
+
 def test_a_batch_that_an_earlier_step_started_took_longer_than_its_own_step(tmp_path):
     told = []
     rollouts = Calls()

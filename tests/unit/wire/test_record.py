@@ -15,6 +15,7 @@ from engine.wire.codec import PackedLanded, pack_ids
 from engine.wire.messages import EarlyWork, Window
 from engine.wire.record import RecordWriter, check, plan, read
 from engine.wire.sealed import open_group, seal_group
+from support.disk_order import disk_order
 from support.groups import numbered_group
 
 FOLDER = TemporaryDirectory()
@@ -245,6 +246,48 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
     (tmp_path / "record.msgpack").write_bytes(content)
     with pytest.raises(BadInput, match=said):
         check(tmp_path / "record.msgpack", CONFIG)
+
+
+def test_a_step_is_on_the_disk_when_it_is_flushed_and_a_record_before_it_has_its_name(tmp_path, monkeypatch):
+    noted = disk_order(monkeypatch)
+    recorder = RecordWriter(tmp_path / "record.msgpack", CONFIG, 0)
+    assert noted == ["sync record.partial", "name record.msgpack", f"sync {tmp_path.name}"]
+    recorder.add(0, 0, Window((group(0),)))
+    recorder.flush()
+    assert noted[3:] == ["sync record.msgpack"]
+    assert len(list(read(tmp_path / "record.msgpack"))) == 1
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 4096, b"\xc1", b"\x85"], ids=["zeros", "no msgpack", "cut"])
+def test_a_resume_leaves_out_what_a_power_cut_left_behind_the_steps_that_stay(tmp_path, tail):
+    path = recorded(tmp_path / "record.msgpack")
+    path.write_bytes(path.read_bytes() + tail)
+    RecordWriter(path, CONFIG, 2)
+    check(path, CONFIG)
+    assert [indices(Replay(path, 1, 3).entries(step)) for step in range(2)] == [["landed", [2], [1]]] * 2
+
+
+def test_a_resume_names_a_record_that_is_damaged_before(tmp_path):
+    path = recorded(tmp_path / "record.msgpack")
+    damaged = path.read_bytes()[:-100] + b"\0" * 100
+    path.write_bytes(damaged)
+    with pytest.raises(BadInput, match=r"--resume: .* has only 2 of 3 groups of step 1; keep it, and go on with train"):
+        RecordWriter(path, CONFIG, 2)
+    assert path.read_bytes() == damaged
+    RecordWriter(path, CONFIG, 1)
+    assert {entry.step for entry in read(path)} == {0}
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_an_empty_record_is_named_or_made_anew_where_all_steps_are_done_again(tmp_path, start):
+    path = tmp_path / "record.msgpack"
+    path.touch()
+    if start:
+        with pytest.raises(BadInput, match="has only 0 of 3 groups of step 0"):
+            RecordWriter(path, CONFIG, start)
+    else:
+        RecordWriter(path, CONFIG, start)
+        assert list(read(path)) == []
 
 
 def test_a_missing_file_is_refused(tmp_path):

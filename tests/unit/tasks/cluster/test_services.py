@@ -1,10 +1,12 @@
 """Ports and ends of development servers; the servers themselves run in tests/stack."""
 
+import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -64,6 +66,39 @@ def test_a_killed_service_comes_back_on_its_port(tmp_path):
     finally:
         service.stop()
     check_port(port, "next one", within_s=5)
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    """Answers every request as a proxy does whose server is away: with a page, and as if all were well."""
+
+    def answer(self):
+        page = b"<html>We will be back soon.</html>"
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_watchdog_outlasts_a_page_in_place_of_an_answer(tmp_path):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    dog = Watchdog(tmp_path / "log", {"PREFECT_API_URL": f"http://127.0.0.1:{server.server_port}/api"})
+    try:
+        dog.start()
+        wait_for(lambda: "JSONDecodeError" in (tmp_path / "log").read_text(), "the watchdog's first look")
+        assert "does not answer as it should: JSONDecodeError" in (tmp_path / "log").read_text()
+        assert dog.ready()
+    finally:
+        dog.stop()
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_watchdog_waits_for_a_server_that_is_not_there_yet(tmp_path):
