@@ -15,8 +15,9 @@ from engine.config.recipe import load
 from engine.errors import BadInput, MetronomeError
 from engine.run.process import drop_lifeline, watch_lifeline
 from flows import QUICKSTART
-from tasks import console, interruption
+from tasks import console, how_far, interruption
 from tasks.dry_run import dry_run
+from tasks.live import showing
 from tasks.resume import Resumed
 
 Recipe = Annotated[str, typer.Argument(help="TOML file; recipes that ship are found by infra/recipes/NAME.toml")]
@@ -47,7 +48,7 @@ def run(
 ) -> None:
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
     from tasks.cluster.local_server import local_server, log_prefect_to
-    from tasks.input_checks import check_inputs, check_run_folder
+    from tasks.input_checks import check_address, check_inputs, check_run_folder
     from tasks.resume import place
 
     with _exit_codes():
@@ -64,12 +65,14 @@ def run(
             )
         interruption.about(config, "run")
         check_inputs(config)
+        check_address(config)
         with local_server(Path(config.run.output)) as server:
-            from flows.pipeline import pipeline  # seconds, while the server starts
+            with showing("start", how_far.since_now("starting Prefect")):
+                from flows.pipeline import pipeline  # seconds, while the server starts
 
-            log_prefect_to(Path(config.run.output) / "prefect.log")
-            if server is not None:
-                server.wait()
+                log_prefect_to(Path(config.run.output) / "prefect.log")
+                if server is not None:
+                    server.wait()
             pipeline(recipe or found.recipe, [*overrides, *place(config)], resume=resume)
 
 
@@ -90,9 +93,11 @@ def train(
     replay: Annotated[Path | None, typer.Option("--replay", help="repeat a recorded run (train.record)")] = None,
 ) -> None:
     """Train only, without Prefect; the run is tracked in MLflow."""
+    from engine.wire import record
     from flows.here import train_here
-    from tasks.input_checks import check_inputs, check_run_folder, with_model_folder
+    from tasks.input_checks import check_address, check_inputs, check_run_folder, with_model_folder
     from tasks.resume_checks import check_resume
+    from tasks.tracking.tracked_run import check_usable
 
     with _exit_codes():
         found = _run_of(recipe, overrides, resume)
@@ -101,14 +106,17 @@ def train(
             dry_run(config)
             return
         check_run_folder(config, resume)
-        if replay is not None and not replay.is_file():
-            raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
         check_inputs(config, sampling=replay is None)
         if resume:
             found.tell()
             config = check_resume(config)
         interruption.about(config, "train")
         config = with_model_folder(config)
+        if replay is None:
+            check_address(config)
+        else:
+            record.check(replay, config)
+        check_usable(config)
         train_here(config, resume, replay, found.recipe)
 
 

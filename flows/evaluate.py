@@ -54,9 +54,9 @@ def evaluate(
             folder = RunFolder(config.folder)
             name_flow_run(f"evaluation of {config.run.name}")
             chosen = Path(config.model.path)
+            check_store(config)
             if not folder.config.exists():
                 folder.create(config, resume=False)
-            check_store(config)
             with stage("evaluate") as say:
                 found = summary.accuracy(evaluate_once(config, chosen, summary.weight_version(chosen), on_rollout_pool))
                 say(found)

@@ -42,9 +42,9 @@ def evaluate_here(config: Config) -> None:
     """Evaluate model.path, print the figures, and log them in MLflow."""
     folder = RunFolder(config.folder)
     model = Path(config.model.path)
+    tracked_run.check_store(config)
     if not folder.config.exists():
         folder.create(config, resume=False)
-    tracked_run.check_store(config)
     with console.stage("evaluate") as say:
         say(evaluation_texts.report(evaluate_shown(config, model, summary.weight_version(model), folder)))
     console.say("evaluate", f"the figures are in {folder.evaluations}, each response in {folder.path}/evaluations/")

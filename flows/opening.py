@@ -14,11 +14,12 @@ from flows.settings import Settings
 from tasks.cluster.devices import hold_npus, npus
 from tasks.cluster.flow_names import name_flow_run, name_of
 from tasks.flow_entry import Entry, begun_by_this_flow, crashed_without_tracking, entered, settled
-from tasks.input_checks import check_inputs
+from tasks.input_checks import check_address, check_inputs, check_run_folder
 from tasks.resume import Resumed, resumed
 from tasks.resume_checks import check_resume
 from tasks.tracking.flow_links import tracked_flow
 from tasks.tracking.registered_policies import started_from
+from tasks.tracking.tracked_run import check_usable
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,15 @@ def opened(
         found = resumed(recipe, given) if resume else Resumed(load(recipe, given), recipe)
         config, begun = started_from(settled(found.config), found.recipe, continue_from)
     again = begun_by_this_flow(RunFolder(config.folder))
+    if not again:
+        check_run_folder(config, resume)
     check_inputs(config)
     if resume and not again:
         found.tell()
         config = check_resume(config)
+    if not again:
+        check_address(config)
+        check_usable(config)
     with entered(config, begun, resume) as entry, hold_npus(npus(config, pool_instances)), tracked_flow(config):
         folder = RunFolder(config.folder)
         name_flow_run(name_of(folder))

@@ -24,11 +24,14 @@ YOUNG_S = 30.0
 def training(config: Config) -> Callable[[], HowFar | None]:
     """A look at the file in which the launcher says how far its step is."""
     folder = RunFolder(config.folder)
+    seen: list[bool] = []
 
     def look() -> HowFar | None:
         found = _read(folder.progress)
         if found is None:
-            return HowFar("starting the launcher")
+            ends = seen and not folder.progress.exists()
+            return HowFar("the launcher ends its processes" if ends else "starting the launcher")
+        seen.append(True)
         if not found["ready"] and (size := _arriving(folder.checkpoints)):
             return HowFar(f"fetching a checkpoint: {mib(size)} so far")
         return _of_step(found, config.train.steps)

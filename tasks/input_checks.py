@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,15 +14,19 @@ from engine.config.no_effect import without_effect
 from engine.config.recipe import HOME
 from engine.config.rules import ratio_is_one
 from engine.data.prepared import prepare
+from engine.data.problems import Problems
+from engine.data.prompts import encode
+from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
-from engine.evaluation.benchmarks import read_benchmarks
+from engine.evaluation.benchmarks import read_benchmarks, with_evaluation_context
 from engine.launcher.checks import check_instances, check_rollouts, check_training
-from engine.launcher.http_server import listen_address
+from engine.launcher.http_server import check_listens, listen_address
 from engine.launcher.verifier_pool import VerifierPool
 from engine.model.shape import read_shape
 from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
-from engine.run.identity import published
+from engine.run.identity import check_unclaimed, published
+from engine.run.lock import check_not_held
 from engine.tools.dry_run.known_models import KNOWN
 from tasks import how_far
 from tasks.console import say
@@ -31,11 +37,24 @@ QUICKSTART = "quickstart"
 
 
 def check_run_folder(config: Config, resume: bool = False) -> None:
-    """Check that a new run has a new folder, and that a resumed run has a folder, or checkpoints in `checkpoint.path`.
+    """Check that a new run has a new folder and a new place in `checkpoint.path`, that a resumed run has a folder, or
+    checkpoints there, and that no process holds the folder.
 
-    Raises BadInput if not, and CheckpointError if `checkpoint.path` cannot be read.
+    Raises BadInput if not, and CheckpointError if `checkpoint.path` cannot be read. Writes nothing.
     """
     folder = RunFolder(config.folder)
+    with showing("check", how_far.since_now(f"looking for checkpoints in {place_of(config)}")):
+        _check_places(config, folder, resume)
+    check_not_held(folder.lock, f"run folder {folder.path}")
+
+
+def check_address(config: Config) -> None:
+    """Raise BadInput unless the run's launcher can listen on `rollout.listen`. Not for a flow that is started again:
+    its launcher of before may still have the address."""
+    check_listens(config.rollout.listen)
+
+
+def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
     if resume and not folder.config.exists() and not published(config):
         lost = (
             f", and {place_of(config)} (checkpoint.path) holds no complete checkpoint" if config.checkpoint.path else ""
@@ -48,10 +67,13 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
             f"run folder {folder.path} exists already; give another --set run.name=NAME, "
             "or continue that run with --resume"
         )
+    if not resume:
+        check_unclaimed(config)
 
 
 def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> None:
-    """Read the problems, load the reward, read the model's configuration. Raises BadInput for the first that fails.
+    """Read the problems, load the reward, read the model's configuration, encode the prompts. Raises BadInput for the
+    first that fails.
 
     Without `training` (an evaluation) the trainer's layout is not checked. Without `sampling` (a replay) the run's own
     instances are not checked.
@@ -61,10 +83,10 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
     with showing("check", how_far.since_now("reading the problem sets")):
-        problems = len(prepare(config).train.rows) if training else 0
+        problems = prepare(config).train if training else None
         benchmarks = read_benchmarks(config)
-    if training:
-        _check_prompts(config, problems)
+    if problems is not None:
+        _check_prompts(config, len(problems.rows))
     for benchmark in benchmarks:
         if benchmark.note:
             _warn(benchmark.note)
@@ -93,8 +115,11 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
     shape = KNOWN[QUICKSTART] if config.model.path == QUICKSTART else None  # its warm-up takes minutes
     if training:
         check_training(config, shape)
+        _check_device(config)
     else:
         check_rollouts(config, shape)
+    with showing("check", how_far.since_now("encoding the prompts")):
+        _check_encoding(config, problems, [one.problems for one in benchmarks])
 
 
 def _check_prompts(config: Config, problems: int) -> None:
@@ -105,6 +130,34 @@ def _check_prompts(config: Config, problems: int) -> None:
             f"train.prompts_per_step = {wanted} is more than the {problems} problems of data.train: each step trains "
             "problems more than once"
         )
+
+
+def _check_device(config: Config) -> None:
+    """Raise BadInput unless the trainer ranks of this machine have the devices that `platform.device` names."""
+    if config.platform.device in ("cuda", "npu"):
+        from engine import platform  # imports torch: seconds
+
+        platform.get(config.platform.device).device(config.parallel.ranks_per_node - 1)
+
+
+def _check_encoding(config: Config, problems: Problems | None, benchmarks: Sequence[Problems]) -> None:
+    """Raise BadInput if the model has no tokenizer, if a token of `rollout.stop` is none, or if a problem set has no
+    prompt that the model takes."""
+    if config.model.path == QUICKSTART:
+        from engine.tools.quickstart_model import byte_tokenizer
+
+        vocabulary = KNOWN[QUICKSTART].vocabulary
+        with tempfile.TemporaryDirectory(prefix="metronome-tokenizer-") as scratch:
+            byte_tokenizer.build(KNOWN[QUICKSTART].context).save_pretrained(scratch)
+            tokenizer = Tokenizer(Path(scratch))
+    else:
+        tokenizer = Tokenizer(Path(config.model.path).expanduser())
+        vocabulary = tokenizer.vocabulary()
+    tokenizer.stop_ids(config.rollout.stop)
+    evaluated = with_evaluation_context(config).rollout.max_context
+    sets = [(each, evaluated) for each in benchmarks]
+    for each, context in ([(problems, config.rollout.max_context)] if problems is not None else []) + sets:
+        encode(each, tokenizer.hf, config.data.prompt_template, context, vocabulary=vocabulary)
 
 
 @cache
@@ -146,10 +199,11 @@ def with_model_folder(config: Config) -> Config:
     """The config with `model.path` as an absolute folder. If the quickstart's model is not cached, it is made, and a
     line says so."""
     if config.model.path == QUICKSTART:
-        from engine.tools.quickstart_model.warmup import ensure_quickstart_model  # imports torch: seconds
+        with showing("base model", how_far.since_now("making the quickstart's model")):
+            from engine.tools.quickstart_model.warmup import ensure_quickstart_model  # imports torch: seconds
 
-        lessons = HOME / "data/addition_train.jsonl"
-        folder = ensure_quickstart_model(Path(config.run.output) / "models", lessons, report=_report)
+            lessons = HOME / "data/addition_train.jsonl"
+            folder = ensure_quickstart_model(Path(config.run.output) / "models", lessons, report=_report)
     else:
         folder = Path(config.model.path).expanduser()
         read_shape(folder)

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine import platform
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.data.prepared import training_problems
@@ -52,7 +51,6 @@ def check_resume(config: Config) -> Config:
     say("resume", f"compares model and prompts with those of the checkpoint after {state['step']} steps")
     config = with_model_folder(config)
     check_same_keys(config, state["config"])
-    _check_device(config, state["config"])
     start = int(state["step"])
     if start > config.train.steps:
         raise BadInput(
@@ -102,12 +100,6 @@ def _parsed(text: bytes) -> JsonObject | None:
     except ValueError:
         return None
     return found if isinstance(found, dict) and {"step", "config"} <= found.keys() else None
-
-
-def _check_device(config: Config, before: JsonObject) -> None:
-    """Raise BadInput if the run is to go on on a device that this machine lacks. (The device that it had was there.)"""
-    if config.platform.device != before.get("platform", {}).get("device"):
-        platform.get(config.platform.device)
 
 
 def _check_model(config: Config, state: JsonObject) -> None:

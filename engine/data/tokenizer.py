@@ -28,6 +28,9 @@ class Tokenizer:
             )
         except (OSError, ValueError) as error:
             raise BadInput(f"model.path {model}: no tokenizer that AutoTokenizer can load there: {error}") from None
+        files = ("tokenizer.json", *self.hf.vocab_files_names.values())
+        if not any((model / name).is_file() for name in files):  # transformers then makes one that knows no text
+            raise BadInput(f"model.path {model}: no tokenizer that AutoTokenizer can load there: it has no {files[0]}")
         fast = getattr(self.hf, "backend_tokenizer", None)
         self.for_verifiers = LoadTokenizer(json=fast.to_str().encode()) if fast else LoadTokenizer(model=str(model))
         """From which a verifier process gets the same texts as `decode`."""

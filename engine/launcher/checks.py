@@ -49,14 +49,13 @@ def check_rollouts(config: Config, shape: ModelShape | None = None) -> ModelShap
 
 def check_training(config: Config, shape: ModelShape | None = None) -> None:
     """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, this
-    machine's limits suffice (once the model's folder is there), the store of groups is installed, and the user's own
-    algorithm functions work.
+    machine's limits suffice (disk space once the model's folder is there), the store of groups is installed, and the
+    user's own algorithm functions work.
 
     `shape`: that of a folder which is not there yet.
     """
     check_layout(check_rollouts(config, shape), config.parallel)
-    if shape is None:
-        check_limits(config, stored_parameters(Path(config.model.path).expanduser()))
+    check_limits(config, stored_parameters(Path(config.model.path).expanduser()) if shape is None else 0)
     check_store(config)
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):

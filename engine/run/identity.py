@@ -50,18 +50,25 @@ def claim(folder: Path, config: Config, resume: bool) -> None:
     """
     if (folder / FILE).exists():
         return
+    if not resume:
+        check_unclaimed(config)
     before = _own_marker(folder) if resume else None
-    if before is None and (there := published(config)):
-        if not resume:
-            raise BadInput(
-                f"{place_of(config)} (checkpoint.path and run.name) has checkpoints of another run: "
-                f"{', '.join(sorted(there))}; give another --set run.name=NAME or checkpoint.path, delete them there, "
-                "or continue that run with --resume"
-            )
+    if resume and before is None and (there := published(config)):
         before = max(there.values(), key=lambda marker: int(marker["step"]))
     folder.mkdir(parents=True, exist_ok=True)
     number = uuid.uuid4().hex if before is None else str(before.get("run", ""))
     write_atomically(folder / FILE, f"{number}\n")
+
+
+def check_unclaimed(config: Config) -> None:
+    """Raise BadInput if another run has checkpoints where this new run would publish, and CheckpointError if the place
+    cannot be read."""
+    if there := published(config):
+        raise BadInput(
+            f"{place_of(config)} (checkpoint.path and run.name) has checkpoints of another run: "
+            f"{', '.join(sorted(there))}; give another --set run.name=NAME or checkpoint.path, delete them there, "
+            "or continue that run with --resume"
+        )
 
 
 def published(config: Config) -> dict[str, Marker]:

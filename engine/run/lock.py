@@ -41,6 +41,17 @@ def hold_lock(
         os.close(descriptor)
 
 
+def check_not_held(file: Path, what: str) -> None:
+    """Raise BadInput, as `hold_lock` without waiting does, if another process holds the lock. Writes nothing."""
+    if not file.exists():
+        return
+    descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        _take(descriptor, what, 0.0, lambda message: None)
+    finally:
+        os.close(descriptor)
+
+
 def _take(
     descriptor: int,
     what: str,

@@ -152,6 +152,17 @@ def check_known(config: Config) -> None:
         )
 
 
+def check_usable(config: Config) -> None:
+    """Check the store before a run that has no MLflow run yet. Raises BadInput if MLflow can't use it."""
+    if _known(config) is not None:
+        return
+    try:
+        with showing("start", how_far.since_now("opening MLflow's store")):
+            _connect(config)
+    except STORE_ERRORS as error:
+        raise _unusable(config, error) from None
+
+
 def check_store(config: Config) -> None:
     """Check the store before an evaluation. Raises BadInput if MLflow refuses it. If it does not answer, print a
     warning only, because an evaluation needs no store."""
@@ -166,7 +177,7 @@ def check_store(config: Config) -> None:
         )
 
 
-def _unusable(config: Config, error: mlflow.MlflowException) -> BadInput:
+def _unusable(config: Config, error: Exception) -> BadInput:
     return BadInput(
         f"tracking.uri = {shown_uri(config)!r}, experiment {config.tracking.experiment!r}: "
         f"MLflow cannot use it: {first_line(error)}"

@@ -3,57 +3,21 @@ neither state nor tags of MLflow's run, nor the registry."""
 
 import fcntl
 import gc
-import hashlib
 import json
 import shutil
-import sqlite3
+import socket
 import subprocess
 import sys
-from contextlib import closing
 
 import pytest
 from sqlalchemy import Engine
-from typer.testing import CliRunner
 
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.start import read_start
-from flows.cli import app
+from support.commands import metronome, sets, state_of
 from support.runs import ROOT, base_settings
 from tasks.tracking.registered_policies import registered_name
-
-TABLES = (
-    "runs",
-    "tags",
-    "params",
-    "registered_models",
-    "model_versions",
-    "model_version_tags",
-    "registered_model_aliases",
-)
-"""Of MLflow's store: the state of its runs and what the registry has."""
-
-
-def metronome(command, *arguments):
-    """Run a command in this process: (exit code, what it printed)."""
-    done = CliRunner().invoke(app, [command, *map(str, arguments)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.output
-
-
-def sets(*keys):
-    return [part for key in keys for part in ("--set", key)]
-
-
-def state_of(output):
-    """Every file of the output folder's runs by content, and every row of MLflow's tables."""
-    files = {
-        str(path.relative_to(output)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
-        for path in sorted((output / "first").rglob("*"))
-    }
-    with closing(sqlite3.connect(output / "mlflow.db")) as store:
-        return files, {name: sorted(map(repr, store.execute(f"SELECT * FROM {name}"))) for name in TABLES}
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +93,20 @@ def other_positions(trained):
     config.write_text(config.read_text().replace("dynamic_sampling = false", "dynamic_sampling = true"))
 
 
+def no_tokenizer(trained):
+    for file in (trained / "model").glob("tokenizer*"):
+        file.unlink()
+
+
+def cut_weights(trained):
+    file = next((trained / "model").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def no_number_of_mlflow(trained):
+    (trained / "runs/first/mlflow_run_id").unlink()
+
+
 def nothing(trained):
     pass
 
@@ -153,6 +131,16 @@ REFUSED = {
     "another store of MLflow": (nothing, ["tracking.uri=sqlite:///gone.db"], "there is no such store"),
     "a store that is none": (nothing, ["tracking.uri=gone://here"], "is not in this store"),
     "another experiment": (nothing, ["tracking.experiment=other"], "is in 'metronome' and stays there"),
+    "a store that is none, of a run that MLflow does not know": (
+        no_number_of_mlflow,
+        ["tracking.uri=gone://here"],
+        "MLflow cannot use it",
+    ),
+    "a stop of several tokens": (nothing, ['rollout.stop=["ab"]'], "is 2 tokens of this tokenizer"),
+    "an evaluation without a prompt": (nothing, ["evaluate.max_context=2"], "no prompt is left of"),
+    "more than the machine's limits": (nothing, ["rollout.concurrency=10000000"], "open files: the run needs"),
+    "a model without a tokenizer": (no_tokenizer, [], "no tokenizer that AutoTokenizer can load"),
+    "a model with damaged weights": (cut_weights, [], "damaged safetensors file"),
     "other problems": (other_data, [], "the content of data.train"),
     "another base model": (other_content, [], "its content is not that of the run's base model"),
     "a damaged config": (damaged("config.toml"), [], "its end is missing"),
@@ -193,6 +181,16 @@ def test_a_run_that_another_process_holds_is_refused_as_it_is(trained, again):
         code, told = again()
     assert code == 2
     assert "is in use by" in told
+    assert state_of(trained / "runs") == there
+
+
+def test_an_address_that_is_taken_is_refused_before_anything_is_written(trained, again, monkeypatch):
+    monkeypatch.setattr("engine.launcher.http_server.FREE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        there = state_of(trained / "runs")
+        code, told = again(f"rollout.listen=127.0.0.1:{taken.getsockname()[1]}")
+    assert code == 2
+    assert told.splitlines()[-1].endswith("': Address already in use")
     assert state_of(trained / "runs") == there
 
 

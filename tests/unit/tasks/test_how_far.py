@@ -44,6 +44,8 @@ def test_how_far_a_step_is(tmp_path):
         assert (look().text, look().share) == (text, share)
     file.write_text(json.dumps(STEP)[:20])
     assert look().text == "starting the launcher"
+    file.unlink()
+    assert look().text == "the launcher ends its processes"
 
 
 def test_a_checkpoint_that_is_fetched_before_training(tmp_path):
