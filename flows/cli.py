@@ -106,6 +106,8 @@ def train(
             dry_run(config)
             return
         check_run_folder(config, resume)
+        if replay is not None and not replay.is_file():
+            raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
         check_inputs(config, sampling=replay is None)
         if resume:
             found.tell()
@@ -124,15 +126,19 @@ def train(
 def evaluate(
     recipe: Recipe = QUICKSTART,
     overrides: Set = [],  # noqa: B006
-    model: Annotated[str, typer.Option(help="Hugging Face folder (default: model.path)")] = "",
+    model: Annotated[
+        str, typer.Option(metavar="RUN|DIR", help="the policy of a run, or a Hugging Face folder (default: model.path)")
+    ] = "",
     benchmark: Annotated[str, typer.Option(help="problem file (default: evaluate.benchmark or data.heldout)")] = "",
 ) -> None:
     """Accuracy of a model on a benchmark, with its interval; a line in the run folder's evaluations.jsonl."""
+    from engine.run.served_model import model_folder
     from flows.here import evaluate_here
+    from tasks.input_checks import QUICKSTART as MADE_HERE
     from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():
-        given = [f"model.path={model}"] if model else []
+        given = [f"model.path={model if model == MADE_HERE else model_folder(model)[0]}"] if model else []
         given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
         config = load(recipe, [*overrides, *given])
         check_inputs(config, training=False)
@@ -283,7 +289,13 @@ def compare(
 
 @app.command()
 def plan(
-    recipe: Recipe = QUICKSTART,
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help=f"TOML file; recipes that ship are found by infra/recipes/NAME.toml. Default: {QUICKSTART}; with "
+            "--from the settings of the (first) run"
+        ),
+    ] = "",
     overrides: Set = [],  # noqa: B006
     runs: Annotated[
         list[str],
@@ -308,7 +320,7 @@ def plan(
     from tasks.plan import make_plan, measure
 
     with _exit_codes():
-        config = load(recipe, overrides)
+        config = load(recipe or (str(Path(runs[0]) / "config.toml") if runs else QUICKSTART), overrides)
         if measured or autotune:
             check_inputs(config)
             config = with_model_folder(config)
@@ -356,7 +368,8 @@ def _exit_codes() -> Iterator[None]:
         console.complain(f"error: {error}")
         raise typer.Exit(2) from None
     except MetronomeError as error:
-        console.complain(f"error: {type(error).__name__}: {error}")
+        name = "" if type(error) is MetronomeError else f"{type(error).__name__}: "
+        console.complain(f"error: {name}{error}{interruption.how_on()}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         interruption.say_told()

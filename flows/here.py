@@ -47,5 +47,6 @@ def evaluate_here(config: Config) -> None:
         folder.create(config, resume=False)
     with console.stage("evaluate") as say:
         say(evaluation_texts.report(evaluate_shown(config, model, summary.weight_version(model), folder)))
+    console.say("evaluate", f"of {config.model.path}; brackets: 95 % interval")
     console.say("evaluate", f"the figures are in {folder.evaluations}, each response in {folder.path}/evaluations/")
     evaluations.log_or_say(config)

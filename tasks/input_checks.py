@@ -6,7 +6,8 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from engine.config import Config
@@ -33,6 +34,8 @@ from tasks.console import say
 from tasks.live import showing
 
 QUICKSTART = "quickstart"
+TRIED = 256
+"""Rows of a problem set that are encoded before the start; all, if none of these is a prompt."""
 """Value of `model.path` for the tiny model that Metronome makes itself."""
 
 
@@ -43,6 +46,7 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
     Raises BadInput if not, and CheckpointError if `checkpoint.path` cannot be read. Writes nothing.
     """
     folder = RunFolder(config.folder)
+    _check_checkpoint_path(config.checkpoint.path)
     with showing("check", how_far.since_now(f"looking for checkpoints in {place_of(config)}")):
         _check_places(config, folder, resume)
     check_not_held(folder.lock, f"run folder {folder.path}")
@@ -90,7 +94,6 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
     for benchmark in benchmarks:
         if benchmark.note:
             _warn(benchmark.note)
-    _check_checkpoint_path(config.checkpoint.path)
     asyncio.run(_try_reward(config))
     if config.rollout.top_p < 1 or config.rollout.top_k:
         _warn(
@@ -143,21 +146,34 @@ def _check_device(config: Config) -> None:
 def _check_encoding(config: Config, problems: Problems | None, benchmarks: Sequence[Problems]) -> None:
     """Raise BadInput if the model has no tokenizer, if a token of `rollout.stop` is none, or if a problem set has no
     prompt that the model takes."""
-    if config.model.path == QUICKSTART:
-        from engine.tools.quickstart_model import byte_tokenizer
-
-        vocabulary = KNOWN[QUICKSTART].vocabulary
-        with tempfile.TemporaryDirectory(prefix="metronome-tokenizer-") as scratch:
-            byte_tokenizer.build(KNOWN[QUICKSTART].context).save_pretrained(scratch)
-            tokenizer = Tokenizer(Path(scratch))
-    else:
-        tokenizer = Tokenizer(Path(config.model.path).expanduser())
-        vocabulary = tokenizer.vocabulary()
+    tokenizer, vocabulary = _tokenizer(config)
     tokenizer.stop_ids(config.rollout.stop)
     evaluated = with_evaluation_context(config).rollout.max_context
     sets = [(each, evaluated) for each in benchmarks]
     for each, context in ([(problems, config.rollout.max_context)] if problems is not None else []) + sets:
-        encode(each, tokenizer.hf, config.data.prompt_template, context, vocabulary=vocabulary)
+        encoded = partial(
+            encode,
+            tokenizer=tokenizer.hf,
+            template=config.data.prompt_template,
+            max_context=context,
+            vocabulary=vocabulary,
+        )
+        try:
+            encoded(replace(each, rows=each.rows[:TRIED]))
+        except BadInput:
+            encoded(each)
+
+
+def _tokenizer(config: Config) -> tuple[Tokenizer, int]:
+    """The model's tokenizer, and the number of its tokens that the model has."""
+    if config.model.path != QUICKSTART:
+        tokenizer = Tokenizer(Path(config.model.path).expanduser())
+        return tokenizer, tokenizer.vocabulary()
+    from engine.tools.quickstart_model import byte_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="metronome-tokenizer-") as scratch:
+        byte_tokenizer.build(KNOWN[QUICKSTART].context).save_pretrained(scratch)
+        return Tokenizer(Path(scratch)), KNOWN[QUICKSTART].vocabulary
 
 
 @cache

@@ -21,9 +21,7 @@ from tasks import console
 INTERRUPTED = 130
 """Exit status of a command that a signal ended."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_ONCE = (
-    b"\nended at once: what was not on the disk yet is lost, and MLflow shows the run as RUNNING until it goes on\n"
-)
+AT_ONCE = "ended at once: what was not on the disk yet is lost, and MLflow shows the run as RUNNING until it goes on"
 
 
 class _Command:
@@ -34,6 +32,8 @@ class _Command:
         """The first one that came."""
         self.run: tuple[Config, str] | None = None
         """The run that it is about, and the name of the command."""
+        self.last_words = f"\n{AT_ONCE}\n".encode()
+        """What the second signal prints; made before, since little may be done when it comes."""
 
 
 _command = _Command()
@@ -52,7 +52,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if _command.signal is not None:
         os.set_blocking(2, False)  # a terminal that is stopped, or a pipe that nobody reads, must not hold the end up
         with suppress(OSError):
-            os.write(2, (console.SHOW_CURSOR if console.is_terminal() else b"") + AT_ONCE)
+            os.write(2, (console.SHOW_CURSOR if console.is_terminal() else b"") + _command.last_words)
         os.set_blocking(2, True)  # the shell has the same terminal
         os._exit(INTERRUPTED)
     _command.signal = signal.Signals(number)
@@ -60,8 +60,9 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def about(config: Config, command: str) -> None:
-    """Say which run `metronome <command>` trains, for `told`."""
+    """Say which run `metronome <command>` trains, for `told` and `how_on`."""
     _command.run = (config, command)
+    _command.last_words = f"\n{AT_ONCE}\n  go on with  {_resume_command(config, command)}\n".encode()
 
 
 def signal_of(ended: BaseException) -> signal.Signals | None:
@@ -83,14 +84,20 @@ def say_stopping(seconds: float) -> None:
 
 def told() -> str:
     """What a command that a signal ended says last."""
-    name = (_command.signal or signal.SIGINT).name
-    head = f"interrupted by {name}"
+    head = f"interrupted by {(_command.signal or signal.SIGINT).name}"
+    if _command.run is not None and not RunFolder(_command.run[0].folder).config.exists():
+        return f"{head}; the run had not begun, nothing is saved"
+    return head + how_on()
+
+
+def how_on() -> str:
+    """Lines that say what the run has saved and how it goes on; "" without a run that has begun."""
     if _command.run is None:
-        return head
+        return ""
     config, command = _command.run
     folder = RunFolder(config.folder)
     if not folder.config.exists():
-        return f"{head}; the run had not begun, nothing is saved"
+        return ""
     checkpoint = latest(folder.checkpoints)
     saved = (
         f"{checkpoint}, after {step_of(checkpoint)} of {config.train.steps} steps"
@@ -98,7 +105,7 @@ def told() -> str:
         else "no checkpoint yet: the training begins at its first step again"
     )
     return (
-        f"{head}\n  saved       {saved}\n  go on with  {_resume_command(config, command)}\n"
+        f"\n  saved       {saved}\n  go on with  {_resume_command(config, command)}\n"
         f"  log         {log if (log := folder.logs / 'launcher.log').exists() else folder.logs}"
     )
 

@@ -42,7 +42,7 @@ class _TimeLeft:
         """Monotonic time and share of that look."""
 
     def __call__(self, share: float | None) -> str:
-        if share is None:
+        if share is None or share >= 1.0:
             return ""
         now = time.monotonic()
         if self._began is None:

@@ -70,6 +70,11 @@ def benchmark_paths(config: Config) -> dict[str, str]:
 def _path(given: str, config: Config) -> str:
     known = FORMATS.get(given.lower())
     if known is None:
+        if not find(given).exists() and "/" not in given and not Path(given).suffix:
+            raise BadInput(
+                f"evaluate.benchmark: {given}: no such file or folder, and no benchmark of this name; the names are "
+                + ", ".join(FORMATS)
+            )
         return _normal(given, config)
     cached = _cache(config) / f"{given.lower()}.jsonl"
     path = next(_candidates(known, config), None) or (

@@ -228,7 +228,7 @@ def _check_sizes(path: Path, shape: ModelShape) -> ModelShape:
 def from_hub(folder: Path, option: str) -> str:
     """How to get a model that is named as on the Hugging Face hub, owner/name; "" for another path. `option`: what
     takes the folder then."""
-    if folder.exists() or not re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)):
+    if folder.exists() or folder.parent.is_dir() or not re.fullmatch(r"[\w-]+/[\w.-]+", str(folder)):
         return ""
     there = f"models/{folder.name}"
     return (

@@ -54,11 +54,12 @@ class Limit:
         return f"{self}; {self.remedy}"
 
     def __str__(self) -> str:
-        return f"{self.what}: the run needs {self._told(self.need)} ({self.formula}), there are {self._told(self.has)}"
+        return f"{self.what}: the run needs {self._told(self.need)} ({self.formula}), there {self._there()}"
+
+    def _there(self) -> str:
+        return "is no limit" if math.isinf(self.has) else f"are {self._told(self.has)}"
 
     def _told(self, amount: float) -> str:
-        if math.isinf(amount):
-            return "no limit"
         return _readable(amount) if self.unit == "bytes" else f"{amount:,.0f}"
 
 

@@ -21,32 +21,45 @@ def served(model: str, recipe: str, overrides: Sequence[str]) -> tuple[Config, s
     `model`: a run folder, whose recipe counts too, or a Hugging Face folder. `recipe` ("": none) and `overrides` count
     more. Raises BadInput if there is no model.
     """
+    folder, run = model_folder(model)
+    if run is not None:
+        config = load(recipe or run.config, _with_room(overrides))
+    else:
+        config = load(recipe, _with_room(overrides)) if recipe else _of_model(folder, overrides)
+    read_shape(folder)
+    path = config.model.model_copy(update={"path": str(folder.resolve())})
+    return config.model_copy(update={"model": path}), (folder if run is None else run.path).resolve().name
+
+
+def model_folder(model: str) -> tuple[Path, RunFolder | None]:
+    """Return the Hugging Face folder that `--model` means, and the run whose policy it is, if it is one.
+
+    `model`: a run folder, or a Hugging Face folder. Raises BadInput for another one.
+    """
     place = Path(model).expanduser()
     run = RunFolder(place.parent if place.name == "policy" and (place.parent / "config.toml").is_file() else place)
     if run.config.is_file():
-        folder = run.policy
-        if not folder.is_dir():
+        if not run.policy.is_dir():
             raise BadInput(
-                f"--model {model}: this run has no policy yet ({folder}); it is written after the last step. "
+                f"--model {model}: this run has no policy yet ({run.policy}); it is written after the last step. "
                 "Give a finished run, or a Hugging Face folder"
             )
-        config = load(recipe or run.config, overrides)
-    else:
-        if not (place / "config.json").is_file():
-            raise BadInput(
-                f"--model {model}: expected a run folder with a policy, or a Hugging Face folder"
-                f"{from_hub(place, '--model ')}"
-            )
-        folder = place
-        config = load(recipe, overrides) if recipe else _of_model(place, overrides)
-    read_shape(folder)
-    path = config.model.model_copy(update={"path": str(folder.resolve())})
-    return config.model_copy(update={"model": path}), run.path.resolve().name
+        return run.policy, run
+    if not (place / "config.json").is_file():
+        raise BadInput(
+            f"--model {model}: expected a run folder with a policy, or a Hugging Face folder"
+            f"{from_hub(place, '--model ')}"
+        )
+    return place, None
+
+
+def _with_room(overrides: Sequence[str]) -> list[str]:
+    """The overrides; with a context of its own, first the smallest `rollout.max_new_tokens`, so that it fits. (Each
+    request says how long its response may be.)"""
+    return [*(["rollout.max_new_tokens=1"] if any("max_context" in one for one in overrides) else []), *overrides]
 
 
 def _of_model(folder: Path, overrides: Sequence[str]) -> Config:
     """The defaults, with as much context as the model was made for, up to CONTEXT."""
     context = min(CONTEXT, read_shape(folder).context)
-    defaults = Config().rollout
-    room = [f"rollout.max_context={context}", f"rollout.max_new_tokens={min(defaults.max_new_tokens, context - 1)}"]
-    return load(None, [*room, *overrides])
+    return load(None, _with_room([f"rollout.max_context={context}", *overrides]))

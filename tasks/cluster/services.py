@@ -368,6 +368,7 @@ def _serve(services: Services, asked: threading.Event) -> None:
         print(
             "\n".join(f"export {name}={shlex.quote(value)}" for name, value in services.environment.items()), flush=True
         )
+        print(f"\nPrefect's page asks for what {CLIENT_AUTH} has.", flush=True)
         while not asked.wait(1.0):
             rotate(services.folder)
             for service in services.services.values():

@@ -36,7 +36,8 @@ def of_run(config: Config) -> str:
     """The description of the run in a run folder, as Markdown."""
     folder = RunFolder(config.folder)
     name = config.run.name
-    again = f"metronome run {folder.config} --set run.name={name}-again"
+    command = "run" if (folder.path / "flow_run_id").exists() else "train"
+    again = f"metronome {command} {folder.config} --set run.name={name}-again"
     commands = _commands({"Repeat": again, "Compare": _compare(folder)})
     return _page([_what(config), *_result(folder), *commands, f"Code: {code_version()}"])
 

@@ -43,7 +43,18 @@ COLUMNS = ("train.mode", "train.steps", "train.learning_rate", "algorithm.advant
 
 
 def show(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str]) -> None:
-    """Bring the view of an experiment up to date. `benchmarks`: those of one more run."""
+    """Bring the view of an experiment up to date. `benchmarks`: those of one more run.
+
+    Raises mlflow.MlflowException if that is refused twice: another run may write the same tag at the same moment, which
+    MLflow's store refuses one of the two.
+    """
+    try:
+        _show(client, experiment, benchmarks)
+    except mlflow.MlflowException:
+        _show(client, experiment, benchmarks)
+
+
+def _show(client: mlflow.MlflowClient, experiment: str, benchmarks: Iterable[str]) -> None:
     tags = client.get_experiment(experiment).tags
     known = filter(None, tags.get(BENCHMARKS, "").split(", "))
     names = list(dict.fromkeys([*known, *map(metric_name, benchmarks)]))

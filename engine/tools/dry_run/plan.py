@@ -173,7 +173,8 @@ def _spare(made: RunPlan) -> Iterator[tuple[str, str]]:
             "given",
             f"{given} (platform.devices)" + (f", {given - made.devices} stay idle" if given > made.devices else ""),
         )
-    training = f"{made.config.parallel.nodes} for training ({made.config.parallel.ranks_per_node} ranks each)"
+    ranks = made.config.parallel.ranks_per_node
+    training = f"{made.config.parallel.nodes} for training ({ranks} {'rank' if ranks == 1 else 'ranks'} each)"
     apart = f"{joining_nodes(made.config)} for rollouts that join"
     yield "nodes", f"of {made.config.platform.devices_per_node} devices: {training}, {apart}"
     if placed := list(places(made.config)):

@@ -95,6 +95,10 @@ def test_what_is_missing_is_named_with_where_it_was_looked_for(tmp_path, folder,
         BadInput, match=r"benchmark 'aime25': .*/sets \(evaluate.folder\) has none of aime25, aime_2025"
     ):
         read_benchmarks(config(tmp_path, benchmark="aime25", folder=str(folder)))
+    with pytest.raises(
+        BadInput, match=r"evaluate.benchmark: aime2: .*no benchmark of this name; the names are aime24, "
+    ):
+        read_benchmarks(config(tmp_path, benchmark="aime2"))
     with pytest.raises(BadInput, match="names 'aime24' twice"):
         read_benchmarks(config(tmp_path, benchmark="aime24,AIME24", folder=str(folder)))
 

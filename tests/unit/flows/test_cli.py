@@ -82,6 +82,18 @@ def test_the_options_of_the_device_check_need_it():
     assert (done.returncode, done.stderr) == (2, "error: --only, --out and --set are for metronome doctor --device\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "steps"), [([], 7), (["infra/recipes/quickstart.toml"], 50), (["--set", "train.steps=9"], 9)]
+)
+def test_a_plan_from_a_run_is_one_of_its_settings(tmp_path, monkeypatch, arguments, steps):
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
+    planned = []
+    monkeypatch.setattr("tasks.plan.make_plan", lambda config, runs, **rest: planned.append((config.train.steps, runs)))
+    done = CliRunner().invoke(app, ["plan", *arguments, "--from", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert planned == [(steps, [str(tmp_path)])]
+
+
 def test_an_unknown_option_exits_with_2():
     assert metronome("run", "--nonsense").returncode == 2
 

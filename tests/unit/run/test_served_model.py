@@ -5,7 +5,7 @@ import pytest
 from engine.config import Config
 from engine.errors import BadInput
 from engine.run.folder import dump
-from engine.run.served_model import CONTEXT, served
+from engine.run.served_model import CONTEXT, model_folder, served
 from support.tiny_models import save
 
 
@@ -39,8 +39,29 @@ def test_a_model_gets_the_context_that_it_was_made_for_up_to_a_limit(tmp_path, p
     save(folder, max_position_embeddings=positions)
     config, name = served(str(folder), "", [])
     assert (config.model.path, name, config.rollout.max_context) == (str(folder), "llama", context)
-    less = ["rollout.max_context=32", "rollout.max_new_tokens=8"]
-    assert served(str(folder), "", less)[0].rollout.max_context == 32
+    assert served(str(folder), "", ["rollout.max_context=32"])[0].rollout.max_context == 32
+
+
+def test_a_runs_policy_may_have_less_context_than_the_run(run):
+    save(run / "policy")
+    assert served(str(run), "", ["rollout.max_context=8"])[0].rollout.max_context == 8
+
+
+def test_the_folder_of_a_model_and_the_run_that_it_is_of(run, tmp_path):
+    save(run / "policy")
+    for place in (run, run / "policy"):
+        folder, found = model_folder(str(place))
+        assert (folder, found.path) == (run / "policy", run)
+    save(tmp_path / "other")
+    assert model_folder(str(tmp_path / "other")) == (tmp_path / "other", None)
+
+
+def test_a_folder_that_is_missing_here_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput) as refused:
+        served("runs/nothere", "", [])
+    assert "hf download" not in str(refused.value)
 
 
 def test_a_name_on_the_hub_is_answered_with_its_download():

@@ -62,6 +62,7 @@ def test_the_time_left_counts_from_the_first_share_that_is_known(monkeypatch):
     assert [left(None), left(0.5)] == ["", ""]
     now[0] = 510.0
     assert left(0.6) == "  0:40 left"
+    assert left(1.0) == ""  # what follows the work that is counted, and is of unknown length
 
 
 def on_a_terminal(code, **variables):

@@ -90,6 +90,26 @@ def test_a_view_fits_into_a_tag_and_keeps_other_runs_benchmarks(config):
     assert tags[view.KIND] == "chosen_by_a_person"
 
 
+def test_a_view_that_another_run_writes_at_the_same_moment_is_written_again(config, monkeypatch):
+    finished(config)
+    client = mlflow.MlflowClient()
+    experiment = mlflow.get_experiment_by_name("mine").experiment_id
+    write = mlflow.MlflowClient.set_experiment_tag
+    calls = []
+
+    def refused_at_first(client, *arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise mlflow.MlflowException("UNIQUE constraint failed: experiment_tags.key")
+        write(client, *arguments)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "set_experiment_tag", refused_at_first)
+    view.show(client, experiment, ["aime24"])
+    assert client.get_experiment(experiment).tags[view.BENCHMARKS] == "sums_9, aime24"
+    with pytest.raises(mlflow.MlflowException):
+        view.show(client, "999999", [])
+
+
 def test_a_run_says_what_it_is_and_how_it_ended(config):
     run_id = finished(config)
     client = mlflow.MlflowClient()
@@ -97,7 +117,10 @@ def test_a_run_says_what_it_is_and_how_it_ended(config):
     assert "Trains `quickstart` on" in note
     assert "recipe `mine.toml`" in note
     assert "| accuracy after | avg@1 1.000 [0.400, 0.600] on 4 problems of sums@9 (version 5) |" in note
-    assert f"    metronome run {config.folder}/config.toml --set run.name=night-again" in note
+    assert f"    metronome train {config.folder}/config.toml --set run.name=night-again" in note
+    (config.folder / "flow_run_id").write_text("of a flow run")
+    again = f"    metronome run {config.folder}/config.toml --set run.name=night-again"
+    assert again in descriptions.of_run(config)
     assert f"    metronome compare {config.folder} OTHER_RUN" in note
 
     client.set_tag(run_id, descriptions.NOTE, "best of the week")  # by a person

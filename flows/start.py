@@ -1,0 +1,21 @@
+"""Entry point of the console script `metronome`: Ctrl-C ends it in one line also while it loads the libraries."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+
+def main() -> None:
+    """Run the command line of `flows.cli`, whose commands handle signals themselves once they begin."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
+    from flows.cli import main as command  # seconds, on a busy machine more
+
+    command()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"\ninterrupted by {signal.Signals(number).name}; nothing had begun\n".encode())
+    os._exit(130)
