@@ -164,6 +164,20 @@ async def test_an_instance_that_breaks_the_protocol_again_and_again_is_given_up(
         assert one.reason.startswith("given up after 3 replies that break the protocol: a: its reply")
 
 
+async def test_the_third_reply_that_breaks_the_protocol_is_the_last_and_only_those_of_one_that_serves_count(world):
+    async with world(heartbeat_s=30) as w:
+        _, one = await w.join("a")
+        await until(lambda: one.met, "its first answer")
+        for _ in range(2):
+            w.pool.broke_protocol(one, "a wrong digest")
+            w.pool.broke_protocol(one, "a reply to a request from before")
+            assert (one.state, one.reason) == ("silent", "a wrong digest")
+            one.begin_catch_up()
+            w.pool.admit(one)
+        w.pool.broke_protocol(one, "a wrong digest")
+        assert one.state == "gone"
+
+
 async def test_a_reply_that_is_none_excludes_its_instance(world):
     async with world() as w:
         bad, one = await w.join("a")
