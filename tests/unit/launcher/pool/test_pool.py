@@ -147,6 +147,7 @@ async def test_an_instance_that_can_not_be_brought_to_the_weights_is_tried_again
         _, two = await w.join("b")
         await until(lambda: two.state == "gone", "the end")
         assert two.reason == "given up after 3 attempts to bring it to the weights: a checksum differs"
+        assert w.pool.sync.fails == 99 - 3
 
 
 async def test_an_excluded_instance_forgets_its_version(world):
