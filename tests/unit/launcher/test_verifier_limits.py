@@ -14,7 +14,9 @@ from engine.errors import RewardError
 from engine.launcher.verifier_pool import VerifierPool
 from engine.types import Score
 from engine.verifier.worker import MEMORY
-from support.runs import wait_for
+from engine.wire.verifier_messages import TOO_MANY_PROCESSES
+from support.runs import ROOT, wait_for
+from support.scripted import until
 from support.verifier_calls import LAUNCHER, PROMPT, alive, response, until_dead
 
 SECRETS = {
@@ -148,12 +150,46 @@ async def test_a_reward_may_start_as_many_processes_as_the_limit_says(reward, tm
     assert "more than 29 at once" in score.detail
 
 
-async def test_a_pause_of_the_launcher_does_not_count_as_time_of_the_reward(reward):
-    """Of a machine that was suspended, or a launcher that was stopped: what scored 0 would be trained."""
-    spec = reward("import time\ndef reward(prompt, responses):\n    time.sleep(0.5)\n    return [1.0]")
-    async with VerifierPool(spec, timeout_s=1.5) as pool:
+NOTES_SIGNALS = """
+import os, sys, time
+from engine.verifier import guardian
+send = guardian._send
+notes = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def noted(process, number):
+    os.write(notes, f"{number.name} {process}\\n".encode())
+    send(process, number)
+guardian._send = noted
+guardian.guard(os.open(os.devnull, os.O_RDONLY), 2)
+for _ in range(5):
+    if not os.fork():
+        break
+time.sleep(1000)
+"""
+"""A worker that starts more processes than it may, and notes what its guardian does."""
+
+
+def test_processes_that_are_too_many_are_all_stopped_before_one_is_ended_so_that_none_is_replaced(tmp_path):
+    ran = subprocess.run([sys.executable, "-c", NOTES_SIGNALS, str(tmp_path / "notes")], cwd=ROOT, timeout=60)
+    assert ran.returncode == TOO_MANY_PROCESSES
+    sent = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+    kinds = [kind for kind, _ in sent]
+    stopped = kinds.count("SIGSTOP")
+    assert stopped > 2
+    assert set(kinds[stopped:]) == {"SIGKILL"}
+    assert {process for _, process in sent[:stopped]} == {process for _, process in sent[stopped:]}
+
+
+async def test_a_pause_of_the_launcher_does_not_count_as_time_of_the_reward(reward, tmp_path):
+    """Of a machine that was suspended, or a launcher that was stopped: what scored 0 would be trained. The reward is
+    not done when the launcher goes on."""
+    note = tmp_path / "begun"
+    spec = reward(
+        "import time\ndef reward(prompt, responses):\n"
+        f"    open({str(note)!r}, 'w').close()\n    time.sleep(3.5)\n    return [1.0]"
+    )
+    async with VerifierPool(spec, timeout_s=2.5) as pool:
         scoring = asyncio.create_task(pool.score(PROMPT, [response()]))
-        await asyncio.sleep(0.1)
+        await until(note.exists, "the reward to begin")
         time.sleep(3.0)  # the whole process
         [score] = await scoring
     assert score == Score(1.0, "ok")

@@ -78,3 +78,9 @@ def test_it_is_found_in_a_group_and_other_errors_pass(tmp_path):
         raise OSError(errno.ENOENT, "no such")
     with pytest.raises(ExceptionGroup), named_disk_errors(tmp_path):
         raise ExceptionGroup("of tasks", [ValueError("other")])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_a_disk_that_takes_no_more_is_named_for_each_reason(tmp_path, number):
+    with pytest.raises(DiskError, match=os.strerror(number)), named_disk_errors(tmp_path):
+        raise OSError(number, "it can't be written")

@@ -36,3 +36,15 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path
     assert path.read_text() == '{"step": 0}\n'
     append_line(path, {"step": 2})
     assert list(read_lines(path)) == [{"step": 0}, {"step": 2}]
+
+
+@pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 50_000])
+def test_a_torn_line_of_any_length_is_removed_and_the_whole_lines_stay(tmp_path, length):
+    path = tmp_path / "lines.jsonl"
+    rows = [{"step": step, "text": "x" * 100} for step in range(3)]
+    for row in rows:
+        append_line(path, row)
+    with path.open("a") as file:
+        file.write("{" * length)
+    append_line(path, {"step": 3})
+    assert list(read_lines(path)) == [*rows, {"step": 3}]

@@ -8,6 +8,7 @@ import pytest
 from engine.config import Config
 from engine.errors import MetronomeError
 from engine.launcher.dynamic_sampling import DynamicSampling
+from engine.launcher.pool.circuit_breaker import LIMIT
 from engine.launcher.pool.instance_client import Refused, SamplingSettings
 from engine.launcher.producer import Producer
 from engine.types import Prompt, Score
@@ -133,6 +134,17 @@ async def test_a_lone_instance_gets_its_trial_and_then_the_rest(world):
         assert one.breaker.state == "closed"
 
 
+async def test_the_end_of_a_breakers_time_wakes_the_one_who_waits_though_nothing_else_happens(world):
+    async with world(heartbeat_s=30) as w:
+        _, one = await w.join("a")
+        await until(lambda: one.met, "its first answer")
+        for _ in range(LIMIT):
+            w.pool.fault(one)
+        assert one.breaker.state == "open"
+        async with asyncio.timeout(9), w.pool.borrow() as place:  # before the next heartbeat
+            assert (place.instance, place.trial) == (one, True)
+
+
 async def test_an_instance_that_breaks_the_protocol_is_excluded_by_name_and_nothing_of_it_is_trained(world):
     """Its tokens are others than it announced; its requests go elsewhere with the same seeds."""
     async with world() as w:
@@ -162,6 +174,20 @@ async def test_an_instance_that_breaks_the_protocol_again_and_again_is_given_up(
         w.check_complete(many)
         assert one.state == "gone"
         assert one.reason.startswith("given up after 3 replies that break the protocol: a: its reply")
+
+
+async def test_the_third_reply_that_breaks_the_protocol_is_the_last_and_only_those_of_one_that_serves_count(world):
+    async with world(heartbeat_s=30) as w:
+        _, one = await w.join("a")
+        await until(lambda: one.met, "its first answer")
+        for _ in range(2):
+            w.pool.broke_protocol(one, "a wrong digest")
+            w.pool.broke_protocol(one, "a reply to a request from before")
+            assert (one.state, one.reason) == ("silent", "a wrong digest")
+            one.begin_catch_up()
+            w.pool.admit(one)
+        w.pool.broke_protocol(one, "a wrong digest")
+        assert one.state == "gone"
 
 
 async def test_a_reply_that_is_none_excludes_its_instance(world):

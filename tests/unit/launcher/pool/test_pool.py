@@ -11,7 +11,7 @@ from engine.run.trace import read_spans
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import GetHealth
 from support.pool_world import PROMPTS, worlds
-from support.scripted import Sync, until
+from support.scripted import Scripted, Sync, until
 
 
 @pytest.fixture
@@ -147,6 +147,7 @@ async def test_an_instance_that_can_not_be_brought_to_the_weights_is_tried_again
         _, two = await w.join("b")
         await until(lambda: two.state == "gone", "the end")
         assert two.reason == "given up after 3 attempts to bring it to the weights: a checksum differs"
+        assert w.pool.sync.fails == 99 - 3
 
 
 async def test_an_excluded_instance_forgets_its_version(world):
@@ -170,6 +171,28 @@ async def test_an_instance_that_was_started_again_behind_its_address_is_brought_
         await until(lambda: a.version == 1, "its update")
         assert one.reason == "holds weight version 0, it was brought to 1: started again?"
         await until(lambda: one.state == "serving", "its return")
+
+
+async def test_a_load_that_was_read_before_an_update_says_nothing_of_the_version_after_it(world):
+    class Late(Scripted):
+        held = asyncio.Event()
+
+        async def load(self, request):
+            answer = await super().load(request)
+            if self.version == 1:
+                self.held.set()
+                await until(lambda: self.version == 2, "the update")
+            return answer
+
+    async with world(synced=True, heartbeat_s=6) as w:
+        w.pool.sync = Sync(version=1)
+        a, one = await w.join("a", Late())
+        await until(lambda: one.state == "serving" and a.held.is_set(), "a load that is read and not answered")
+        before = one.load
+        one.hold(2)
+        a.version = w.pool.sync.version = 2
+        await until(lambda: one.load is not before, "the late answer")
+        assert (one.load.weight_version, one.version, one.state, one.reason) == (1, 2, "serving", "")
 
 
 async def test_an_instance_that_stays_paused_is_brought_to_the_weights(world):

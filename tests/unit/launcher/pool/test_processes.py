@@ -207,13 +207,15 @@ async def test_a_hung_instance_comes_back_when_it_goes_on(declare):
         assert len(started) == 1
 
 
-async def test_an_instance_that_hangs_for_too_long_is_replaced(declare):
-    async with declare([SERVES], wait_s=2.0) as (pool, started):
+async def test_an_instance_that_hangs_for_too_long_is_replaced_before_the_run_gives_up(declare):
+    async with declare([SERVES], wait_s=6.0) as (pool, started):
         await pool.connect()
         await until(lambda: pool.serving == 1, "it")
         hung = pool.find("instance-0")
         kill(pool, number=signal.SIGSTOP)
         await until(lambda: hung.state == "gone", "patience to end")
+        told = re.fullmatch(r"did not answer for ([\d.]+) s", hung.reason)
+        assert 3.0 <= float(told[1]) < 6.0
         await until(lambda: pool.serving == 1, "its replacement")
         assert len(started) == 2
 

@@ -4,6 +4,7 @@ import http.server
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 from engine.errors import BadInput, ProcessDied
 from engine.run.guard import guarded
 from support.runs import ROOT, wait_for
-from tasks.cluster.services import Service, Services, Watchdog, check_port, free_port
+from tasks.cluster.services import PASSWORD, Service, Services, Watchdog, check_port, free_port, password_of
 
 SERVE = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1"]
 
@@ -48,6 +49,16 @@ def test_the_environment_names_only_what_is_asked_for(tmp_path):
         "PREFECT_API_AUTH_STRING",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY",
     }
+
+
+def test_a_password_is_made_once_and_only_its_owner_reads_it(tmp_path):
+    before = os.umask(0)
+    try:
+        made = password_of(tmp_path / "one")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "one" / PASSWORD).stat().st_mode) == 0o600
+    assert password_of(tmp_path / "one") == made != password_of(tmp_path / "two")
 
 
 def test_a_killed_service_comes_back_on_its_port(tmp_path):
