@@ -1,8 +1,9 @@
 """Whether the trainer's units end a step together: `python benchmarks/balance.py`
 
 Two rules of the sample queue in arrival order are compared. "guided" is today's: towards the end of a step windows get
-smaller. "greedy" hands out as many groups as fit into the budget until none are left. In this process the launcher uses
-them in turn: "greedy" in even steps, "guided" in odd ones. The first step of each does not count.
+smaller, and under a pipeline they are equal parts of the units' shares. "greedy" hands out as many groups as fit into
+the budget until none are left. In this process the launcher uses them in turn: "greedy" in even steps, "guided" in odd
+ones. The first step of each does not count.
 
 * measured: a real run of two replicas, a core each, in mode "sync". A random model samples responses whose lengths have
   an exponential distribution, of 28 tokens in the mean. In the median of the steps: `imbalance` is how much longer the
@@ -49,9 +50,9 @@ SIMULATED = ((2, 1), (4, 1), (16, 1), (32, 1), (2, 2), (4, 4), (4, 8))
 class AlternatingQueue(SampleQueue):
     """A sample queue with the rule of its step."""
 
-    def _guided(self, budget: int, free: Sequence[int], mini_batch: int) -> int:
+    def _largest(self, unit: int, budget: int, free: Sequence[int], mini_batch: int) -> int:
         guided = RULES[self.step % 2] == "guided"
-        return super()._guided(budget, free, mini_batch) if guided else budget
+        return super()._largest(unit, budget, free, mini_batch) if guided else budget
 
 
 def main() -> None:

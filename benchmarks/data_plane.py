@@ -384,7 +384,7 @@ def made_replies(length: int) -> dict[str, list[bytes]]:
 def unit(arguments: argparse.Namespace) -> None:
     """Lease all windows of a step, and acknowledge them."""
     from engine.wire.control_client import ControlClient
-    from engine.wire.messages import EndOfStep, Lease, Window
+    from engine.wire.messages import EndOfStep, Lease
 
     client = ControlClient(control(arguments.folder), "unit 0", 600.0)
     trained: tuple[int, ...] = ()
@@ -393,7 +393,7 @@ def unit(arguments: argparse.Namespace) -> None:
         reply = client.ask(Lease(unit=0, step=int(os.environ["STEP"]), budget=budget, trained=trained))
         if isinstance(reply, EndOfStep):
             return
-        trained = tuple(group.index for group in reply.groups) if isinstance(reply, Window) else ()
+        trained = (reply.lease,) if hasattr(reply, "lease") else tuple(g.index for g in getattr(reply, "groups", ()))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,6 @@ class ExperienceDataset(IterableDataset[dict[str, Any]]):
 
 def leases(service: ServiceClient, step: int, consumer: str) -> Iterator[ExperienceLease]:
     """Yield the windows of a step, and acknowledge each when the next one is asked for."""
-    while (lease := service.get_experience_data(step, consumer)) is not None:
+    lease = None
+    while (lease := service.get_experience_data(step, consumer, trained=lease)) is not None:
         yield lease
-        service.acknowledge(lease)

@@ -27,17 +27,14 @@ from engine.types import Group, Prompt, Response
 from engine.wire.access_token import access_token, authorization
 from engine.wire.address import split_address
 from engine.wire.codec import open_response, pack_ids
-from engine.wire.messages import Answer, ControlRequest, Done, EndOfStep, Failure, pack
+from engine.wire.messages import Answer, ControlRequest, Done, EndOfStep, Failure, Lease, Window, pack
 from engine.wire.sealed import SealedGroup, open_group, seal_group
 from engine.wire.service_messages import (
     CONTENT_TYPE,
     SERVICE_FILE,
     SERVICE_PROTOCOL,
-    AcknowledgeLease,
     AwaitVersion,
-    GetExperience,
     InitEngines,
-    LeasedWindow,
     PromptData,
     PutGroup,
     PutPrompts,
@@ -56,11 +53,12 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class ExperienceLease:
-    """Groups to train, which `ServiceClient.acknowledge` acknowledges."""
+    """Groups to train, which are acknowledged afterwards."""
 
     number: int
+    step: int
     groups: tuple[Group, ...]
-    lease_s: float
+    lease_s: float | None
     """Seconds after which the groups may be given to another program."""
     deliveries: int
     """How often the groups were given, this time included."""
@@ -165,27 +163,39 @@ class ServiceClient:
     def _put(self, route: str, request: PutPrompts | PutGroup, what: str, wait_s: float | None = None) -> bool:
         return self._until_room(lambda: self.ask(route, request), f"for room in the service for {what}", wait_s).new
 
-    def get_experience_data(self, step: int, consumer: str = "trainer", budget: int = 0) -> ExperienceLease | None:
+    def get_experience_data(
+        self, step: int, consumer: str = "trainer", budget: int = 0, trained: ExperienceLease | None = None
+    ) -> ExperienceLease | None:
         """Wait for groups of a step; None once all of its groups are acknowledged. `budget`: most tokens; 0: the
-        recipe's window. One group is always given.
+        recipe's window. One group is always given. `trained` is acknowledged before, with the same request.
 
         A lease that is not acknowledged within service.lease_s is given again: at least once. The groups' bytes are
-        compared with their digests. Raises DeadlineError if nothing comes within `Config.transfer_timeout_s`.
+        compared with their digests. Raises DeadlineError if nothing comes within `Config.transfer_timeout_s`, and what
+        `acknowledge` raises.
         """
-        request = GetExperience(consumer=consumer, step=step, budget=budget or self.config.window_tokens)
+        budget = budget or self.config.window_tokens
+        done = () if trained is None else (trained.number,)
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
+            request = Lease(step=step, budget=budget, trained=done, consumer=consumer)
             reply = self.ask("get_experience_data", request)
+            done = ()
             if isinstance(reply, EndOfStep):
                 return None
-            if isinstance(reply, LeasedWindow):
-                groups = tuple(open_group(group, reply.window.batch) for group in reply.window.groups)
-                return ExperienceLease(reply.lease, groups, reply.lease_s, reply.deliveries)
+            if isinstance(reply, Window):
+                groups = tuple(open_group(group, reply.batch) for group in reply.groups)
+                return ExperienceLease(
+                    number=reply.lease,
+                    step=step,
+                    groups=groups,
+                    lease_s=reply.lease_s,
+                    deliveries=reply.deliveries,
+                )
         raise DeadlineError(f"no groups of step {step} came within {self._timeout_s:g} s")
 
     def acknowledge(self, lease: ExperienceLease) -> None:
         """The groups are trained. Raises ServiceConflict if they were given again since: drop their gradient."""
-        self.ask("acknowledge", AcknowledgeLease(lease=lease.number))
+        self.ask("get_experience_data", Lease(step=lease.step, budget=0, trained=(lease.number,)))
 
     def sample(self, token_ids: Sequence[int], seeds: Sequence[int]) -> list[Response]:
         """Sample a response for each seed, with the weight versions of its tokens; no reward, no text."""

@@ -53,11 +53,14 @@ class Tree(Table):
     @property
     def least_window_tokens(self) -> int:
         """Tokens below which a window is not made smaller for the balance of the units: 0 where a window is one
-        micro-batch; a micro-batch for each replica in lockstep; under a pipeline half a full window, since filling and
-        draining it for less costs more than the balance gives."""
-        if self.parallel.pipeline > 1:
-            return self.window_tokens // 2
+        micro-batch, else a micro-batch for each replica in lockstep."""
         return self.window_tokens if self.parallel.lockstep > 1 else 0
+
+    @property
+    def bubble_tokens(self) -> int:
+        """Tokens that a unit could train in the time that its pipeline of p stages fills and drains, once in each
+        window: those of p − 1 micro-batches."""
+        return self.train.micro_batch_tokens * self.parallel.lockstep * (self.parallel.pipeline - 1)
 
     @property
     def transfer_timeout_s(self) -> float:

@@ -55,6 +55,7 @@ class Batch:
                 units=config.parallel.units,
                 updates=train.updates,
                 least=config.least_window_tokens,
+                bubble=config.bubble_tokens,
             )
         )
 

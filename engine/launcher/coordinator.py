@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError
 from engine.launcher.batches import Batch, BatchGenerator
 from engine.launcher.batches_in_flight import BatchesInFlight
 from engine.launcher.group_store import TransferQueueStore
+from engine.launcher.leases import AttemptLeases
 from engine.launcher.liveness import Liveness
 from engine.launcher.rollout_service import RolloutService
 from engine.launcher.run_state import RunState
@@ -23,7 +26,7 @@ from engine.launcher.weight_sync.publish_requests import PublishRequests
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.schedule import Schedule
-from engine.types import BatchScores, Group, JsonObject, StepReport
+from engine.types import Group, JsonObject, StepReport
 from engine.wire import messages
 from engine.wire.control_server import Answers
 from engine.wire.messages import ControlRequest, Message
@@ -65,6 +68,7 @@ class Coordinator:
         self._liveness = Liveness()
         self._is_ready = False
         self._batches = BatchesInFlight(self._run_state)
+        self._leases = AttemptLeases()
         self._recorder: RecordWriter | None = None
         self._replayed_by: dict[int, set[int]] = {}
         self._stored: StoredGroups | None = None
@@ -247,14 +251,12 @@ class Coordinator:
                 f"unit {unit} of the trainer asked for groups of step {request.step}, which was not started"
             )
         queue = batch.queue
-        queue.acknowledge(request.trained, unit)
+        trained = self._leases.acknowledge(request)
         if self._stored is not None:
-            self._stored.trained(request.step, request.trained)
+            self._stored.trained(trained)
         if queue.done:
             await self._run_state.notify()  # the other units wait for the end of the step
-        found: messages.Work | None = await self._run_state.wait_briefly(
-            partial(self._next_work, queue, unit, request.budget)
-        )
+        found: messages.Work | None = await self._run_state.wait_briefly(partial(self._next_work, queue, unit, request))
         if isinstance(found, messages.EndOfStep):
             self._liveness.excuse(unit)
         elif isinstance(found, (messages.Window, messages.EarlyWork)) and self._recorder is not None:
@@ -263,7 +265,7 @@ class Coordinator:
             return messages.StillWaiting()
         return found
 
-    def _next_work(self, queue: SampleQueue, unit: int, budget: int) -> messages.Work | None:
+    def _next_work(self, queue: SampleQueue, unit: int, request: messages.Lease) -> messages.Work | None:
         """Return the end of the step, else a window to train, else responses to score early, else None."""
         if queue.done:
             return messages.EndOfStep()
@@ -272,21 +274,19 @@ class Coordinator:
             return self._opened.pop(unit)
         if unit in self._opening:
             return None
-        if window := queue.lease(unit, budget):
-            if self._stored is not None:
-                self._opening[unit] = asyncio.create_task(self._open(self._stored, unit, window, queue.batch))
-                return None
-            return messages.Window(tuple(window), queue.batch)
-        if landed := queue.early(unit, budget):
+        if window := self._leases.give(queue, request):
+            if self._stored is None:
+                return window
+            self._opening[unit] = asyncio.create_task(self._open(self._stored, unit, window))
+            return None
+        if landed := queue.early(unit, request.budget):
             return messages.EarlyWork(tuple(landed))
         return None
 
-    async def _open(
-        self, stored: StoredGroups, unit: int, window: Sequence[SealedGroup], batch: BatchScores | None
-    ) -> None:
+    async def _open(self, stored: StoredGroups, unit: int, window: messages.Window) -> None:
         """Fetch the bodies of a leased window, and wake the unit's request."""
         try:
-            self._opened[unit] = messages.Window(tuple(await stored.open(window)), batch)
+            self._opened[unit] = replace(window, groups=tuple(await stored.open(window.groups)))
         except MetronomeError as error:
             await self.fail(error)
         del self._opening[unit]

@@ -5,6 +5,7 @@ Pure bookkeeping without threads or sockets; `engine.launcher.coordinator` lease
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -30,10 +31,12 @@ class SampleQueue:
         units: int = 1,
         updates: int = 1,
         least: int = 0,
+        bubble: int = 0,
     ) -> None:
         """`expected`: number of groups; `order`: "arrival" or "prompt_order"; `hold` (mode "sync"): lease nothing
         before all groups have come in; `updates`: number of mini-batches, into which the groups go in that order;
-        `least`: tokens of a window below which it is not made smaller for the balance of the units."""
+        `least`: tokens of a window below which it is not made smaller for the balance of the units; `bubble`: tokens
+        that a unit could train in the time that its pipeline fills and drains, once in each window."""
         self.step = step
         self.expected = expected
         self.batch: BatchScores | None = None
@@ -45,6 +48,7 @@ class SampleQueue:
         self._hold = hold
         self._units = units
         self._least = least
+        self._bubble = bubble
         self._arrived: list[int] = []
         self._tokens = 0
         """Tokens of the groups that have come in."""
@@ -59,6 +63,8 @@ class SampleQueue:
         """Windows in prompt order, as far as they are known."""
         self._taken = [0] * units
         """By unit: the number of windows of `_ordered` that it has leased."""
+        self._given = [[0] * units for _ in range(updates)]
+        """By mini-batch and unit: the tokens of the windows that it has leased in arrival order."""
 
     def put(self, group: SealedGroup) -> None:
         """Add a finished group. Raises ValueError for another step's group, and for a wrong or repeated index."""
@@ -96,10 +102,10 @@ class SampleQueue:
         """Lease the next window to a unit: groups of at most `budget` tokens together, but at least one group. Returns
         [] if there is no window yet.
 
-        In arrival order a window is made of the groups that are there, for the unit that asks; towards the end of the
-        mini-batch windows get smaller (`_guided`). In prompt order the windows are a function of the ordered groups
-        alone: a window is leased once it can't grow any more, and the units get the windows in turn. A window has
-        groups of one mini-batch.
+        In arrival order a window is made of the groups that are there, for the unit that asks, and not so large that
+        the others would have to wait for it (`_largest`). In prompt order the windows are a function of the ordered
+        groups alone: a window is leased once it can't grow any more, and the units get the windows in turn. A window
+        has groups of one mini-batch.
         """
         if self._hold and len(self._arrived) < self.expected:
             return []
@@ -114,22 +120,46 @@ class SampleQueue:
         free = [index for index in free if self._groups[index].mini_batch == mini_batch]
         if self._scorer:
             free.sort(key=lambda index: (self._scorer.get(index) != unit, index in self._scorer))
-        return free[: self._count_fitting(free, self._guided(budget, free, mini_batch))]
+        window = free[: self._count_fitting(free, self._largest(unit, budget, free, mini_batch))]
+        self._given[mini_batch][unit] += sum(self._groups[index].tokens for index in window)
+        return window
 
-    def _guided(self, budget: int, free: Sequence[int], mini_batch: int) -> int:
-        """Return the largest number of tokens of the next window: `budget`, but at most 1 / (2 · units) of what no unit
-        has of the mini-batch yet, so that the units end it together.
+    def _largest(self, unit: int, budget: int, free: Sequence[int], mini_batch: int) -> int:
+        """Return the largest number of tokens of the next window: `budget`, or less, so that the units end the
+        mini-batch together.
 
-        This is guided self-scheduling (Polychronopoulos and Kuck 1987) with factoring's half (Hummel, Schonberg and
-        Flynn 1992); it is how AsyncFlow's balance of tokens (§3.3) is kept here. A group that has not come in counts
-        with the mean of those that have. One unit has nobody to wait for.
+        A window has at most 1 / (2 · units) of what no unit has of the mini-batch yet. This is guided self-scheduling
+        (Polychronopoulos and Kuck 1987) with factoring's half (Hummel, Schonberg and Flynn 1992); it is how AsyncFlow's
+        balance of tokens (§3.3) is kept here. A group that has not come in counts with the mean of those that have. One
+        unit has nobody to wait for.
         """
         if self._units == 1 or not free:
             return budget
         coming = max(0, (mini_batch + 1) * self._mini_batch - len(self._arrived))
         mean = self._tokens / len(self._arrived)
         remaining = sum(self._groups[index].tokens for index in free) + coming * mean
-        return min(budget, max(self._least, int(remaining / (2 * self._units))))
+        guided = remaining / (2 * self._units)
+        if not self._bubble:
+            return min(budget, max(self._least, int(guided)))
+        size = max(guided, self._even(unit, budget, remaining, mini_batch))
+        return budget if size + mean > budget else int(size + mean / 2)
+
+    def _even(self, unit: int, budget: int, remaining: float, mini_batch: int) -> float:
+        """Return the tokens of each window of a unit under a pipeline: its part of an equal share, in as few windows as
+        the budget allows.
+
+        Each window costs the bubble once more, so the fewest windows, equally large, end first (chunks of equal size,
+        where a chunk costs a fixed time: Kruskal and Weiss 1985). All units then end after share + windows · bubble;
+        if full windows are given as long as there are groups, one unit ends no sooner than that. A unit that lacks
+        less than the bubble of its share has it.
+        """
+        given = self._given[mini_batch]
+        share = (remaining + sum(given)) / self._units
+        lacking = [share - one if not one or share - one > self._bubble else 0.0 for one in given]
+        if not lacking[unit]:
+            return self._bubble
+        part = remaining * lacking[unit] / sum(lacking)
+        return part / math.ceil(part / budget)
 
     def _ordered_window(self, unit: int, budget: int) -> list[int]:
         self._cut_windows(budget)
@@ -177,6 +207,7 @@ class SampleQueue:
         self._scorer.clear()
         self._ordered.clear()
         self._taken = [0] * self._units
+        self._given = [[0] * self._units for _ in self._given]
 
     @property
     def arrived(self) -> int:

@@ -83,11 +83,11 @@ class StoredGroups:
                 return found
             self._generate(key)  # its bytes are not those that were sealed
 
-    def trained(self, step: int, indices: Iterable[int]) -> None:
+    def trained(self, groups: Iterable[SealedGroup]) -> None:
         """Groups are trained, and not needed any more."""
-        for index in indices:
-            del self._kept[step, index]
-            self._trained.setdefault(step, []).append(index)
+        for group in groups:
+            del self._kept[group.step, group.index]
+            self._trained.setdefault(group.step, []).append(group.index)
 
     async def clear(self, step: int) -> None:
         """Free the memory of a step that is trained."""

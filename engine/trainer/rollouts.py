@@ -115,9 +115,8 @@ class LiveRollouts:
             if isinstance(reply, EndOfStep):
                 return
             if isinstance(reply, (Window, EarlyWork)):  # else a sign of life: ask again
-                work = _opened(reply)
-                yield work
-                trained = tuple(item.index for item in work if isinstance(item, Group))
+                yield _opened(reply)
+                trained = (reply.lease,) if isinstance(reply, Window) else ()
 
     def _lease(self, step: int, trained: tuple[int, ...]) -> messages.Work:
         lease = messages.Lease(unit=self._ranks.unit, step=step, budget=self._budget, trained=trained)

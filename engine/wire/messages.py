@@ -16,7 +16,7 @@ from engine.types import BatchScores, StepFigures
 from engine.wire.codec import PackedLanded
 from engine.wire.sealed import SealedGroup
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages and of verifier_messages. It rises when a message changes; both ends must have the same."""
 
 ERRORS = {
@@ -90,6 +90,12 @@ class Window(Message):
     groups: tuple[SealedGroup, ...]
     batch: BatchScores | None = None
     """The scores of the whole batch, if the advantages depend on them."""
+    lease: int = 0
+    """Number of the lease, from 1, by which the groups are acknowledged (`Lease.trained`)."""
+    lease_s: float | None = None
+    """Seconds after which the groups may be given again; None: the lease is bound to the trainer's attempt."""
+    deliveries: int = 1
+    """How often the groups were given, this time included."""
 
 
 class EarlyWork(Message):
@@ -116,13 +122,15 @@ class StartBatch(ControlRequest[Done]):
 
 
 class Lease(ControlRequest[Work]):
-    """Acknowledge trained groups, and ask what the unit does next in the step."""
+    """Acknowledge trained windows, and ask what a unit, or a program outside, does next in the step."""
 
     step: int
     budget: int
-    """The largest number of tokens of a window."""
+    """The largest number of tokens of a window, which always has one group; 0: nothing more is asked for."""
     trained: tuple[int, ...]
-    """Indices of the groups that the unit has trained since its last request."""
+    """Numbers of the leases whose groups were trained since the last request."""
+    consumer: str = ""
+    """Name of a program outside, for messages."""
 
 
 class Heartbeat(ControlRequest[Done]):

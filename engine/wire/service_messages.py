@@ -1,5 +1,5 @@
-"""The messages between the service and programs outside, beside those of the trainer (engine.wire.messages): a window
-is the trainer's `Window`, and weights are published with the trainer's own messages (docs/service.md)."""
+"""The messages between the service and programs outside, beside those of the trainer (engine.wire.messages): groups are
+leased and acknowledged, and weights are published, with the trainer's own messages (docs/service.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from engine.wire.messages import (
     ConnectSync,
     ControlRequest,
     Done,
-    EndOfStep,
     FinishSync,
     MayPublish,
     Message,
@@ -22,11 +21,10 @@ from engine.wire.messages import (
     SendBucket,
     StillWaiting,
     VerifySync,
-    Window,
 )
 from engine.wire.sealed import SealedGroup
 
-SERVICE_PROTOCOL = 1
+SERVICE_PROTOCOL = 2
 """Version of these messages and of those of the trainer that the service takes. It rises when one of them changes."""
 CONTENT_TYPE = "application/msgpack"
 """Media type of all requests and replies, GET /status excepted."""
@@ -84,34 +82,6 @@ class PutGroup(ControlRequest[Taken]):
     group: SealedGroup
 
 
-class LeasedWindow(Message):
-    """Groups to train."""
-
-    lease: int
-    """Number of the lease, for `AcknowledgeLease`."""
-    window: Window
-    lease_s: float
-    """Seconds after which the groups may be given again."""
-    deliveries: int
-    """How often the groups were given, this time included."""
-
-
-class GetExperience(ControlRequest[LeasedWindow | EndOfStep | StillWaiting]):
-    """Ask for groups of a step."""
-
-    consumer: str
-    """Name of the program, for messages."""
-    step: int
-    budget: int
-    """The largest number of tokens of a window; one group is always given."""
-
-
-class AcknowledgeLease(ControlRequest[Done]):
-    """What was leased is trained: it is not given again."""
-
-    lease: int
-
-
 class Sampled(Message):
     """A response for each seed, with the weight versions of its tokens."""
 
@@ -135,9 +105,7 @@ class AwaitVersion(ControlRequest[Done | StillWaiting]):
 SyncRequest = MayPublish | OpenSync | ConnectSync | SendBucket | AbortSync | FinishSync | VerifySync
 """The parts of a publish, in their order."""
 
-_REPLIES: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    AnyMessage | EnginesReady | Taken | LeasedWindow | Sampled
-)
+_REPLIES: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(AnyMessage | EnginesReady | Taken | Sampled)
 
 
 def read_reply(data: bytes) -> Message:

@@ -1,7 +1,7 @@
 """The service's state, and the method that answers each request of a program outside.
 
-The batches, their queues, the schedule and the weight sync are those of a run; a lease has a deadline here, where that
-of our own trainer is bound to its attempt (engine.launcher.sample_queue).
+The batches, their queues, the schedule and the weight sync are those of a run; only the policy of the leases is another
+one (engine.launcher.leases).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from engine.data.prompts import prompt_id
 from engine.errors import BadInput, MetronomeError, ServiceConflict, ServiceFull, WeightSyncError
 from engine.launcher.batches import Batch, BatchGenerator
 from engine.launcher.batches_in_flight import BatchesInFlight
+from engine.launcher.leases import DeadlineLeases
 from engine.launcher.rollout_service import RolloutService
 from engine.launcher.run_state import RunState
 from engine.launcher.service.group_check import GroupCheck
-from engine.launcher.service.outside_leases import OutsideLeases
 from engine.launcher.weight_sync.publish_requests import PublishRequests
 from engine.model.shape import read_shape
 from engine.run.trace import Trace
@@ -33,12 +33,9 @@ from engine.wire.codec import open_ids
 from engine.wire.messages import Done, EndOfStep, Message, StillWaiting
 from engine.wire.service_messages import (
     SERVICE_PROTOCOL,
-    AcknowledgeLease,
     AwaitVersion,
     EnginesReady,
-    GetExperience,
     InitEngines,
-    LeasedWindow,
     PromptData,
     PutGroup,
     PutPrompts,
@@ -70,7 +67,7 @@ class ServiceDesk:
         self._schedule = Schedule.of(config.train, config.rollout.partial)
         self._generator = BatchGenerator(config, loader, service, self._run_state.notify)
         self._batches = BatchesInFlight(self._run_state)
-        self._leases = OutsideLeases(config.service.lease_s)
+        self._leases = DeadlineLeases(config.service.lease_s)
         self._check = GroupCheck(config, read_shape(Path(config.model.path)).vocabulary)
         self._digests: dict[int, dict[int, bytes]] = {}
         """By step: the digest of each group that came from outside, by index."""
@@ -303,11 +300,15 @@ class ServiceDesk:
 
     # what is taken --------------------------------------------------------------------------------
 
-    async def get(self, request: GetExperience) -> LeasedWindow | EndOfStep | StillWaiting:
-        """Wait for a window of a step, or for the end of the step."""
-        return await self._run_state.wait_briefly(partial(self._next_window, request)) or StillWaiting()
+    async def lease(self, request: messages.Lease) -> messages.Work:
+        """Acknowledge what a program has trained, and wait for its next window of a step, or for the step's end."""
+        if self._leases.acknowledge(request):
+            await self._run_state.notify()  # others may wait for the end of the step
+        if not request.budget:
+            return StillWaiting()
+        return await self._run_state.wait_briefly(partial(self._next_work, request)) or StillWaiting()
 
-    def _next_window(self, request: GetExperience) -> LeasedWindow | EndOfStep | None:
+    def _next_work(self, request: messages.Lease) -> messages.Work | None:
         if self.version is not None and request.step < self.version and request.step not in self._batches.steps:
             return EndOfStep()
         batch = self._batches.get(request.step)
@@ -316,13 +317,7 @@ class ServiceDesk:
         if batch.queue.done:
             return EndOfStep()
         self._run_state.check()
-        return self._leases.give(batch.queue, request.consumer, request.budget)
-
-    async def acknowledge(self, request: AcknowledgeLease) -> Done:
-        """What was leased is trained."""
-        self._leases.acknowledge(request.lease)
-        await self._run_state.notify()  # others may wait for the end of the step
-        return Done()
+        return self._leases.give(batch.queue, request)
 
     async def sample(self, request: SampleResponses) -> Sampled:
         """Sample responses to a prompt. Raises ServiceFull while too many wait for that."""

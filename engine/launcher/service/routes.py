@@ -12,12 +12,10 @@ from aiohttp import web
 from engine.errors import BadInput, MetronomeError, ServiceConflict, ServiceFull, StaleRolloutError
 from engine.launcher.service.desk import ServiceDesk
 from engine.wire.access_token import authorized
-from engine.wire.messages import Failure, Message, pack
+from engine.wire.messages import Failure, Lease, Message, pack
 from engine.wire.service_messages import (
     CONTENT_TYPE,
-    AcknowledgeLease,
     AwaitVersion,
-    GetExperience,
     InitEngines,
     PutGroup,
     PutPrompts,
@@ -56,8 +54,7 @@ class ServiceRoutes:
         routes: list[tuple[str, Any, Answer]] = [
             ("/init_engines", InitEngines, desk.init_engines),
             ("/put_experience_data", PutGroup, desk.put_group),
-            ("/get_experience_data", GetExperience, desk.get),
-            ("/acknowledge", AcknowledgeLease, desk.acknowledge),
+            ("/get_experience_data", Lease, desk.lease),
             ("/sample", SampleResponses, desk.sample),
             ("/weight_sync_notify", SyncRequest, desk.sync),
             ("/await_version", AwaitVersion, desk.await_version),

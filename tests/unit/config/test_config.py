@@ -111,6 +111,16 @@ def test_a_windows_budget_grows_with_the_pipeline_and_the_replicas_in_lockstep()
 
     assert [window(), window(pipeline=2), window(data=2, expert=2), window(data=4)] == [100, 800, 200, 100]
 
+    def bubble(**parallel):
+        return Config(parallel=parallel, train={"micro_batch_tokens": 100}).bubble_tokens
+
+    assert [bubble(data=4), bubble(pipeline=2), bubble(pipeline=4), bubble(data=2, expert=2, pipeline=2)] == [
+        0,
+        100,
+        300,
+        200,
+    ]
+
 
 @pytest.mark.parametrize(
     "settings",

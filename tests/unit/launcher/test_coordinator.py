@@ -105,8 +105,8 @@ async def work(coordinator, unit, hang=lambda leased: False):
     trained = ()
     while True:
         reply = await coordinator.answer(Lease(step=0, unit=unit, budget=1, trained=trained))
-        trained = tuple(one.index for one in reply.groups) if isinstance(reply, Window) else ()
-        mine += trained
+        trained = (reply.lease,) if isinstance(reply, Window) else ()
+        mine += [one.index for one in reply.groups] if isinstance(reply, Window) else []
         if isinstance(reply, EndOfStep) or hang(mine):
             return mine
 
@@ -223,8 +223,8 @@ def test_a_window_brings_the_scores_of_its_batch(tmp_path):
     queue = SampleQueue(0, 1)
     queue.batch = BatchScores(((1.0,),), ((2,),))
     queue.put(seal_group(group(0)))
-    window = coordinator._next_work(queue, 0, 100)
-    assert window == Window((seal_group(group(0)),), queue.batch)
+    window = coordinator._next_work(queue, 0, Lease(step=0, unit=0, budget=100, trained=()))
+    assert window == Window((seal_group(group(0)),), queue.batch, lease=1)
 
 
 def test_a_request_that_is_being_answered_is_no_silence():

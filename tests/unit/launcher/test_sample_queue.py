@@ -1,3 +1,7 @@
+import heapq
+import random
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,6 +182,70 @@ def test_windows_get_smaller_towards_the_end_so_that_the_units_end_together():
     assert sizes(arrived(40, 40, units=2, least=20), 2, 1000) == [10, 7, 5, 4, 4, 4, 4, 2]
 
 
+def test_under_a_pipeline_windows_are_the_fewest_equal_parts_of_the_units_shares():
+    # 40 groups x 5 tokens are 100 tokens for each unit
+    assert sizes(arrived(40, 40, units=2, bubble=20), 2, 1000) == [20, 20]
+    assert sizes(arrived(40, 40, units=2, bubble=20), 2, 60) == [10, 10, 10, 10]
+    assert sizes(arrived(40, 40, units=2, bubble=20, updates=2), 2, 1000) == [10, 10, 10, 10]
+    assert sizes(arrived(4, 4, units=4, bubble=20), 4, 1000) == [1, 1, 1, 1]  # smaller than the bubble, but in parallel
+    assert sizes(arrived(40, 40, units=1, bubble=20), 1, 1000) == [40]  # nobody to wait for
+    assert sizes(arrived(10, 40, units=2, bubble=20), 2, 1000) == [10]  # nobody waits for a window to fill
+    alone = arrived(40, 40, units=2, bubble=20)
+    # the other unit hangs: this one takes its own share, and then of the other's at least the bubble, or a quarter
+    assert [len(leased(alone, 0, 1000)) for _ in range(5)] == [20, 5, 4, 4, 4]
+
+
+class Greedy(SampleQueue):
+    """Full windows as long as there are groups."""
+
+    def _largest(self, unit, budget, free, mini_batch):
+        return budget
+
+
+def ends(tokens, units, stages, micro_batch, rule=SampleQueue):
+    """When the last unit is through with groups that are all there, in the time of a token. A window of up to four
+    micro-batches a stage also takes that of the bubble."""
+    bubble = (stages - 1) * micro_batch
+    queue = rule(0, len(tokens), units=units, bubble=bubble)
+    for index, size in enumerate(tokens):
+        queue.put(msgspec.structs.replace(group(index), tokens=size))
+    free = [(0, unit) for unit in range(units)]
+    last = 0
+    while free:
+        now, unit = heapq.heappop(free)
+        if window := queue.lease(unit, 4 * stages * micro_batch):
+            end = now + sum(one.tokens for one in window) + bubble
+            heapq.heappush(free, (end, unit))
+            last = max(last, end)
+            queue.acknowledge([one.index for one in window], unit)
+    assert queue.done
+    return last
+
+
+@pytest.mark.parametrize("units", [2, 4])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("share", [50, 96, 150, 250])
+def test_under_a_pipeline_the_units_end_after_their_share_and_one_bubble_a_window(units, stages, share):
+    tokens = [2] * (share // 2 * units)
+    windows = -(-share // (4 * stages * 10))
+    best = share + windows * (stages - 1) * 10
+    assert best <= ends(tokens, units, stages, 10) <= best + 2
+    assert ends(tokens, units, stages, 10, rule=Greedy) >= best
+
+
+def test_under_a_pipeline_no_step_ends_later_than_with_full_windows_but_for_a_group():
+    draw = random.Random(0)
+    shorter = 0
+    for _ in range(300):
+        units = draw.randint(2, 4)
+        stages = draw.randint(2, 4)
+        tokens = [draw.randint(1, 10) for _ in range(draw.randint(1, 120))]
+        ours, full = (ends(tokens, units, stages, 20, rule=rule) for rule in (SampleQueue, Greedy))
+        assert ours <= full + max(tokens), (units, stages, tokens)
+        shorter += ours < full
+    assert shorter > 200
+
+
 def test_groups_that_have_not_come_in_count_with_the_mean_of_those_that_have():
     queue = arrived(4, 40, units=2)
     assert leased(queue, 0, 1000) == [0, 1, 2, 3]  # 200 tokens are to come: up to 50 are leased
@@ -212,11 +280,17 @@ def test_mini_batches_are_equally_large_and_leased_in_their_order(arrival, hold,
     assert list(map(sorted, by_update)) == [sorted(expected[at : at + size]) for at in range(0, 6, size)]
 
 
-@given(st.permutations(range(6)), st.booleans(), st.integers(1, 40), st.integers(1, 3))
-def test_every_group_is_trained_once_and_prompt_order_ignores_arrival(arrival, hold, budget, units):
+@given(
+    arrival=st.permutations(range(6)),
+    hold=st.booleans(),
+    budget=st.integers(1, 40),
+    units=st.integers(1, 3),
+    bubble=st.sampled_from([0, 7]),
+)
+def test_every_group_is_trained_once_and_prompt_order_ignores_arrival(arrival, hold, budget, units, bubble):
     windows = {}
     for order in ("arrival", "prompt_order"):
-        queue = SampleQueue(step=0, expected=6, order=order, hold=hold, units=units)
+        queue = SampleQueue(step=0, expected=6, order=order, hold=hold, units=units, bubble=bubble)
         windows[order] = []
         for index in arrival:
             queue.put(group(index))

@@ -83,7 +83,7 @@ async def test_what_is_put_comes_back_with_the_queues_mini_batch_and_is_freed_af
     groups, rows, again, kept = await filled()
     opened = await groups.open([msgspec.structs.replace(kept[2], mini_batch=1), kept[0]])
     assert opened == [msgspec.structs.replace(group(2), mini_batch=1), group(0)]
-    groups.trained(0, [2, 0])
+    groups.trained([kept[2], kept[0]])
     await groups.clear(0)
     assert rows.rows.keys() == {(0, 1), (0, 3)}
     assert not again
@@ -103,7 +103,7 @@ async def test_lost_rows_are_generated_again_and_the_others_are_kept():
 
 async def test_trained_groups_are_not_generated_again():
     groups, rows, again, kept = await filled()
-    groups.trained(0, [0, 1])
+    groups.trained(kept[:2])
     rows.rows.clear()
     rows.broken = True
     assert await groups.open(kept[2:]) == [group(2), group(3)]
