@@ -94,6 +94,7 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
     for benchmark in benchmarks:
         if benchmark.note:
             _warn(benchmark.note)
+    _check_checkpoint_path(config.checkpoint.path)
     asyncio.run(_try_reward(config))
     if config.rollout.top_p < 1 or config.rollout.top_k:
         _warn(

@@ -32,6 +32,7 @@ def test_a_tokenizer_that_the_library_tokenizers_does_not_have_is_loaded_from_th
 
         def __init__(self, whole):
             self.decode = whole.decode
+            self.vocab_files_names = whole.vocab_files_names
 
     whole = AutoTokenizer.from_pretrained(tiny_model)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *arguments, **options: Slow(whole))
