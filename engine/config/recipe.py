@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from engine.config import Config
 from engine.config.keys import accepted, flatten, nest
@@ -121,10 +122,18 @@ def _first_mistake(error: ValidationError) -> str:
         return str(mistake["ctx"]["error"])
     place = _key_part(mistake["loc"])
     if len(mistake["loc"]) == len(place) or isinstance(mistake["loc"][len(place)], int):
-        return f"{key} = {mistake['input']!r}: {mistake['msg']}"
+        return f"{key} = {mistake['input']!r}: {_in_words(mistake)}"
     # the key takes several types: say what each of them reports
-    said = [other["msg"] for other in error.errors() if other["loc"][: len(place)] == place]
+    said = [_in_words(other) for other in error.errors() if other["loc"][: len(place)] == place]
     return f"{'.'.join(map(str, place))} = {mistake['input']!r}: {', or: '.join(said)}"
+
+
+def _in_words(mistake: ErrorDetails) -> str:
+    """What a value must be. Pydantic's own sentence also says how it has tried to read a text as another type."""
+    for kind, what in (("int", "an integer"), ("float", "a number"), ("bool", "true or false"), ("string", "a text")):
+        if mistake["type"] in (f"{kind}_parsing", f"{kind}_type", f"{kind}_from_float"):
+            return f"must be {what}"
+    return mistake["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ", 1)
 
 
 def _key_part(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:

@@ -33,7 +33,7 @@ def hold_lock(
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        _take(descriptor, what, wait_s, waiting, progress)
+        _take(descriptor, what, wait_s, waiting, progress=progress)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield

@@ -72,7 +72,8 @@ def test_a_second_process_of_a_flow_run_waits_while_the_first_one_trains(flow_ru
     monkeypatch.setattr("tasks.flow_entry.TAKEOVER_S", 2.0)
     flow_run("night")
     config = settled(recipe(1e-6))
-    holds, through = threading.Event(), threading.Event()
+    holds = threading.Event()
+    through = threading.Event()
 
     def train():
         with entered(config, RunStart(), resume=False):
