@@ -119,7 +119,8 @@ def run_one(world, seed, minutes, undisturbed, say):
     problems += checker.same_weights(run.folder, weights)
     problems += checker.each_step_once(run.folder, steps)
     problems += checker.each_figure_once(world.services["mlflow"].url, run.folder)
-    problems += checker.clean_logs(logs(world, run), any(fault.kind == "restart" for fault, _ in nemesis.given))
+    world.servers_went |= any(fault.kind == "restart" for fault, _ in nemesis.given)
+    problems += checker.clean_logs(logs(world, run), world.servers_went)
     problems += checker.none_left(left)
     problems += checker.few_wasted(run.progress.wasted, len(nemesis.given), EVERY)
     if minutes >= WHOLE_MINUTES:  # the faults of a shorter schedule come closer together than these bounds are for

@@ -52,6 +52,8 @@ class World:
         self.join_port = free_port()
         self.has_namespaces = namespaces_work()
         self.has_space_of_its_own = False
+        self.servers_went = False
+        """Whether a fault has killed a server so far. (The worker's log has the lines of all runs.)"""
         self.services = Services(folder / "services")
         self._ends = contextlib.ExitStack()
 

@@ -1,0 +1,88 @@
+"""What goes wrong in a run stands on the console of its command: one line of each kind, repeated with its count."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from engine.run.files import read_lines
+from support.commands import sets
+from support.runs import ROOT, Tree, base_settings, overrides, send, wait_for
+
+pytestmark = pytest.mark.timeout(900)
+STEPS = 6
+REWARD = """
+import time
+
+def reward(prompt, responses):
+    number = int(prompt.problem.partition("+")[0])
+    if number == 7:
+        time.sleep(1000)
+    if number % 3 == 0:
+        raise ValueError("no score for this one")
+    return [1.0 for _ in responses]
+"""
+
+
+@pytest.fixture(scope="module")
+def console(tiny_model, problems, tmp_path_factory):
+    """The lines that `metronome train` printed into a file, and the lines of steps.jsonl, of a run whose reward fails,
+    hangs once, and else gives the same score to each response. Its instance dies after the first step."""
+    folder = tmp_path_factory.mktemp("console")
+    (folder / "reward.py").write_text(REWARD)
+    keys = base_settings(tiny_model, problems, folder / "runs") | {
+        "reward.function": f"{folder / 'reward.py'}:reward",
+        "reward.on_error": "zero",
+        "reward.timeout_s": 3,
+        "train.prompts_per_step": 8,
+        "train.steps": STEPS,
+    }
+    steps = folder / "runs/run/steps.jsonl"
+    command = [sys.executable, "-m", "flows.cli", "train", *sets(*overrides(keys))]
+    with (folder / "told").open("w") as told:
+        run = subprocess.Popen(command, stdout=told, stderr=subprocess.STDOUT, cwd=ROOT)
+    try:
+        wait_for(lambda: run.poll() is not None or (steps.exists() and steps.read_text()), "the first step", 400)
+        send(Tree(run.pid).named("engine.instance.embedded"), "SIGKILL")
+        assert run.wait(400) == 0, (folder / "told").read_text()
+    finally:
+        run.kill()
+        run.wait()
+    return (folder / "told").read_text().splitlines(), list(read_lines(steps))
+
+
+def lines_of(console, stage, what):
+    """The (count, of) of each line about a share, in order."""
+    found = [re.fullmatch(rf"{stage:<12} ([\d,]+) of ([\d,]+) {what}", line) for line in console[0]]
+    return [tuple(int(part.replace(",", "")) for part in one.groups()) for one in found if one]
+
+
+@pytest.mark.parametrize(
+    ("stage", "what", "key", "each"),
+    [
+        ("rewards", r"groups have equal scores and teach nothing \(equal_groups\)", "equal_groups", 1),
+        ("rewards", r"scores failed, count as 0: .*no score for this one.*", "reward_errors", 4),
+        ("rewards", r"scores timed out and count as 0: .+", "reward_timeouts", 4),
+    ],
+)
+def test_a_share_is_told_with_its_count_and_at_the_end_with_all(console, stage, what, key, each):
+    """When the first line comes depends on the machine's speed, so it may say any part of them."""
+    told = lines_of(console, stage, what)
+    counts = [count for count, _ in told]
+    assert counts == sorted(set(counts)), "each line says more than the one before"
+    assert len(told) <= 4
+    assert told[-1][0] == sum(row[key] for row in console[1]) > 0
+    assert told[-1][1] <= STEPS * 8 * each
+
+
+def test_responses_that_were_cut_are_told(console):
+    what = r"responses were cut at 16 tokens \(max_new_tokens\) or by the context"
+    cut, of = lines_of(console, "responses", what)[-1]
+    assert 0 < cut <= of == STEPS * 8 * 4
+
+
+def test_an_instance_that_dies_and_comes_back_is_told_in_a_line_each(console):
+    lines = [line for line in console[0] if line.startswith("instances ")]
+    assert len([line for line in lines if "SIGKILL" in line or "signal 9" in line]) == 1, lines
+    assert all("\x1b" not in line and "\r" not in line for line in console[0])
