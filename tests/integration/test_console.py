@@ -10,7 +10,7 @@ from engine.run.files import read_lines
 from support.commands import sets
 from support.runs import ROOT, Tree, base_settings, overrides, send, wait_for
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS = 6
 REWARD = """
 import time
