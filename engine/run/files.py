@@ -86,13 +86,20 @@ def read_json(path: Path, what: str, repair: str) -> dict[str, Any]:
 def append_line(path: Path, row: Mapping[str, object]) -> None:
     """Append one JSON object as a line, in one write that is synced. A torn last line is removed first. On a full disk
     (OSError) the file is unchanged."""
-    data = (json.dumps(row) + "\n").encode()
+    append_lines(path, [json.dumps(row)], sync=True)
+
+
+def append_lines(path: Path, lines: Iterable[str], sync: bool = False) -> None:
+    """Append lines in one go. A torn last line is removed first. On a full disk (OSError) the file is unchanged.
+    `sync`: whether they are on the disk then."""
+    data = "".join(f"{line}\n" for line in lines).encode()
     with path.open("ab", buffering=0) as file:
         size = cut_torn_line(path)
         try:
             while data:
                 data = data[file.write(data) :]
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         except OSError:
             file.truncate(size)
             raise

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-from engine.run.files import cut_torn_line, read_lines
+from engine.run.files import append_lines, read_lines
 
 
 class _Attributes(TypedDict, total=False):
@@ -54,7 +54,6 @@ class Trace:
         self.role = role
         self._path = folder / f"{role}.jsonl"
         self._lines: list[str] = []
-        cut_torn_line(self._path)
 
     def add(self, name: str, start: float, end: float, lane: str = "", **attributes: Any) -> None:  # noqa: ANN401
         """Record a span that has ended. `lane`: name of the row in which it is drawn (default: the role)."""
@@ -71,10 +70,9 @@ class Trace:
             self.add(name, start, time.time(), **attributes)
 
     def flush(self) -> None:
-        """Write the spans since the last flush."""
+        """Write the spans since the last flush. On a full disk (OSError) the file is unchanged."""
         if self._lines:
-            with self._path.open("a") as file:
-                file.write("\n".join(self._lines) + "\n")
+            append_lines(self._path, self._lines)
             self._lines.clear()
 
 

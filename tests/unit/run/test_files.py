@@ -5,6 +5,7 @@ import resource
 import pytest
 
 from engine.run.files import append_line, read_lines, write_atomically
+from engine.run.trace import Trace, read_spans
 from support.disk_order import disk_order
 
 
@@ -36,6 +37,23 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path
     assert path.read_text() == '{"step": 0}\n'
     append_line(path, {"step": 2})
     assert list(read_lines(path)) == [{"step": 0}, {"step": 2}]
+
+
+def test_a_trace_whose_disk_was_full_for_a_while_can_be_read_to_its_end(tmp_path):
+    trace = Trace(tmp_path, "launcher")
+    trace.add("first", 0.0, 1.0)
+    trace.flush()
+    trace.add("x" * 500, 1.0, 2.0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            trace.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    trace.add("last", 2.0, 3.0)
+    trace.flush()
+    assert [span["name"] for span in read_spans(tmp_path)] == ["first", "x" * 500, "last"]
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 50_000])
