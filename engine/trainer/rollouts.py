@@ -146,7 +146,7 @@ class LiveRollouts:
                 return whole
         except StoreFault as fault:
             print(f"unit {self._ranks.unit} leaves lease {lease} to the launcher: {fault}", file=sys.stderr, flush=True)
-            return self._control.ask(ask(fetches=True, unfetched=lease))
+            return self._control.ask(ask(trained=(), fetches=True, unfetched=lease))  # `trained` was said
         self._control.ask(messages.Heartbeat(unit=self._ranks.unit))
         return messages.StillWaiting()
 

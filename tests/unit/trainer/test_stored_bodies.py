@@ -155,7 +155,8 @@ def test_a_body_that_is_lost_or_damaged_is_left_to_the_launcher_which_gives_the_
     whole = Window(tuple(GROUPS), lease=7)
     launcher = Launcher(window(lease=7), StillWaiting(), whole)
     lease = leader(launcher, bodies)
-    assert lease() == StillWaiting()
+    assert lease(6) == StillWaiting()
+    assert [one.trained for one in launcher.asked] == [(6,), ()]  # each lease is acknowledged once
     assert launcher.asked[-1] == Lease(unit=0, step=0, budget=100, trained=(), fetches=True, unfetched=7)
     assert "unit 0 leaves lease 7 to the launcher" in capsys.readouterr().err
     assert lease() == whole
