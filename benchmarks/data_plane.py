@@ -382,17 +382,27 @@ def made_replies(length: int) -> dict[str, list[bytes]]:
 
 
 def unit(arguments: argparse.Namespace) -> None:
-    """Lease all windows of a step, and acknowledge them."""
+    """Lease all windows of a step, fetch their bodies where they lie in TransferQueue, and acknowledge them."""
     from engine.wire.control_client import ControlClient
     from engine.wire.messages import EndOfStep, Lease
 
     client = ControlClient(control(arguments.folder), "unit 0", 600.0)
+    elsewhere: dict[str, Any] = {}
+    if arguments.store != "launcher":
+        from engine.trainer.stored_bodies import StoredBodies
+
+        elsewhere = {"fetches": True}
+        bodies = StoredBodies("unit 0", 120.0)
     trained: tuple[int, ...] = ()
     while True:
         budget = 2 * arguments.group * arguments.length
-        reply = client.ask(Lease(unit=0, step=int(os.environ["STEP"]), budget=budget, trained=trained))
+        reply = client.ask(Lease(unit=0, step=int(os.environ["STEP"]), budget=budget, trained=trained, **elsewhere))
         if isinstance(reply, EndOfStep):
             return
+        if getattr(reply, "store", None) is not None:
+            bodies.begin(reply)
+            while bodies.wait_briefly() is None:
+                pass
         trained = (reply.lease,) if hasattr(reply, "lease") else tuple(g.index for g in getattr(reply, "groups", ()))
 
 

@@ -81,8 +81,9 @@ class Queue(Table):
     units: PositiveInt = 2
     """Number of TransferQueue's storage units, over which the groups are spread."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time in seconds of a call to TransferQueue. After it a storage unit counts as lost: its groups are
-    generated again. If the controller does not answer either, the run fails."""
+    """Longest time in seconds of a call to TransferQueue. The launcher looks for what the trainer could not fetch in
+    time. After its own call a storage unit counts as lost: its groups are generated again. If the controller does not
+    answer either, the run fails."""
 
 
 class Weights(Table):

@@ -254,6 +254,8 @@ class Coordinator:
         trained = self._leases.acknowledge(request)
         if self._stored is not None:
             self._stored.trained(trained)
+        if request.unfetched is not None:
+            self._begin_to_open(unit, self._leases.window(request.unfetched))
         if queue.done:
             await self._run_state.notify()  # the other units wait for the end of the step
         found: messages.Work | None = await self._run_state.wait_briefly(partial(self._next_work, queue, unit, request))
@@ -275,13 +277,23 @@ class Coordinator:
         if unit in self._opening:
             return None
         if window := self._leases.give(queue, request):
-            if self._stored is None:
-                return window
-            self._opening[unit] = asyncio.create_task(self._open(self._stored, unit, window))
-            return None
+            return self._given(unit, window, request.fetches)
         if landed := queue.early(unit, request.budget):
             return messages.EarlyWork(tuple(landed))
         return None
+
+    def _given(self, unit: int, window: messages.Window, fetches: bool) -> messages.Window | None:
+        """Return a leased window for the unit; None if the launcher must fetch its bodies first."""
+        if self._stored is None:
+            return window
+        if fetches and self._recorder is None and (store := self._stored.where(window.groups)) is not None:
+            return replace(window, store=store)
+        self._begin_to_open(unit, window)
+        return None
+
+    def _begin_to_open(self, unit: int, window: messages.Window) -> None:
+        assert self._stored is not None
+        self._opening[unit] = asyncio.create_task(self._open(self._stored, unit, window))
 
     async def _open(self, stored: StoredGroups, unit: int, window: messages.Window) -> None:
         """Fetch the bodies of a leased window, and wake the unit's request."""

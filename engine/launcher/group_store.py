@@ -1,37 +1,28 @@
 """Where the bodies of sealed groups lie between the last response and the lease: in TransferQueue's storage units.
 
-This is TransferQueue as a store of keys and values, with a deadline around every call: one row is one sealed group, its
-key the group's index, its partition the step. Who has leased and trained a group is the sample queue's business.
+Who has leased and trained a group is the sample queue's business.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
-
-import zmq
+from typing import TypeVar
 
 from engine.config import Config
-from engine.errors import DeadlineError, MetronomeError, StoreError
+from engine.errors import DeadlineError, StoreError
 from engine.run.commands import store_command
 from engine.run.process import Child, hold_lifeline
 from engine.wire.access_token import is_loopback
-from engine.wire.store_addresses import StoreAddresses, StoreServer, read_addresses
+from engine.wire.store_addresses import StoreAddresses, read_addresses
+from engine.wire.store_client import StoreClient, StoreFault
 
 T = TypeVar("T")
-FIELD = "body"
-"""The only column."""
-
-
-class StoreFault(MetronomeError):
-    """A storage unit does not answer, or has lost a row; the store must be started again."""
 
 
 class TransferQueueStore:
@@ -45,7 +36,14 @@ class TransferQueueStore:
         self._log = folder / "logs" / "store.log"
         self._starts = 0
         self._child: Child | None = None
-        self._client: Any = None
+        self._client: StoreClient | None = None
+        self._addresses: StoreAddresses | None = None
+
+    @property
+    def addresses(self) -> StoreAddresses:
+        """Where the servers of the last start listen."""
+        assert self._addresses is not None
+        return self._addresses
 
     @property
     def pid(self) -> int:
@@ -61,15 +59,11 @@ class TransferQueueStore:
         shutil.rmtree(place.parent / f"store-{self._starts - 1}", ignore_errors=True)
         place.mkdir()
         self._child = Child("the process that hosts TransferQueue", store_command(self._units, place), self._log)
-        addresses = await self._wait_for(place / "addresses")
+        self._addresses = await self._wait_for(place / "addresses")
         try:
-            async with asyncio.timeout(self._limit_s):
-                self._client = await asyncio.to_thread(_connect, addresses, self._starts)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"waited queue.timeout_s = {self._limit_s:g} s for the client of TransferQueue to connect with "
-                f"{len(addresses.units)} storage units; {self._child.name} {self._child.how_it_ended()}"
-            ) from error
+            self._client = await StoreClient.connect(self._addresses, f"metronome-{self._starts}", self._limit_s)
+        except StoreFault as fault:
+            raise StoreError(f"{fault}; {self._child.name} {self._child.how_it_ended()}") from fault
 
     async def _wait_for(self, file: Path) -> StoreAddresses:
         assert self._child is not None
@@ -93,43 +87,35 @@ class TransferQueueStore:
 
     async def put(self, step: int, index: int, body: bytes) -> None:
         """Keep the body of a group. Raises StoreFault, and StoreError if the controller does not answer."""
-        await self._call(f"to keep group {index} of step {step}", lambda client: _put(client, step, index, body))
+        await self._call(lambda client: client.put(step, index, body))
 
     async def get(self, step: int, index: int) -> bytes:
         """Return the body of a group. Raises StoreFault, and StoreError if the controller does not answer."""
-        return await self._call(f"to return group {index} of step {step}", lambda client: _get(client, step, index))
+        return await self._call(lambda client: client.get(step, index))
 
-    async def clear(self, step: int, indices: Iterable[int]) -> None:
+    async def clear(self, step: int, indices: Sequence[int]) -> None:
         """Forget groups. Raises StoreFault, and StoreError if the controller does not answer."""
-        keys = list(map(str, indices))
-        await self._call(f"to forget {len(keys)} groups of step {step}", lambda client: _clear(client, step, keys))
+        await self._call(lambda client: client.clear(step, indices))
 
-    async def _call(self, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
+    async def _call(self, call: Callable[[StoreClient], Awaitable[T]]) -> T:
         client = self._client
+        assert client is not None
         try:
-            async with asyncio.timeout(self._limit_s):
-                return await call(client)
-        except TimeoutError as error:
-            fault = f"waited queue.timeout_s = {self._limit_s:g} s for TransferQueue {what}"
-            await self._check_controller(client, fault)
-            raise StoreFault(fault) from error
-        except (RuntimeError, ValueError, zmq.ZMQError) as error:  # as its client raises for a row that is not there
-            fault = f"TransferQueue failed {what}: {error}"
-            await self._check_controller(client, fault)
-            raise StoreFault(fault) from error
+            return await call(client)
+        except StoreFault as fault:
+            if client is self._client:
+                await self._check_controller(client, fault)
+            raise
         except asyncio.CancelledError:
             if client is self._client:
                 raise
-            raise StoreFault(f"TransferQueue was started again before it came {what}") from None
+            raise StoreFault("TransferQueue was started again before it answered") from None
 
-    async def _check_controller(self, client: Any, fault: str) -> None:  # noqa: ANN401
+    async def _check_controller(self, client: StoreClient, fault: StoreFault) -> None:
         """Raise StoreError unless the controller answers: without it no row can be found."""
-        if client is not self._client:
-            return  # the store was started again meanwhile
         try:
-            async with asyncio.timeout(self._limit_s):
-                await client.async_kv_list(None)
-        except (TimeoutError, RuntimeError, zmq.ZMQError) as error:
+            await client.check()
+        except StoreFault as error:
             assert self._child is not None
             raise StoreError(
                 f"TransferQueue's controller has not answered within queue.timeout_s = {self._limit_s:g} s, so the "
@@ -168,45 +154,3 @@ async def starting_store(config: Config, folder: Path) -> AsyncIterator[asyncio.
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await store.close()
-
-
-def _connect(addresses: StoreAddresses, number: int) -> Any:  # noqa: ANN401
-    os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TQ_NUM_THREADS", "1")  # it would warn of more in each call
-    from transfer_queue.client import AsyncTransferQueueClient
-    from transfer_queue.utils.enum_utils import Role
-    from transfer_queue.utils.zmq_utils import ZMQServerInfo
-
-    def server(one: StoreServer, role: Any) -> Any:  # noqa: ANN401
-        return ZMQServerInfo(role=role, id=one.id, ip=one.ip, ports=one.ports)
-
-    client = AsyncTransferQueueClient(f"metronome-{number}", server(addresses.controller, Role.CONTROLLER))
-    units = {one.id: server(one, Role.STORAGE) for one in addresses.units}
-    client.initialize_storage_manager("SimpleStorage", {"zmq_info": units})
-    return client
-
-
-# the bodies of async_kv_batch_put, async_kv_batch_get and async_kv_clear, for a client of one's own
-
-
-async def _put(client: Any, step: int, index: int, body: bytes) -> None:  # noqa: ANN401
-    import torch
-    from tensordict import TensorDict
-
-    found = await client.async_kv_retrieve_meta(keys=[str(index)], partition_id=str(step), create=True)
-    row = torch.frombuffer(bytearray(body), dtype=torch.uint8).unsqueeze(0)
-    await client.async_put(TensorDict({FIELD: row}, batch_size=[1]), found)
-
-
-async def _get(client: Any, step: int, index: int) -> bytes:  # noqa: ANN401
-    found = await client.async_kv_retrieve_meta(keys=[str(index)], partition_id=str(step), create=False)
-    if not found.size:
-        raise ValueError("no such row")
-    row = (await client.async_get_data(found.select_fields([FIELD])))[FIELD]
-    return bytes(row[0].numpy().tobytes())
-
-
-async def _clear(client: Any, step: int, keys: list[str]) -> None:  # noqa: ANN401
-    found = await client.async_kv_retrieve_meta(keys=keys, partition_id=str(step), create=False)
-    if found.size:
-        await client.async_clear_samples(found)

@@ -54,6 +54,10 @@ class AttemptLeases:
         self._held[window.lease] = Held(queue, window, self._clock())
         return window
 
+    def window(self, number: int) -> Window:
+        """The window of a lease that is held."""
+        return self._held[number].window
+
     def acknowledge(self, request: Lease) -> list[SealedGroup]:
         """The windows of `request.trained` are trained. Return their groups that were not acknowledged before.
 

@@ -1,4 +1,4 @@
-"""Groups whose bodies lie outside the launcher: kept, fetched for a lease, and generated again when they are lost."""
+"""Groups whose bodies lie outside the launcher: kept, found for a lease, and generated again when they are lost."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from msgspec.structs import replace
 
 from engine.errors import StoreError
-from engine.launcher.group_store import StoreFault, TransferQueueStore
+from engine.launcher.group_store import TransferQueueStore
 from engine.wire.sealed import SealedGroup, is_whole
+from engine.wire.store_addresses import StoreAddresses
+from engine.wire.store_client import StoreFault
 
 RESTARTS = 3
-"""Restarts in a row without a group between them that the store has returned."""
+"""Restarts in a row without a group between them that the store has returned, or that was trained."""
 
 Again = Callable[[int, int], Awaitable[SealedGroup]]
 """(step, index) → the group, sampled again with the same seeds."""
@@ -39,7 +41,7 @@ class StoredGroups:
         self._session = 0
         """Number of restarts so far."""
         self._in_vain = 0
-        """Number of restarts since the store returned a group."""
+        """Number of restarts since the store returned a group, or one was trained."""
         self.generated_again = 0
         """Number of groups so far."""
 
@@ -60,6 +62,11 @@ class StoredGroups:
         """Wait for the end of a restart. Return the session, which ends with the next one."""
         async with self._restarting:
             return self._session
+
+    def where(self, groups: Iterable[SealedGroup]) -> StoreAddresses | None:
+        """Where the bodies of groups can be fetched now; None while the store is started again or lacks some."""
+        lacks = any((group.step, group.index) in self._coming for group in groups)
+        return None if lacks or self._restarting.locked() else self._store.addresses
 
     async def open(self, groups: Sequence[SealedGroup]) -> list[SealedGroup]:
         """Return groups of a lease with their bodies."""
@@ -86,6 +93,7 @@ class StoredGroups:
     def trained(self, groups: Iterable[SealedGroup]) -> None:
         """Groups are trained, and not needed any more."""
         for group in groups:
+            self._in_vain = 0
             del self._kept[group.step, group.index]
             self._trained.setdefault(group.step, []).append(group.index)
 

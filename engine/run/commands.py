@@ -11,6 +11,8 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.run.process import python
 
+STORE_IS_HERE = "METRONOME_STORE_IS_HERE"
+"""Variable of the ranks that can reach TransferQueue, which listens on loopback: those on the launcher's node."""
 LOOPBACKS = ("lo", "lo0")
 """Names of the loopback interface, on Linux and on macOS."""
 
@@ -52,6 +54,7 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
     trainer also sends weights with these, or may have `instances_elsewhere`. A variable that the user has set stays.
     """
     found = {"OMP_NUM_THREADS": str(config.trainer_threads)}
+    found |= {STORE_IS_HERE: "1"} if config.queue.store == "transferqueue" else {}
     if config.parallel.nodes > 1:
         return found
     names = ["GLOO_SOCKET_IFNAME"]  # weights that gloo sends have a device of their own (engine.wire.weights.groups)

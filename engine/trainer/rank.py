@@ -17,6 +17,7 @@ from engine.config import Config
 from engine.config.recipe import load
 from engine.errors import BadInput, MetronomeError
 from engine.model.shape import content_hash
+from engine.run.commands import STORE_IS_HERE
 from engine.run.disk import named_disk_errors
 from engine.run.fence import Fence
 from engine.run.process import bind, watch_lifeline
@@ -179,6 +180,7 @@ def _rollouts(
     from engine.trainer.publish.publisher import Publisher
     from engine.trainer.publish.transports import open_transport
     from engine.trainer.rollouts import LiveRollouts, ReplayedRollouts
+    from engine.trainer.stored_bodies import StoredBodies
 
     if arguments.replay is not None:
         return ReplayedRollouts(arguments.replay, control, ranks, config.train.prompts_per_step)
@@ -192,7 +194,8 @@ def _rollouts(
         bucket_bytes=config.weights.bucket_mb * 2**20,
         timeout_s=config.transfer_timeout_s,
     )
-    return LiveRollouts(control, ranks, publisher, config.window_tokens)
+    bodies = StoredBodies(ranks.name, config.queue.timeout_s) if STORE_IS_HERE in os.environ else None
+    return LiveRollouts(control, ranks, publisher, config.window_tokens, bodies)
 
 
 if __name__ == "__main__":

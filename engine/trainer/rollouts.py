@@ -6,6 +6,7 @@ channel.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -17,12 +18,14 @@ from engine.model.tri_model import TriModel
 from engine.trainer.publish.publisher import Publisher
 from engine.trainer.rank_group import RankGroup
 from engine.trainer.replay import Replay
+from engine.trainer.stored_bodies import StoredBodies
 from engine.types import Group, Landed
 from engine.wire import messages
 from engine.wire.codec import open_landed
 from engine.wire.control_client import ControlClient
 from engine.wire.messages import EarlyWork, EndOfStep, Failure, Window
 from engine.wire.sealed import open_group
+from engine.wire.store_client import StoreFault
 
 Work = list[Group] | list[Landed]
 """A window to train, or responses to score early."""
@@ -70,8 +73,16 @@ class Rollouts(Protocol):
 class LiveRollouts:
     """The running instances, reached through the launcher."""
 
-    def __init__(self, control: ControlClient, ranks: RankGroup, publisher: Publisher, budget: int) -> None:
-        """`budget`: tokens of a window."""
+    def __init__(
+        self,
+        control: ControlClient,
+        ranks: RankGroup,
+        publisher: Publisher,
+        budget: int,
+        bodies: StoredBodies | None = None,
+    ) -> None:
+        """`budget`: tokens of a window; `bodies`: fetches the bodies of groups that lie outside the launcher."""
+        self._bodies = bodies
         self._control = control
         self._ranks = ranks
         self._publisher = publisher
@@ -119,8 +130,25 @@ class LiveRollouts:
                 trained = (reply.lease,) if isinstance(reply, Window) else ()
 
     def _lease(self, step: int, trained: tuple[int, ...]) -> messages.Work:
-        lease = messages.Lease(unit=self._ranks.unit, step=step, budget=self._budget, trained=trained)
-        return self._control.ask(lease)
+        """Return what the unit does next. A sign of life while the bodies of a window are being fetched."""
+        bodies = self._bodies
+        ask = partial(messages.Lease, unit=self._ranks.unit, step=step, budget=self._budget, trained=trained)
+        if bodies is None:
+            return self._control.ask(ask())
+        if bodies.lease is None:
+            reply = self._control.ask(ask(fetches=True))
+            if not isinstance(reply, Window) or reply.store is None:
+                return reply
+            bodies.begin(reply)
+        lease = bodies.lease
+        try:
+            if (whole := bodies.wait_briefly()) is not None:
+                return whole
+        except StoreFault as fault:
+            print(f"unit {self._ranks.unit} leaves lease {lease} to the launcher: {fault}", file=sys.stderr, flush=True)
+            return self._control.ask(ask(trained=(), fetches=True, unfetched=lease))  # `trained` was said
+        self._control.ask(messages.Heartbeat(unit=self._ranks.unit))
+        return messages.StillWaiting()
 
     def heartbeat(self) -> None:
         """Sent by the unit's leader."""

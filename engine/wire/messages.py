@@ -15,8 +15,9 @@ from engine.errors import MetronomeError
 from engine.types import BatchScores, StepFigures
 from engine.wire.codec import PackedLanded
 from engine.wire.sealed import SealedGroup
+from engine.wire.store_addresses import StoreAddresses
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of these messages and of verifier_messages. It rises when a message changes; both ends must have the same."""
 
 ERRORS = {
@@ -96,6 +97,8 @@ class Window(Message):
     """Seconds after which the groups may be given again; None: the lease is bound to the trainer's attempt."""
     deliveries: int = 1
     """How often the groups were given, this time included."""
+    store: StoreAddresses | None = None
+    """Where the bodies of the groups lie; None: they are here."""
 
 
 class EarlyWork(Message):
@@ -131,6 +134,10 @@ class Lease(ControlRequest[Work]):
     """Numbers of the leases whose groups were trained since the last request."""
     consumer: str = ""
     """Name of a program outside, for messages."""
+    fetches: bool = False
+    """Whether the unit can fetch the bodies of groups itself (`Window.store`)."""
+    unfetched: int | None = None
+    """Number of a lease whose bodies the unit could not fetch. A later reply is its window with them."""
 
 
 class Heartbeat(ControlRequest[Done]):

@@ -49,24 +49,39 @@ def parts(store, name):
 
 
 def disturbed(monkeypatch, disturb, step=1):
-    """Call `disturb` with the store before the first window of a step is fetched. Returns the list of those called."""
+    """Call `disturb` with the store before the first window of a step is given. Returns the list of those called."""
     called = []
-    opened = StoredGroups.open
+    found = StoredGroups.where
 
-    async def open_(stored, groups):
+    def where(stored, groups):
         if groups[0].step == step and not called:
             called.append(stored)
             disturb(stored._store)
-        return await opened(stored, groups)
+        return found(stored, groups)
 
-    monkeypatch.setattr(StoredGroups, "open", open_)
+    monkeypatch.setattr(StoredGroups, "where", where)
     return called
 
 
-def test_runs_with_both_stores_are_bit_identical(exact, tmp_path):
+def reads(monkeypatch):
+    """The (step, index) of each body that the launcher reads from the store."""
+    found = []
+    get = TransferQueueStore.get
+
+    async def counted(store, step, index):
+        found.append((step, index))
+        return await get(store, step, index)
+
+    monkeypatch.setattr(TransferQueueStore, "get", counted)
+    return found
+
+
+def test_runs_with_both_stores_are_bit_identical_and_the_launcher_reads_no_body(exact, tmp_path, monkeypatch):
     expected = in_launcher(exact, tmp_path)
-    run(exact | ELSEWHERE | {"run.name": "periodic"}, tmp_path, timeout_s=400)
+    read = reads(monkeypatch)
+    launch_here(config_of(exact | ELSEWHERE | {"run.name": "periodic"}))
     assert same(weights(tmp_path, "periodic"), expected)
+    assert read == []
 
 
 def test_a_killed_run_leaves_no_process_and_resumes_with_the_same_bits(exact, tmp_path):
@@ -110,6 +125,7 @@ def test_a_lost_controller_ends_the_run_by_name_and_the_run_resumes(exact, tmp_p
 
 def test_a_group_whose_bytes_changed_in_the_store_is_generated_again(exact, tmp_path, monkeypatch):
     expected = in_launcher(exact, tmp_path)
+    read = reads(monkeypatch)
     kept = TransferQueueStore.put
     put = []
 
@@ -123,4 +139,5 @@ def test_a_group_whose_bytes_changed_in_the_store_is_generated_again(exact, tmp_
     launch_here(config_of(exact | ELSEWHERE | {"run.name": "flipped"}))
     assert same(weights(tmp_path, "flipped"), expected)
     assert put.count((1, 3)) == 2
+    assert read.count((1, 3)) == 2  # the launcher saw the damage for itself, and read what had come again
     assert len(put) == 3 * 6 + 1

@@ -33,6 +33,7 @@ from engine.wire.messages import (
     Window,
 )
 from engine.wire.sealed import seal_group
+from engine.wire.store_addresses import StoreAddresses, StoreServer
 
 PROMPT = Prompt("id", "1+1=", "2", (1, 2, 3))
 LIMIT_S = 0.4
@@ -72,7 +73,7 @@ class Rollouts:
 def conduct(tmp_path, tiny_model):
     """A coordinator of two units whose step of so many groups has begun, and where its groups come from."""
 
-    async def begin(groups, **train):
+    async def begin(groups, store=None, **train):
         config = Config(
             model={"path": str(tiny_model)},
             parallel={"data": 2},
@@ -87,6 +88,7 @@ def conduct(tmp_path, tiny_model):
             trace=Trace(tmp_path / "trace", "launcher"),
             loader=loader,
             service=rollouts,
+            store=store,
         )
         await coordinator.answer(ready(0))
         await coordinator.answer(StartBatch(step=0))
@@ -313,3 +315,48 @@ async def test_long_work_of_the_trainer_is_no_silence_as_long_as_it_says_so(cond
     with pytest.raises(DeadlineError):
         await coordinator.answer(Heartbeat(unit=1))
     await coordinator.close()
+
+
+class Rows:
+    """A store of bodies, and how often it was asked for one."""
+
+    addresses = StoreAddresses(StoreServer("controller", "127.0.0.1", {"request": 1}), ())
+
+    def __init__(self):
+        self.rows = {}
+        self.gets = 0
+
+    async def put(self, step, index, body):
+        self.rows[step, index] = body
+
+    async def get(self, step, index):
+        self.gets += 1
+        return self.rows[step, index]
+
+
+async def leased(coordinator, **more):
+    async with asyncio.timeout(5):
+        while True:
+            reply = await coordinator.answer(Lease(step=0, unit=0, budget=1, trained=(), **more))
+            if not isinstance(reply, StillWaiting):
+                return reply
+            more.pop("unfetched", None)
+
+
+async def test_a_unit_that_fetches_bodies_gets_none_from_the_launcher_but_those_that_it_could_not_fetch(conduct):
+    rows = Rows()
+    coordinator, come = await conduct(1, store=rows)
+    come.put_nowait(0)
+    window = await leased(coordinator, fetches=True)
+    assert (window.store, [one.body for one in window.groups], rows.gets) == (rows.addresses, [b""], 0)
+    whole = await leased(coordinator, fetches=True, unfetched=window.lease)
+    assert (whole.lease, whole.groups, whole.store, rows.gets) == (window.lease, (seal_group(group(0)),), None, 1)
+
+
+@pytest.mark.parametrize(("fetches", "record"), [(False, False), (True, True)], ids=["elsewhere", "recorded"])
+async def test_the_launcher_gives_bodies_to_units_on_other_nodes_and_where_it_records_them(conduct, fetches, record):
+    rows = Rows()
+    coordinator, come = await conduct(1, store=rows, record=record)
+    come.put_nowait(0)
+    window = await leased(coordinator, fetches=fetches)
+    assert (window.groups, window.store, rows.gets) == ((seal_group(group(0)),), None, 1)

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from engine.errors import StoreError
-from engine.launcher.group_store import StoreFault
 from engine.launcher.stored_groups import RESTARTS, StoredGroups
 from engine.wire.sealed import is_whole, seal_group
+from engine.wire.store_client import StoreFault
 from support.groups import numbered_group
 
 
@@ -19,6 +19,8 @@ def group(index, step=0):
 
 class Rows:
     """Keys and values, of which a part can be lost or out of order."""
+
+    addresses = "here"
 
     def __init__(self):
         self.rows = {}
@@ -99,6 +101,34 @@ async def test_lost_rows_are_generated_again_and_the_others_are_kept():
     assert sorted(again) == [(0, 1), (0, 3)]
     assert groups.generated_again == 2
     assert rows.starts == 1  # once for both windows
+
+
+async def test_bodies_can_be_fetched_elsewhere_unless_they_are_on_their_way_there_again():
+    groups, rows, _, kept = await filled()
+    assert groups.where(kept) == "here"
+    rows.rows[0, 1] = b"damaged"
+    opening = asyncio.create_task(groups.open(kept[1:2]))
+    while groups.where(kept) is not None:
+        await asyncio.sleep(0)
+    assert groups.where([kept[0], kept[2]]) == "here"
+    await opening
+    assert groups.where(kept) == "here"
+    rows.rows.clear()
+    opening = asyncio.create_task(groups.open(kept))
+    while rows.starts == 0:
+        await asyncio.sleep(0)
+    assert groups.where([]) is None  # it is being started again
+    await opening
+    assert groups.where(kept) == "here"
+
+
+async def test_restarts_in_a_long_run_are_counted_anew_after_each_trained_group():
+    groups, rows, _, kept = await filled(RESTARTS + 2)
+    for one in kept[:-1]:
+        rows.broken = True
+        await groups.put(group(9, step=1))
+        groups.trained([one])
+    assert rows.starts == RESTARTS + 1
 
 
 async def test_trained_groups_are_not_generated_again():

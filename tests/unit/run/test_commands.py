@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from engine.config.recipe import load
-from engine.run.commands import trainer_environment
+from engine.run.commands import STORE_IS_HERE, trainer_environment
 
 NAMES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"}
 VLLM = ["rollout.engine=vllm"]
@@ -33,3 +33,10 @@ def test_what_listens_on_loopback(monkeypatch, overrides, elsewhere, bound):
 def test_what_the_user_has_set_stays(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     assert "NCCL_SOCKET_IFNAME" not in trainer_environment(load(None), False)
+
+
+def test_the_ranks_beside_transferqueue_know_of_it():
+    elsewhere = ["queue.store=transferqueue", "queue.unauthenticated=true"]
+    assert STORE_IS_HERE in trainer_environment(load(None, elsewhere), False)
+    assert STORE_IS_HERE in trainer_environment(load(None, [*elsewhere, *SEVERAL]), False)
+    assert STORE_IS_HERE not in trainer_environment(load(None), False)

@@ -1,0 +1,119 @@
+"""A client of TransferQueue as a store of keys and values, with a deadline around every call.
+
+One row is the body of one sealed group: its key is the group's index, its partition the step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import zmq
+
+from engine.errors import MetronomeError
+from engine.wire.store_addresses import StoreAddresses, StoreServer
+
+T = TypeVar("T")
+FIELD = "body"
+"""The only column."""
+
+
+class StoreFault(MetronomeError):
+    """TransferQueue does not answer, or has lost a row."""
+
+
+class StoreClient:
+    """Asks the servers of one start of TransferQueue. It belongs to one event loop."""
+
+    def __init__(self, client: Any, limit_s: float) -> None:  # noqa: ANN401
+        """`client`: TransferQueue's own; `limit_s`: seconds that a call may take (queue.timeout_s)."""
+        self._client = client
+        self._limit_s = limit_s
+
+    @staticmethod
+    async def connect(addresses: StoreAddresses, name: str, limit_s: float) -> StoreClient:
+        """Return a client that is connected with the servers. Raises StoreFault."""
+        await asyncio.to_thread(_load)  # waits for nobody, and takes many seconds on a busy machine
+        connecting = asyncio.to_thread(_connect, addresses, name)
+        what = f"to connect with {len(addresses.units)} storage units"
+        return StoreClient(await _within(limit_s, what, connecting), limit_s)
+
+    async def put(self, step: int, index: int, body: bytes) -> None:
+        """Keep the body of a group. Raises StoreFault."""
+        await _within(self._limit_s, f"to keep group {index} of step {step}", self._put(step, index, body))
+
+    async def get(self, step: int, index: int) -> bytes:
+        """Return the body of a group. Raises StoreFault."""
+        return await _within(self._limit_s, f"to return group {index} of step {step}", self._get(step, index))
+
+    async def clear(self, step: int, indices: Sequence[int]) -> None:
+        """Forget groups. Raises StoreFault."""
+        await _within(self._limit_s, f"to forget {len(indices)} groups of step {step}", self._clear(step, indices))
+
+    async def check(self) -> None:
+        """Raise StoreFault unless the controller answers."""
+        await _within(self._limit_s, "to list its rows", self._client.async_kv_list(None))
+
+    def close(self) -> None:
+        """Close the sockets. No call may be under way."""
+        self._client.close()
+
+    # the bodies of async_kv_batch_put, async_kv_batch_get and async_kv_clear, for a client of one's own
+
+    async def _put(self, step: int, index: int, body: bytes) -> None:
+        import torch
+        from tensordict import TensorDict
+
+        found = await self._rows(step, [index], create=True)
+        row = torch.frombuffer(bytearray(body), dtype=torch.uint8).unsqueeze(0)
+        await self._client.async_put(TensorDict({FIELD: row}, batch_size=[1]), found)
+
+    async def _get(self, step: int, index: int) -> bytes:
+        found = await self._rows(step, [index])
+        if not found.size:
+            raise ValueError("no such row")
+        row = (await self._client.async_get_data(found.select_fields([FIELD])))[FIELD]
+        return bytes(row[0].numpy().tobytes())
+
+    async def _clear(self, step: int, indices: Sequence[int]) -> None:
+        found = await self._rows(step, indices)
+        if found.size:
+            await self._client.async_clear_samples(found)
+
+    async def _rows(self, step: int, indices: Sequence[int], create: bool = False) -> Any:  # noqa: ANN401
+        keys = list(map(str, indices))
+        return await self._client.async_kv_retrieve_meta(keys=keys, partition_id=str(step), create=create)
+
+
+async def _within(limit_s: float, what: str, call: Awaitable[T]) -> T:
+    """Return the result of `call`. Raises StoreFault if it takes too long or fails as TransferQueue's client does."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await call
+    except TimeoutError as error:
+        raise StoreFault(f"waited queue.timeout_s = {limit_s:g} s for TransferQueue {what}") from error
+    except (RuntimeError, ValueError, LookupError, zmq.ZMQError) as error:  # as for a row that is not there
+        raise StoreFault(f"TransferQueue failed {what}: {error}") from error
+
+
+def _load() -> None:
+    """Import the library, which reads its environment then."""
+    os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TQ_NUM_THREADS", "1")  # it would warn of more in each call
+    import transfer_queue.client  # noqa: F401
+
+
+def _connect(addresses: StoreAddresses, name: str) -> Any:  # noqa: ANN401
+    from transfer_queue.client import AsyncTransferQueueClient
+    from transfer_queue.utils.enum_utils import Role
+    from transfer_queue.utils.zmq_utils import ZMQServerInfo
+
+    def server(one: StoreServer, role: Any) -> Any:  # noqa: ANN401
+        return ZMQServerInfo(role=role, id=one.id, ip=one.ip, ports=one.ports)
+
+    client = AsyncTransferQueueClient(name, server(addresses.controller, Role.CONTROLLER))
+    units = {one.id: server(one, Role.STORAGE) for one in addresses.units}
+    client.initialize_storage_manager("SimpleStorage", {"zmq_info": units})
+    return client
