@@ -1,11 +1,8 @@
 """What the launcher's core carries: `python benchmarks/data_plane.py [--against OTHER_CHECKOUT]`
 
-The launcher's own parts run in one process: the pool and its HTTP client, the producer, the verifiers (`reward.function
-= "exact"`, in processes of their own), the sample queue, the coordinator and its server for the trainer. Around them,
-in processes of their own, are an instance that answers at once with responses that were made before, and a unit of the
-trainer that leases the windows and acknowledges them. Nothing is sampled or trained. A step is
-generated until every group is in the queue, which is then measured; then it is leased.
-Printed are
+The launcher's own parts run in one process. Around them, in processes of their own, are an instance that answers at
+once with responses that were made before, verifiers (`reward.function = "exact"`), and a unit of the trainer that
+leases the windows and acknowledges them. Nothing is sampled or trained. Printed are
 
 * tokens per launcher CPU-second: the response tokens of a step through the CPU seconds of the launcher's process, all
   threads, from the step's start to its last acknowledgement, without the measuring of the queue;
@@ -105,16 +102,10 @@ def compare(arguments: argparse.Namespace) -> None:
 def measured(arguments: argparse.Namespace, checkout: Path) -> dict[str, float]:
     """The figures of one checkout, whose `engine` a process of its own imports."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            command(arguments, "launcher", Path(folder)),
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=1800,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
-            check=True,
-        )
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+        line = command(arguments, "launcher", Path(folder))
+        environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        done = subprocess.check_output(line, text=True, timeout=1800, cwd=folder, env=environment)
+    return dict(json.loads(done.splitlines()[-1]))
 
 
 def command(arguments: argparse.Namespace, role: str, folder: Path) -> list[str]:
@@ -387,23 +378,22 @@ def unit(arguments: argparse.Namespace) -> None:
     from engine.wire.messages import EndOfStep, Lease
 
     client = ControlClient(control(arguments.folder), "unit 0", 600.0)
-    elsewhere: dict[str, Any] = {}
-    if arguments.store != "launcher":
-        from engine.trainer.stored_bodies import StoredBodies
-
-        elsewhere = {"fetches": True}
-        bodies = StoredBodies("unit 0", 120.0)
+    bodies = _bodies() if arguments.store != "launcher" else None
+    asked = {"unit": 0, "step": int(os.environ["STEP"]), "budget": 2 * arguments.group * arguments.length}
+    asked |= {"fetches": True} if bodies is not None else {}
     trained: tuple[int, ...] = ()
-    while True:
-        budget = 2 * arguments.group * arguments.length
-        reply = client.ask(Lease(unit=0, step=int(os.environ["STEP"]), budget=budget, trained=trained, **elsewhere))
-        if isinstance(reply, EndOfStep):
-            return
+    while not isinstance(reply := client.ask(Lease(**asked, trained=trained)), EndOfStep):
         if getattr(reply, "store", None) is not None:
             bodies.begin(reply)
             while bodies.wait_briefly() is None:
                 pass
         trained = (reply.lease,) if hasattr(reply, "lease") else tuple(g.index for g in getattr(reply, "groups", ()))
+
+
+def _bodies() -> Any:  # noqa: ANN401
+    from engine.trainer.stored_bodies import StoredBodies  # older checkouts lack it
+
+    return StoredBodies("unit 0", 120.0)
 
 
 if __name__ == "__main__":

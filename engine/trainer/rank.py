@@ -195,7 +195,7 @@ def _rollouts(
         timeout_s=config.transfer_timeout_s,
     )
     bodies = StoredBodies(ranks.name, config.queue.timeout_s) if STORE_IS_HERE in os.environ else None
-    return LiveRollouts(control, ranks, publisher, config.window_tokens, bodies)
+    return LiveRollouts(control, ranks, publisher, budget=config.window_tokens, bodies=bodies)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def bodies(rows):
 
 
 def leader(launcher, bodies):
-    rollouts = LiveRollouts(launcher, SimpleNamespace(unit=0), None, 100, bodies)
+    rollouts = LiveRollouts(launcher, SimpleNamespace(unit=0), None, budget=100, bodies=bodies)
     return lambda *trained: rollouts._lease(0, trained)
 
 
