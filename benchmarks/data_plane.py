@@ -126,7 +126,7 @@ def model_folder() -> Path:
     from transformers import PreTrainedTokenizerFast
 
     trained = ByteLevelBPETokenizer()
-    files = [str(path) for kind in ("*.md", "*.py") for path in HERE.parent.rglob(kind) if ".venv" not in path.parts]
+    files = [str(path) for kind in ("*.md", "*.py") for path in HERE.parent.rglob(kind) if "/.venv" not in str(path)]
     trained.train(sorted(files), vocab_size=VOCABULARY, special_tokens=["<|end|>"], show_progress=False)
     random_qwen3(MODEL, hidden=64, layers=1, vocabulary=VOCABULARY, context=2**17)
     PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|end|>").save_pretrained(MODEL)
