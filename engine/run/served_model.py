@@ -54,9 +54,10 @@ def model_folder(model: str) -> tuple[Path, RunFolder | None]:
 
 
 def _with_room(overrides: Sequence[str]) -> list[str]:
-    """The overrides; with a context of its own, first the smallest `rollout.max_new_tokens`, so that it fits. (Each
-    request says how long its response may be.)"""
-    return [*(["rollout.max_new_tokens=1"] if any("max_context" in one for one in overrides) else []), *overrides]
+    """The overrides. Where they set `rollout.max_context`, they begin with the smallest `rollout.max_new_tokens`, so
+    that any context is large enough: an instance does not read it, since each request says how long its response is."""
+    sets_context = any(one.partition("=")[0].strip() == "rollout.max_context" for one in overrides)
+    return [*(["rollout.max_new_tokens=1"] if sets_context else []), *overrides]
 
 
 def _of_model(folder: Path, overrides: Sequence[str]) -> Config:
