@@ -5,8 +5,8 @@ show it. A crashed run is scheduled again as the same flow run, which continues 
 The automations act only on flow runs with the tag `resumable`, which their deployments set.
 
 Automations react to events, and a server that is killed, or whose database is locked, may lose an event. So the
-watchdog (`python -m tasks.cluster.watchdog`) looks every minute for crashed runs that no automation has resumed.
-`make services` and infra/compose start it beside the server.
+watchdog (`python -m tasks.cluster.watchdog`) looks every minute for crashed runs that no automation has resumed, and
+for runs that did not begin in time. `make services` and infra/compose start it beside the server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import get_current_settings
-from prefect.states import AwaitingRetry, StateType
+from prefect.states import AwaitingRetry, Crashed, StateType
 
 TAG = "resumable"
 """Tag of deployments whose crashed runs are scheduled again."""
@@ -38,6 +38,11 @@ SILENCE_S = 300.0
 PENDING_S = 2400.0
 """A run that a worker took and that did not begin within this time counts as dead: the worker's node was lost at that
 moment. It is longer than a pod may wait for its image and its NPUs (pod_watch_timeout_seconds in infra/pools)."""
+PROCESS_PENDING_S = 120.0
+"""The same in a work pool of type process, where a run waits only for its libraries to load. If a slow one begins later
+nevertheless, it goes on: Prefect lets a crashed run begin, and nothing is then resumed."""
+PROCESS = "process"
+"""Type of the work pools whose workers start runs as processes of their own node."""
 DELAY_S = 30.0
 """Time between a crash and the next schedule. A worker reports a death twice, up to 15 s apart. If the run were
 scheduled again in between, the second report would crash it again, and a second process would be started for it."""
@@ -53,6 +58,8 @@ FORGOTTEN_S = 3600.0
 
 _RUNS = {"prefect.resource.id": "prefect.flow-run.*"}
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"}
+_PROCESSES = {"prefect.resource.role": "work-pool", "prefect.work-pool.type": PROCESS}
+_NO_PROCESSES = {"prefect.resource.role": "work-pool", "prefect.work-pool.type": f"!{PROCESS}"}
 _ENDS = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelling", "Cancelled", "Crashed")}
 """Events of a run that has ended or is being cancelled. A cancelled run must not be resumed as a crashed one."""
 _BEGUN = {
@@ -97,7 +104,13 @@ def automations(delay_s: float = DELAY_S, silence_s: float = SILENCE_S, crashes:
     `delay_s`: seconds before a resume; `silence_s`: must be longer than two heartbeats; `crashes`: the limit of starts
     in half an hour.
     """
-    return [_resume(delay_s), _silent(silence_s), _not_begun(), _loop(crashes)]
+    return [
+        _resume(delay_s),
+        _silent(silence_s),
+        _not_begun("metronome: a run does not begin", _NO_PROCESSES, PENDING_S),
+        _not_begun("metronome: a process does not begin", _PROCESSES, PROCESS_PENDING_S),
+        _loop(crashes),
+    ]
 
 
 def _resume(delay_s: float) -> Automation:
@@ -136,26 +149,27 @@ def _silent(silence_s: float) -> Automation:
     )
 
 
-def _not_begun() -> Automation:
+def _not_begun(name: str, pools: dict[str, str], within_s: float) -> Automation:
     """A run sends its first heartbeat when it begins, so `_silent` cannot act before."""
     return Automation(
-        name="metronome: a run does not begin",
-        description=f"A run that a worker took and that did not begin within {PENDING_S / 60:.0f} minutes counts as "
-        "crashed.",
+        name=name,
+        description=f"A run that a worker took and that did not begin within {within_s:.0f} s counts as crashed.",
         trigger=EventTrigger(
             after={"prefect.flow-run.Pending"},
             expect=_BEGUN | _ENDS,
             match=_RUNS,
-            match_related=_OURS,
+            match_related=[_OURS, pools],
             for_each={"prefect.resource.id"},
             posture=Posture.Proactive,
             threshold=1,
-            within=timedelta(seconds=PENDING_S),
+            within=timedelta(seconds=within_s),
         ),
-        actions=[
-            ChangeFlowRunState(state=StateType.CRASHED, message=f"Did not begin within {PENDING_S / 60:.0f} minutes")
-        ],
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=_late(within_s))],
     )
+
+
+def _late(within_s: float) -> str:
+    return f"Did not begin within {within_s:.0f} s"
 
 
 def _loop(crashes: int) -> Automation:
@@ -195,6 +209,21 @@ def sweep(older_than_s: float = 2 * DELAY_S) -> list[str]:
     return resumed
 
 
+def crash_late(older_than_s: float = 2 * DELAY_S) -> list[str]:
+    """Set the runs to Crashed that should have begun `older_than_s` ago at the latest; returns their names."""
+    pending = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING]))
+    wanted = FlowRunFilter(state=pending, tags=FlowRunFilterTags(all_=[TAG]))
+    late = []
+    with get_client(sync_client=True) as client:
+        processes = {pool.name for pool in client.read_work_pools() if pool.type == PROCESS}
+        for run in client.read_flow_runs(flow_run_filter=wanted):
+            within_s = PROCESS_PENDING_S if run.work_pool_name in processes else PENDING_S
+            if run.state and datetime.now(UTC) - run.state.timestamp > timedelta(seconds=within_s + older_than_s):
+                client.set_flow_run_state(run.id, Crashed(message=f"{_late(within_s)}, says the watchdog"))
+                late.append(run.name)
+    return late
+
+
 def _ask() -> None:
     """Raises httpx.HTTPError while the server does not answer. (Prefect's own client raises a bare RuntimeError the
     first time.)"""
@@ -212,12 +241,14 @@ def main() -> None:
         type=float,
         default=2 * DELAY_S,
         metavar="SECONDS",
-        help="for which a run must have been crashed (default: %(default)s, longer than the automation takes)",
+        help="for which a run must have been crashed or late (default: %(default)s, longer than an automation takes)",
     )
     arguments = parser.parse_args()
     while True:
         try:
             _ask()
+            for name in crash_late(arguments.after):
+                print(f"{name} did not begin in time", flush=True)
             for name in sweep(arguments.after):
                 print(f"resumed {name}", flush=True)
         # no answer, one that is none (a proxy's page: ValueError), or the run was deleted in between

@@ -20,6 +20,9 @@ SILENCE_S = 2 * HEARTBEAT_S + 10
 """Longer than two heartbeats: shorter, a run that lives is taken for dead between two of them."""
 POOL = "lonely"
 """Of its own: a worker that another test left on a shared pool would report the end that nobody is to hear of."""
+BEGINS_S = 30.0
+"""Longer than a run takes to begin."""
+NAMES = ("lonely", "unheard", "unbegun")
 FLOW = """
 import os, time
 from pathlib import Path
@@ -39,9 +42,10 @@ from prefect.automations import Automation
 from tasks.cluster import deploy, watchdog
 
 deploy._make_pools({{{pool!r}: deploy.template("cpu")}})
+watchdog.PROCESS_PENDING_S = {begins}
 watchdog.install(silence_s={silence})
 Automation.read(name="metronome: resume a crashed run").delete()
-for name in ("lonely", "unheard"):
+for name in {names}:
     found = flow.from_source(source={folder!r}, entrypoint=f"{{name}}.py:{{name}}")
     found.deploy(name, work_pool_name={pool!r}, tags=[watchdog.TAG], build=False, push=False, print_next_steps=False)
 """
@@ -62,12 +66,12 @@ def call(environment):
 
 @pytest.fixture(scope="module")
 def api(call, environment, tmp_path_factory):
-    """The API's URL once two flows are deployed that wait for a file.
+    """The API's URL once flows are deployed that wait for a file.
     Silence is short, and no automation hears of crashes."""
     folder = tmp_path_factory.mktemp("flows")
-    for name in ("lonely", "unheard"):
+    for name in NAMES:
         (folder / f"{name}.py").write_text(FLOW.format(name=name))
-    call(DEPLOY.format(silence=SILENCE_S, folder=str(folder), pool=POOL))
+    call(DEPLOY.format(names=NAMES, begins=BEGINS_S, silence=SILENCE_S, folder=str(folder), pool=POOL))
     yield environment["PREFECT_API_URL"]
     call(INSTALL)
 
@@ -94,20 +98,26 @@ def history(api, run):
 
 
 def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, environment, tmp_path):
-    """One crash is reported and the event lost. Then worker and flow of the other run are killed:
-    nobody is left to report it."""
-    folders = {name: tmp_path / name for name in ("lonely", "unheard")}
+    """One crash is reported and the event lost. Then worker and flows of the others are killed, one before it began:
+    nobody is left to report them."""
+    folders = {name: tmp_path / name for name in NAMES}
     worker = services.worker(POOL, "lost")
     for folder in folders.values():
         folder.mkdir()
-    runs = {name: start(api, name, {"folder": str(folder)}) for name, folder in folders.items()}
-    wait_for(lambda: all(map(begun, folders.values())) and heard(api, runs["lonely"]), "both runs and a heartbeat", 120)
+    first = NAMES[:2]
+    runs = {name: start(api, name, {"folder": str(folders[name])}) for name in first}
+    both = "both runs and a heartbeat"
+    wait_for(lambda: all(begun(folders[name]) for name in first) and heard(api, runs["lonely"]), both, 120)
     kill(runs["unheard"], "prefect")
     wait_for(lambda: state(api, runs["unheard"])["type"] == "CRASHED", "the worker's report", 120)
+    runs["unbegun"] = start(api, "unbegun", {"folder": str(folders["unbegun"])})
+    wait_for(lambda: processes(runs["unbegun"]), "the process of the third run", 60)
     worker.kill()
-    kill(runs["lonely"], "prefect")
-    wait_for(lambda: not processes(runs["lonely"]), "the end of the flow")
+    for name in ("lonely", "unbegun"):
+        kill(runs[name], "prefect")
+        wait_for(lambda name=name: not processes(runs[name]), "the end of the flow")
     assert state(api, runs["lonely"])["type"] == "RUNNING"
+    assert state(api, runs["unbegun"])["type"] == "PENDING"
 
     for folder in folders.values():
         (folder / "go").touch()
@@ -129,4 +139,6 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, envir
     silent = told["lonely"].index(crashed)
     assert told["lonely"][silent + 1] == resumed
     assert resumed in told["unheard"]
-    assert [len(begun(folder)) for folder in folders.values()] == [2, 2]
+    late = told["unbegun"].index(("Crashed", f"Did not begin within {BEGINS_S:.0f} s"))
+    assert told["unbegun"][late + 1] == resumed
+    assert [len(begun(folder)) for folder in folders.values()] == [2, 2, 1]

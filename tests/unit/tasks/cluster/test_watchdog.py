@@ -11,11 +11,13 @@ from prefect.server.events.schemas.automations import EventTrigger
 from prefect.server.events.schemas.events import ReceivedEvent
 
 from tasks.cluster import watchdog
+from tasks.cluster.pools import template
 from tasks.cluster.services import HEARTBEAT_S
-from tasks.cluster.watchdog import FORGOTTEN_S, TAG, automations, sweep
+from tasks.cluster.watchdog import FORGOTTEN_S, PENDING_S, PROCESS_PENDING_S, TAG, automations, crash_late, sweep
 
 SILENT = "metronome: a run is silent"
 NOT_BEGUN = "metronome: a run does not begin"
+NO_PROCESS = "metronome: a process does not begin"
 
 
 def trigger(name):
@@ -24,8 +26,12 @@ def trigger(name):
     return EventTrigger.model_validate(found.trigger.model_dump(exclude={"id"}))
 
 
-def event(what, *tags):
-    related = [{"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in tags]
+def event(what, *tags, pool="process"):
+    related = [
+        {"prefect.resource.id": "prefect.work-pool.1", "prefect.resource.role": "work-pool"}
+        | {"prefect.work-pool.type": pool}
+    ]
+    related += [{"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"} for tag in tags]
     return ReceivedEvent(
         id=uuid4(),
         occurred=datetime.now(UTC),
@@ -38,11 +44,24 @@ def event(what, *tags):
 @pytest.mark.parametrize("name", [one.name for one in automations()])
 def test_only_runs_that_are_to_be_resumed_are_watched(name):
     what = "Pending" if name == "metronome: a run crashes again and again" else "Cancelled"
-    assert trigger(name).covers(event(what, "nightly", TAG))
-    assert not trigger(name).covers(event(what, "nightly"))
+    pool = "kubernetes" if name == NOT_BEGUN else "process"
+    assert trigger(name).covers(event(what, "nightly", TAG, pool=pool))
+    assert not trigger(name).covers(event(what, "nightly", pool=pool))
 
 
-@pytest.mark.parametrize(("name", "begins"), [(SILENT, "heartbeat"), (NOT_BEGUN, "Pending")])
+def test_only_a_pod_may_wait_long_before_its_run_begins():
+    """A worker that is killed just after it took a run leaves it pending."""
+    for pool in ("process", "kubernetes", "docker"):
+        taken = event("Pending", TAG, pool=pool)
+        watching = [name for name in (NOT_BEGUN, NO_PROCESS) if trigger(name).covers(taken)]
+        assert watching == [NO_PROCESS if pool == "process" else NOT_BEGUN]
+    _, pods = template("kubernetes-ascend-train")
+    pod_waits_s = pods["variables"]["properties"]["pod_watch_timeout_seconds"]["default"]
+    assert trigger(NOT_BEGUN).within.total_seconds() > pod_waits_s
+    assert trigger(NO_PROCESS).within.total_seconds() <= 120
+
+
+@pytest.mark.parametrize(("name", "begins"), [(SILENT, "heartbeat"), (NOT_BEGUN, "Pending"), (NO_PROCESS, "Pending")])
 def test_a_run_that_ends_or_is_being_cancelled_is_not_taken_for_crashed(name, begins):
     watched = trigger(name)
     assert watched.starts_after(f"prefect.flow-run.{begins}")
@@ -58,10 +77,11 @@ def test_silence_is_longer_than_two_heartbeats_and_each_begins_it_anew():
     assert watched.within.total_seconds() > 2 * HEARTBEAT_S
 
 
+@pytest.mark.parametrize("name", [NOT_BEGUN, NO_PROCESS])
 @pytest.mark.parametrize("sign", ["Running", "heartbeat", "Scheduled", "AwaitingRetry", "AwaitingConcurrencySlot"])
-def test_a_run_has_begun_or_was_taken_back_by_any_sign_of_it(sign):
+def test_a_run_has_begun_or_was_taken_back_by_any_sign_of_it(name, sign):
     """The event Running alone may be lost: a healthy run would be set to Crashed."""
-    watched = trigger(NOT_BEGUN)
+    watched = trigger(name)
     assert watched.expects(f"prefect.flow-run.{sign}")
     assert not watched.starts_after(f"prefect.flow-run.{sign}")
 
@@ -82,8 +102,11 @@ class Server:
             for run in self.runs
             if run.state_type in wanted["state"]["type"]["any_"]
             and set(tags) <= run.tags
-            and ended.get("after_", run.end_time) <= run.end_time <= ended.get("before_", run.end_time)
+            and (not ended or ended["after_"] <= run.end_time <= ended["before_"])
         ]
+
+    def read_work_pools(self):
+        return [SimpleNamespace(name="cpu", type="process"), SimpleNamespace(name="cluster", type="kubernetes")]
 
     def set_flow_run_state(self, run, state):
         self.resumed.append((run, state.type, state.name))
@@ -109,3 +132,26 @@ def test_the_watchdog_resumes_the_crashed_runs_that_are_to_be_resumed_and_that_n
     assert sweep() == ["forgotten by the automations"]
     assert server.resumed == [("forgotten by the automations", "SCHEDULED", "AwaitingRetry")]
     assert sweep(older_than_s=40.0) == ["forgotten by the automations", "an automation may still resume it"]
+
+
+def pending(name, pool, for_s, **changes):
+    state = SimpleNamespace(timestamp=datetime.now(UTC) - timedelta(seconds=for_s))
+    settings = {"id": name, "name": name, "tags": {TAG}, "state_type": "PENDING", "work_pool_name": pool}
+    return SimpleNamespace(**settings | changes, state=state)
+
+
+def test_the_watchdog_crashes_runs_that_did_not_begin_and_that_no_automation_has(monkeypatch):
+    """The server may have lost the event, if it was killed when the worker took the run."""
+    server = Server(
+        [
+            pending("of a dead worker", "cpu", PROCESS_PENDING_S + 70),
+            pending("an automation may still act", "cpu", PROCESS_PENDING_S + 50),
+            pending("of a lost node", "cluster", PENDING_S + 70),
+            pending("waits for NPUs", "cluster", PENDING_S - 60),
+            pending("of somebody else", "cpu", PENDING_S + 70, tags={"nightly"}),
+            pending("runs", "cpu", PENDING_S + 70, state_type="RUNNING"),
+        ]
+    )
+    monkeypatch.setattr(watchdog, "get_client", lambda sync_client: nullcontext(server))
+    assert crash_late() == ["of a dead worker", "of a lost node"]
+    assert server.resumed == [(name, "CRASHED", "Crashed") for name in ("of a dead worker", "of a lost node")]
