@@ -44,6 +44,9 @@ _stepped: set[str] = set()
 
 # MLflow's default of 7 retries takes four minutes; the write queue tries again anyway
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+# MLflow prints the link to each run that ends with all of the server's address, a password in it too; tasks.summary
+# prints it without
+os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 
 
 def write_queue() -> WriteQueue:
