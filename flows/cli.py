@@ -368,8 +368,7 @@ def _exit_codes() -> Iterator[None]:
         console.complain(f"error: {error}")
         raise typer.Exit(2) from None
     except MetronomeError as error:
-        name = "" if type(error) is MetronomeError else f"{type(error).__name__}: "
-        console.complain(f"error: {name}{error}{interruption.how_on()}")
+        console.complain(f"error: {error}{interruption.how_on()}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         interruption.say_told()

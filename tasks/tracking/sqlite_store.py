@@ -7,6 +7,7 @@ later call ("out-of-date database schema").
 from __future__ import annotations
 
 import contextlib
+import logging
 import sqlite3
 import time
 from pathlib import Path
@@ -25,6 +26,10 @@ WAIT_S = 120.0
 
 _whole: set[str] = set()
 """URIs of the stores that this process has seen whole."""
+
+# the migrations of a new store are no news
+logging.getLogger("mlflow").setLevel(logging.WARNING)
+logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 def sqlite_file(uri: str) -> Path | None:

@@ -6,7 +6,6 @@ If the store cannot be used when a run begins, that is an error. Later, entries 
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shlex
@@ -51,9 +50,6 @@ _ELSEWHERE = "name the store that has it, or delete that file: the run is then a
 
 _step_logs: dict[str, MetricLog] = {}
 """The step log of each MLflow run, by run id."""
-
-logging.getLogger("mlflow").setLevel(logging.WARNING)
-logging.getLogger("alembic").setLevel(logging.WARNING)
 
 
 def tracking_uri(config: Config) -> str:

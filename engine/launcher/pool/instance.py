@@ -86,6 +86,8 @@ class Instance:
     """It asked to leave: it gets no more groups. An update under way goes on until its end."""
     reason: str = field(default="", init=False)
     """Why it was last excluded."""
+    excluded: bool = field(default=False, init=False)
+    """Whether it was excluded and has not served since."""
     group_s: float | None = field(default=None, init=False)
     """Seconds per group at its pace (groups that run side by side share them), smoothed; None before the first."""
     met: bool = field(default=False, init=False)
@@ -173,6 +175,7 @@ class Instance:
         """It holds the weights it should: it takes prompts."""
         self._go("serving")
         self._failed_attempts = 0
+        self.excluded = False
 
     def begin_update(self) -> None:
         """A publish gives it weights."""
@@ -191,6 +194,7 @@ class Instance:
         """It takes no more prompts. Every call to it that is under way ends with InstanceGone."""
         self._go("silent")
         self.reason = reason
+        self.excluded = True
         self.version = None
         self._busy_since = None
         self.client.cut(reason)

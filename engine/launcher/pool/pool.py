@@ -161,7 +161,7 @@ class Pool:
         if instance.leaving:
             self.gone(instance, "left")
         elif instance.lives:
-            if instance.reason:
+            if instance.excluded:
                 self._say("serves", f"{instance.name} serves again")
             instance.admit()
             self.changed()

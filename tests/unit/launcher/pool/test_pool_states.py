@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from engine.config import Config
 from engine.launcher.pool import instance
 from engine.launcher.pool.circuit_breaker import LIMIT, CircuitBreaker
 from engine.launcher.pool.dispatch import Dispatcher, _Waiter
@@ -287,3 +288,18 @@ def test_a_trial_that_is_broken_off_may_be_made_again(clock):
     assert (place.trial, one.breaker.passes) == (True, False)
     one.give_back(place)
     assert one.breaker.passes
+
+
+def test_that_an_instance_serves_again_is_said_once_and_not_with_each_version_from_then_on(tmp_path):
+    told = []
+    notices = SimpleNamespace(happened=lambda stage, kind, text: told.append(text))
+    pool = Pool(Config(), tmp_path, tmp_path, synced=True, notices=notices)
+    one = Instance(Client())
+    pool.instances.append(one)
+    for update in (one.begin_update, one.begin_update, None, one.begin_catch_up, one.begin_update, one.begin_update):
+        if update is None:
+            pool.exclude(one, "no answer")
+        else:
+            update()
+            pool.admit(one)
+    assert told == ["a takes no prompts for now: no answer", "a serves again"]

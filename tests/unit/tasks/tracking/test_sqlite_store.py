@@ -103,3 +103,12 @@ def test_whenever_the_first_call_is_killed_the_next_one_works(tmp_path):
         first.wait(30)
         first.stdout.close()
         connected(folder)
+
+
+def test_a_new_store_is_made_in_silence(tmp_path):
+    """`make services` prints addresses, and no migrations of a database."""
+    made = "import sys; from tasks.tracking.sqlite_store import whole_store; whole_store(sys.argv[1])"
+    command = [sys.executable, "-c", made, f"sqlite:///{tmp_path}/mlflow.db"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert (tmp_path / "mlflow.db").stat().st_size > 0
