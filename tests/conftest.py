@@ -70,6 +70,21 @@ def services(tmp_path_factory):
         del os.environ[CLIENT_AUTH]
 
 
+@pytest.fixture(scope="module")
+def start_worker(services):
+    """`services.worker`, whose workers end with the module's tests: one that stayed would take runs of other tests, and
+    a test that kills its own worker would wait for a flow that lives."""
+    started = []
+
+    def start(*given, **settings):
+        started.append(services.worker(*given, **settings))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        worker.stop()
+
+
 @pytest.fixture(scope="session")
 def environment(services):
     """The whole environment for a process that is to find them."""

@@ -120,10 +120,10 @@ def wait_for_resume(folder, killed_in, api, run):
     wait_for_two_steps(folder, api, run)
 
 
-def test_every_process_of_a_run_may_die(deployed, services, environment, small, place, undisturbed):
+def test_every_process_of_a_run_may_die(deployed, services, start_worker, environment, small, place, undisturbed):
     api = deployed
     folder = place / "killed"
-    worker = services.worker("cpu", "mortal")
+    worker = start_worker("cpu", "mortal")
     run = start(api, small | {"run.name": "killed", "train.timeout_s": TIMEOUT_S})
     wait_for_two_steps(folder, api, run)
     for part in ("engine.trainer.rank", "engine.launcher.launch", "prefect.engine"):
@@ -147,7 +147,7 @@ def test_every_process_of_a_run_may_die(deployed, services, environment, small, 
     slow_down(place, SLOW_S)  # the flow ends when it has something to say and nobody listens
     wait_for(lambda: not processes(run), "the end of a flow without a worker", PATIENCE_S)
     assert last_step(folder) < STEPS - 5
-    services.worker("cpu", "successor")
+    start_worker("cpu", "successor")
     subprocess.run([sys.executable, "-c", SWEEP], env=environment, cwd=ROOT, check=True, timeout=PATIENCE_S)
     wait_for(lambda: file_number(folder) != killed_in, "the run to be started again", PATIENCE_S)
     slow_down(place, 0)
@@ -162,10 +162,10 @@ def test_every_process_of_a_run_may_die(deployed, services, environment, small, 
 
 
 @pytest.mark.nightly
-def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, services, environment, small, place, undisturbed):
+def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, start_worker, environment, small, place, undisturbed):
     api = deployed
     folder = place / "cancelled"
-    services.worker("cpu", "third")
+    start_worker("cpu", "third")
     settings = small | {"run.name": "cancelled", "checkpoint.every": 0}
     run = start(api, settings)
     wait_for_two_steps(folder, api, run)

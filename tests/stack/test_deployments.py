@@ -60,7 +60,7 @@ def wait_for_runs(api, deployment, state, timeout_s=240.0, of=None):
 
 
 @pytest.fixture(scope="module")
-def deployed(services, environment, tiny_model, problems, tmp_path_factory):
+def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory):
     """(API URL, overrides, folder) once a very small recipe is deployed, twice, and a worker serves it."""
     folder = tmp_path_factory.mktemp("runs")
     small = {
@@ -86,7 +86,7 @@ def deployed(services, environment, tiny_model, problems, tmp_path_factory):
         )
         assert "nightly" in said
         assert "Asia/Shanghai" in said
-    services.worker("cpu", "day")
+    start_worker("cpu", "day")
     return environment["PREFECT_API_URL"], overrides(small), folder
 
 

@@ -97,11 +97,11 @@ def history(api, run):
     return patiently(read)
 
 
-def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, environment, tmp_path):
+def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, start_worker, environment, tmp_path):
     """One crash is reported and the event lost. Then worker and flows of the others are killed, one before it began:
     nobody is left to report them."""
     folders = {name: tmp_path / name for name in NAMES}
-    worker = services.worker(POOL, "lost")
+    worker = start_worker(POOL, "lost")
     for folder in folders.values():
         folder.mkdir()
     first = NAMES[:2]
@@ -121,7 +121,7 @@ def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, services, envir
 
     for folder in folders.values():
         (folder / "go").touch()
-    services.worker(POOL, "found")
+    start_worker(POOL, "found")
     command = [sys.executable, "-m", "tasks.cluster.watchdog", "--every", "1", "--after", "1"]
     dog = subprocess.Popen(command, env=environment, cwd=ROOT)
     try:

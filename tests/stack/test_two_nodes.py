@@ -47,7 +47,7 @@ ONE_RUN = ["-m", "prefect", "work-queue", "set-concurrency-limit", "default", "1
 
 
 @pytest.fixture(scope="module")
-def api(services, environment):
+def api(start_worker, environment):
     """The API's URL once training and further nodes are deployed, there are three NPUs,
     and two workers for one run at a time."""
     for command in (["-c", DEPLOY], ONE_RUN):
@@ -56,7 +56,7 @@ def api(services, environment):
         )
         assert done.returncode == 0, done.stdout + done.stderr
     for name in ("node-0", "node-1"):
-        services.worker(POOL, name, WORKER, limit=1)
+        start_worker(POOL, name, WORKER, limit=1)
     return environment["PREFECT_API_URL"]
 
 
