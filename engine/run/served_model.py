@@ -46,8 +46,9 @@ def model_folder(model: str) -> tuple[Path, RunFolder | None]:
             )
         return run.policy, run
     if not (place / "config.json").is_file():
+        found = "it has no config.json" if place.is_dir() else f"there is no folder {place.absolute()}"
         raise BadInput(
-            f"--model {model}: expected a run folder with a policy, or a Hugging Face folder"
+            f"--model {model}: {found}; expected a run folder with a policy, or a Hugging Face folder"
             f"{from_hub(place, '--model ')}"
         )
     return place, None

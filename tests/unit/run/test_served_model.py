@@ -1,5 +1,7 @@
 """What `metronome serve --model` makes of a run folder and of a model's folder."""
 
+from pathlib import Path
+
 import pytest
 
 from engine.config import Config
@@ -69,6 +71,9 @@ def test_a_name_on_the_hub_is_answered_with_its_download():
         served("owner/name", "", [])
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(BadInput, match="expected a run folder with a policy, or a Hugging Face folder"):
-        served(str(tmp_path), "", [])
+def test_a_folder_without_a_model_and_a_missing_one_are_told_apart(tmp_path):
+    missing = Path("runs/x")
+    for place, why in ((tmp_path, "it has no config.json"), (missing, f"there is no folder {Path.cwd() / missing}")):
+        with pytest.raises(BadInput) as refused:
+            served(str(place), "", [])
+        assert f"{place}: {why}; expected a run folder with a policy, or a Hugging Face folder" in str(refused.value)
