@@ -134,12 +134,17 @@ def _draw(folder: RunFolder) -> None:
 
 
 class _Watch:
-    """Notices a launcher that hangs or was stopped. All other deadlines of a run are the launcher's own."""
+    """Notices a launcher that hangs or was stopped, early enough to end it within 2 x train.timeout_s. All other
+    deadlines of a run are the launcher's own."""
 
     def __init__(self, child: Child, heartbeat: Path, config: Config) -> None:
         self._child = child
         self._heartbeat = heartbeat
-        self._limit_s = 2 * config.train.timeout_s
+        timeout_s = config.train.timeout_s
+        self._limit_s, self._key = max(
+            (2 * timeout_s - STOP_S, f"2 x train.timeout_s, less {STOP_S:g} s to end in"),
+            (timeout_s, "train.timeout_s"),
+        )
         self._start_s = config.rollout.timeout_s
         """Seconds that the launcher has in addition until its first sign of life: it may wait for a lock."""
         self._seen = self._touched()
@@ -159,7 +164,7 @@ class _Watch:
         limit = self._limit_s + self._start_s
         if self._silence_s > limit:
             raise DeadlineError(
-                f"the launcher (process {self._child.pid}) gave no sign of life for {limit:g} s (2 x train.timeout_s"
+                f"the launcher (process {self._child.pid}) gave no sign of life for {limit:g} s ({self._key}"
                 + (" + rollout.timeout_s" if self._start_s else "")
                 + f"): it hangs or was stopped, and is ended; its log: {self._child.log}"
             )
