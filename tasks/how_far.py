@@ -50,7 +50,7 @@ def evaluation(progress: EvaluationProgress, instances: int) -> Callable[[], How
         text = f"{progress.landed:,} of {progress.expected:,} responses"
         if progress.scored:
             kind = "accuracy" if progress.whole_scores else "mean reward"
-            text += f", {kind} so far {progress.score / progress.scored:.3f}"
+            text += f", {kind} of these {progress.score / progress.scored:.3f}"
         return HowFar(text, progress.landed / progress.expected)
 
     return look

@@ -69,12 +69,12 @@ def test_how_far_an_evaluation_is():
     assert look() == how_far.HowFar("0 of 8 responses", 0.0)
     progress.landed = 4
     progress.group([1.0, 0.0, 1.0, 1.0])
-    assert look() == how_far.HowFar("4 of 8 responses, accuracy so far 0.750", 0.5)
+    assert look() == how_far.HowFar("4 of 8 responses, accuracy of these 0.750", 0.5)
     progress.landed = 8
     progress.group([0.5, 0.0, 0.0, 0.0])
     assert look() == how_far.HowFar("8 responses are scored; votes and intervals", 1.0)
     progress.expected = 16
-    assert look().text == "8 of 16 responses, mean reward so far 0.438"
+    assert look().text == "8 of 16 responses, mean reward of these 0.438"
 
 
 def test_how_far_a_conversion_is(tmp_path):

@@ -115,12 +115,13 @@ def test_a_launcher_that_is_stopped_is_ended_and_named(tmp_path, monkeypatch, be
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.parametrize(("timeout_s", "limit_s"), [(10, 11), (6, 6)])  # twice as long less 9 s, but not shorter
 def test_signs_of_life_end_the_silence_and_of_a_pause_in_which_this_process_slept_a_moment_counts(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, timeout_s, limit_s
 ):
     now = 0.0
     monkeypatch.setattr(launcher_process, "time", SimpleNamespace(monotonic=lambda: now))
-    config = Config(train=Train(timeout_s=10.0), rollout=Rollout(timeout_s=7.0))
+    config = Config(train=Train(timeout_s=timeout_s), rollout=Rollout(timeout_s=7.0))
     sign = tmp_path / "launcher.alive"
     watch = launcher_process._Watch(SimpleNamespace(pid=1, log="its log"), sign, config)
 
@@ -130,14 +131,14 @@ def test_signs_of_life_end_the_silence_and_of_a_pause_in_which_this_process_slep
             now += pause_s
             watch.look()
 
-    after([1.0] * 18)
+    after([1.0] * (limit_s + 7))
     for at in (1, 2):
         sign.touch()
         os.utime(sign, ns=(at, at))
-        after([1.0] * 12)
+        after([1.0] * (limit_s + 1))
     os.utime(sign, ns=(3, 3))
-    after([1.0, 3600.0, 3600.0, 1.0])
-    with pytest.raises(DeadlineError, match="no sign of life for 11 s"):
+    after([1.0, 3600.0, *[1.0] * (limit_s - 5)])
+    with pytest.raises(DeadlineError, match=f"no sign of life for {limit_s} s"):
         after([0.1])
 
 
