@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from engine.run.files import read_lines
-from tasks.cluster.services import Services, post
+from tasks.cluster.prefect_api import CLIENT_AUTH, post
+from tasks.cluster.services import Services
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 IMAGES = HERE / "images"
 MODES = ("sync", "periodic")
-TURNS = 3
+TURNS = 6
 TURN_STEPS = 5
 """Turns of each mode, and steps of a turn."""
 LIMIT = 300_000
@@ -115,10 +116,10 @@ def _take_turns(folder: Path, model: str, environment: dict[str, str]) -> None:
 def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow: str, chromium: str) -> None:
     from playwright.sync_api import sync_playwright
 
-    api = environment["PREFECT_API_URL"]
-    [deployment] = [one["id"] for one in post(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
+    api, password = environment["PREFECT_API_URL"], environment[CLIENT_AUTH]
+    [deployment] = [one["id"] for one in post(f"{api}/deployments/filter", {}, password) if one["name"] == "pipeline"]
     asked = {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_DESC", "limit": 1}
-    [last] = post(f"{api}/flow_runs/filter", asked)
+    [last] = post(f"{api}/flow_runs/filter", asked, password)
     html = folder / "compare.html"
     folders = [folder / "runs" / mode for mode in MODES]
     _metronome(environment, "compare", *map(str, folders), "--out", str(html))
@@ -127,18 +128,18 @@ def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow:
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"] if os.geteuid() == 0 else [])
         try:
-            _prefect_run(browser, f"{prefect}/runs/flow-run/{last['id']}")
-            _prefect_form(browser, f"{prefect}/deployments/deployment/{deployment}/run")
+            _prefect_run(browser, f"{prefect}/runs/flow-run/{last['id']}", password)
+            _prefect_form(browser, f"{prefect}/deployments/deployment/{deployment}/run", password)
             _mlflow(browser, _plot(mlflow, runs, "tokens_per_s_per_device"))
             _compare(browser, html.as_uri())
         finally:
             browser.close()
 
 
-def _prefect_run(browser: Browser, url: str) -> None:
+def _prefect_run(browser: Browser, url: str, password: str) -> None:
     """Without the arrows, which Prefect draws through labels;
     moved a little, so that the first label of the axis is whole."""
-    page = _open(browser, url, 1400, 590)
+    page = _open(browser, url, 1400, 590, password)
     page.locator("canvas").first.wait_for(timeout=READY_MS)
     options = page.get_by_label("Run Graph Options")
     options.click()
@@ -153,9 +154,9 @@ def _prefect_run(browser: Browser, url: str) -> None:
     _save(page, "prefect-run")
 
 
-def _prefect_form(browser: Browser, url: str) -> None:
+def _prefect_form(browser: Browser, url: str, password: str) -> None:
     """The whole form: Prefect scrolls it inside the window, so the window is made as high as it is."""
-    page = _open(browser, url, 1200, 1000)
+    page = _open(browser, url, 1200, 1000, password)
     page.get_by_text("continue_from").first.wait_for(timeout=READY_MS)
     _settle(page, 2)
     height = page.evaluate("Math.max(...[...document.querySelectorAll('*')].map(one => one.scrollHeight))")
@@ -179,8 +180,11 @@ def _compare(browser: Browser, url: str) -> None:
     _save(page, "compare", full_page=True)
 
 
-def _open(browser: Browser, url: str, width: int, height: int) -> Page:
+def _open(browser: Browser, url: str, width: int, height: int, password: str = "") -> Page:
+    """A page; `password`: what Prefect's login would ask for and keep in the browser."""
     page = browser.new_page(viewport={"width": width, "height": height})
+    if password:
+        page.add_init_script(f"localStorage.setItem('prefect-password', btoa({json.dumps(password)}))")
     page.goto(url, timeout=READY_MS)
     return page
 
