@@ -40,7 +40,7 @@ fault-test: $(VENV)/installed-dev  ## instances that die, hang, err, come and go
 stack-test: $(VENV)/installed-dev  ## deployments, crashes and cancels on a real Prefect server, MLflow server and S3 endpoint
 	$(BIN)/python -m pytest -m "stack and not slow and not nightly"
 
-chaos-test: $(VENV)/installed-dev  ## runs that are disturbed as fixed seeds say (8 minutes)
+chaos-test: $(VENV)/installed-dev  ## runs that are disturbed as fixed seeds say (6 minutes)
 	$(BIN)/python -m pytest -m chaos
 
 chaos: $(VENV)/installed-dev  ## a run for each SEED (1,2,...), disturbed for MINUTES: schedule, recoveries, what was found
