@@ -116,7 +116,8 @@ def _take_turns(folder: Path, model: str, environment: dict[str, str]) -> None:
 def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow: str, chromium: str) -> None:
     from playwright.sync_api import sync_playwright
 
-    api, password = environment["PREFECT_API_URL"], environment[CLIENT_AUTH]
+    api = environment["PREFECT_API_URL"]
+    password = environment[CLIENT_AUTH]
     [deployment] = [one["id"] for one in post(f"{api}/deployments/filter", {}, password) if one["name"] == "pipeline"]
     asked = {"deployments": {"id": {"any_": [deployment]}}, "sort": "START_TIME_DESC", "limit": 1}
     [last] = post(f"{api}/flow_runs/filter", asked, password)
@@ -139,7 +140,7 @@ def _photograph(folder: Path, environment: dict[str, str], prefect: str, mlflow:
 def _prefect_run(browser: Browser, url: str, password: str) -> None:
     """Without the arrows, which Prefect draws through labels;
     moved a little, so that the first label of the axis is whole."""
-    page = _open(browser, url, 1400, 590, password)
+    page = _open(browser, url, 1400, 590, password=password)
     page.locator("canvas").first.wait_for(timeout=READY_MS)
     options = page.get_by_label("Run Graph Options")
     options.click()
@@ -156,7 +157,7 @@ def _prefect_run(browser: Browser, url: str, password: str) -> None:
 
 def _prefect_form(browser: Browser, url: str, password: str) -> None:
     """The whole form: Prefect scrolls it inside the window, so the window is made as high as it is."""
-    page = _open(browser, url, 1200, 1000, password)
+    page = _open(browser, url, 1200, 1000, password=password)
     page.get_by_text("continue_from").first.wait_for(timeout=READY_MS)
     _settle(page, 2)
     height = page.evaluate("Math.max(...[...document.querySelectorAll('*')].map(one => one.scrollHeight))")
