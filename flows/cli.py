@@ -162,7 +162,7 @@ def serve(
 ) -> None:
     """Run one rollout instance of the recipe in the foreground. With --model a policy to talk to. On Ctrl-C it leaves
     its run and ends."""
-    from engine.instance.join import default_name, serve_alone, serve_joined
+    from engine.instance.join import check_join, default_name, serve_alone, serve_joined
     from engine.run.served_model import served
     from tasks.input_checks import with_model_folder
 
@@ -170,6 +170,8 @@ def serve(
         instance = name or default_name()
         if model and join:
             raise BadInput("--model serves a policy to talk to, --join a run: give one of them")
+        if join:
+            check_join(join)  # before a model is made
         if model:
             config, text = served(model, recipe, overrides)
             raise typer.Exit(serve_alone(config=config, name=instance, host=host, port=port, text=text))

@@ -135,10 +135,10 @@ def _of_step(found: JsonObject, steps: int) -> HowFar:
         return HowFar("weights are on their way to the instances", None)
     step = found["step"]
     expected = found["expected"]
-    text = f"{step}/{steps} steps, in step {step}: {found['trained']} of {expected} groups trained"
+    text = f"{step}/{steps} steps; in the next: {found['trained']} of {expected} groups trained"
     if not found["arrived"]:
         text = (
-            f"{step}/{steps} steps, in step {step}: waiting for the first of {expected} groups; "
+            f"{step}/{steps} steps; in the next: waiting for the first of {expected} groups; "
             f"{found.get('running', 0)} responses run, {found.get('tokens_per_s', 0):,} tokens/s"
         )
     elif found["trained"] < found["arrived"] or found["arrived"] < expected:

@@ -216,7 +216,7 @@ def with_model_folder(config: Config) -> Config:
     """The config with `model.path` as an absolute folder. If the quickstart's model is not cached, it is made, and a
     line says so."""
     if config.model.path == QUICKSTART:
-        with showing("base model", how_far.since_now("making the quickstart's model (once)")):
+        with showing("base model", how_far.since_now("getting the quickstart's model (made once, then cached)")):
             from engine.tools.quickstart_model.warmup import ensure_quickstart_model  # imports torch: seconds
 
             lessons = HOME / "data/addition_train.jsonl"

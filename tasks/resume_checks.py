@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
+from engine.config.keys import flatten
 from engine.data.loader import PromptLoader
 from engine.data.prepared import training_problems
 from engine.data.prompts import encode
@@ -32,6 +33,8 @@ from tasks.tracking.tracked_run import check_known
 
 DECIDE_PROMPTS = ("data.heldout", "evaluate.benchmark", "evaluate.folder", "reward.function", "rollout.max_context")
 """Keys that may change in a resumed run only if its prompts stay the same."""
+TRAINING = ("algorithm.", "train.")
+"""Tables of keys that only a step reads."""
 ANEW = "begin a new run with another run.name"
 
 
@@ -39,8 +42,8 @@ def check_resume(config: Config) -> Config:
     """Check that a run can go on with this config, which is returned with `model.path` as a folder.
 
     Raises BadInput if a file of the run folder is damaged, if MLflow's store does not have its MLflow run, or if the
-    run's newest checkpoint was taken with another model, other prompts or other fixed keys, or has more steps than
-    `train.steps`.
+    run's newest checkpoint was taken with another model, other prompts or other fixed keys, has more steps than
+    `train.steps`, or has as many and a setting of the training changes.
     """
     folder = RunFolder(config.folder)
     _check_files(folder)
@@ -62,7 +65,22 @@ def check_resume(config: Config) -> Config:
         _check_prompts(config, state)
     if config.train.record:
         record.check_continued(folder.path / record.FILE, config, start)
+    if start == config.train.steps and folder.config.exists():
+        _check_through(config, folder.read_config(), start)
     return config
+
+
+def _check_through(config: Config, own: Config, steps: int) -> None:
+    """Raise BadInput if a run that has no step left to train is given another setting of its training: its config.toml
+    would say of all steps what was true of none."""
+    now = flatten(config.model_dump(mode="json"))
+    then = flatten(own.model_dump(mode="json"))
+    changed = [f"{key} = {now[key]!r}" for key in now if key.startswith(TRAINING) and now[key] != then.get(key)]
+    if changed := [one for one in changed if not one.startswith("train.steps ")]:
+        raise BadInput(
+            f"--resume: all {steps} steps are trained, so {', '.join(changed)} would have no effect; give train.steps, "
+            f"too, to train further with it, or {ANEW}"
+        )
 
 
 def _check_files(folder: RunFolder) -> None:

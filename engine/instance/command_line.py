@@ -6,6 +6,7 @@ It imports the standard library and light parts of the engine only: processes th
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import socket
@@ -103,7 +104,8 @@ def bound(options: argparse.Namespace) -> socket.socket:
         sock.bind((options.host, options.port))
     except OSError as error:
         sock.close()
-        raise BadInput(f"--host {options.host} --port {options.port}: {error.strerror}") from None
+        what = "; give another port, or 0 for a free one" if error.errno == errno.EADDRINUSE else ""
+        raise BadInput(f"--host {options.host} --port {options.port}: {error.strerror}{what}") from None
     return sock
 
 

@@ -57,16 +57,25 @@ def serve_alone(config: Config, name: str, host: str, port: int, text: str = "")
     return _run(_serve(config=config, name=name, host=host, port=port, joins=None, text=text))
 
 
+def check_join(address: str) -> None:
+    """Raise BadInput unless it is a run folder, the address file of one, or host:port."""
+    path = Path(address).expanduser()
+    if path.is_dir() or path.name == ADDRESS_FILE:
+        return
+    if ":" not in address:
+        raise BadInput(
+            f"--join {address}: there is no run folder {path.absolute()}; give one, or host:port of a run's launcher"
+        )
+    split_address(address, "--join")
+
+
 def serve_joined(config: Config, address: str, name: str, host: str, port: int, say: Say) -> int:
     """An instance that joins, stays until SIGTERM or Ctrl-C (the second one ends it at once), leaves, ends; the exit
     code.
 
-    Raises BadInput for an address that is none or a launcher that refuses it, ProcessDied when the instance ends,
+    `address` as for `check_join`. Raises BadInput for a launcher that refuses it, ProcessDied when the instance ends,
     DeadlineError when the launcher does not answer for rollout.wait_s.
     """
-    path = Path(address).expanduser()
-    if not path.is_dir() and path.name != ADDRESS_FILE:
-        split_address(address, "--join")
     return _run(
         _serve(
             config=config,

@@ -268,7 +268,6 @@ class Services:
         from tasks.tracking.sqlite_store import whole_store  # seconds, while the Prefect server starts
 
         port = self.ports["mlflow"]
-        artifacts = f"s3://{BUCKET}/mlflow" if "s3" in self.ports else str(self.folder / "mlartifacts")
         command = [
             sys.executable,
             "-m",
@@ -283,7 +282,7 @@ class Services:
             "--backend-store-uri",
             whole_store(f"sqlite:///{self.folder / 'mlflow.db'}"),  # a start may have been killed
             "--artifacts-destination",
-            artifacts,
+            str(self.folder / "mlartifacts"),
         ]
         # with job execution MLflow starts up to ten processes, which takes 30 s
         env = {**self.environment, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -312,8 +311,9 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def check_port(port: int, name: str, within_s: float = 0.0) -> None:
-    """Raises BadInput if a port of loopback is taken and does not become free within `within_s` seconds."""
+def check_port(port: int, name: str, within_s: float = 0.0, how: str = "") -> None:
+    """Raises BadInput if a port of loopback is taken and does not become free within `within_s` seconds. `how`: to
+    choose another."""
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -322,7 +322,7 @@ def check_port(port: int, name: str, within_s: float = 0.0) -> None:
             if time.monotonic() > deadline:
                 raise BadInput(
                     f"port {port} for the {name} is not free ({os.strerror(error.errno or 0)}): is another one "
-                    "running already? Stop it, or choose another port"
+                    f"running already? Stop it, or choose another port{how}"
                 ) from None
         time.sleep(POLL_S)
 
@@ -350,7 +350,7 @@ def main() -> int:
         signal.signal(number, lambda *_: asked.set())
     try:
         for name in PORTS:  # before anything is made in the folder
-            check_port(arguments[name], name)
+            check_port(arguments[name], f"{name} server", how=f": make services ARGS='--{name} PORT'")
         _serve(Services(**arguments), asked)
     except MetronomeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -363,7 +363,12 @@ def main() -> int:
 def _serve(services: Services, asked: threading.Event) -> None:
     print("starting ...", flush=True)
     with services:
-        print("\n".join(f"{one.name:<15} {one.url if one.port else 'runs'}" for one in services.services.values()))
+        print(
+            "\n".join(
+                f"{one.name:<15} {one.url if one.port else 'resumes crashed runs'}"
+                for one in services.services.values()
+            )
+        )
         print("\nCtrl-C ends them. For other shells:\n")
         print(
             "\n".join(f"export {name}={shlex.quote(value)}" for name, value in services.environment.items()), flush=True

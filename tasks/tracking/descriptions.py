@@ -32,9 +32,16 @@ def describe_run(client: mlflow.MlflowClient, run_id: str, text: str) -> None:
         client.set_tag(run_id, OWN, _hash(text))
 
 
-def of_run(config: Config) -> str:
-    """The description of the run in a run folder, as Markdown."""
+def of_run(config: Config, evaluation: bool = False) -> str:
+    """The description of the run in a run folder, as Markdown. `config` may have another model than the run's own:
+    an `evaluation`'s."""
     folder = RunFolder(config.folder)
+    if evaluation and not folder.steps.exists():
+        what = f"Evaluates `{config.model.path}`; nothing is trained here."
+        again = f"metronome evaluate {folder.config} --model {config.model.path}"
+        return _page([what, *_result(folder), *_commands({"Repeat": again}), f"Code: {code_version()}"])
+    if folder.config.exists():
+        config = folder.read_config()
     name = config.run.name
     command = "run" if (folder.path / "flow_run_id").exists() else "train"
     again = f"metronome {command} {folder.config} --set run.name={name}-again"

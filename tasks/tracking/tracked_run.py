@@ -100,16 +100,16 @@ def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
         if run.info.run_id != given:
             write_atomically(config.folder / RUN_ID, run.info.run_id)
         _start_step_log(run.info.run_id, config, known is not None)
-        _describe(run, config)
+        _describe(run, config, evaluation)
         yield run.info.run_id
-        _describe(run, config)
+        _describe(run, config, evaluation)
 
 
-def _describe(run: mlflow.ActiveRun, config: Config) -> None:
+def _describe(run: mlflow.ActiveRun, config: Config, evaluation: bool) -> None:
     """Bring the run's description and the view of its experiment up to date."""
     client = mlflow.MlflowClient()
     folder = RunFolder(config.folder)
-    text = descriptions.of_run(config)
+    text = descriptions.of_run(config, evaluation)
     benchmarks = [str(row["benchmark"]) for row in rows_of(folder)]
     queue = write_queue()
     queue.do("the description", lambda: descriptions.describe_run(client, run.info.run_id, text))

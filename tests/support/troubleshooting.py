@@ -138,6 +138,10 @@ MESSAGES = {
         "tests/integration/test_resume.py",
         "has trained 2 steps already",
     ),
+    "--resume: all … steps are trained, so … would have no effect": (
+        "tests/integration/test_resume.py",
+        "all 2 steps are trained, so train.timeout_s = 1000.0 would have no effect",
+    ),
     "no checkpoint of this run is whole": (
         UNIT + "run/test_checkpoint_search.py",
         "no checkpoint of this run is whole",

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+from pathlib import Path
 
 import aiohttp
 import psutil
@@ -145,5 +146,12 @@ def test_addresses(tmp_path):
     (tmp_path / "rollout.address").write_text("[::1]:4711\n")
     assert join.launcher_address(str(tmp_path)) == "[::1]:4711"
     assert join.launcher_address(str(tmp_path / "rollout.address")) == "[::1]:4711"
-    with pytest.raises(BadInput, match="--join = 'nowhere': expected host:port"):
-        join.serve_joined(config=CONFIG, address="nowhere", name="guest", host="127.0.0.1", port=0, say=print)
+
+
+def test_what_to_join_is_checked_before_anything_is_made(tmp_path):
+    for good in (str(tmp_path), str(tmp_path / "rollout.address"), "10.0.0.1:80"):
+        join.check_join(good)
+    with pytest.raises(BadInput, match=f"there is no run folder {Path.cwd()}/runs/nowhere; give one, or host:port"):
+        join.check_join("runs/nowhere")
+    with pytest.raises(BadInput, match="--join = 'host:port': expected host:port"):
+        join.check_join("host:port")

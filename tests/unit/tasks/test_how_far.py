@@ -30,13 +30,13 @@ def test_how_far_a_step_is(tmp_path):
         ({"ready": True, "done": 50}, "the last checkpoint and the policy are written", 1.0),
         (
             STEP | {"arrived": 0, "trained": 0},
-            "12/50 steps, in step 12: waiting for the first of 32 groups; 16 responses run, 1,234 tokens/s",
+            "12/50 steps; in the next: waiting for the first of 32 groups; 16 responses run, 1,234 tokens/s",
             0.24,
         ),
-        (STEP | {"arrived": 9, "trained": 4}, "12/50 steps, in step 12: 4 of 32 groups trained, 9 sampled", 0.2425),
+        (STEP | {"arrived": 9, "trained": 4}, "12/50 steps; in the next: 4 of 32 groups trained, 9 sampled", 0.2425),
         (
             STEP | {"arrived": 32, "trained": 32, "evaluation": {"version": 12, "landed": 7, "expected": 256}},
-            "12/50 steps, in step 12: 32 of 32 groups trained; evaluating version 12: 7 of 256 responses",
+            "12/50 steps; in the next: 32 of 32 groups trained; evaluating version 12: 7 of 256 responses",
             0.26,
         ),
     ):

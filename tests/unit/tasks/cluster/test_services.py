@@ -37,7 +37,7 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
         others = ["--prefect", str(free_port()), "--s3", str(free_port())]
         done = subprocess.run([*command, *others], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: port {port} for the mlflow is not free")
+    assert done.stderr.startswith(f"error: port {port} for the mlflow server is not free")
     assert not (tmp_path / "none").exists()
 
 

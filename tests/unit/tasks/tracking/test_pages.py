@@ -135,6 +135,11 @@ def test_an_evaluation_of_a_run_changes_none_of_its_settings(config):
     with tracked_run.tracked(policy, evaluation=True) as again:
         assert again == run_id
     run = mlflow.get_run(run_id)
+    assert "Evaluates `policy`; nothing is trained here." in run.data.tags[descriptions.NOTE]
+    append_line(RunFolder(config.folder).steps, {"step": 0})
+    with tracked_run.tracked(policy, evaluation=True):  # of a run that was trained: it is described with its own model
+        pass
+    assert mlflow.get_run(run_id).data.tags[descriptions.NOTE].startswith("Trains `quickstart` on")
     assert [name for name in run.data.tags if name.startswith("changed.")] == []
     assert run.data.params["model.path"] == config.model.path
     with tracked_run.tracked(policy):  # a resume with another model is told
