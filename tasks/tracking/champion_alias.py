@@ -132,7 +132,9 @@ def _verdict(
         theirs = Results.of(stored)
     except (mlflow.MlflowException, OSError, BadInput) as error:
         return ChampionVerdict(
-            False, f"the results of the champion (version {champion.version}) can't be read: {first_line(error)}"
+            False,
+            f"the results of the champion (version {champion.version}) can't be read: {first_line(error)}; if its "
+            f"files are gone, give the alias {CHAMPION} to another version in MLflow",
         )
     return challenge(own, theirs, confidence)
 

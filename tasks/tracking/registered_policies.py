@@ -19,9 +19,10 @@ from engine.run.start import ContinueFrom, RunStart, read_start
 from tasks import how_far
 from tasks.console import say
 from tasks.live import showing
-from tasks.tracking.retry import retry_while_away
+from tasks.tracking.retry import TrackingAway, retry_while_away
 from tasks.tracking.sqlite_store import whole_store
 from tasks.tracking.tracked_run import shown_uri, tracking_uri
+from tasks.tracking.write_queue import STORE_ERRORS, first_line, refused
 
 CHAMPION = "champion"
 """Alias of the registered policy that won the last paired comparison."""
@@ -127,9 +128,24 @@ def _fetched(config: Config, version: ModelVersion) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
             with showing("start", how_far.fetched(f"{version.name} version {version.version}", Path(scratch))):
-                got = mlflow.artifacts.download_artifacts(
-                    version.source, dst_path=scratch, tracking_uri=tracking_uri(config)
-                )
+                got = _downloaded(config, version, scratch)
             shutil.move(got, folder)
     read_shape(folder)
     return folder
+
+
+def _downloaded(config: Config, version: ModelVersion, scratch: str) -> str:
+    """The policy's folder below `scratch`. Raises BadInput if its files are gone, TrackingAway if no server sends
+    them."""
+    try:
+        return str(
+            mlflow.artifacts.download_artifacts(version.source, dst_path=scratch, tracking_uri=tracking_uri(config))
+        )
+    except STORE_ERRORS as error:  # MLflow gives a server's 404 as an error of its own
+        what = f"the policy of {version.name} version {version.version}"
+        if tracking_uri(config).startswith("http") and "404 Client Error" not in str(error) and not refused(error):
+            raise TrackingAway(f"{what}: MLflow does not send it: {first_line(error)}") from error
+        raise BadInput(
+            f"{what} is registered at {shown_uri(config)}, but its files are gone ({first_line(error)}): put them "
+            "back, or start from another policy"
+        ) from None
