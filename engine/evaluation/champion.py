@@ -75,8 +75,10 @@ def challenge(
     if theirs is None:
         return ChampionVerdict(False, f"the {whom} has no results to compare with")
     if wrong := differing(ours.protocol, theirs.protocol):
+        counts = f"problems ({len(ours.means)}, {len(theirs.means)})"  # a person can't read the hash of their ids
+        named = ", ".join(counts if one.startswith("problems_hash ") else one for one in wrong)
         return ChampionVerdict(
-            False, f"its evaluation can't be compared with the {whom}'s: {', '.join(wrong)} differ (new, {whom})"
+            False, f"its evaluation can't be compared with the {whom}'s: {named} differ (new, {whom})"
         )
     found = compare(ours.means, theirs.means, int(ours.protocol["samples"]), confidence)
     text = (
