@@ -76,8 +76,9 @@ def signal_of(ended: BaseException) -> signal.Signals | None:
 
 def say_stopping(seconds: float) -> None:
     """Say that a signal was seen, at its time."""
+    again = "Ctrl-C again" if _command.signal in (None, signal.SIGINT) else "another signal"
     _on_own_line(
-        f"stopping: the trainer saves the weights from before this step, for up to {seconds:.0f} s; Ctrl-C again ends "
+        f"stopping: the trainer saves the weights from before this step, for up to {seconds:.0f} s; {again} ends "
         "at once"
     )
 

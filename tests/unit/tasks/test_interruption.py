@@ -5,7 +5,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from support.runs import ROOT
+from tasks import interruption
 
 BLOCKED = """
 import os
@@ -37,3 +40,13 @@ def test_a_second_signal_ends_a_process_whose_output_nobody_reads():
             assert running.wait(timeout=10) == 130
         finally:
             running.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "again"),
+    [(None, "Ctrl-C again"), (signal.SIGINT, "Ctrl-C again"), (signal.SIGTERM, "another signal")],
+)
+def test_what_ends_it_at_once_is_called_by_what_came(monkeypatch, capsys, number, again):
+    monkeypatch.setattr(interruption._command, "signal", number)
+    interruption.say_stopping(9.0)
+    assert capsys.readouterr().err.endswith(f"for up to 9 s; {again} ends at once\n")
