@@ -21,7 +21,10 @@ from tasks import console
 INTERRUPTED = 130
 """Exit status of a command that a signal ended."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AT_ONCE = "ended at once: what was not on the disk yet is lost, and MLflow shows the run as RUNNING until it goes on"
+AT_ONCE = (
+    "ended at once, its processes within seconds: what was not on the disk yet is lost, and MLflow shows the run as "
+    "RUNNING until it goes on"
+)
 
 
 class _Command:

@@ -28,6 +28,8 @@ from engine.wire.rollout_messages import GetStatus, InstanceRequest, Join, Leave
 
 CALL_S = 10.0
 """What one call to the launcher may take."""
+SOON_S = 1.0
+"""Time between two calls until it serves for the first time: whoever started it waits to read that."""
 POLL_S = 0.2
 """How often a leaving instance asks whether it is free to go."""
 
@@ -180,6 +182,7 @@ class _LauncherClient:
         self._heard = time.monotonic()
         self._session: aiohttp.ClientSession | None = None
         self._state = ""
+        self._served = False
 
     async def __aenter__(self) -> _LauncherClient:
         timeout = aiohttp.ClientTimeout(total=CALL_S)
@@ -197,7 +200,8 @@ class _LauncherClient:
             while not asked.is_set():
                 child.check()
                 await self._join()
-                await _unless(asked, asyncio.sleep(self._rollout.heartbeat_s))
+                pause = self._rollout.heartbeat_s if self._served else min(SOON_S, self._rollout.heartbeat_s)
+                await _unless(asked, asyncio.sleep(pause))
         except _Left:
             pass  # by somebody else's request
         else:
@@ -213,6 +217,7 @@ class _LauncherClient:
             raise BadInput(f"the launcher at {self._address} refuses {self._name}: {answer.status} {answer.message}")
         if answer is not None and answer.state != self._state:
             self._state = answer.state
+            self._served |= self._state == "serving"
             self._say(f"{self._name} at {self._advertised()} is {self._state} in the run at {self._address}")
 
     def _advertised(self) -> str:

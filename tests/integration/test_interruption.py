@@ -98,4 +98,4 @@ def test_a_training_that_is_interrupted_says_how_it_goes_on_and_a_second_signal_
         assert flow.wait(timeout=20) == 130
         assert time.monotonic() - began < 3
         assert tree.left() == []
-        assert "\nended at once: " in terminal.shown()
+        assert "\nended at once, its processes within seconds: " in terminal.shown()

@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from engine.run.guard import guarded
 from engine.run.process import Child
-from flows.cli import app
+from flows.cli import _exit_codes, app
 
 ROW = '{"problem": "1+1=", "answer": "2"}\n'
 
@@ -92,6 +93,14 @@ def test_a_plan_from_a_run_is_one_of_its_settings(tmp_path, monkeypatch, argumen
     done = CliRunner().invoke(app, ["plan", *arguments, "--from", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert planned == [(steps, [str(tmp_path)])]
+
+
+def test_a_run_whose_output_nobody_reads_ends_with_one_line(capsys):
+    """As in `metronome run | head`."""
+    with pytest.raises(typer.Exit) as ended, _exit_codes():
+        raise SystemExit("nobody reads the output any more")
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().err == "error: nobody reads the output any more\n"
 
 
 def test_an_unknown_option_exits_with_2():

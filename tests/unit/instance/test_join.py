@@ -46,14 +46,14 @@ async def guest(tmp_path, monkeypatch):
     said = []
     tasks = []
 
-    def start(address=tmp_path):
+    def start(address=tmp_path, config=CONFIG):
         serving = join._serve(
-            config=CONFIG,
+            config=config,
             name="guest",
             host="127.0.0.1",
             port=0,
             joins=lambda url: join._LauncherClient(
-                config=CONFIG, address=str(address), name="guest", url=url, say=said.append
+                config=config, address=str(address), name="guest", url=url, say=said.append
             ),
         )
         tasks.append(asyncio.create_task(serving))
@@ -82,6 +82,14 @@ async def test_it_joins_and_a_signal_makes_it_drain_and_leave(tmp_path, guest):
         assert await asyncio.wait_for(task, 5) == 0
         assert pool.instances == []
         assert guest.said[-1].startswith("guest leaves the run")
+
+
+async def test_it_says_soon_that_it_serves(tmp_path, guest):
+    """Its heartbeat may take half a minute."""
+    slow = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"heartbeat_s": 60.0})})
+    async with launcher(tmp_path):
+        guest(config=slow)
+        await until(lambda: any("is serving in the run at" in one for one in guest.said), "it to say that it serves")
 
 
 async def test_a_second_signal_ends_it_at_once(tmp_path, guest):
