@@ -372,7 +372,7 @@ def _exit_codes() -> Iterator[None]:
     except MetronomeError as error:
         console.complain(f"error: {error}{interruption.how_on()}")
         raise typer.Exit(1) from None
-    except SystemExit as ended:  # of console.say: its pipe is closed
+    except console.OutputClosed as ended:
         console.complain(f"error: {ended}{interruption.how_on()}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

@@ -23,6 +23,10 @@ Listener = Callable[[int, str], None]
 """Takes what is printed: its level as in `logging`, and the text."""
 
 
+class OutputClosed(SystemExit):
+    """Nobody reads the output any more."""
+
+
 class _Output:
     """What this process has printed."""
 
@@ -55,7 +59,7 @@ def _print(text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter also fails at its end
             _output.unread = True
     if _output.unread:  # seen now, or earlier in a thread that could not end this process
-        raise SystemExit("nobody reads the output any more")
+        raise OutputClosed("nobody reads the output any more")
 
 
 def _listen(level: int, text: str) -> None:

@@ -141,7 +141,7 @@ class _Watch:
         self._child = child
         self._heartbeat = heartbeat
         timeout_s = config.train.timeout_s
-        self._limit_s, self._key = max(
+        self._limit_s, self._limit_text = max(
             (2 * timeout_s - STOP_S, f"2 x train.timeout_s, less {STOP_S:g} s to end in"),
             (timeout_s, "train.timeout_s"),
         )
@@ -164,7 +164,7 @@ class _Watch:
         limit = self._limit_s + self._start_s
         if self._silence_s > limit:
             raise DeadlineError(
-                f"the launcher (process {self._child.pid}) gave no sign of life for {limit:g} s ({self._key}"
+                f"the launcher (process {self._child.pid}) gave no sign of life for {limit:g} s ({self._limit_text}"
                 + (" + rollout.timeout_s" if self._start_s else "")
                 + f"): it hangs or was stopped, and is ended; its log: {self._child.log}"
             )

@@ -6,7 +6,7 @@ What can't go on is refused here, before anything of the run is written.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def resumed(recipe: str | None, given: Sequence[str]) -> Resumed:
     begun = read_start(folder.path)
     theirs = recipe or begun.recipe
     ignored = list(_ignored(theirs, keys, own, begun.start == "base")) if theirs and find(theirs).is_file() else []
-    changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in _differing(config, own, keys)]
+    changed = [f"{key} = {now!r} (was {then!r})" for key, now, then in differing(config, own, keys)]
     by_command = f"; changed by this command: {', '.join(changed)}" if changed else ""
     notes = [f"{place.run.name} goes on as its own config.toml says{by_command}"]
     if ignored:
@@ -99,8 +99,8 @@ def _without_folder(recipe: str | None, given: Sequence[str], place: Config) -> 
     return Resumed(config, recipe, (f"{place.folder} is lost; the run goes on as {recipe} says",))
 
 
-def _differing(config: Config, own: Config, keys: JsonObject) -> Iterator[tuple[str, Any, Any]]:
-    """The keys of a command whose values differ from the run's own, with both values."""
+def differing(config: Config, own: Config, keys: Collection[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Of these keys and tables the keys whose values differ from the run's own, with both values."""
     now = flatten(config.model_dump(mode="json"))
     then = flatten(own.model_dump(mode="json"))
     for key in now:
@@ -111,7 +111,7 @@ def _differing(config: Config, own: Config, keys: JsonObject) -> Iterator[tuple[
 def _ignored(recipe: str, keys: JsonObject, own: Config, from_base: bool) -> Iterator[str]:
     """The keys of a recipe whose values are not the run's, each with both values."""
     theirs = load(recipe)
-    for key, value, then in _differing(theirs, own, {key: None for key in written(recipe) if key not in keys}):
+    for key, value, then in differing(theirs, own, {key: None for key in written(recipe) if key not in keys}):
         if key == "model.path" and (value == "quickstart" or not from_base or _same_path(value, then)):
             continue  # the run has the folder that it means, or went on from another policy
         if key != "run.seed" or from_base:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.config.keys import flatten
 from engine.data.loader import PromptLoader
 from engine.data.prepared import training_problems
 from engine.data.prompts import encode
@@ -29,12 +28,13 @@ from tasks.console import say
 from tasks.finished_stages import Stages
 from tasks.input_checks import with_model_folder
 from tasks.live import showing
+from tasks.resume import differing
 from tasks.tracking.tracked_run import check_known
 
 DECIDE_PROMPTS = ("data.heldout", "evaluate.benchmark", "evaluate.folder", "reward.function", "rollout.max_context")
 """Keys that may change in a resumed run only if its prompts stay the same."""
-TRAINING = ("algorithm.", "train.")
-"""Tables of keys that only a step reads."""
+TRAINED_WITH = (*record.PLAN, "train.mode")
+"""Keys that say how the steps were trained."""
 ANEW = "begin a new run with another run.name"
 
 
@@ -71,12 +71,9 @@ def check_resume(config: Config) -> Config:
 
 
 def _check_through(config: Config, own: Config, steps: int) -> None:
-    """Raise BadInput if a run that has no step left to train is given another setting of its training: its config.toml
-    would say of all steps what was true of none."""
-    now = flatten(config.model_dump(mode="json"))
-    then = flatten(own.model_dump(mode="json"))
-    changed = [f"{key} = {now[key]!r}" for key in now if key.startswith(TRAINING) and now[key] != then.get(key)]
-    if changed := [one for one in changed if not one.startswith("train.steps ")]:
+    """Raise BadInput if a run that has no step left to train is to be trained in another way: its config.toml would say
+    of all steps what was true of none."""
+    if changed := [f"{key} = {now!r}" for key, now, _ in differing(config, own, TRAINED_WITH)]:
         raise BadInput(
             f"--resume: all {steps} steps are trained, so {', '.join(changed)} would have no effect; give train.steps, "
             f"too, to train further with it, or {ANEW}"

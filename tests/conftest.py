@@ -8,7 +8,7 @@ import pytest
 from support.runs import base_settings, save_model, save_problems
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks for the names of addresses; an answer may be lost
+os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks a name server for loopback's name: not for 5 s each time
 hypothesis.settings.register_profile("busy", deadline=None)  # a busy machine makes no example slow
 hypothesis.settings.load_profile("busy")
 

@@ -75,8 +75,10 @@ def challenge(
     if theirs is None:
         return ChampionVerdict(False, f"the {whom} has no results to compare with")
     if wrong := differing(ours.protocol, theirs.protocol):
-        counts = f"problems ({len(ours.means)}, {len(theirs.means)})"  # a person can't read the hash of their ids
-        named = ", ".join(counts if one.startswith("problems_hash ") else one for one in wrong)
+        # for a person, the hash of the problems' ids says nothing
+        counts = len(ours.means), len(theirs.means)
+        problems = f"problems {counts}" if len(set(counts)) == 2 else "problems (as many, but others)"
+        named = ", ".join(problems if one.startswith("problems_hash ") else one for one in wrong)
         return ChampionVerdict(
             False, f"its evaluation can't be compared with the {whom}'s: {named} differ (new, {whom})"
         )

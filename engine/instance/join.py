@@ -68,7 +68,8 @@ def check_join(address: str) -> None:
         raise BadInput(
             f"--join {address}: there is no run folder {path.absolute()}; give one, or host:port of a run's launcher"
         )
-    split_address(address, "--join")
+    if split_address(address, "--join")[1] == 0:
+        raise BadInput(f"--join {address}: port 0 is nobody's; give the one at which the run's launcher listens")
 
 
 def serve_joined(config: Config, address: str, name: str, host: str, port: int, say: Say) -> int:

@@ -28,7 +28,7 @@ def split_address(text: str, key: str) -> tuple[str, int]:
     """Return (host, port) of "host:port". Raises BadInput, which names `key`, for any other text."""
     host, colon, port = text.strip().rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 2**16):
-        raise BadInput(f"{key} = {text.strip()!r}: expected host:port, for example 127.0.0.1:0")
+        raise BadInput(f"{key} = {text.strip()!r}: expected host:port, for example 127.0.0.1:8000")
     return host.strip("[]"), int(port)
 
 

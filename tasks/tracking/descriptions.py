@@ -32,14 +32,18 @@ def describe_run(client: mlflow.MlflowClient, run_id: str, text: str) -> None:
         client.set_tag(run_id, OWN, _hash(text))
 
 
-def of_run(config: Config, evaluation: bool = False) -> str:
-    """The description of the run in a run folder, as Markdown. `config` may have another model than the run's own:
-    an `evaluation`'s."""
+def of_evaluation(config: Config) -> str:
+    """The description of a run folder that `metronome evaluate` made, as Markdown. `config` has the evaluated model."""
     folder = RunFolder(config.folder)
-    if evaluation and not folder.steps.exists():
-        what = f"Evaluates `{config.model.path}`; nothing is trained here."
-        again = f"metronome evaluate {folder.config} --model {config.model.path}"
-        return _page([what, *_result(folder), *_commands({"Repeat": again}), f"Code: {code_version()}"])
+    what = f"Evaluates `{config.model.path}`; nothing is trained here."
+    again = f"metronome evaluate {folder.config} --model {config.model.path} --set run.name={config.run.name}-again"
+    return _page([what, *_result(folder), *_commands({"Repeat": again}), f"Code: {code_version()}"])
+
+
+def of_run(config: Config) -> str:
+    """The description of a run that trains, as Markdown. Its own config counts: `config` may have the model of an
+    evaluation of the run."""
+    folder = RunFolder(config.folder)
     if folder.config.exists():
         config = folder.read_config()
     name = config.run.name

@@ -19,10 +19,10 @@ from engine.run.start import ContinueFrom, RunStart, read_start
 from tasks import how_far
 from tasks.console import say
 from tasks.live import showing
-from tasks.tracking.retry import TrackingAway, retry_while_away
+from tasks.tracking.retry import retry_while_away
 from tasks.tracking.sqlite_store import whole_store
 from tasks.tracking.tracked_run import shown_uri, tracking_uri
-from tasks.tracking.write_queue import STORE_ERRORS, first_line, refused
+from tasks.tracking.write_queue import STORE_ERRORS, first_line
 
 CHAMPION = "champion"
 """Alias of the registered policy that won the last paired comparison."""
@@ -135,16 +135,22 @@ def _fetched(config: Config, version: ModelVersion) -> Path:
 
 
 def _downloaded(config: Config, version: ModelVersion, scratch: str) -> str:
-    """The policy's folder below `scratch`. Raises BadInput if its files are gone, TrackingAway if no server sends
-    them."""
+    """The policy's folder below `scratch`. Raises BadInput if its files are gone, and TrackingAway."""
+    what = f"the policy of {version.name} version {version.version}"
+    uri = tracking_uri(config)
+
+    def download() -> str:
+        try:
+            return str(mlflow.artifacts.download_artifacts(version.source, dst_path=scratch, tracking_uri=uri))
+        except STORE_ERRORS as error:
+            # MLflow tells a server's 404 in the text of an error of its own
+            if not uri.startswith("http") or "404 Client Error" in str(error):
+                raise FileNotFoundError(first_line(error)) from error
+            raise
+
     try:
-        return str(
-            mlflow.artifacts.download_artifacts(version.source, dst_path=scratch, tracking_uri=tracking_uri(config))
-        )
-    except STORE_ERRORS as error:  # MLflow gives a server's 404 as an error of its own
-        what = f"the policy of {version.name} version {version.version}"
-        if tracking_uri(config).startswith("http") and "404 Client Error" not in str(error) and not refused(error):
-            raise TrackingAway(f"{what}: MLflow does not send it: {first_line(error)}") from error
+        return retry_while_away(what, download)
+    except STORE_ERRORS as error:
         raise BadInput(
             f"{what} is registered at {shown_uri(config)}, but its files are gone ({first_line(error)}): put them "
             "back, or start from another policy"

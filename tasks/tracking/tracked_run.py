@@ -109,7 +109,8 @@ def _describe(run: mlflow.ActiveRun, config: Config, evaluation: bool) -> None:
     """Bring the run's description and the view of its experiment up to date."""
     client = mlflow.MlflowClient()
     folder = RunFolder(config.folder)
-    text = descriptions.of_run(config, evaluation)
+    alone = evaluation and not folder.steps.exists()
+    text = descriptions.of_evaluation(config) if alone else descriptions.of_run(config)
     benchmarks = [str(row["benchmark"]) for row in rows_of(folder)]
     queue = write_queue()
     queue.do("the description", lambda: descriptions.describe_run(client, run.info.run_id, text))

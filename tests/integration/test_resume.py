@@ -116,8 +116,8 @@ REFUSED = {
     "fewer steps": (nothing, ["train.steps=1"], "has trained 2 steps already, train.steps is 1; give train.steps = 2"),
     "a setting of steps that are trained": (
         nothing,
-        ["train.timeout_s=1000"],
-        "all 2 steps are trained, so train.timeout_s = 1000.0 would have no effect; give train.steps, too",
+        ["train.record=false", "train.learning_rate=0.5"],
+        "all 2 steps are trained, so train.learning_rate = 0.5 would have no effect; give train.steps, too",
     ),
     "an unknown key": (nothing, ["train.stepz=4"], "unknown key train.stepz"),
     "a wrong value": (nothing, ["train.learning_rate=-1"], "train.learning_rate"),

@@ -1,7 +1,9 @@
 """A real MLflow server that is stopped in the middle of a run and brought back, or not."""
 
 import json
+import shutil
 import time
+from pathlib import Path
 
 import mlflow
 import pytest
@@ -10,11 +12,14 @@ from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
 from engine.run.files import read_lines
 from flows.here import evaluate_here
-from support.runs import config_of
+from support.runs import config_of, save_model
 from tasks.cluster.services import Services, free_port
 from tasks.tracking import evaluations, mlflow_run, retry, tracked_run
+from tasks.tracking.registered_policies import model_folder, registered_name
 
 pytestmark = pytest.mark.stack
+
+RECIPE = "infra/recipes/quickstart.toml"
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +128,24 @@ def test_a_server_that_does_not_answer_at_the_start_is_bad_input(config):
     with pytest.raises(BadInput, match=r"tracking\.uri = 'http://127\.0\.0\.1"), tracked_run.tracked(other):
         pass
     assert time.monotonic() - started < 30
+
+
+def test_policies_outlast_a_restart_of_the_services_and_are_named_when_their_files_are_gone(tmp_path):
+    place = tmp_path / "services"
+    with Services(place, prefect=None) as running:
+        client = mlflow.MlflowClient(running["mlflow"].url)
+        run = client.create_run(client.create_experiment("mine"))
+        client.log_artifacts(run.info.run_id, save_model(tmp_path / "model"), "policy")
+        source = f"{run.info.artifact_uri}/policy"
+        name = registered_name(RECIPE, Config())
+        client.create_registered_model(name)
+        client.create_model_version(name, source, run.info.run_id)
+    with Services(place, prefect=None) as running:  # with the S3 endpoint, which has forgotten everything
+        tracking = Tracking(uri=running["mlflow"].url)
+        here = Config(run=Run(name="run", output=str(tmp_path)), tracking=tracking)
+        found = Path(model_folder(here, RECIPE, "latest").model.path)
+        assert (found / "config.json").read_bytes() == (tmp_path / "model/config.json").read_bytes()
+        shutil.rmtree(found)
+        shutil.rmtree(place / "mlartifacts")
+        with pytest.raises(BadInput, match=f"the policy of {name} version 1 is registered at .* files are gone"):
+            model_folder(here, RECIPE, "latest")

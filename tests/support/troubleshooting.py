@@ -140,7 +140,7 @@ MESSAGES = {
     ),
     "--resume: all … steps are trained, so … would have no effect": (
         "tests/integration/test_resume.py",
-        "all 2 steps are trained, so train.timeout_s = 1000.0 would have no effect",
+        "all 2 steps are trained, so train.learning_rate = 0.5 would have no effect",
     ),
     "no checkpoint of this run is whole": (
         UNIT + "run/test_checkpoint_search.py",

@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from engine.run.guard import guarded
 from engine.run.process import Child
-from flows.cli import _exit_codes, app
+from flows.cli import app
+from support.runs import ROOT
 
 ROW = '{"problem": "1+1=", "answer": "2"}\n'
 
@@ -95,12 +95,23 @@ def test_a_plan_from_a_run_is_one_of_its_settings(tmp_path, monkeypatch, argumen
     assert planned == [(steps, [str(tmp_path)])]
 
 
-def test_a_run_whose_output_nobody_reads_ends_with_one_line(capsys):
-    """As in `metronome run | head`."""
-    with pytest.raises(typer.Exit) as ended, _exit_codes():
-        raise SystemExit("nobody reads the output any more")
-    assert ended.value.exit_code == 1
-    assert capsys.readouterr().err == "error: nobody reads the output any more\n"
+TALKS = """
+from flows.cli import _exit_codes
+from tasks.console import say
+with _exit_codes():
+    while True:
+        say("stage", "text")
+"""
+
+
+def test_a_run_whose_output_nobody_reads_says_so():
+    """As in `metronome run | head -1`."""
+    command = [sys.executable, "-c", TALKS]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as talking:
+        talking.stdout.readline()
+        talking.stdout.close()
+        told = talking.stderr.read()
+    assert told.startswith("error: nobody reads the output any more\n")
 
 
 def test_an_unknown_option_exits_with_2():
