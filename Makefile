@@ -69,8 +69,9 @@ vllm:  ## the environment of vLLM instances, .venv-vllm: DEVICE=cpu (default), c
 vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight sync, whole runs (under 15 minutes); VLLM=0.23: on that release
 	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m "vllm and not slow and not nightly"
 
-transferqueue-test: .venv-transferqueue/ready  ## runs whose groups lie in TransferQueue (4 minutes, and as many to build .venv-transferqueue once)
-	.venv-transferqueue/bin/python -m pytest -m transferqueue
+transferqueue-test: .venv-transferqueue/ready  ## runs whose groups lie in TransferQueue, here and on a Ray cluster of three nodes (15 minutes, and 4 to build .venv-transferqueue once)
+	.venv-transferqueue/bin/python -m pytest -m transferqueue --ignore tests/integration/test_transferqueue_cluster.py
+	.venv-transferqueue/bin/python -m pytest -m transferqueue tests/integration/test_transferqueue_cluster.py  # a process reads Ray's way of asking for tokens once
 
 test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, which Ascend's set of versions has (downloads 4 GB once)
 	.venv-torch210/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not chaos and not vllm and not ascend and not transferqueue and not nightly" \

@@ -1,6 +1,6 @@
 """Whether the trainer's units end a step together: `python benchmarks/balance.py`
 
-Two rules of the sample queue in arrival order are compared. "guided" is today's: towards the end of a step windows get
+Two rules of the ledger in arrival order are compared. "guided" is today's: towards the end of a step windows get
 smaller, and under a pipeline they are equal parts of the units' shares. "greedy" hands out as many groups as fit into
 the budget until none are left. In this process the launcher uses them in turn: "greedy" in even steps, "guided" in odd
 ones. The first step of each does not count.
@@ -9,8 +9,8 @@ ones. The first step of each does not count.
   an exponential distribution, of 28 tokens in the mean. In the median of the steps: `imbalance` is how much longer the
   last replica computes than the replicas do in the mean, `tokens_per_s` the tokens that a second of the longer one
   trains. `speed_up`: the median ratio of an odd step's tokens per second to those of the even step before it.
-* simulated: the same queue with the clock of `metronome plan`, more units and pipelines; `imbalance` as above, `step_s`
-  the mean time from the last group's arrival to the end of the step, in seconds.
+* simulated: the same ledger with the clock of `metronome plan`, more units and pipelines; `imbalance` as above,
+  `step_s` the mean time from the last group's arrival to the end of the step, in seconds.
 
 Last line: RESULT {json}.
 """
@@ -30,9 +30,9 @@ from common import random_qwen3, result
 
 from engine.config import Config
 from engine.config.recipe import load
-from engine.launcher import batches
+from engine.launcher import table
 from engine.launcher.launch import launch
-from engine.launcher.sample_queue import SampleQueue
+from engine.launcher.ledger import Ledger, Windows
 from engine.run.trace import read_spans
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
@@ -47,12 +47,30 @@ SIMULATED = ((2, 1), (4, 1), (16, 1), (32, 1), (2, 2), (4, 4), (4, 8))
 """Units and pipeline stages."""
 
 
-class AlternatingQueue(SampleQueue):
-    """A sample queue with the rule of its step."""
+class AlternatingLedger(Ledger):
+    """A ledger with the rule of its step."""
+
+    coming = ""
+    """The rule of the step that the table begins."""
+
+    def __init__(self, expected: int, windows: Windows) -> None:
+        super().__init__(expected, windows)
+        self._rule = self.coming
 
     def _largest(self, unit: int, budget: int, free: Sequence[int], mini_batch: int) -> int:
-        guided = RULES[self.step % 2] == "guided"
-        return super()._largest(unit, budget, free, mini_batch) if guided else budget
+        return super()._largest(unit, budget, free, mini_batch) if self._rule == "guided" else budget
+
+
+def use_rules_in_turn() -> None:
+    """Let the tables of this process begin their steps with the rules in turn."""
+    begin = table.RowTable.begin
+
+    def begin_step(one: table.RowTable, step: int, expected: int, windows: Windows | None = None) -> None:
+        AlternatingLedger.coming = RULES[step % 2]
+        begin(one, step, expected, windows)
+
+    table.RowTable.begin = begin_step  # type: ignore[method-assign]
+    table.Ledger = AlternatingLedger  # type: ignore[misc]
 
 
 def main() -> None:
@@ -62,7 +80,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128, help="size of the model")
     parser.add_argument("--layers", type=int, default=2)
     arguments = parser.parse_args()
-    batches.SampleQueue = AlternatingQueue  # type: ignore[misc]
+    use_rules_in_turn()
     figures: dict[str, Any] = {"measured": measured(arguments), "simulated": {}}
     for units, pipeline in SIMULATED:
         name = f"{units} units" + (f", {pipeline} stages" if pipeline > 1 else "")

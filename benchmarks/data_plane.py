@@ -9,9 +9,9 @@ leases the windows and acknowledges them. Nothing is sampled or trained. Printed
 * queue bytes per token: the size of all Python objects that the full queue holds, each counted once;
 * verifier CPU per token: of the verifier processes.
 
-`--against` measures another checkout of this repository in turn with this one: medians over `--repeats`, and the
-ratios. `--transferqueue` measures this checkout with `queue.store = "transferqueue"` in turn, which needs the extra
-`transferqueue`. Last line: RESULT {json}.
+`--against` measures another checkout of this repository in turn with this one: medians over `--repeats` of the means
+over `--steps`, and the ratios. `--transferqueue` measures this checkout with `queue.store = "transferqueue"` in turn,
+which needs the extra `transferqueue`. Last line: RESULT {json}.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="of a step")
     parser.add_argument("--group", type=int, default=8, help="responses to a prompt")
     parser.add_argument("--length", type=int, default=16384, help="tokens of a response")
-    parser.add_argument("--steps", type=int, default=2, help="that are measured, after one that warms up")
+    parser.add_argument("--steps", type=int, default=8, help="that are measured, after one that warms up")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="the instance answers in JSON")
     parser.add_argument("--role", choices=["launcher", "instance", "unit"], help=argparse.SUPPRESS)
@@ -138,10 +138,10 @@ def model_folder() -> Path:
 
 async def launcher(arguments: argparse.Namespace) -> dict[str, float]:
     """Run the launcher's parts, and measure them."""
-    async with coordinated(arguments) as coordinator:
-        steps = [await measured_step(arguments, coordinator, step) for step in range(arguments.steps + 1)]
+    async with running_plane(arguments) as plane:
+        steps = [await measured_step(arguments, plane, step) for step in range(arguments.steps + 1)]
     tokens = arguments.prompts * arguments.group * arguments.length
-    cpu_s = statistics.median(step.cpu_s for step in steps[1:])
+    cpu_s = statistics.fmean(step.cpu_s for step in steps[1:])  # with what the garbage collector takes now and then
     return {
         "tokens_per_cpu_s": tokens / cpu_s,
         "cpu_us_per_token": cpu_s / tokens * 1e6,
@@ -151,16 +151,16 @@ async def launcher(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 @asynccontextmanager
-async def coordinated(arguments: argparse.Namespace):  # noqa: ANN201
+async def running_plane(arguments: argparse.Namespace):  # noqa: ANN201
     """The launcher's parts, with the instance and the server for the trainer, within the block."""
     from engine.data.loader import PromptLoader
-    from engine.launcher.coordinator import Coordinator
+    from engine.launcher.plane import Plane
     from engine.launcher.rollout_service import rollout_service
+    from engine.launcher.server import Server
     from engine.run.folder import RunFolder
     from engine.run.process import hold_lifeline
     from engine.run.trace import Trace
     from engine.types import Prompt
-    from engine.wire.control_server import ControlServer
     from engine.wire.messages import Ready
 
     hold_lifeline()
@@ -182,22 +182,24 @@ async def coordinated(arguments: argparse.Namespace):  # noqa: ANN201
         ) as service,
         store_of(config, folder) as store,
     ):
-        coordinator = Coordinator(config=config, folder=folder, trace=trace, loader=loader, service=service, **store)
-        server = asyncio.create_task(ControlServer(control(arguments.folder), coordinator.answer).serve())
-        with process(arguments, "instance"):
-            service.pool.enter("instance-0", await address(arguments.folder))
-            await coordinator.answer(Ready(start=0, prompt_position=None, prompts=None))
-            yield coordinator
-        server.cancel()
+        server = Server(config)
+        async with server.listening(folder.path):
+            plane = Plane(config=config, folder=folder, trace=trace, loader=loader, service=service, **store)
+            gc.freeze()  # as engine.launcher.opening does
+            server.serve(plane)
+            with process(arguments, "instance"):
+                service.pool.enter("instance-0", await address(arguments.folder))
+                await plane.answer(Ready(start=0, prompt_position=None, prompts=None))
+                yield plane
 
 
 @asynccontextmanager
 async def store_of(config: Any, folder: Any):  # noqa: ANN201, ANN401
-    """What the coordinator needs for another store than its own; an older checkout has none."""
-    if not hasattr(config, "queue") or config.queue.store == "launcher":
+    """What the plane needs for another store than its own."""
+    if config.queue.store == "launcher":
         yield {}
         return
-    from engine.launcher.group_store import starting_store
+    from engine.launcher.column_store import starting_store
 
     async with starting_store(config, folder.path) as starting:
         yield {"store": await starting}
@@ -235,25 +237,26 @@ class MeasuredStep(NamedTuple):
     """CPU seconds of the verifier processes."""
 
 
-async def measured_step(arguments: argparse.Namespace, coordinator: Any, step: int) -> MeasuredStep:  # noqa: ANN401
+async def measured_step(arguments: argparse.Namespace, plane: Any, step: int) -> MeasuredStep:  # noqa: ANN401
     """Generate a step, then have it leased."""
-    from engine.wire.messages import StartBatch
+    from engine.wire.messages import PutPrompts
 
     before = cpu_seconds()
-    await coordinator.answer(StartBatch(step=step))
-    batch = coordinator._batches.get(step)
+    plane._publishing.version = step  # as if it had been published: a step has the weights of its number
+    await plane.answer(PutPrompts(step=step))
+    batch = plane._batches.get(step)
     await batch.task
-    if coordinator.failure is not None:
-        raise coordinator.failure
+    if plane.failure is not None:
+        raise plane.failure
     generated = cpu_seconds()
-    size = deep_size(batch.queue._groups.values()) if step == 0 else 0
+    size = deep_size(plane.table.rows(batch.step)) if step == 0 else 0
     sized = cpu_seconds()
     with process(arguments, "unit", str(step)) as leasing:
         while leasing.poll() is None:
             await asyncio.sleep(0.05)
     assert leasing.returncode == 0
-    assert batch.queue.done
-    coordinator._batches.pop(step)
+    assert batch.trained == batch.expected
+    plane._end_step(step)
     del batch
     after = cpu_seconds()
     cpu_s, verifier_s = (generated[at] - before[at] + after[at] - sized[at] for at in (0, 1))
@@ -296,11 +299,6 @@ def process(arguments: argparse.Namespace, role: str, *more: str):  # noqa: ANN2
     finally:
         child.kill()
         child.wait()
-
-
-def control(folder: Path) -> str:
-    """The address of the launcher's server."""
-    return f"ipc://{folder}/control"
 
 
 async def address(folder: Path, limit_s: float = 600.0) -> str:
@@ -374,26 +372,24 @@ def made_replies(length: int) -> dict[str, list[bytes]]:
 
 def unit(arguments: argparse.Namespace) -> None:
     """Lease all windows of a step, fetch their bodies where they lie in TransferQueue, and acknowledge them."""
-    from engine.wire.control_client import ControlClient
+    from engine.client.connection import Connection
+    from engine.client.stored_bodies import StoredBodies
+    from engine.wire.access_token import TOKEN_FILE
+    from engine.wire.address import ADDRESS_FILE
     from engine.wire.messages import EndOfStep, Lease
 
-    client = ControlClient(control(arguments.folder), "unit 0", 600.0)
-    bodies = _bodies() if arguments.store != "launcher" else None
+    at, token = ((arguments.folder / name).read_text().strip() for name in (ADDRESS_FILE, TOKEN_FILE))
+    client = Connection(f"http://{at}", token, "unit 0", 600.0, ours=True)
+    bodies = StoredBodies("unit 0", 120.0) if arguments.store != "launcher" else None
     asked = {"unit": 0, "step": int(os.environ["STEP"]), "budget": 2 * arguments.group * arguments.length}
     asked |= {"fetches": True} if bodies is not None else {}
-    trained: tuple[int, ...] = ()
-    while not isinstance(reply := client.ask(Lease(**asked, trained=trained)), EndOfStep):
-        if getattr(reply, "store", None) is not None:
+    done: tuple[int, ...] = ()
+    while not isinstance(reply := client.ask(Lease(**asked, done=done)), EndOfStep):
+        if bodies is not None and getattr(reply, "store", None) is not None:
             bodies.begin(reply)
             while bodies.wait_briefly() is None:
                 pass
-        trained = (reply.lease,) if hasattr(reply, "lease") else tuple(g.index for g in getattr(reply, "groups", ()))
-
-
-def _bodies() -> Any:  # noqa: ANN401
-    from engine.trainer.stored_bodies import StoredBodies  # older checkouts lack it
-
-    return StoredBodies("unit 0", 120.0)
+        done = (reply.lease,) if hasattr(reply, "lease") else ()
 
 
 if __name__ == "__main__":

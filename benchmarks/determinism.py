@@ -19,7 +19,7 @@ from engine.config.recipe import load
 from engine.data.problems import read_problems
 from engine.data.prompts import encode
 from engine.data.tokenizer import Tokenizer
-from engine.instance.embedded.engine import Engine, Request, Result
+from engine.instance.embedded.engine import Engine, Result, SamplingRequest
 from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling
 from engine.types import Prompt
@@ -48,7 +48,7 @@ def main() -> None:
                     prompts=prompts,
                     group_size=config.rollout.group_size,
                     limit=config.rollout.max_new_tokens,
-                    stop=tokenizer.stop_ids([]),
+                    stop=tokenizer.stop_ids,
                 )
                 if round_number:  # the first round warms up
                     rates[flag].append(rate)
@@ -73,7 +73,7 @@ def sample(engine: Engine, prompts: tuple[Prompt, ...], group_size: int, limit: 
     for prompt in prompts:
         for number in range(group_size):
             sampling = Sampling(limit, seed=number, stop_ids=frozenset(stop))
-            engine.submit(Request(prompt.token_ids, sampling, done.append))
+            engine.submit(SamplingRequest(prompt.token_ids, sampling, done.append))
     started = time.process_time()
     while engine.busy:
         engine.step()

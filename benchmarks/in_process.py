@@ -21,13 +21,11 @@ from engine.config import Config
 from engine.data.loader import PromptLoader, sampling_seed
 from engine.data.prompts import prompt_id
 from engine.errors import MetronomeError
-from engine.instance.embedded.engine import Engine, Request, Result
+from engine.instance.embedded.engine import Engine, Result, SamplingRequest
 from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling
-from engine.model.tri_model import TriModel
 from engine.reward.verifiers import exact
-from engine.run.trace import Trace
-from engine.trainer.loop import Loop
+from engine.trainer.loop import Loop, Trainer
 from engine.trainer.policy import Policy
 from engine.trainer.rollouts import Work
 from engine.types import Group, Prompt, Response, Score
@@ -58,16 +56,19 @@ class InProcess:
             for row, tokens in zip(rows, ids, strict=True)
         ]
 
-    def publish(self, models: TriModel, version: int) -> float:
+    def begin(self, start: int) -> None:
+        """Does nothing, because nobody else takes part."""
+
+    def publish(self, model: Trainer, version: int) -> float:
         """Load the policy's weights into the engine."""
         self._engine.pause(abort=False, done=lambda: None)
         self._engine.start_update()
-        self._engine.update(list(models.export()))
+        self._engine.update(list(model.tensors()))
         self._engine.finish_update(version)
         self._engine.resume()
         return 0.0
 
-    def verify(self, models: TriModel, version: int) -> None:
+    def verify(self, model: Trainer, version: int) -> None:
         """Does nothing, because the engine got the policy's own tensors in this process."""
 
     def settle(self) -> None:
@@ -96,7 +97,7 @@ class InProcess:
             sampling = Sampling(
                 rollout.max_new_tokens, rollout.temperature, seed=seed, stop_ids=frozenset(self._model.stop_ids)
             )
-            self._engine.submit(Request(prompt.token_ids, sampling, partial(results.__setitem__, number)))
+            self._engine.submit(SamplingRequest(prompt.token_ids, sampling, partial(results.__setitem__, number)))
         while self._engine.busy:
             self._engine.step()
         found = []
@@ -127,7 +128,7 @@ class InProcess:
         """Does nothing, because the loop raises the error in this process."""
 
 
-def train(config: Config, folder: Path) -> tuple[list[dict[str, Any]], float]:
+def train(config: Config) -> tuple[list[dict[str, Any]], float]:
     """Run the loop. Returns the figures of its steps, and the mean reward of the final policy on the held-out problems
     (one response each).
 
@@ -138,13 +139,11 @@ def train(config: Config, folder: Path) -> tuple[list[dict[str, Any]], float]:
     policy = Policy(config, platform.get("cpu"))
     Loop(
         config=config,
-        policy=policy,
+        trainer=policy,
         rollouts=rollouts,
-        trace=Trace(folder, "loop"),
         report=lambda step, line: figures.append(line),
-        checkpoint=lambda step, line: None,
     ).run(0)
-    rollouts.publish(policy.models, config.train.steps)
+    rollouts.publish(policy, config.train.steps)
     heldout = rollouts.prompts(config.data.heldout)[: config.evaluate.problems]
     scores = rollouts.scored(heldout, [sampling_seed(config.run.seed, 0, prompt.id, 0) for prompt in heldout])
     return figures, sum(score.value for _, score in scores) / len(scores)

@@ -74,7 +74,7 @@ def measured(show: bool) -> dict[str, Any]:
         waits = Counter(device.waits)
         device.clear()
         policy.reduce(2 * GROUP)
-        policy.update()
+        policy.step_optimizer()
         if show:
             for wait, count in (*waits.items(), *Counter(device.waits).items()):
                 print(f"{count} × {wait}")
@@ -100,6 +100,7 @@ def kernels(device: Any, folder: Path, layers: int) -> tuple[Counter[str], Any]:
     from fake_device import FakeNpu
 
     from engine.config.recipe import load
+    from engine.trainer.micro_batches import micro_batches
     from engine.trainer.policy import Policy
 
     model = random_qwen3(folder / str(layers), hidden=128, layers=layers, vocabulary=512, context=1024)
@@ -114,7 +115,7 @@ def kernels(device: Any, folder: Path, layers: int) -> tuple[Counter[str], Any]:
     }
     policy = Policy(load("infra/recipes/quickstart.toml", [f"{k}={v}" for k, v in settings.items()]), FakeNpu())
     policy.start_step()
-    scored = policy._frozen_scores(policy.packing.micro_batches(window()[:1]))
+    scored = policy._frozen_scores(micro_batches(window()[:1], policy.packing, policy.credit))
     device.clear()
     policy._forward_backward(iter(scored), 1)
     return Counter(device.kernels), policy

@@ -68,9 +68,9 @@ def counted(recipe: str, rank: int) -> dict[str, Any]:
     from fake_device import AloneOnTheChannel, FakeNpu, fake_npu
 
     from engine.config.recipe import load
+    from engine.ranks import models
     from engine.tools.dry_run.known_models import shape_of
     from engine.tools.dry_run.memory import trainer_need
-    from engine.trainer import models
     from engine.trainer.policy import Policy
 
     config = load(f"infra/recipes/papers/{recipe}.toml", [])
@@ -94,7 +94,7 @@ def counted(recipe: str, rank: int) -> dict[str, Any]:
             policy.reduce(sum(len(group.responses) for group in window))
             policy.decide()
             policy.models.copy_policy_to_old()
-            policy.update()
+            policy.step_optimizer()
         return {
             "sum": sum(terms.values()),
             "counted": device.peak / GIB,

@@ -104,7 +104,7 @@ def run(staleness: int, algorithm: str, seed: int, arguments: argparse.Namespace
             arguments=arguments,
             places={"run.output": folder, "model.path": model},
         )
-        figures, final = train(config, Path(folder))
+        figures, final = train(config)
     steps = [
         {
             name: line.get(name)

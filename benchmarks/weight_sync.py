@@ -41,22 +41,23 @@ from common import CACHE, one_rank, result
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine import platform
+from engine.client.connection import Connection
+from engine.client.publish.publisher import Publisher
+from engine.client.publish.transports import open_transport
 from engine.config import Config
 from engine.config.recipe import load
 from engine.errors import MetronomeError
-from engine.launcher.coordinator import Coordinator
+from engine.launcher.plane import Plane
 from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.pool import Pool
+from engine.launcher.server import Server
 from engine.model.tri_model import TriModel
 from engine.run.folder import RunFolder
 from engine.run.process import SHARED_MEMORY, drop_lifeline
 from engine.run.trace import Trace
-from engine.trainer.publish.publisher import Publisher
-from engine.trainer.publish.transports import open_transport
-from engine.wire.control_client import ControlClient
-from engine.wire.control_server import ControlServer
-from engine.wire.messages import ControlRequest, FinishSync, Message, OpenSync, SendBucket
+from engine.wire.message import Message, Request
 from engine.wire.rollout_messages import Complete, GetLoad, InstanceRequest, Reply
+from engine.wire.sync_messages import FinishSync, OpenSync, SendBucket
 from engine.wire.weights.buckets import small_first
 from engine.wire.weights.checksum import checksum
 
@@ -139,14 +140,14 @@ def configuration(model: Path, transport: str, instances: int, staged: bool, buc
 
 
 def policy(config: Config) -> TriModel:
-    from engine.trainer.models import open_models
+    from engine.ranks.models import open_models
 
     return open_models(config, platform.get("cpu"))
 
 
 def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict[str, float]:
     """Medians in seconds of syncs and bare transfers, which take turns."""
-    from engine.trainer.rank_group import RankGroup
+    from engine.ranks.rank_group import RankGroup
 
     transport = config.weights.transport
     staged = config.weights.staged
@@ -155,12 +156,11 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
         transport=transport, sizes=sizes, count=config.rollout.instances, folder=folder, timeout_s=TIMEOUT_S
     )
     with launcher(config, folder) as side, bare_side as (bare, pids):
-        control, sender = (ControlClient(side.address, name, TIMEOUT_S) for name in ("trainer", "sender"))
+        plane = Connection(side.url, side.key, "trainer", TIMEOUT_S, ours=True)
         try:
             open_ = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
             publisher = Publisher(
-                control=control,
-                sender=sender,
+                connection=plane,
                 ranks=RankGroup(1, TIMEOUT_S),
                 transport=open_,
                 folder=folder / "weights",
@@ -178,8 +178,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
                 for version in range(1, rounds + 2)
             ][1:]
         finally:
-            control.close()
-            sender.close()
+            plane.close()
     medians = {key: statistics.median(one[key] for one in found) for key in found[0]}
     busy_s = medians["bare_cpu_s"] + (1 + config.rollout.instances) * checks_s
     bound = max(1.0, busy_s / len(os.sched_getaffinity(0)) / medians["bare_s"])
@@ -257,12 +256,14 @@ def bucket_sizes(models: TriModel, limit: int) -> list[int]:
 
 
 class Launcher:
-    """The coordinator's handlers with real instances."""
+    """The plane's handlers with real instances."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
         self.folder = folder
-        self.address = f"ipc://{folder}/control"
+        self.url = ""
+        self.key = ""
+        """The server's token."""
         self.ready = threading.Event()
         self.stop = threading.Event()
         self.failure: BaseException | None = None
@@ -282,35 +283,37 @@ class Launcher:
         self.loop = asyncio.get_running_loop()
         (self.folder / "logs").mkdir(parents=True)
         self.pool = Pool(self.config, Path(self.config.model.path), self.folder, synced=True)
-        coordinator = Coordinator(
+        plane = Plane(
             config=self.config,
             folder=RunFolder(self.folder),
             trace=Trace(self.folder / "trace", "launcher"),
-            loader=None,
+            loader=SimpleNamespace(),
             service=SimpleNamespace(pool=self.pool),
         )
         try:
             async with HealthMonitor(self.pool):
-                await self._answer(coordinator)
+                await self._answer(plane)
         finally:
             await self.pool.close()
 
-    async def _answer(self, coordinator: Coordinator) -> None:
+    async def _answer(self, plane: Plane) -> None:
         assert self.pool is not None
         self.pool.spawn(self.config.rollout.instances)
         await self.pool.connect()
-        server = asyncio.create_task(ControlServer(self.address, self._timed(coordinator)).serve())
-        self.ready.set()
-        while not self.stop.is_set() and not server.done():
-            await asyncio.sleep(0.05)
-        server.cancel()
-        await asyncio.gather(server, return_exceptions=True)
+        server = Server(self.config)
+        server.serve(SimpleNamespace(answer=self._timed(plane)))
+        async with server.listening(self.folder):
+            self.url = server.url
+            self.key = server.key
+            self.ready.set()
+            while not self.stop.is_set() and not server.bug.done():
+                await asyncio.sleep(0.05)
 
-    def _timed(self, coordinator: Coordinator) -> Callable[[ControlRequest[Any]], Awaitable[Message]]:
-        async def timed(request: ControlRequest[Any]) -> Message:
+    def _timed(self, plane: Plane) -> Callable[[Request[Any], bool], Awaitable[Message]]:
+        async def timed(request: Request[Any], ours: bool) -> Message:
             began = time.perf_counter()
             try:
-                return await coordinator.answer(request)
+                return await plane.answer(request, ours)
             finally:
                 name = type(request).__name__
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began

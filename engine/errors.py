@@ -56,7 +56,7 @@ class ProcessDied(MetronomeError):
 
 class TransferError(MetronomeError):
     """Weights or groups did not arrive whole. Of weights: a member of the transfer died or was closed, and it may be
-    tried again. Of a group: its bytes are not those that were sealed."""
+    tried again. Of a group: its bytes are not those that were packed."""
 
 
 class ServiceConflict(MetronomeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -21,29 +21,34 @@ class Prompt:
     """The problem's text in the data, before the prompt template."""
     answer: str
     """The gold answer that a reward compares with."""
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     """The templated problem as token ids. Nothing else of the prompt is sent to a rollout instance."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Every column of the row in the data file, for the user's own reward."""
+    text: str = ""
+    """The prompt as the model gets it, for the user's own reward: the problem in the template, with the beginning of
+    the answer that some chat templates write (`<think>`). Empty in a group at the trainer, as `columns` are."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled continuation of a prompt."""
+    """One sampled continuation of a prompt. Its numbers look like tuples; where the response came over the wire they
+    are views of its bytes (engine.wire.numbers)."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     """Sampled ids. A sampled stop token is the last one, and is trained."""
-    logprobs: tuple[float, ...]
+    logprobs: Sequence[float]
     """log softmax(logits / temperature) of each id, computed by the instance; same length as token_ids."""
     versions: tuple[tuple[int, int], ...]
     """Pairs of (first token index, weight version). There is one pair unless the response continued under new
     weights."""
-    loss_mask: tuple[bool, ...]
+    loss_mask: Sequence[bool]
     """Which tokens are trained; same length as token_ids."""
     finish_reason: str
     """"stop" (a stop token was sampled), "length" (a limit cut it) or "abort"."""
     text: str
-    """The decoded response without special tokens, for rewards."""
+    """The decoded response, for rewards: all that the model wrote but the tokens that begin, end or fill a sequence or
+    end a turn (docs/data.md)."""
     seed: int
     """Seed of this response's own random stream."""
     instance: str
@@ -62,26 +67,29 @@ class Score:
     value: float
     """The reward R."""
     status: str = "ok"
-    """"ok", "timeout" (the reward was killed at its time limit) or "error" (it raised, with reward.on_error =
-    "zero")."""
+    """"ok", "timeout" (the reward was killed at its time limit) or "error" (it raised, and reward.on_error is not
+    "stop")."""
     detail: str = ""
     """A remark: why the status is not ok, or the answer that the reward extracted."""
+    excluded: bool = False
+    """Whether the response is left out of the training, since its reward is not known: it has no gradient, and the
+    advantages of its group are those of the other responses. Then `value` is not read."""
 
 
 @dataclass(frozen=True)
 class BatchScores:
     """The scores and lengths of a step's whole batch, for advantages of batch scope."""
 
-    values: tuple[tuple[float, ...], ...]
-    """[B][G] rewards of the groups' responses, in the order of the groups' indices."""
+    values: tuple[tuple[float | None, ...], ...]
+    """[B][G] rewards of the groups' responses, in the order of the groups' indices; None for one that is excluded."""
     lengths: tuple[tuple[int, ...], ...]
     """[B][G] lengths of the responses in tokens."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt with all its responses and scores. On its way from the launcher to the trainer it is sealed
-    (engine.wire.sealed)."""
+    """A prompt with all its responses and scores, and the columns that further stages have given it. On its way from
+    the launcher to the trainer it is a row (engine.wire.columns)."""
 
     step: int
     index: int
@@ -92,9 +100,10 @@ class Group:
     batch: BatchScores | None = None
     """The scores of the whole batch, if the advantages depend on them."""
     mini_batch: int = 0
-    """Number of the step's update that trains it, 0 … train.updates − 1. The sample queue sets it."""
-    advantages: tuple[float, ...] | None = None
-    """Only in records of an older release, whose launcher computed the advantages of batch scope."""
+    """Number of the step's update that trains it, 0 … train.updates − 1. The table sets it."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """By name: an array of numbers for each further column, for each response [G] or for each token [sum of lengths],
+    such as "reference_logprobs"."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +115,8 @@ class Landed:
     """Its group's index."""
     number: int
     """The response's number in the group."""
-    prompt: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    prompt: Sequence[int]
+    token_ids: Sequence[int]
 
 
 class OptionalFigures(TypedDict, total=False):
@@ -131,6 +140,7 @@ class TrainingFigures(OptionalFigures):
     truncated: int
     reward_timeouts: int
     reward_errors: int
+    reward_excluded: int
     trained_tokens: int
     computed_tokens: int
     equal_groups: int
@@ -186,6 +196,7 @@ class StepReport:
     truncated: int
     reward_timeouts: int
     reward_errors: int
+    reward_excluded: int
     equal_groups: int
     """Number of groups whose rewards are all equal. They train only the KL term."""
     trained_tokens: int
@@ -229,6 +240,9 @@ class StepReport:
     a replay."""
     reward_tried: float | None = None
     """Mean reward over the responses to these prompts, kept or not."""
+    sync_difference: float | None = None
+    """By how much the log-probabilities of the fixed tokens (weights.check_tokens) differed most between the trainer
+    and an instance, after the last weight sync; left out where they are not compared."""
     mismatch_dropped: float = 0.0
     """Share of the trained tokens that algorithm.mismatch = "mask" or algorithm.mismatch_reject drops, weighted as in
     the loss."""

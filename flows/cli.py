@@ -187,7 +187,7 @@ def serve(
 def service(recipe: Recipe = QUICKSTART, overrides: Set = []) -> None:  # noqa: B006
     """Run a recipe's rollout instances, rewards and weight sync for a trainer or programs of your own, in the
     foreground."""
-    from engine.launcher.service.serve import serve as serve_programs
+    from engine.launcher.serve import serve as serve_programs
     from tasks.input_checks import check_inputs, with_model_folder
 
     with _exit_codes():

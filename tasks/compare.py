@@ -15,7 +15,7 @@ from typing import Any
 import mlflow
 from mlflow.artifacts import download_artifacts
 
-from engine.config.keys import current_names, flatten
+from engine.config.keys import flatten
 from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.run.files import read_lines
@@ -163,9 +163,8 @@ def _store(uri: str) -> str:
 
 
 def _text(config: JsonObject) -> dict[str, str]:
-    """Values as text, as in MLflow, under the present names of the keys. Keys that are not set are left out, as in
-    config.toml."""
-    return {key: str(value) for key, value in current_names(config).items() if str(value) != "None"}
+    """Values as text, as in MLflow. Keys that are not set are left out, as in config.toml."""
+    return {key: str(value) for key, value in config.items() if str(value) != "None"}
 
 
 def _steps(client: mlflow.MlflowClient, run_id: str, names: Sequence[str]) -> list[JsonObject]:

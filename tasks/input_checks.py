@@ -21,7 +21,7 @@ from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks, with_evaluation_context
 from engine.launcher.checks import check_instances, check_rollouts, check_training
-from engine.launcher.http_server import check_listens, listen_address
+from engine.launcher.server import check_listens, listen_address
 from engine.launcher.verifier_pool import VerifierPool
 from engine.model.shape import read_shape
 from engine.run.checkpoint_store import place_of
@@ -148,7 +148,6 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
     """Raise BadInput if the model has no tokenizer, if a token of `rollout.stop` is none, or if a problem set has no
     prompt that the model takes."""
     tokenizer, vocabulary = _tokenizer(config)
-    tokenizer.stop_ids(config.rollout.stop)
     evaluated = with_evaluation_context(config).rollout.max_context
     sets = [(each, evaluated) for each in benchmarks]
     for each, context in ([(problems, config.rollout.max_context)] if problems is not None else []) + sets:
@@ -168,13 +167,13 @@ def _check_encoding(config: Config, problems: Problems | None, benchmarks: Seque
 def _tokenizer(config: Config) -> tuple[Tokenizer, int]:
     """The model's tokenizer, and the number of its tokens that the model has."""
     if config.model.path != QUICKSTART:
-        tokenizer = Tokenizer(Path(config.model.path).expanduser())
+        tokenizer = Tokenizer(Path(config.model.path).expanduser(), config.rollout.stop)
         return tokenizer, tokenizer.vocabulary()
     from engine.tools.quickstart_model import byte_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="metronome-tokenizer-") as scratch:
         byte_tokenizer.build(KNOWN[QUICKSTART].context).save_pretrained(scratch)
-        return Tokenizer(Path(scratch)), KNOWN[QUICKSTART].vocabulary
+        return Tokenizer(Path(scratch), config.rollout.stop), KNOWN[QUICKSTART].vocabulary
 
 
 @cache

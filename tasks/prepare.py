@@ -4,6 +4,7 @@ and why."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, TypedDict
@@ -19,6 +20,7 @@ from engine.data.problems import counts
 from engine.data.prompts import encode
 from engine.data.tokenizer import Tokenizer
 from engine.run.files import write_json
+from engine.run.identity import began, identity
 from engine.types import JsonObject
 from tasks.artifact_cells import cell, table_rows
 from tasks.code_version import code_hash
@@ -75,7 +77,12 @@ def encode_data(config: Config, model: Path) -> PromptFigures:
     hashes = prepared.file_hashes(config)
     code = code_hash("data", "reward")
     found = encode_prompts(
-        settings=_settings(config), model=str(model), max_context=config.rollout.max_context, hashes=hashes, code=code
+        settings=_settings(config),
+        model=str(model),
+        max_context=config.rollout.max_context,
+        clock=began(identity(config.folder)) if config.data.prompt_template == "chat" else None,
+        hashes=hashes,
+        code=code,
     )
     create_table_artifact(table_rows(found), key="prompts", description="Prompts in tokens, what was left out and why")
     return found
@@ -89,13 +96,18 @@ def prepare(settings: Mapping[str, Any], hashes: Mapping[str, str], code: str) -
 
 @task(name="encode prompts", cache_policy=INPUTS + TASK_SOURCE, persist_result=True, result_serializer="json")
 def encode_prompts(
-    settings: Mapping[str, Any], model: str, max_context: int, hashes: Mapping[str, str], code: str
+    settings: Mapping[str, Any],
+    model: str,
+    max_context: int,
+    clock: datetime | None,
+    hashes: Mapping[str, str],
+    code: str,
 ) -> PromptFigures:
     """Figures of the training prompts in tokens. The hashes are only cache keys."""
     problems = prepared.training_problems(Config.model_validate(settings))
     tokenizer = Tokenizer(Path(model))
     template = settings["data"]["prompt_template"]
-    encoded = encode(problems, tokenizer.hf, template, max_context, vocabulary=tokenizer.vocabulary())
+    encoded = encode(problems, tokenizer.hf, template, max_context, vocabulary=tokenizer.vocabulary(), clock=clock)
     lengths = [len(prompt.token_ids) for prompt in encoded.prompts]
     return {
         "prompts": len(encoded.prompts),

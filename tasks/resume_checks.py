@@ -19,7 +19,7 @@ from engine.run.checkpoint_files import STATE, all_complete
 from engine.run.fence import check_readable
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder, check_same_keys
-from engine.run.identity import identity, published
+from engine.run.identity import began, identity, known_number, published
 from engine.run.start import read_start
 from engine.types import JsonObject
 from engine.wire import record
@@ -31,7 +31,14 @@ from tasks.live import showing
 from tasks.resume import differing
 from tasks.tracking.tracked_run import check_known
 
-DECIDE_PROMPTS = ("data.heldout", "evaluate.benchmark", "evaluate.folder", "reward.function", "rollout.max_context")
+DECIDE_PROMPTS = (
+    "model.path",
+    "data.heldout",
+    "evaluate.benchmark",
+    "evaluate.folder",
+    "reward.function",
+    "rollout.max_context",
+)
 """Keys that may change in a resumed run only if its prompts stay the same."""
 TRAINED_WITH = (*record.PLAN, "train.mode")
 """Keys that say how the steps were trained."""
@@ -146,20 +153,28 @@ def _check_prompts(config: Config, state: JsonObject) -> None:
     if state.get("prompts") is None:
         return
     tokenizer = Tokenizer(Path(config.model.path)).hf
-    encoded = encode(training_problems(config), tokenizer, config.data.prompt_template, config.rollout.max_context)
+    encoded = encode(
+        training_problems(config),
+        tokenizer,
+        config.data.prompt_template,
+        config.rollout.max_context,
+        clock=began(known_number(config)),
+    )
     loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
     if loader.fingerprint == state["prompts"]:
         return
     changed = [key for key in DECIDE_PROMPTS if _value(config, key) != _value_of(state["config"], key)]
     raise BadInput(
-        "--resume: the run would go on with other prompts, or another order, than its checkpoint was trained on. "
+        "--resume: the run would go on with other prompts, or another order or other tokens of them, than its "
+        "checkpoint was trained on. "
         + (f"Changed: {', '.join(changed)}. Leave that out" if changed else _CONTENT)
         + f", or {ANEW}, from this run's weights if model.path is its policy"
     )
 
 
 _CONTENT = (
-    "Its keys are the same, so the content of data.train, data.heldout or a benchmark has changed: put the files back"
+    "Its keys are the same, so the content of data.train, data.heldout or a benchmark has changed, or the tokenizer of "
+    "model.path or its chat template: put the files back"
 )
 
 

@@ -1,6 +1,6 @@
-"""A trainer of one process in plain Hugging Face and torch, behind the service: `TrainerAdapter` in a hundred lines.
+"""A trainer of one process in plain Hugging Face and torch: GRPO by periodic asynchrony, on one page.
 
-python docs/examples/hf_trainer.py RUN_FOLDER|HOST:PORT --out FOLDER [--pushed]
+python docs/examples/hf_trainer.py RUN_FOLDER|HOST:PORT --out FOLDER
 
 It trains the recipe of a running `metronome service` with GRPO and AdamW, and saves the policy (a Hugging Face folder).
 """
@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.client.adapter import train
 from engine.client.service import ServiceClient
 from engine.config import Config
 from engine.errors import BadInput
+from engine.trainer.loop import Loop, Trainer
+from engine.trainer.rollouts import LiveRollouts
 from engine.types import Group
 
 SUPPORTED = {"advantage": "grpo", "loss": "grpo", "old_policy": "previous", "gradient_control": "none"}
 
 
-class HuggingFaceTrainer:
+class HuggingFaceTrainer(Trainer):
     """GRPO with a clipped surrogate and a k3 KL term, as of Periodic Asynchrony eq. 4-9."""
 
     def __init__(self, config: Config) -> None:
@@ -51,15 +52,15 @@ class HuggingFaceTrainer:
         return ((name, parameter.detach()) for name, parameter in self.policy.named_parameters())
 
     @torch.no_grad()
-    def probe(self, token_ids: list[int]) -> list[float]:
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities of the tokens after the first, at temperature 1."""
-        row = torch.tensor([token_ids])
+        row = torch.tensor([list(token_ids)])
         found = self.policy(row).logits[:, :-1].log_softmax(-1).gather(2, row[:, 1:, None])
         return found.flatten().tolist()
 
-    def accumulate(self, groups: Sequence[Group]) -> None:
+    def accumulate(self, window: Sequence[Group]) -> None:
         """Add the gradient of the groups' summed loss."""
-        for group in groups:
+        for group in window:
             rewards = torch.tensor([score.value for score in group.scores])
             centred = rewards - rewards.mean() if bool((rewards != rewards[0]).any()) else torch.zeros_like(rewards)
             self._loss(group, centred / (rewards.std() + 1e-6)).backward()
@@ -102,7 +103,7 @@ class HuggingFaceTrainer:
 
 def _rows(rows: Sequence[Sequence[int]]) -> Tensor:
     """Rows of unequal lengths as one tensor, filled up with 0 on the right."""
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True)
 
 
 def main() -> None:
@@ -110,19 +111,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("service", help="run folder or host:port of `metronome service`")
     parser.add_argument("--out", type=Path, required=True, help="folder for steps.jsonl and policy/")
-    parser.add_argument("--pushed", action="store_true", help="another program puts the groups")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     with ServiceClient.init_engines(arguments.service) as service, open(arguments.out / "steps.jsonl", "w") as steps:
         torch.set_num_threads(service.config.trainer_threads)
         trainer = HuggingFaceTrainer(service.config)
 
-        def report(figures: Mapping[str, object]) -> None:
-            print(f"step {figures['step']}: reward {figures['reward_mean']:.4f}", flush=True)
-            steps.write(json.dumps(figures) + "\n")
+        def report(step: int, figures: Mapping[str, object]) -> None:
+            print(f"step {step}: reward {figures['reward_mean']:.4f}", flush=True)
+            steps.write(json.dumps({"step": step, **figures}) + "\n")
             steps.flush()
 
-        train(service, trainer, pushed=arguments.pushed, report=report)
+        Loop(service.config, trainer, LiveRollouts.of(service), report).run()
         trainer.policy.save_pretrained(arguments.out / "policy")
         AutoTokenizer.from_pretrained(service.config.model.path).save_pretrained(arguments.out / "policy")
 

@@ -2,8 +2,8 @@
 
 python docs/examples/push_experience.py RUN_FOLDER|HOST:PORT
 
-Tokens go in and tokens come out, with the weight version of each; the trainer trains every group once. Start the
-trainer of the service with `--pushed` (docs/examples/hf_trainer.py).
+Tokens go in and tokens come out, with the weight version of each; the trainer trains every group once. The recipe has
+data.pushed = true; the trainer is docs/examples/hf_trainer.py beside `metronome service`, or `metronome train`'s own.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Additions:
 def main() -> None:
     """Push the groups of every step of a running service's recipe."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("service", help="run folder or host:port of `metronome service`")
+    parser.add_argument("service", help="run folder or host:port of `metronome service` or `metronome train`")
     arguments = parser.parse_args()
     with ServiceClient.init_engines(arguments.service) as service, ThreadPoolExecutor(8) as pool:
         additions = Additions(service)

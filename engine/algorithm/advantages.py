@@ -10,12 +10,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from engine.algorithm.shaping import are_equal
+
 EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rewards, lengths of the responses in tokens) → advantages. All are [G] for one prompt or, with scope "batch", [N, G]
-for the step's prompts."""
+"""(rewards, lengths of the responses in tokens) → advantages, in fp64. All are [G] for one prompt or, with scope
+"batch", [N, G] for the step's prompts."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,11 @@ class Advantage:
     """Whether the step's gradient is divided, at the step's end, by the share of groups with unequal rewards."""
 
     def __call__(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Return the advantages, in the shape of the rewards. Raises ValueError for groups that are too small, and for
-        a result of another shape or with a value that is not finite."""
+        """Return the advantages, in the shape and type of the rewards; they are computed in fp64. Raises ValueError for
+        groups that are too small, and for a result of another shape or with a value that is not finite."""
         if rewards.shape[-1] < self.least:
             raise ValueError(f"this advantage needs groups of at least {self.least} responses, got {rewards.shape[-1]}")
-        found = self.compute(rewards, lengths)
+        found = self.compute(rewards.double(), lengths.double()).to(rewards.dtype)
         if found.shape != rewards.shape or not bool(torch.isfinite(found).all()):
             raise ValueError(f"an advantage must be one finite number per response, got {found} for rewards {rewards}")
         return found
@@ -59,8 +61,8 @@ def advantage(
 
 
 def _centred(rewards: Tensor, baseline: Tensor) -> Tensor:
-    """R − b; exactly 0 if all rewards are equal, where rounding may put their mean beside them."""
-    return torch.zeros_like(rewards) if bool((rewards == rewards[0]).all()) else rewards - baseline
+    """R − b; exactly 0 if all rewards are equal, where rounding would push all of them one way."""
+    return torch.zeros_like(rewards) if are_equal(rewards.tolist()) else rewards - baseline
 
 
 @advantage("grpo")
@@ -106,9 +108,10 @@ def grpo_passk(rewards: Tensor, lengths: Tensor) -> Tensor:
     pass@G. It is divided by the group's standard deviation as in verl's estimator of this name. All get 0 if two
     responses share the largest reward.
     """
-    best, second = rewards.topk(2).values
+    best = rewards.topk(2).values
     found = torch.zeros_like(rewards)
-    found[rewards.argmax()] = (best - second) / (rewards.std(unbiased=True) + EPSILON)
+    if not are_equal(best.tolist()):
+        found[rewards.argmax()] = (best[0] - best[1]) / (rewards.std(unbiased=True) + EPSILON)
     return found
 
 
@@ -141,9 +144,9 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 def _whitened(values: Tensor, counts: Tensor) -> Tensor:
     """(x − mean) / √(variance + 1e-8), with unbiased statistics in which each value counts `counts` times; 0 for fewer
-    than two values."""
+    than two values, and where those that count are equal."""
     total = counts.sum()
-    if total < 2:
+    if total < 2 or are_equal(values[counts > 0].tolist()):
         return torch.zeros_like(values)
     mean = (counts * values).sum() / total
     variance = (counts * (values - mean).square()).sum() / (total - 1)

@@ -1,8 +1,32 @@
-"""Reward shaping that depends on a response's length."""
+"""Rewards: shaping that depends on a response's length, and when rewards are equal."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from engine.types import Score
+
+if TYPE_CHECKING:
+    from torch import Tensor  # takes seconds, which whoever asks for equal scores does not need
+
+ROUNDING = 1e-6
+"""Rewards are equal if they differ by no more than this share of the largest magnitude: a sum of the same terms in
+another order differs by less."""
+
+
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Whether all rewards are equal up to rounding: their spread is at most ROUNDING of the largest magnitude."""
+    if not rewards:
+        return True
+    low = min(rewards)
+    high = max(rewards)
+    return high - low <= ROUNDING * max(abs(low), abs(high))
+
+
+def are_equal_scores(scores: Iterable[Score]) -> bool:
+    """Whether the scores that are not excluded are equal up to rounding."""
+    return are_equal([score.value for score in scores if not score.excluded])
 
 
 def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:

@@ -11,24 +11,28 @@ from torch.utils.data import IterableDataset, get_worker_info
 from engine.client.service import ExperienceLease, ServiceClient
 from engine.errors import BadInput
 from engine.types import Group
+from engine.wire.columns import LOGPROBS, PROMPT, RESPONSES, SCORES
 
-COLUMNS: dict[str, Callable[[Group], Any]] = {
-    "prompt": lambda group: torch.tensor(group.prompt.token_ids),
-    "responses": lambda group: [torch.tensor(response.token_ids) for response in group.responses],
-    "logprobs": lambda group: [torch.tensor(response.logprobs) for response in group.responses],
-    "loss_mask": lambda group: [torch.tensor(response.loss_mask) for response in group.responses],
-    "rewards": lambda group: torch.tensor([score.value for score in group.scores]),
-    "lengths": lambda group: torch.tensor([len(response.token_ids) for response in group.responses]),
-    "versions": lambda group: [response.versions for response in group.responses],
-    "index": lambda group: group.index,
+VALUES: dict[str, tuple[str, Callable[[Group], Any]]] = {
+    "responses": (RESPONSES, lambda group: [torch.tensor(list(one.token_ids)) for one in group.responses]),
+    "logprobs": (LOGPROBS, lambda group: [torch.tensor(list(one.logprobs)) for one in group.responses]),
+    "loss_mask": (RESPONSES, lambda group: [torch.tensor(list(one.loss_mask)) for one in group.responses]),
+    "rewards": (SCORES, lambda group: torch.tensor([score.value for score in group.scores])),
+    "excluded": (SCORES, lambda group: torch.tensor([score.excluded for score in group.scores])),
+    "lengths": (RESPONSES, lambda group: torch.tensor([len(one.token_ids) for one in group.responses])),
+    "versions": (RESPONSES, lambda group: [one.versions for one in group.responses]),
 }
-"""Columns of a group of G responses by their names: "prompt" [P] int64; "responses", "logprobs" and "loss_mask" G
-tensors of each response's own length, without padding; "rewards" and "lengths" [G]; "versions" as of `Response`;
-"index", the group's place in the step."""
+"""Values of a group of G responses: the column that each is read from, and how."""
+COLUMNS = ("prompt", *VALUES, "index")
+"""Names of the values: "prompt" [P] int64; "responses", "logprobs" and "loss_mask" G tensors of each response's own
+length, without padding; "rewards", "lengths" and "excluded" (bool: the reward is not known) [G]; "versions" as of
+`Response`; "index", the group's place in the step. Columns that further stages write have their own names, [G] or
+[sum of lengths]."""
 
 
 class ExperienceDataset(IterableDataset[dict[str, Any]]):
     """The groups of one step as they arrive: a dict of columns each. It ends when all groups of the step are trained.
+    Only the columns that are asked for travel.
 
     Asking for the next group says that the ones before are trained, as in a loop that trains each group before it takes
     the next: a window is acknowledged when the group after its last one is asked for. A
@@ -36,11 +40,12 @@ class ExperienceDataset(IterableDataset[dict[str, Any]]):
     """
 
     def __init__(
-        self, service: ServiceClient, step: int, columns: Sequence[str] = tuple(COLUMNS), consumer: str = "trainer"
+        self, service: ServiceClient, step: int, columns: Sequence[str] = COLUMNS, consumer: str = "trainer"
     ) -> None:
         """Raises BadInput for a column that there is not."""
-        if unknown := sorted(set(columns) - set(COLUMNS)):
-            raise BadInput(f"columns {', '.join(unknown)}: there are {', '.join(COLUMNS)}")
+        further = [name for stage in service.config.stages.values() for name in stage.gives]
+        if unknown := sorted(set(columns) - {*COLUMNS, *further}):
+            raise BadInput(f"columns {', '.join(unknown)}: there are {', '.join([*COLUMNS, *further])}")
         self._service = service
         self._step = step
         self._columns = tuple(columns)
@@ -50,13 +55,30 @@ class ExperienceDataset(IterableDataset[dict[str, Any]]):
         """Yield the groups. Raises BadInput in a worker process of a loader, which would run ahead."""
         if get_worker_info() is not None:
             raise BadInput("ExperienceDataset: give the DataLoader num_workers=0; a worker acknowledges too early")
-        for lease in leases(self._service, self._step, self._consumer):
-            for group in lease.groups:
-                yield {name: COLUMNS[name](group) for name in self._columns}
+        lease = None
+        while (lease := self._next_lease(lease)) is not None:
+            yield from self._opened(lease)
 
+    def _next_lease(self, last: ExperienceLease | None) -> ExperienceLease | None:
+        return self._service.get_experience_data(
+            self._step, self._consumer, trained=last, columns=sorted(self._sources())
+        )
 
-def leases(service: ServiceClient, step: int, consumer: str) -> Iterator[ExperienceLease]:
-    """Yield the windows of a step, and acknowledge each when the next one is asked for."""
-    lease = None
-    while (lease := service.get_experience_data(step, consumer, trained=lease)) is not None:
-        yield lease
+    def _sources(self) -> set[str]:
+        """The plane's columns that the values are read from."""
+        return {VALUES[name][0] if name in VALUES else name for name in self._columns if name != "index"} or {PROMPT}
+
+    def _opened(self, lease: ExperienceLease) -> Iterator[dict[str, Any]]:
+        """The values of each row of a lease."""
+        for row, group in zip(lease.rows, lease.groups, strict=True):
+            found: dict[str, Any] = {}
+            for name in self._columns:
+                if name == "index":
+                    found[name] = row.index
+                elif name == "prompt":
+                    found[name] = torch.tensor(list(group.prompt.token_ids))
+                elif name in VALUES:
+                    found[name] = VALUES[name][1](group)
+                else:
+                    found[name] = torch.from_numpy(group.columns[name].copy())
+            yield found

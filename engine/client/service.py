@@ -1,92 +1,102 @@
-"""The client of the service (`metronome service`), with the names of AsyncFlow §5.1: a trainer or a program of your own
-uses a run's rollout instances, its rewards and its weight sync (docs/service.md)."""
+"""The client of the plane, with the names of AsyncFlow §5.1: a trainer, a stage or a program of your own uses a run's
+rollout instances, its rewards and its weight sync (docs/service.md)."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar
 
-import httpx
-import msgspec
+import numpy as np
 import torch
 
-from engine.client.weight_channel import OneRank, WeightChannel
+from engine.client.connection import Connection
+from engine.client.publish.publisher import PublishedModel, Publisher
+from engine.client.ranks import OneRank, Ranks
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError, ServiceFull
 from engine.run.commands import service_command
 from engine.run.folder import dump
 from engine.run.process import Child
-from engine.trainer.publish.publisher import PublishedModel, Publisher
-from engine.trainer.publish.transports import open_transport
 from engine.types import Group, Prompt, Response
-from engine.wire.access_token import access_token, authorization
-from engine.wire.address import split_address
-from engine.wire.codec import open_response, pack_ids
-from engine.wire.messages import Answer, ControlRequest, Done, EndOfStep, Failure, Lease, Window, pack
-from engine.wire.sealed import SealedGroup, open_group, seal_group
-from engine.wire.service_messages import (
-    CONTENT_TYPE,
-    SERVICE_FILE,
-    SERVICE_PROTOCOL,
+from engine.wire.access_token import TOKEN_FILE, access_token
+from engine.wire.address import ADDRESS_FILE, split_address
+from engine.wire.columns import SCORES, Row, open_group, open_response, pack_group, pack_ids, pack_values
+from engine.wire.message import Answer, Done, Request
+from engine.wire.messages import (
+    TRAIN,
     AwaitVersion,
+    EndOfRun,
+    EndOfStep,
     InitEngines,
+    Lease,
     PromptData,
-    PutGroup,
     PutPrompts,
+    PutRow,
     SampleResponses,
-    read_reply,
+    Window,
+    WriteColumns,
+    Written,
 )
-from engine.wire.weights.buckets import DTYPES
+from engine.wire.sync_messages import MayPublish
 
 FULL_S = 0.2
 """Seconds before a request that the full service refused is sent again."""
+START_S = 300.0
+"""Seconds that the engines of a run may take until they are there."""
 LOOK_S = 0.1
 """Seconds between two looks for the address of a service that starts."""
 
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True)
 class ExperienceLease:
-    """Groups to train, which are acknowledged afterwards."""
+    """Rows for a stage, which it acknowledges or writes columns for. `groups` opens them."""
 
-    number: int
-    step: int
-    groups: tuple[Group, ...]
-    lease_s: float | None
-    """Seconds after which the groups may be given to another program."""
-    deliveries: int
-    """How often the groups were given, this time included."""
+    def __init__(self, window: Window, stage: str, reward_weights: Mapping[str, float]) -> None:
+        self.number = window.lease
+        self.stage = stage
+        self.step = window.step
+        self.rows: tuple[Row, ...] = window.rows
+        self.lease_s = window.lease_s
+        """Seconds after which the rows may be given to another program; None: never within the step."""
+        self.deliveries = window.deliveries
+        """How often the rows were given, this time included."""
+        self._batch = window.batch
+        self._weights = reward_weights
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The rows as groups, if the column `responses` was asked for. Raises TransferError for damaged bytes."""
+        weights = self._weights if self.stage == TRAIN else {}
+        return tuple(open_group(row, self._batch, reward_weights=weights) for row in self.rows)
 
 
 class ServiceClient:
-    """A running service. Its methods may be called from several threads, but weights are published by one."""
+    """A running plane. Its methods may be called from several threads, but weights are published by one."""
 
-    def __init__(self, address: str, child: Child | None = None, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, address: str, child: Child | None = None, timeout_s: float = START_S, token: str | None = None
+    ) -> None:
         """`address`: host:port; `child`: the service's process if this program has started it; `timeout_s`: seconds to
-        wait for an answer to `init_engines`."""
-        self._url = f"http://{address}"
+        wait until the engines are there; `token`: None takes METRONOME_TOKEN."""
         self._child = child
-        self._http = httpx.Client(headers={**authorization(access_token()), "Content-Type": CONTENT_TYPE})
-        self._timeout_s = timeout_s
-        self._publisher: Publisher | None = None
-        ready = self.ask("init_engines", InitEngines(protocol=SERVICE_PROTOCOL))
+        self.connection = Connection(f"http://{address}", token or access_token(), "this program", timeout_s)
+        ready = self.ask(InitEngines())
         self.config: Config = Config.model_validate_json(ready.config)
-        """The service's recipe."""
+        """The plane's recipe."""
         self.version: int | None = ready.version
         """The weight version that was published last when this object was made; None before the first."""
         self._weights = Path(ready.weights)
-        self._timeout_s = self.config.transfer_timeout_s
+        self._publisher: Publisher | None = None
+        self.connection.timeout_s = self._timeout_s = self.config.transfer_timeout_s
 
     @classmethod
     def init_engines(cls, engines: Config | Path | str) -> ServiceClient:
-        """Start the engines of a recipe (its `model.path` a Hugging Face folder), or use those of a running service:
-        its host:port, or its run folder. Those that were started end with `close`, and with this process.
+        """Start the engines of a recipe (its `model.path` a Hugging Face folder), or use those of a running plane: its
+        run folder, or its host:port. Those that were started end with `close`, and with this process.
 
         Raises BadInput for an address that is none or a recipe that the service does not take, DeadlineError if the
         engines are not there within rollout.timeout_s.
@@ -95,16 +105,23 @@ class ServiceClient:
             return cls._start(engines)
         path = Path(engines).expanduser()
         if path.is_dir():
-            file = path / SERVICE_FILE
-            if not file.exists():
-                raise BadInput(f"{path}: no service runs here (it would have {SERVICE_FILE}); see `metronome service`")
-            return cls(file.read_text().strip())
+            if not (path / ADDRESS_FILE).exists():
+                raise BadInput(
+                    f"{path}: nothing runs here (it would have {ADDRESS_FILE}); see `metronome service`, `metronome "
+                    "train`"
+                )
+            return cls._of_folder(path)
         split_address(str(engines), "the service's address")
         return cls(str(engines))
 
     @classmethod
+    def _of_folder(cls, folder: Path, child: Child | None = None, timeout_s: float = START_S) -> ServiceClient:
+        token = (folder / TOKEN_FILE).read_text() if (folder / TOKEN_FILE).exists() else None
+        return cls((folder / ADDRESS_FILE).read_text().strip(), child, timeout_s, token)
+
+    @classmethod
     def _start(cls, config: Config) -> ServiceClient:
-        address = config.folder / SERVICE_FILE
+        address = config.folder / ADDRESS_FILE
         address.unlink(missing_ok=True)
         log = config.folder / "logs" / "service.log"
         with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
@@ -120,7 +137,7 @@ class ServiceClient:
                     if time.monotonic() > deadline:
                         raise DeadlineError(f"the service did not start within {config.rollout.timeout_s:g} s: {log}")
                     time.sleep(LOOK_S)
-                return cls(address.read_text().strip(), child)
+                return cls._of_folder(config.folder, child, config.rollout.timeout_s)
             except BaseException:
                 child.stop()
                 raise
@@ -132,8 +149,8 @@ class ServiceClient:
         self.close()
 
     def close(self) -> None:
-        """Leave the service, and end the engines if this object has started them."""
-        self._http.close()
+        """Leave the plane, and end the engines if this object has started them."""
+        self.connection.close()
         if self._child is not None:
             self._child.stop(grace_s=10.0)
 
@@ -146,87 +163,118 @@ class ServiceClient:
         sampling seeds depend on the step. Raises ServiceConflict if the step has other prompts or is not due.
         """
         data = None if prompts is None else tuple(map(_prompt_data, prompts))
-        return self._put("put_prompts_data", PutPrompts(step=step, prompts=data), f"the prompts of step {step}")
+        return self._put(PutPrompts(step=step, prompts=data), f"the prompts of step {step}")
 
-    def put_experience_data(self, group: Group | SealedGroup, wait_s: float | None = None) -> bool:
-        """Put a group that was sampled and scored outside; a step whose first group comes so has all of them so.
+    def put_experience_data(self, group: Group | Row, wait_s: float | None = None) -> bool:
+        """Put a group that was sampled and scored outside, where the recipe has data.pushed = true.
 
         Return False if the same group is there. While the service is full, waits up to `wait_s` seconds (None:
         `Config.transfer_timeout_s`), then raises DeadlineError. Raises BadInput for a damaged or incomplete group,
         StaleRolloutError where a token's weight version is not accepted for the step, ServiceConflict for another group
         at the same place.
         """
-        sealed = group if isinstance(group, SealedGroup) else seal_group(group)
-        what = f"group {sealed.index} of step {sealed.step}"
-        return self._put("put_experience_data", PutGroup(group=sealed), what, wait_s)
+        row = group if isinstance(group, Row) else pack_group(group)
+        return self._put(PutRow(row=row), f"group {row.index} of step {row.step}", wait_s)
 
-    def _put(self, route: str, request: PutPrompts | PutGroup, what: str, wait_s: float | None = None) -> bool:
-        return self._until_room(lambda: self.ask(route, request), f"for room in the service for {what}", wait_s).new
+    def _put(self, request: PutPrompts | PutRow, what: str, wait_s: float | None = None) -> bool:
+        return self._until_room(lambda: self.ask(request), f"for room in the service for {what}", wait_s).new
 
     def get_experience_data(
-        self, step: int, consumer: str = "trainer", budget: int = 0, trained: ExperienceLease | None = None
+        self,
+        step: int | None,
+        consumer: str = "trainer",
+        budget: int = 0,
+        trained: ExperienceLease | None = None,
+        stage: str = TRAIN,
+        columns: Sequence[str] = (),
     ) -> ExperienceLease | None:
-        """Wait for groups of a step; None once all of its groups are acknowledged. `budget`: most tokens; 0: the
-        recipe's window. One group is always given. `trained` is acknowledged before, with the same request.
+        """Wait for rows of a step for a stage; None once the stage is through with all of them. `step` None: of any
+        step, until the run's last step is trained. `budget`: most tokens; 0: the recipe's window. One row is always
+        given. `trained` is acknowledged before, with the same request. `columns`: of those that the stage needs; empty:
+        all.
 
-        A lease that is not acknowledged within service.lease_s is given again: at least once. The groups' bytes are
-        compared with their digests. Raises DeadlineError if nothing comes within `Config.transfer_timeout_s`, and what
-        `acknowledge` raises.
+        A lease that is not acknowledged, or written, within its `lease_s` is given again: at least once. Raises
+        DeadlineError if nothing comes within `Config.transfer_timeout_s`, and what `acknowledge` raises.
         """
-        budget = budget or self.config.window_tokens
+        budget = budget or self._budget(stage)
+        if stage == TRAIN and SCORES in columns:
+            columns = [*columns, *self.config.reward_weights]  # they are part of the reward
         done = () if trained is None else (trained.number,)
         deadline = time.monotonic() + self._timeout_s
         while time.monotonic() < deadline:
-            request = Lease(step=step, budget=budget, trained=done, consumer=consumer)
-            reply = self.ask("get_experience_data", request)
+            reply = self.ask(
+                Lease(budget=budget, stage=stage, step=step, done=done, consumer=consumer, columns=tuple(columns))
+            )
             done = ()
-            if isinstance(reply, EndOfStep):
+            if isinstance(reply, EndOfStep | EndOfRun):
                 return None
             if isinstance(reply, Window):
-                groups = tuple(open_group(group, reply.batch) for group in reply.groups)
-                return ExperienceLease(
-                    number=reply.lease,
-                    step=step,
-                    groups=groups,
-                    lease_s=reply.lease_s,
-                    deliveries=reply.deliveries,
-                )
-        raise DeadlineError(f"no groups of step {step} came within {self._timeout_s:g} s")
+                return ExperienceLease(reply, stage, self.config.reward_weights)
+        of = f"step {step}" if step is not None else "any step"
+        raise DeadlineError(f"no groups of {of} came for the stage {stage!r} within {self._timeout_s:g} s")
+
+    def _budget(self, stage: str) -> int:
+        own = self.config.stages.get(stage)
+        return (own.budget if own is not None else 0) or self.config.window_tokens
 
     def acknowledge(self, lease: ExperienceLease) -> None:
         """The groups are trained. Raises ServiceConflict if they were given again since: drop their gradient."""
-        self.ask("get_experience_data", Lease(step=lease.step, budget=0, trained=(lease.number,)))
+        self.ask(Lease(budget=0, stage=lease.stage, done=(lease.number,)))
+
+    def rows(self, stage: str, columns: Sequence[str] = (), consumer: str = "") -> Iterator[ExperienceLease]:
+        """Yield the windows of a stage of your own, of all steps, until the run's last step is trained. Answer each
+        with `write`."""
+        name = consumer or stage
+        while (lease := self.get_experience_data(None, name, stage=stage, columns=columns)) is not None:
+            yield lease
+
+    def write(self, lease: ExperienceLease, columns: Mapping[str, Sequence[Any]]) -> bool:
+        """Give the rows of a lease the columns of its stage, by name: an array of numbers for each row, in their order,
+        with one number for each response [G] or for each token of all responses laid end to end.
+
+        Return False if the same are there. Raises BadInput for another shape or other columns than the stage gives,
+        ServiceConflict if a row has other values or was given to another program since.
+        """
+        rows = tuple(
+            Written(row.index, tuple(pack_values(name, np.asarray(values[at])) for name, values in columns.items()))
+            for at, row in enumerate(lease.rows)
+        )
+        return self.ask(WriteColumns(stage=lease.stage, lease=lease.number, rows=rows)).new
 
     def sample(self, token_ids: Sequence[int], seeds: Sequence[int]) -> list[Response]:
         """Sample a response for each seed, with the weight versions of its tokens; no reward, no text."""
         request = SampleResponses(prompt=pack_ids(token_ids), seeds=tuple(seeds))
-        reply = self._until_room(lambda: self.ask("sample", request), "for room to sample in the service")
+        reply = self._until_room(lambda: self.ask(request), "for room to sample in the service")
         return [open_response(response) for response in reply.responses]
 
     # weights --------------------------------------------------------------------------------------
 
+    def publisher(self, ranks: Ranks | None = None, device: torch.device | None = None) -> Publisher:
+        """A publisher of weights for a trainer of these ranks, whose model is on `device`. Built by all ranks at
+        once."""
+        return Publisher.of(
+            config=self.config,
+            connection=self.connection,
+            ranks=ranks or OneRank(),
+            folder=self._weights,
+            device=device or torch.device("cpu"),
+        )
+
     def weight_sync_notify(self, version: int, model: PublishedModel) -> None:
-        """Give every instance this version of the model, and return once every one holds and has verified it.
+        """Give every instance this version of the model, and return once every one holds and has verified it; with
+        weights.staged in a mode that samples ahead, once it is on its way (`await_version` waits for the rest).
 
         The first version may be any (a trainer that resumes), then each is one more. Raises ServiceConflict for another
         one, or while a group of an earlier step is not acknowledged; WeightSyncError if no instance can hold it.
         """
-        channel = WeightChannel(self.ask)
-        if self._publisher is None:
-            config = self.config
-            self._publisher = Publisher(
-                control=channel,
-                sender=channel,
-                ranks=OneRank(),
-                transport=partial(
-                    open_transport, config.weights.transport, config.rollout.timeout_s, torch.device("cpu")
-                ),
-                folder=self._weights,
-                dtype=DTYPES[config.model.dtype],
-                bucket_bytes=config.weights.bucket_mb * 2**20,
-                timeout_s=self._timeout_s,
-            )
-        channel.wait_until_allowed(version, self._timeout_s)
+        self._publisher = self._publisher or self.publisher()
+        deadline = time.monotonic() + self._timeout_s
+        while not self.ask(MayPublish(version=version)).now:
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"weight version {version} could not be published within {self._timeout_s:g} s: batches in flight "
+                    "are still being sampled"
+                )
         self._publisher.publish(model, version)
         self._publisher.verify(model, version)
         self._publisher.settle()
@@ -236,32 +284,20 @@ class ServiceClient:
         `Config.transfer_timeout_s`. Raises DeadlineError."""
         limit_s = timeout_s or self._timeout_s
         deadline = time.monotonic() + limit_s
-        while not isinstance(self.ask("await_version", AwaitVersion(version=version)), Done):
+        while not isinstance(self.ask(AwaitVersion(version=version)), Done):
             if time.monotonic() > deadline:
-                raise DeadlineError(f"weight version {version} was not published within {limit_s:g} s")
+                raise DeadlineError(f"not every instance held weight version {version} within {limit_s:g} s")
 
     # calls ----------------------------------------------------------------------------------------
 
-    def ask(self, route: str, request: ControlRequest[Answer]) -> Answer:
-        """Send a message to a route, and return the reply.
-
-        Raises the error that the service answers with, DeadlineError without an answer in time, MetronomeError where
-        the service is not reached.
-        """
+    def ask(self, request: Request[Answer]) -> Answer:
+        """Send a message, and return the reply. Raises what `Connection.ask` raises."""
         try:
-            answer = self._http.post(f"{self._url}/{route}", content=pack(request), timeout=self._timeout_s)
-        except httpx.TimeoutException:
-            raise DeadlineError(f"{self._url}/{route}: no answer within {self._timeout_s:g} s") from None
-        except httpx.TransportError as error:
-            how = f"; it {self._child.how_it_ended()}" if self._child is not None and not self._child.alive else ""
-            raise MetronomeError(f"{self._url}/{route}: the service is not reached: {error}{how}") from None
-        try:
-            reply = read_reply(answer.content)
-        except msgspec.DecodeError:
-            raise MetronomeError(f"{self._url}/{route} answered {answer.status_code} with no message") from None
-        if isinstance(reply, Failure):
-            raise reply.error()
-        return cast(Answer, reply)
+            return self.connection.ask(request)
+        except MetronomeError as error:
+            if type(error) is MetronomeError and self._child is not None and not self._child.alive:
+                raise MetronomeError(f"{error}; the service {self._child.how_it_ended()}") from None
+            raise
 
     def _until_room(self, ask: Callable[[], Found], what: str, wait_s: float | None = None) -> Found:
         limit_s = self._timeout_s if wait_s is None else wait_s
@@ -277,4 +313,10 @@ class ServiceClient:
 
 def _prompt_data(prompt: Prompt) -> PromptData:
     columns: Mapping[str, object] = prompt.columns
-    return PromptData(prompt.problem, prompt.answer, pack_ids(prompt.token_ids), dict(columns))
+    return PromptData(
+        problem=prompt.problem,
+        answer=prompt.answer,
+        token_ids=pack_ids(prompt.token_ids),
+        columns=dict(columns),
+        text=prompt.text,
+    )

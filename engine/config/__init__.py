@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from engine.config.inputs import Data, DryRun, Model, Reward, Run
+from engine.config.inputs import Data, DryRun, Model, OnFault, Reward, Run
 from engine.config.results import Evaluate, ServiceLimits, Tracking
 from engine.config.rollouts import Queue, Rollout, Weights
 from engine.config.rules import BATCH_SCOPE, BATCH_SCOPE_LOSSES, RULES
+from engine.config.stages import Stage
 from engine.config.training import Algorithm, Attention, Bapo, Checkpoint, M2po, Parallel, Platform, Train
 from engine.config.tree import WINDOW_PER_STAGE, Tree
 
@@ -29,6 +30,7 @@ __all__ = [
     "Evaluate",
     "M2po",
     "Model",
+    "OnFault",
     "Parallel",
     "Platform",
     "Queue",
@@ -36,6 +38,7 @@ __all__ = [
     "Rollout",
     "Run",
     "ServiceLimits",
+    "Stage",
     "Tracking",
     "Train",
     "Weights",

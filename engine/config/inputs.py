@@ -74,6 +74,9 @@ class Data(Table):
     decontaminate: list[str] = Field(default_factory=lambda: ["benchmark"])
     """Problem sets whose problems are left out of the training. "benchmark" stands for the held-out problems and those
     of `evaluate.benchmark`. Empty: nothing is left out."""
+    pushed: bool = False
+    """Whether programs outside put the groups of each step (docs/service.md), instead of the run sampling responses to
+    the prompts of `train`."""
     prompt_template: str = "{problem}"
     """Prompt of a problem: a text with `{problem}` in it, or "chat" for the tokenizer's chat template around one user
     message."""
@@ -102,6 +105,10 @@ class Data(Table):
         return self
 
 
+OnFault = Literal["stop", "zero", "exclude"]
+"""What follows when a response's reward is not known."""
+
+
 class Reward(Table):
     """How a response is scored."""
 
@@ -109,12 +116,14 @@ class Reward(Table):
     """The reward: "math" or "exact" (built in), or a function of your own, "file.py:function" or
     "package.module:function"."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds that one call may take. After that its process is killed, and the responses of the call score 0.
-    math-verify needs milliseconds."""
-    on_error: Literal["stop", "zero"] = "stop"
-    """What follows when a reward of your own raises, or returns anything but one finite number per response. "stop":
-    the run stops after a checkpoint. "zero": the responses score 0 and are counted. A built-in reward always scores
-    0."""
+    """Seconds that one call may take. After that its process is killed. math-verify needs milliseconds."""
+    on_timeout: OnFault = "zero"
+    """What follows when a call takes longer. "stop": the run stops after a checkpoint. "zero": the responses score 0.
+    "exclude": they are left out of the training, and the advantages of their group are those of the other responses.
+    All are counted."""
+    on_error: OnFault = "stop"
+    """What follows when a reward of your own raises, or returns anything but one finite number per response; the values
+    are those of `on_timeout`. A built-in reward never stops a run: with "stop" it scores 0."""
     workers: PositiveInt = 1
     """Number of verifier processes. One keeps up with a small model; raise it when verifying is slow."""
     memory_gb: float = Field(default=16.0, ge=0)

@@ -18,10 +18,20 @@ def places(config: Config) -> Iterator[str]:
     if not config.places_on_devices:
         return
     yield f"trainer ranks on devices 0 to {config.parallel.ranks_per_node - 1} of their nodes"
+    if scored := scorer_devices(config):
+        yield f"the ranks of [stages.reference] on devices {scored} of the first node"
     if config.rollout.instances:
         yield f"the run's own instances on devices {config.rollout.devices} of the first node (rollout.devices)"
     if config.dry_run.joining:
         yield f"{config.dry_run.joining} instances that join on other nodes"
+
+
+def scorer_devices(config: Config) -> list[int]:
+    """Numbers of the accelerators of the ranks of [stages.reference] on the first node: those that it names, else those
+    after the trainer's."""
+    stage = config.reference_stage
+    first = config.parallel.ranks_per_node
+    return stage.devices or list(range(first, first + stage.ranks)) if stage is not None else []
 
 
 def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
@@ -36,13 +46,14 @@ def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
         return
     ranks = 0 if config.platform.device == "cpu" else config.parallel.ranks_per_node
     trained = list(visible or range(ranks))[:ranks]
+    scored = [dict(enumerate(visible)).get(one, one) for one in scorer_devices(config)] if ranks else []
     needed = own * config.rollout.tensor
     if not named:
         if trained or own > 1:
             others = ", which trainer ranks have" if trained else ""
             yield (
                 f"rollout.devices is empty, so each of the {own} instances that the run starts takes devices from 0 "
-                f"on{others}: {_remedy(config, trained, visible, needed)}"
+                f"on{others}: {_remedy(config, [*trained, *scored], visible, needed)}"
             )
         return
     if len(named) != needed:
@@ -50,13 +61,15 @@ def overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:
         yield f"rollout.devices names {len(named)} devices, {own} instances of rollout.tensor = {tensor} take {needed}"
     if taken := sorted(set(named) & set(trained)):
         yield f"rollout.devices names {taken}, which trainer ranks have; theirs are {trained}"
+    if taken := sorted(set(named) & set(scored)):
+        yield f"rollout.devices names {taken}, which ranks of [stages.reference] have; theirs are {scored}"
     if twice := sorted({device for device in named if named.count(device) > 1}):
         yield f"rollout.devices names {twice} more than once"
 
 
-def _remedy(config: Config, trained: Sequence[int], visible: Sequence[int], needed: int) -> str:
+def _remedy(config: Config, taken: Sequence[int], visible: Sequence[int], needed: int) -> str:
     """What to set instead: the node's free devices, or instances on other nodes if there are too few."""
-    free = [device for device in visible or range(config.platform.devices_per_node) if device not in trained][:needed]
+    free = [device for device in visible or range(config.platform.devices_per_node) if device not in taken][:needed]
     if len(free) == needed:
         return f"set rollout.devices = {free}"
     joining = config.dry_run.joining + config.rollout.instances

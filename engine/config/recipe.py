@@ -14,13 +14,31 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.config import Config
-from engine.config.keys import accepted, flatten, nest
-from engine.config.table import is_table
+from engine.config.keys import flatten, nest
+from engine.config.table import is_table, keys_in, named_table, tables_in
 from engine.errors import BadInput
 from engine.types import JsonObject
 
 HOME = Path(__file__).resolve().parents[2]
 """Metronome's own folder: shipped recipes and data are found relative to it."""
+WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "a table",
+    "model": "a table",
+}
+"""Pydantic's name of a type → its words in a message."""
+TEXT_KEYS = frozenset(
+    f"{name}.{key}"
+    for name, table in tables_in(Config)
+    for key, field in table.model_fields.items()
+    if field.annotation is str
+)
+"""Keys whose value is a text: `--set run.name=2026-11-25` is no date."""
 
 
 def find(path: str) -> Path:
@@ -80,12 +98,12 @@ def _is_tree(flat: JsonObject) -> bool:
 
 def written(recipe: str | os.PathLike[str]) -> JsonObject:
     """The keys that a recipe file has, by their dotted names. Raises BadInput if it can't be read."""
-    return accepted(flatten(_read_toml(recipe)), str(recipe))
+    return flatten(_read_toml(recipe))
 
 
 def overridden(overrides: Iterable[str]) -> JsonObject:
     """The keys of `key=value` overrides, by their dotted names. Raises BadInput for a text of another form."""
-    return accepted(flatten(dict(map(_parse_override, overrides))), "--set")
+    return flatten(dict(map(_parse_override, overrides)))
 
 
 def _read_toml(recipe: str | os.PathLike[str]) -> dict[str, Any]:
@@ -101,15 +119,16 @@ def _read_toml(recipe: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
-    """(key, value) of `key=value`. A value that is not TOML is a string."""
+    """(key, value) of `key=value`. A value that is not TOML is a text, and so is every value of a text key."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) < 2 or not all(parts):
         raise BadInput(f"--set {override}: expected table.key=value, for example --set rollout.group_size=8")
     try:
-        return key.strip(), tomllib.loads(f"v = {text}")["v"]
+        value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        return key.strip(), text.strip()
+        value = text.strip()
+    return key.strip(), text.strip() if key.strip() in TEXT_KEYS and not isinstance(value, str) else value
 
 
 def _first_mistake(error: ValidationError) -> str:
@@ -130,7 +149,7 @@ def _first_mistake(error: ValidationError) -> str:
 
 def _in_words(mistake: ErrorDetails) -> str:
     """What a value must be. Pydantic's own sentence also says how it has tried to read a text as another type."""
-    for kind, what in (("int", "an integer"), ("float", "a number"), ("bool", "true or false"), ("string", "a text")):
+    for kind, what in WORDS.items():
         if mistake["type"] in (f"{kind}_parsing", f"{kind}_type", f"{kind}_from_float"):
             return f"must be {what}"
     return mistake["msg"].removeprefix("Value error, ").replace("Input should be ", "must be ", 1)
@@ -138,16 +157,22 @@ def _in_words(mistake: ErrorDetails) -> str:
 
 def _key_part(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """The leading part of a mistake's location that names tables and the key; the rest is inside the value."""
-    table: Any = Config
-    for depth, part in enumerate(loc, 1):
-        field = table.model_fields.get(part)
-        if field is None or not is_table(field.annotation):
+    place: Any = Config
+    for depth, part in enumerate(loc):
+        if inner := named_table(place):
+            place = inner
+        elif is_table(place):
+            place = place.model_fields[str(part)].annotation
+        else:
             return loc[:depth]
-        table = field.annotation
     return loc
 
 
 def _nearest_key(loc: tuple[int | str, ...]) -> str:
-    names = flatten(Config().model_dump()) if len(loc) > 1 else Config.model_fields
+    """The valid key that is most like an unknown one. A key in a table that the recipe names stays in it."""
+    names: Iterable[str] = Config.model_fields
+    if len(loc) > 1:
+        named = named_table(Config.model_fields[str(loc[0])].annotation)
+        names = [f"{loc[0]}.{loc[1]}.{key}" for key in named.model_fields] if named else keys_in(Config)
     close = difflib.get_close_matches(".".join(map(str, loc)), sorted(names), n=1, cutoff=0.0)
     return f"did you mean {close[0]}?"

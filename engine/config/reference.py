@@ -8,18 +8,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from engine.config import Config
-from engine.config.table import Table, is_table
+from engine.config.table import Table, is_value, tables_in
 
 HEAD = """# Configuration
 
 Every key of a recipe. Generated from `engine/config` by `python -m engine.config.reference > docs/configuration.md`:
 edit the docstrings there. A recipe is a TOML file with these tables. `--set table.key=value` overrides a key,
-`--set table.table.key=value` a key of a table inside a table. An unknown key is refused with the nearest valid one, a
-value out of range with the range. Keys that do not go together are refused too (`engine/config/rules.py`).
+`--set table.table.key=value` a key of a table inside a table. NAME stands for a name of your choice: there may be
+several such tables. An unknown key is refused with the nearest valid one, a value out of range with the range. Keys
+that do not go together are refused too (`engine/config/rules.py`, `engine/config/stage_rules.py`).
 """
 BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 """JSON schema's name of a bound → its words on the page."""
@@ -30,15 +30,9 @@ NAMES = {"boolean": "true or false", "array": "list", "object": "table"}
 def reference() -> str:
     """Return the page in Markdown."""
     kinds = Config.model_json_schema()["$defs"]
-    return "\n".join([HEAD, *("\n".join(_section(name, kinds[kind.__name__], kind)) for name, kind in _tables(Config))])
-
-
-def _tables(table: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[Table]]]:
-    """(dotted name, class) of all tables inside a table, to any depth."""
-    for name, field in table.model_fields.items():
-        if is_table(field.annotation):
-            yield f"{prefix}{name}", field.annotation
-            yield from _tables(field.annotation, f"{prefix}{name}.")
+    return "\n".join(
+        [HEAD, *("\n".join(_section(name, kinds[kind.__name__], kind)) for name, kind in tables_in(Config))]
+    )
 
 
 def _section(name: str, schema: dict[str, Any], table: type[Table]) -> Iterator[str]:
@@ -48,7 +42,7 @@ def _section(name: str, schema: dict[str, Any], table: type[Table]) -> Iterator[
     yield "| key | default | value | meaning |"
     yield "|---|---|---|---|"
     for key, kind in schema["properties"].items():
-        if is_table(table.model_fields[key].annotation):
+        if not is_value(table.model_fields[key].annotation):
             continue
         default = table.model_fields[key].get_default(call_default_factory=True)
         shown = "–" if default is PydanticUndefined else f"`{_toml(default)}`"

@@ -58,13 +58,10 @@ class Evaluate(Table):
 
 
 class ServiceLimits(Table):
-    """The service for trainers and programs outside (`metronome service`, docs/service.md)."""
+    """What programs outside may take and put (docs/service.md)."""
 
-    listen: str = "127.0.0.1:0"
-    """Address host:port at which the service answers; port 0 takes a free port. An address other than loopback needs
-    METRONOME_TOKEN to be set."""
     lease_s: PositiveFloat = 300.0
-    """Seconds that a program outside has for what it was given before it is given again."""
+    """Seconds that a trainer outside has for a window of a service's stage train before the window is given again."""
     max_mib: PositiveInt = 1024
     """Largest size in MiB of the groups and prompts that programs have put and that are not trained yet, the bodies of
     requests under way included. A put beyond it is refused for now."""

@@ -64,22 +64,28 @@ class Rollout(Table):
     wait_s: PositiveFloat = 60.0
     """Seconds that a run without any living instance waits for one before it stops with a checkpoint."""
     listen: str = "127.0.0.1:0"
-    """Address host:port at which instances join and /metrics is served; port 0 takes a free port. An address other than
-    loopback needs METRONOME_TOKEN to be set."""
+    """Address host:port of the run's server: instances join there, stages and programs outside ask there, and it serves
+    /status and /metrics. Port 0 takes a free port. An address other than loopback needs METRONOME_TOKEN to be set."""
 
 
 class Queue(Table):
-    """Where the finished groups of a step lie until they are trained."""
+    """Where the columns of a step's rows lie until the rows are trained."""
 
     store: Literal["launcher", "transferqueue"] = "launcher"
     """"launcher": in the launcher's memory. "transferqueue": in the storage units of TransferQueue, AsyncFlow's library
-    (`pip install metronome[transferqueue]`), in processes of their own on the launcher's machine
+    (`pip install metronome[transferqueue]`): processes on the launcher's machine, or on the nodes of a Ray cluster
     (docs/rollouts.md). It needs unauthenticated = true."""
+    address: str = ""
+    """Address "host:port" of a running Ray cluster whose nodes host the storage units; "auto": that of the launcher's
+    machine. The launcher's machine must be one of its nodes. Empty: Metronome starts Ray on loopback on the launcher's
+    machine."""
     unauthenticated: bool = False
     """Allow a store without passwords: with "transferqueue" every user of the launcher's machine can read and change
-    the groups, and run code as the user of the run."""
+    the groups, and run code as the user of the run. With an address, so can whoever reaches the cluster's nodes over
+    the network, and code runs as the user of Ray there."""
     units: PositiveInt = 2
-    """Number of TransferQueue's storage units, over which the groups are spread."""
+    """Number of TransferQueue's storage units, over which the groups are spread. With an address they are spread evenly
+    over the cluster's nodes."""
     timeout_s: PositiveFloat = 30.0
     """Longest time in seconds of a call to TransferQueue. The launcher looks for what the trainer could not fetch in
     time. After its own call a storage unit counts as lost: its groups are generated again. If the controller does not
@@ -99,6 +105,6 @@ class Weights(Table):
     """Size in MiB of one bucket, the piece of the weights that is gathered and sent at a time. Up to three buckets are
     in the trainer's memory at once, beside the model."""
     check_tokens: int = Field(default=16, ge=0)
-    """Number of fixed tokens whose log-probabilities trainer and instances compare after each sync; 0 and 1 switch the
-    comparison off. On a CPU each costs both sides as much as a generated token. With bfloat16, where the mean
-    difference is compared, 32 or more are advisable."""
+    """Number of tokens of the run's prompts whose log-probabilities trainer and instances compare after each sync; 0
+    and 1 switch the comparison off. On a CPU each costs both sides as much as a generated token. With bfloat16, where
+    the mean difference is compared, 32 or more are advisable."""

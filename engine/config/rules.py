@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from engine.config.cores import foreign_cores
 from engine.config.secrets import check_no_password
+from engine.config.stage_rules import check_stages
 from engine.config.tree import Tree
 
 BF16_GAP = 0.2
@@ -41,13 +42,19 @@ def _check_groups(config: Tree) -> None:
 def _check_cores(config: Tree) -> None:
     # with "auto" only the start of the instances tells whether vLLM's devices are cores
     on_cores = config.rollout.engine == "embedded" or config.platform.device == "cpu"
+    scoring = config.reference_stage.devices if config.reference_stage is not None else []
     if missing := foreign_cores("train.devices", config.train.devices) or (
-        on_cores and foreign_cores("rollout.devices", config.rollout.devices)
+        on_cores
+        and (
+            foreign_cores("rollout.devices", config.rollout.devices)
+            or foreign_cores("stages.reference.devices", scoring)
+        )
     ):
         raise ValueError(missing)
     for key, cores, sharers, count in (
         ("rollout.devices", config.rollout.devices, "instances", config.rollout.instances),
         ("train.devices", config.train.devices, "trainer ranks", config.parallel.ranks),
+        ("stages.reference.devices", scoring, "ranks", config.scorer_ranks),
     ):
         if cores and (not count or len(cores) % count):
             raise ValueError(f"{key} names {len(cores)} cores or devices, which {count} {sharers} can't share evenly")
@@ -78,6 +85,18 @@ def _check_updates(config: Tree) -> None:
         )
 
 
+def _check_warmup(config: Tree) -> None:
+    train = config.train
+    updates = train.steps * train.updates
+    falls = train.schedule != "constant"
+    if train.warmup_steps and train.warmup_steps >= updates + (not falls):
+        raise ValueError(
+            f"train.warmup_steps ({train.warmup_steps}) must be {'below' if falls else 'at most'} train.steps x "
+            f'train.updates ({updates}): the learning rate of schedule "{train.schedule}" would '
+            + ("never fall" if falls else "never reach its peak")
+        )
+
+
 def _check_early_scores(config: Tree) -> None:
     if config.train.score_early and config.train.consume == "prompt_order":
         raise ValueError(
@@ -101,6 +120,17 @@ def _check_dynamic_sampling(config: Tree) -> None:
         raise ValueError(
             "algorithm.dynamic_sampling needs a rollout.group_size of at least 2: the scores of a group of one are "
             "all equal"
+        )
+    if config.algorithm.dynamic_sampling and config.data.pushed:
+        raise ValueError(
+            "algorithm.dynamic_sampling does not go with data.pushed: the run samples nothing that it could choose from"
+        )
+    if config.algorithm.dynamic_sampling and config.reward_weights:
+        weighted = [f"stages.{name}.reward_weight" for name, stage in config.stages.items() if stage.reward_weight]
+        raise ValueError(
+            f"algorithm.dynamic_sampling does not go with {', '.join(weighted)}: it selects groups by the scores of "
+            "reward.function alone, before a stage has added to the reward. Set the weight to 0, or score in "
+            "reward.function"
         )
 
 
@@ -271,9 +301,14 @@ def _check_store(config: Tree) -> None:
         return
     key = f'queue.store = "{config.queue.store}"'
     if not config.queue.unauthenticated:
+        who = (
+            "whoever reaches the Ray cluster's nodes"
+            if config.queue.address
+            else "every user of the launcher's machine"
+        )
         raise ValueError(
-            f"{key} has no passwords: every user of the launcher's machine can read and change the groups, and run "
-            "code as the user of the run. Where you allow that, set queue.unauthenticated = true"
+            f"{key} has no passwords: {who} can read and change the groups, and run code as the user of the storage "
+            "units. Where you allow that, set queue.unauthenticated = true"
         )
     if config.algorithm.dynamic_sampling:
         raise ValueError(
@@ -285,11 +320,16 @@ def _check_store(config: Tree) -> None:
             f'{key} with algorithm.advantage = "{config.algorithm.advantage}" needs rollout.deterministic: a lost '
             "group is generated again, and the statistics of the batch must stay true"
         )
+    if config.stages and not config.rollout.deterministic:
+        raise ValueError(
+            f"{key} with [stages.{next(iter(config.stages))}] needs rollout.deterministic: a lost group is generated "
+            "again, and what the stage has computed for its tokens must stay true"
+        )
 
 
 RULES: tuple[Callable[[Tree], None], ...] = (
-    _check_groups, _check_cores, _check_precision, _check_updates, _check_early_scores, _check_scope, _check_staleness,
-    _check_dynamic_sampling, _check_partial, _check_ratio, _check_dual_clip, _check_mismatch, _check_thresholds,
-    _check_embedded_engine, _check_vllm, _check_store, check_no_password,
+    _check_groups, check_stages, _check_cores, _check_precision, _check_updates, _check_warmup, _check_early_scores,
+    _check_scope, _check_staleness, _check_dynamic_sampling, _check_partial, _check_ratio, _check_dual_clip,
+    _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm, _check_store, check_no_password,
 )  # fmt: skip
 """All rules, in the order in which they are checked; the first that does not hold is reported."""

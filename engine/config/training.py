@@ -38,7 +38,7 @@ class Train(Table):
     t − max_staleness exactly. Only in mode "bounded"; the other modes refuse it."""
     steps: PositiveInt = 60
     """Number of steps of the run. Each step publishes its weights once, so this is also the final weight version."""
-    prompts_per_step: PositiveInt = 32
+    prompts_per_step: int = Field(default=32, gt=0, le=100_000)
     """Prompts, and so groups, that one step trains on (B; N in the papers)."""
     updates: PositiveInt = 1
     """Optimizer updates per step. Each trains a mini-batch of prompts_per_step / updates groups, taken in the order of
@@ -60,7 +60,8 @@ class Train(Table):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up. "linear" and "cosine" fall to 0 at the run's last update."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Updates in which the learning rate rises linearly to its peak. 0: no warm-up."""
+    """Updates in which the learning rate rises linearly to its peak; at most those of the run, and fewer where the
+    schedule falls after it. 0: no warm-up."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Weight decay of AdamW. It is never applied to norms and biases."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -232,7 +233,7 @@ class Parallel(Table):
     context: PositiveInt = 1
     """Ranks that share the tokens of a micro-batch (context parallelism)."""
     data: PositiveInt = 1
-    """Replicas of the model (data parallelism). Each takes groups from one queue as it becomes free."""
+    """Replicas of the model (data parallelism). Each takes groups from one table as it becomes free."""
     expert: PositiveInt = 1
     """Ranks, out of tensor × context × data, that share the experts of a mixture-of-experts model; each holds whole
     experts. It must divide the number of experts; 1 for a dense model."""
@@ -240,8 +241,8 @@ class Parallel(Table):
     """Machines that run trainer ranks, the same number of ranks on each. All must see the run folder
     (docs/several_nodes.md)."""
     rendezvous: str = ""
-    """Address host:port on the launcher's node at which the nodes meet; the port after it carries the control channel.
-    Needed with nodes above 1, else empty."""
+    """Address host:port on the launcher's node at which the nodes meet; at the port after it the ranks reach the
+    launcher, over TLS. Needed with nodes above 1, else empty."""
     sequence: bool = False
     """Share the norms' work and activations among the tensor ranks, too (sequence parallelism). Needs tensor above 1.
     Off by default, because it is slower on a CPU."""
@@ -308,7 +309,7 @@ class Platform(Table):
     that needs more. 0: no limit."""
     devices_per_node: PositiveInt = 8
     """Number of accelerators of one node. `run.dry` reads it, and it decides how many instances a node of the rollout
-    pool takes. 8 is usual."""
+    pool takes. 8 is usual; 16 for Atlas A3."""
     memory_gib: PositiveFloat = 64.0
     """Memory of one accelerator in GiB, read by `run.dry`. 64 is that of an Ascend 910B (Periodic Asynchrony §6)."""
 

@@ -8,6 +8,7 @@ from engine.config.cores import usable_cores
 from engine.config.inputs import Data, DryRun, Model, Reward, Run
 from engine.config.results import Evaluate, ServiceLimits, Tracking
 from engine.config.rollouts import Queue, Rollout, Weights
+from engine.config.stages import REFERENCE_STAGE, Stage
 from engine.config.table import Table
 from engine.config.training import Algorithm, Attention, Checkpoint, Parallel, Platform, Train
 
@@ -26,6 +27,8 @@ class Tree(Table):
     reward: Reward = Reward()
     rollout: Rollout = Rollout()
     queue: Queue = Queue()
+    stages: dict[str, Stage] = {}
+    """Stages beside generate, reward and train, by name."""
     train: Train = Train()
     algorithm: Algorithm = Algorithm()
     attention: Attention = Attention()
@@ -63,6 +66,12 @@ class Tree(Table):
         return self.train.micro_batch_tokens * self.parallel.lockstep * (self.parallel.pipeline - 1)
 
     @property
+    def leaders_fetch(self) -> bool:
+        """Whether the leaders of the trainer's units fetch the bodies of columns from the store themselves: from the
+        nodes of a cluster, or from loopback where all ranks are on the launcher's node."""
+        return self.queue.store != "launcher" and (bool(self.queue.address) or self.parallel.nodes == 1)
+
+    @property
     def transfer_timeout_s(self) -> float:
         """Seconds that a trainer waits for the launcher, for other ranks or for a transfer.
 
@@ -75,6 +84,44 @@ class Tree(Table):
     def trainer_threads(self) -> int:
         """Number of computing threads of a trainer rank: that of its own cores, or an even share without any."""
         return len(self.train.devices) // self.parallel.ranks or self._even_share
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """Column → the weight with which it is added to the reward; only columns with a weight."""
+        stages = [stage for stage in self.stages.values() if stage.reward_weight]
+        return {column: stage.reward_weight for stage in stages for column in stage.gives}
+
+    @property
+    def reference_stage(self) -> Stage | None:
+        """The stage that computes the reference on devices of its own; None where the trainer holds the reference."""
+        return self.stages.get(REFERENCE_STAGE)
+
+    def stage_layout(self, name: str) -> Parallel:
+        """The layout of the ranks of [stages.NAME].
+
+        Tensor ranks share the norms' work as the trainer's do; if the trainer has none, they do, because models with
+        experts need it.
+        """
+        stage = self.stages[name]
+        return Parallel(
+            tensor=stage.tensor,
+            pipeline=stage.pipeline,
+            context=stage.context,
+            data=stage.data,
+            sequence=stage.tensor > 1 and (self.parallel.sequence or self.parallel.tensor == 1),
+        )
+
+    @property
+    def scorer_ranks(self) -> int:
+        """Number of ranks of [stages.reference], which a run has beside the trainer's; 0 without it."""
+        return self.reference_stage.ranks if self.reference_stage is not None else 0
+
+    @property
+    def scorer_threads(self) -> int:
+        """Number of computing threads of a rank of [stages.reference]: that of its own cores, or an even share without
+        any."""
+        stage = self.reference_stage
+        return (len(stage.devices) // stage.ranks if stage is not None else 0) or self._even_share
 
     @property
     def instance_threads(self) -> int:
@@ -93,5 +140,6 @@ class Tree(Table):
 
     @property
     def _even_share(self) -> int:
-        """Cores that this process may use, per trainer rank and own instance; at least 1."""
-        return max(1, len(usable_cores()) // (self.parallel.ranks + self.rollout.instances))
+        """Cores that this process may use, per trainer rank, rank of the reference and own instance; at least 1."""
+        processes = self.parallel.ranks + self.scorer_ranks + self.rollout.instances
+        return max(1, len(usable_cores()) // processes)

@@ -13,7 +13,7 @@ from typing import Any
 from engine.config import Config
 from engine.config.recipe import find
 from engine.data.hub import read_hub
-from engine.data.problem_files import SUFFIXES, parse, read_files
+from engine.data.problem_files import SUFFIXES, parse, read_files, spelled
 from engine.errors import BadInput
 from engine.reward.verifiers import last_boxed
 from engine.run.files import write_atomically
@@ -125,7 +125,7 @@ def brought_to_form(row: Mapping[str, Any]) -> JsonObject:
     problem = next((row[key] for key in PROBLEM if row.get(key)), None)
     answer = next((row[key] for key in ANSWER if row.get(key) not in (None, "", [])), None)
     if isinstance(answer, list):
-        answer = ", ".join(map(str, answer))
+        answer = ", ".join(map(spelled, answer))
     if answer is None:
         solution = next((row[key] for key in SOLUTION if isinstance(row.get(key), str)), "")
         answer = last_boxed(solution)

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations
 
-from engine.data.problems import Problems, Rejected, Row, reasons, short
+from engine.data.problems import ProblemRow, Problems, Rejected, reasons, short
 from engine.errors import BadInput
 from engine.reward.answers import tidy, ungradable
+from engine.reward.equality import same
 
 
 def clean(problems: Problems, math: bool) -> Problems:
     """The set without duplicate rows.
 
-    With `math` the answers are also unwrapped (`tidy`), must be checkable, and there must be one per problem. Without
+    With `math` the answers are also unwrapped (`tidy`), must be checkable, and there must be one per problem, however
+    it is spelled (`equality.same`). Without
     `math` an answer may be anything that a user's reward reads, so only equal rows are duplicates. Raises BadInput if
     no row is left.
     """
@@ -24,7 +27,7 @@ def clean(problems: Problems, math: bool) -> Problems:
     return with_rows(problems, rows, rejected)
 
 
-def with_rows(problems: Problems, rows: Iterable[Row], rejected: Iterable[Rejected]) -> Problems:
+def with_rows(problems: Problems, rows: Iterable[ProblemRow], rejected: Iterable[Rejected]) -> Problems:
     """The set with these rows, and `rejected` added to its rejected rows. Raises BadInput if no row is left."""
     kept = tuple(rows)
     out = tuple(rejected)
@@ -38,7 +41,7 @@ def text_key(problem: str) -> str:
     return " ".join(problem.split())
 
 
-def _gradable(rows: Iterable[Row], rejected: list[Rejected]) -> Iterable[Row]:
+def _gradable(rows: Iterable[ProblemRow], rejected: list[Rejected]) -> Iterable[ProblemRow]:
     for row in rows:
         reason = ungradable(answer := tidy(row.answer))
         if reason:
@@ -50,23 +53,24 @@ def _gradable(rows: Iterable[Row], rejected: list[Rejected]) -> Iterable[Row]:
             yield row if answer == row.answer else replace(row, answer=answer)
 
 
-def _once(rows: list[Row], rejected: list[Rejected], math: bool) -> Iterable[Row]:
-    """The first of equal rows. With `math`, no row of a problem that has several answers."""
-    answers: dict[str, set[str]] = {}
+def _once(rows: list[ProblemRow], rejected: list[Rejected], math: bool) -> Iterable[ProblemRow]:
+    """The first of equal rows. With `math` one answer in several spellings is one row, and of a problem that has
+    several answers there is none."""
+    answers: dict[str, dict[str, str]] = {}
     for row in rows:
-        answers.setdefault(text_key(row.problem), set()).add(_answer_key(row.answer))
+        answers.setdefault(text_key(row.problem), {}).setdefault(_answer_key(row.answer), row.answer)
+    contradicted = {key: found for key, each in answers.items() if math and (found := _different(list(each.values())))}
     first: dict[tuple[str, str], str] = {}
     for row in rows:
         key = text_key(row.problem)
-        earlier = first.setdefault((key, _answer_key(row.answer)), row.where)
-        if math and len(answers[key]) > 1:
-            found = " and ".join(sorted(answers[key])[:3])
+        earlier = first.setdefault((key, "" if math else _answer_key(row.answer)), row.where)
+        if key in contradicted:
             rejected.append(
                 Rejected(
                     where=row.where,
                     column="answer",
                     reason="contradicted",
-                    found=short(found),
+                    found=short(contradicted[key]),
                     expected="one answer for one problem",
                 )
             )
@@ -82,6 +86,18 @@ def _once(rows: list[Row], rejected: list[Rejected], math: bool) -> Iterable[Row
             )
         else:
             yield row
+
+
+def _different(answers: list[str]) -> str:
+    """Two of the answers that are not the same, as "1 and 2"; empty if all are spellings of one."""
+    return next((" and ".join(pair) for pair in combinations(answers, 2) if not _same(*pair)), "")
+
+
+def _same(one: str, other: str) -> bool:
+    try:
+        return same(one, other)
+    except (RecursionError, MemoryError):  # no answer needs this much
+        return False
 
 
 def _answer_key(answer: str) -> str:

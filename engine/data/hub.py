@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from engine.config.recipe import find
-from engine.data.problem_files import SUFFIXES, plain
+from engine.data.problem_files import has_suffix, table_rows
 from engine.errors import BadInput
 from engine.types import JsonObject
 
@@ -18,7 +18,7 @@ a minute."""
 
 def is_hub_id(path: str) -> bool:
     """Whether the path has the form owner/name or owner/name:split and is not a file or folder on this machine."""
-    return _ID.fullmatch(path) is not None and not path.endswith(SUFFIXES) and not find(path).exists()
+    return _ID.fullmatch(path) is not None and not has_suffix(path) and not find(path).exists()
 
 
 def read_hub(path: str) -> list[tuple[str, JsonObject]]:
@@ -49,7 +49,8 @@ def rows_of(path: str, splits: Any, split: str | None) -> list[tuple[str, JsonOb
             f"problem set {path}: the dataset has no split {wanted}; it has {', '.join(splits)}: "
             f"give {path.partition(':')[0]}:SPLIT"
         )
-    return [(f"row {number}", plain(row)) for number, row in enumerate(splits[wanted], start=1)]
+    rows = table_rows(splits[wanted].with_format("arrow")[:])  # as stored: pictures are not decoded
+    return [(f"row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
 def _check_reachable(name: str) -> None:

@@ -1,15 +1,17 @@
 """The order of prompts and the seeds of their responses, as pure functions of run seed and position.
 
 Nothing here has state. The position of a step follows from its number. Only with dynamic sampling it does not: then the
-coordinator counts the used prompts.
+launcher counts the used prompts.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain
 
 from engine.types import Prompt
 
@@ -31,9 +33,17 @@ class PromptLoader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the prompts' ids in order. Together with the run seed it determines the prompts of every
-        step."""
-        return hashlib.sha256("\0".join(prompt.id for prompt in self._prompts).encode()).hexdigest()
+        """SHA-256 over the prompts in order, their ids and tokens. Together with the run seed it determines the tokens
+        of every step's prompts."""
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            digest.update(f"{prompt.id}\0{len(prompt.token_ids)}\0".encode())
+            digest.update(array("i", prompt.token_ids).tobytes())
+        return digest.hexdigest()
+
+    def tokens(self) -> Iterator[int]:
+        """Yield the tokens of the prompts, one prompt after the other, in the order of the file."""
+        return chain.from_iterable(prompt.token_ids for prompt in self._prompts)
 
     def epoch_of(self, step: int, index: int) -> int:
         """The epoch (counted from 0) that the prompt at `index` of the step's batch belongs to."""

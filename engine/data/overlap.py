@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.data.problems import Row
+from engine.data.problems import ProblemRow
 
 RUN = 13
 """Number of consecutive common words of an overlap."""
@@ -36,8 +36,8 @@ _SAME = {"dfrac": "frac", "tfrac": "frac", "leq": "le", "geq": "ge", "dots": "ld
 class Overlap:
     """A training row and the row of an evaluation set that it overlaps with."""
 
-    row: Row
-    other: Row
+    row: ProblemRow
+    other: ProblemRow
     share: float
     """Longest common subsequence as a share of the shorter problem, in words."""
 
@@ -45,9 +45,9 @@ class Overlap:
 class Index:
     """An index of the problems of evaluation sets, for the comparison with training rows."""
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[ProblemRow]) -> None:
         self._whole: dict[tuple[str, ...], int] = {}
-        self._rows: list[tuple[Row, tuple[str, ...]]] = []
+        self._rows: list[tuple[ProblemRow, tuple[str, ...]]] = []
         self._runs: dict[tuple[str, ...], list[int]] = {}
         for row in rows:  # each problem once: 32 copies of it in a file do not make its words a phrase
             text = tuple(words(row.problem))
@@ -58,7 +58,7 @@ class Index:
             for run in runs(text):
                 self._runs.setdefault(run, []).append(number)
 
-    def find(self, row: Row) -> Overlap | None:
+    def find(self, row: ProblemRow) -> Overlap | None:
         """The evaluation problem with the largest overlap (of several the first); None if there is none."""
         text = tuple(words(row.problem))
         found_runs = (self._runs.get(run, ()) for run in runs(text))

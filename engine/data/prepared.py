@@ -14,7 +14,7 @@ from engine.config import Config
 from engine.data.benchmark_files import benchmark_paths
 from engine.data.cleaning import clean, with_rows
 from engine.data.overlap import Index, Overlap
-from engine.data.problems import Problems, Rejected, Row, content_hash, read_problems, short
+from engine.data.problems import ProblemRow, Problems, Rejected, content_hash, read_problems, short
 from engine.data.prompts import prompt_id
 from engine.data.split import split
 from engine.errors import BadInput
@@ -107,7 +107,7 @@ def _evaluation_sets(config: Config, train: Problems, heldout: Problems) -> tupl
     return [problems for problems in sets if not any(problems is other for other in same)], tuple(notes)
 
 
-def _overlaps(train: Problems, rows: Sequence[Row]) -> tuple[Overlap, ...]:
+def _overlaps(train: Problems, rows: Sequence[ProblemRow]) -> tuple[Overlap, ...]:
     if not rows:
         return ()
     index = Index(rows)

@@ -7,19 +7,42 @@ texts.
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from engine.config.recipe import find
 from engine.errors import BadInput
 from engine.types import JsonObject
 
+if TYPE_CHECKING:
+    import pyarrow
+
 SUFFIXES = (".json", ".jsonl", ".parquet")
-"""Suffixes of the files that can be read."""
+"""Suffixes of the files that can be read, in any case."""
 
 SCHEME = "s3://"
 """Scheme of addresses on S3."""
+
+BYTES = "unreadable bytes"
+"""Key of the object that stands for bytes (a picture, a sound) in a row; its value is their number."""
+
+
+class JsonNumber(float):
+    """A number of a JSON file, which remembers how the file writes it."""
+
+    def __init__(self, literal: str) -> None:
+        self.literal = literal
+
+
+class _Twice(dict[str, Any]):
+    """An object of a JSON file that has a key twice."""
+
+    key = ""
 
 
 @dataclass(frozen=True)
@@ -32,7 +55,8 @@ class File:
 
 
 def read_files(path: str) -> list[File]:
-    """The file at a path, or the files of a folder sorted by name. A relative path is looked up as in `recipe.find`.
+    """The file at a path, or the files of a folder and of the folders in it, sorted by path. Hidden files, and folders
+    whose name begins with "." or "_", are left out. A relative path is looked up as in `recipe.find`.
 
     `path` may also be an s3:// address; its endpoint and credentials are in the AWS_* variables. Raises BadInput for a
     missing file or an unknown suffix.
@@ -50,7 +74,7 @@ def read_files(path: str) -> list[File]:
 def parse(file: File) -> list[tuple[str, JsonObject]]:
     """(where, columns) for each row. `where` is "row 3" or "line 3", counted from 1. Raises BadInput naming file and
     line."""
-    if file.name.endswith(".parquet"):
+    if file.name.lower().endswith(".parquet"):
         rows: list[tuple[str, Any]] = _numbered(_parquet(file))
     else:
         text = _text(file)
@@ -58,32 +82,74 @@ def parse(file: File) -> list[tuple[str, JsonObject]]:
     for where, row in rows:
         if not isinstance(row, dict):
             raise BadInput(f"{file.name}, {where}: expected an object with problem and answer, found {kind(row)}")
+        if isinstance(row, _Twice):
+            raise BadInput(f"{file.name}, {where}: column {row.key} occurs twice; expected each column once")
     return rows
+
+
+def has_suffix(name: str) -> bool:
+    """Whether a file of this name can be read."""
+    return name.lower().endswith(SUFFIXES)
+
+
+def spelled(value: object) -> str:
+    """A value of a row as text; a finite number without an exponent: 1e-05 is "0.00001"."""
+    if isinstance(value, float):
+        return format(Decimal(value.literal if isinstance(value, JsonNumber) else repr(float(value))), "f")
+    return str(value)
 
 
 def kind(value: object) -> str:
     """The type of a value, as JSON names it."""
     if isinstance(value, bool):
         return "a truth value"
+    if isinstance(value, dict) and value.keys() == {BYTES}:
+        return "bytes"
     names = {dict: "an object", list: "an array", str: "a text", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+    return next((name for kind, name in names.items() if isinstance(value, kind)), "null")
 
 
-def plain(row: JsonObject) -> JsonObject:
-    """The row with dates, decimals and bytes as text, so that it is the same in every file format."""
-    return dict(json.loads(json.dumps(row, default=str)))
+def table_rows(table: pyarrow.Table) -> list[JsonObject]:
+    """The rows of a table with the types of JSON, so that they are the same in every file format.
+
+    A number of 16 or 32 bits becomes the shortest decimal that stands for it (0.1, not 0.10000000149). Decimals, dates
+    and the like become texts, and bytes an object with their number (`BYTES`).
+    """
+    import pyarrow.types
+
+    for place, field in enumerate(table.schema):
+        if pyarrow.types.is_float16(field.type) or pyarrow.types.is_float32(field.type):
+            narrow = field.type.to_pandas_dtype()
+            values = [None if value is None else float(str(narrow(value))) for value in table[place].to_pylist()]
+            table = table.set_column(place, field.name, pyarrow.array(values, pyarrow.float64()))
+    return [dict(json.loads(json.dumps(row, default=_as_json))) for row in table.to_pylist()]
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, bytes):
+        return {BYTES: len(value)}
+    return format(value, "f") if isinstance(value, Decimal) else str(value)
 
 
 def _local(path: str) -> list[Path]:
     found = find(path)
     if found.is_dir():
-        return [
-            Path(name) for name in _in_folder(str(found), [str(file) for file in found.iterdir() if file.is_file()])
-        ]
+        return [found / name for name in _in_folder(str(found), _walk(found))]
     if not found.is_file():
         raise BadInput(f"problem set {path}: no such file or folder")
     _check_suffix(str(found))
     return [found]
+
+
+def _walk(folder: Path) -> Iterable[str]:
+    """The files in a folder and the folders in it, relative to it. A folder that links lead to twice is read once."""
+    seen: set[str] = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (str((Path(place) / file).relative_to(folder)) for file in files)
 
 
 def _s3_files(path: str) -> list[File]:
@@ -95,8 +161,11 @@ def _s3_files(path: str) -> list[File]:
         if store.isfile(path):
             _check_suffix(path)
             return [File(path, store.cat_file(path))]
-        names = _in_folder(path, [SCHEME + str(name) for name in store.ls(path, detail=False)])
-        return [File(name, store.cat_file(name)) for name in names]
+        folder = path.rstrip("/") + "/"
+        names = [(SCHEME + str(name)).removeprefix(folder) for name in store.find(path)]
+        if not names:
+            raise FileNotFoundError
+        return [File(folder + name, store.cat_file(folder + name)) for name in _in_folder(path, names)]
     except FileNotFoundError:
         raise BadInput(f"problem set {path}: no such file or folder on S3") from None
     except (OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
@@ -106,15 +175,21 @@ def _s3_files(path: str) -> list[File]:
         ) from None
 
 
-def _in_folder(folder: str, names: list[str]) -> list[str]:
-    files = sorted(name for name in names if name.endswith(SUFFIXES))
+def _in_folder(folder: str, names: Iterable[str]) -> list[str]:
+    """Those of the names, relative to the folder, that are files of the problem set."""
+    files = sorted(name for name in names if has_suffix(name) and not _hidden(PurePosixPath(name)))
     if not files:
         raise BadInput(f"problem set {folder}: the folder has no {', '.join(SUFFIXES)} file")
     return files
 
 
+def _hidden(path: PurePosixPath) -> bool:
+    """Whether other programs keep the file for themselves: ._a.json, __MACOSX/a.json, _delta_log/0.json."""
+    return path.name.startswith(".") or any(part.startswith((".", "_")) for part in path.parts[:-1])
+
+
 def _check_suffix(name: str) -> None:
-    if not name.endswith(SUFFIXES):
+    if not has_suffix(name):
         raise BadInput(
             f"problem set {name}: can't read {Path(name).suffix or 'a file without suffix'}; "
             f"expected {', '.join(SUFFIXES)} or a folder of them"
@@ -142,7 +217,7 @@ def _lines(file: File, text: str) -> list[tuple[str, Any]]:
 def _parse(file: File, text: str, line: int) -> Any:  # noqa: ANN401
     """The JSON value of `text`, which starts at `line` of `file`."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=JsonNumber, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise BadInput(
             f"{file.name}, line {line + error.lineno - 1}, column {error.colno}: not valid JSON ({error.msg}); "
@@ -152,12 +227,26 @@ def _parse(file: File, text: str, line: int) -> Any:  # noqa: ANN401
         raise BadInput(f"{file.name}, line {line}: can't be read as JSON ({error})") from None
 
 
+def _object(pairs: list[tuple[str, Any]]) -> JsonObject:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        found = _Twice(found)
+        found.key = _twice(key for key, _ in pairs)
+    return found
+
+
+def _twice(names: Iterable[str]) -> str:
+    """The first name that occurs twice, else ""."""
+    return next((name for name, count in Counter(names).items() if count > 1), "")
+
+
 def _parquet(file: File) -> list[JsonObject]:
     import pyarrow  # imported here, because it takes a third of a second, which JSON files do not need
     import pyarrow.parquet
 
     try:
-        rows = pyarrow.parquet.read_table(pyarrow.BufferReader(file.content)).to_pylist()
+        if name := _twice(pyarrow.parquet.read_schema(pyarrow.BufferReader(file.content)).names):
+            raise BadInput(f"{file.name}: column {name} occurs twice; expected each column once")
+        return table_rows(pyarrow.parquet.read_table(pyarrow.BufferReader(file.content)))
     except (pyarrow.ArrowException, OSError) as error:
         raise BadInput(f"{file.name}: not a readable Parquet file ({error})") from None
-    return [plain(row) for row in rows]

@@ -9,7 +9,7 @@ from statistics import quantiles
 from typing import Any, TypedDict
 
 from engine.data.prepared import Prepared, version
-from engine.data.problems import Problems, Row
+from engine.data.problems import ProblemRow, Problems
 
 DIFFICULTY = ("difficulty", "level")
 """Names of the column with the difficulty of a problem; the first that a row has counts."""
@@ -95,7 +95,7 @@ def spread(values: Sequence[int]) -> dict[str, float]:
     return {"min": min(values), "q1": cuts[4], "median": cuts[9], "q3": cuts[14], "p95": cuts[18], "max": max(values)}
 
 
-def difficulties(rows: Sequence[Row]) -> dict[str, int]:
+def difficulties(rows: Sequence[ProblemRow]) -> dict[str, int]:
     """Difficulty (numbers rounded to whole ones) → rows; rows without one are left out."""
     values = [value for row in rows if (value := difficulty(row.columns)) is not None]
     return {name: count for name, count in sorted(Counter(values).items(), key=_natural)}
@@ -120,7 +120,7 @@ def _natural(item: tuple[str, int]) -> tuple[int, str]:
     return (int(name) if name.lstrip("-").isdigit() else 10**6, name)
 
 
-def _overlap(row: Row, other: Row, share: float) -> OverlapRow:
+def _overlap(row: ProblemRow, other: ProblemRow, share: float) -> OverlapRow:
     return {
         "row": row.where,
         "problem": row.problem[:200],

@@ -12,11 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 from engine.config.recipe import find
 from engine.data.hub import is_hub_id, read_hub
-from engine.data.problem_files import File, kind, parse, read_files
+from engine.data.problem_files import BYTES, File, JsonNumber, kind, parse, read_files, spelled
 from engine.errors import BadInput
 from engine.types import JsonObject
 
@@ -25,13 +26,14 @@ _SHOWN = 80
 
 
 @dataclass(frozen=True)
-class Row:
+class ProblemRow:
     """One usable row of a problem set."""
 
     problem: str
     """The problem's text, unchanged from the file."""
     answer: str
-    """The gold answer; a number in the file is its text here (5 → "5", 142.0 → "142.0")."""
+    """The gold answer; a number in the file is its text here, without an exponent (5 → "5", 142.0 → "142.0",
+    1e-05 → "0.00001")."""
     columns: Mapping[str, Any]
     """Every column of the row, problem and answer included, with the types of JSON."""
     where: str = field(default="", compare=False)
@@ -43,7 +45,7 @@ class Rejected:
     """A row that was left out."""
 
     where: str
-    """Like `Row.where`."""
+    """Like `ProblemRow.where`."""
     column: str
     """The wrong column."""
     reason: str
@@ -61,7 +63,7 @@ class Rejected:
 class Problems:
     """The usable rows of a problem set, in the order of the file. The files of a folder are sorted by name."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ProblemRow, ...]
     skipped: Mapping[str, int]
     """Reason → number of rows left out for it."""
     source: str
@@ -105,8 +107,8 @@ def reasons(rejected: Iterable[Rejected]) -> dict[str, int]:
 
 
 def short(value: object) -> str:
-    """A value of a row as JSON, cut to `_SHOWN` characters."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
+    """A value of a row as JSON, a number as in its file, cut to `_SHOWN` characters."""
+    text = value.literal if isinstance(value, JsonNumber) else json.dumps(value, ensure_ascii=True, default=str)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
@@ -128,15 +130,16 @@ def _hash(files: list[File]) -> str:
     return hashlib.sha256(b"".join(digest.digest() for digest in digests)).hexdigest()
 
 
-def _usable(raw: Iterable[tuple[str, JsonObject]]) -> tuple[list[Row], list[Rejected]]:
-    rows: list[Row] = []
+def _usable(raw: Iterable[tuple[str, JsonObject]]) -> tuple[list[ProblemRow], list[Rejected]]:
+    rows: list[ProblemRow] = []
     rejected: list[Rejected] = []
     for where, columns in raw:
         fault = _fault(columns)
         if fault:
             rejected.append(Rejected(where, *fault))
         else:
-            rows.append(Row(columns["problem"], str(columns["answer"]), columns, where))
+            plain = json.loads(json.dumps(columns))  # numbers that are float and nothing else, for every encoder
+            rows.append(ProblemRow(columns["problem"], spelled(columns["answer"]), plain, where))
     return rows, rejected
 
 
@@ -146,8 +149,25 @@ def _fault(columns: Mapping[str, Any]) -> tuple[str, str, str, str] | None:
         reason = _wrong(name, columns.get(name))
         if reason:
             found = short(columns[name]) if name in columns else f"the columns {', '.join(columns) or 'none'}"
-            return name, reason, found, expected if reason != "not valid Unicode" else "whole characters"
+            return name, reason, found, _EXPECTED.get(reason, expected)
+    for name, value in columns.items():
+        if _has_bytes(value):
+            return name, "bytes", short(value), "no picture, sound or other bytes: the model reads text only"
     return None
+
+
+_EXPECTED = {
+    "not valid Unicode": "whole characters",
+    "answer is not a finite number": "a finite number, or a text",
+    "answer is beyond a double": "a number of magnitude 5e-324 to 1.8e308, or a text",
+}
+"""What would be right, where it is not only the type."""
+
+
+def _has_bytes(value: object) -> bool:
+    if isinstance(value, dict):
+        return BYTES in value or any(map(_has_bytes, value.values()))
+    return isinstance(value, list) and any(map(_has_bytes, value))
 
 
 def _wrong(name: str, value: object) -> str:
@@ -155,7 +175,11 @@ def _wrong(name: str, value: object) -> str:
         return f"no {name}"
     if isinstance(value, bool) or not isinstance(value, str if name == "problem" else str | int | float):
         return f"{name} is {kind(value)}"
-    return "not valid Unicode" if _lone_surrogate(str(value)) else ""
+    if isinstance(value, JsonNumber) and (math.isinf(value) or (not value and Decimal(value.literal))):
+        return f"{name} is beyond a double"
+    if isinstance(value, float) and math.isinf(value):
+        return f"{name} is not a finite number"
+    return "not valid Unicode" if isinstance(value, str) and _lone_surrogate(value) else ""
 
 
 def _missing(value: object) -> bool:

@@ -6,9 +6,11 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING
 
-from engine.data.problems import Problems, Row, counts
+from engine.data.problems import ProblemRow, Problems, counts
+from engine.data.tokenizer import render_chat
 from engine.errors import BadInput
 from engine.types import Prompt
 
@@ -33,25 +35,30 @@ def encode(
     max_context: int,
     *,
     vocabulary: int | None = None,
+    clock: datetime | None = None,
 ) -> EncodedPrompts:
     """Put every problem into the template and tokenize it.
 
     `template` is a text with `{problem}`, to which no special tokens are added, or "chat" for the tokenizer's chat
     template with one user message. `max_context` is the limit of prompt and response together, in tokens. `vocabulary`
-    is the number of tokens that the model has; None where there is no model yet. Raises BadInput if no prompt is left,
-    if a prompt has a token that the model lacks, or if the tokenizer has no chat template.
+    is the number of tokens that the model has; None where there is no model yet. `clock` is the time that a chat
+    template is told if it asks; None: the present. Raises BadInput if no prompt is left, if a prompt has a token that
+    the model lacks, or if the tokenizer has no chat template, or one that fails.
     """
     if template == "chat" and not tokenizer.chat_template:
         raise BadInput(
             'data.prompt_template = "chat": the tokenizer has no chat template; '
             "give a text with {problem} in it instead"
         )
-    rows: dict[str, Row] = {}
+    rows: dict[str, ProblemRow] = {}
     for row in problems.rows:
         rows.setdefault(prompt_id(row.problem, row.answer), row)  # the first of duplicates stays
-    texts = [_fill(template, row.problem, tokenizer) for row in rows.values()]
+    if template == "chat":
+        texts = [_chat(tokenizer, row.problem, clock, problems.source) for row in rows.values()]
+    else:  # not str.format: problems and templates have many braces
+        texts = [template.replace("{problem}", row.problem) for row in rows.values()]
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    prompts, skipped = _fitting(rows, ids, max_context)
+    prompts, skipped = _fitting(rows, texts, ids, max_context)
     skipped.update(problems.skipped)
     skipped["duplicate"] += len(problems.rows) - len(rows)
     skipped = +skipped  # removes zeros
@@ -79,25 +86,35 @@ def prompt_id(problem: str, answer: str) -> str:
     return hashlib.sha256(f"{problem}\0{answer}".encode()).hexdigest()[:16]
 
 
-def _fill(template: str, problem: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    if template != "chat":
-        return template.replace("{problem}", problem)  # not str.format: problems and templates have many braces
-    message = [{"role": "user", "content": problem}]
-    return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+def _chat(tokenizer: PreTrainedTokenizerBase, problem: str, clock: datetime | None, source: str) -> str:
+    try:
+        return render_chat(tokenizer, [{"role": "user", "content": problem}], {}, clock)
+    except BadInput as error:
+        raise BadInput(
+            f'data.prompt_template = "chat": {error} (for the problem {problem[:60]!r} of {source}); '
+            "mend the template, or give a text with {problem} in it instead"
+        ) from None
 
 
 def _fitting(
-    rows: Mapping[str, Row], ids: Sequence[Sequence[int]], max_context: int
+    rows: Mapping[str, ProblemRow], texts: Sequence[str], ids: Sequence[Sequence[int]], max_context: int
 ) -> tuple[list[Prompt], Counter[str]]:
     prompts: list[Prompt] = []
     skipped: Counter[str] = Counter()
-    for (key, row), tokens in zip(rows.items(), ids, strict=True):
+    for (key, row), text, tokens in zip(rows.items(), texts, ids, strict=True):
         if not tokens:
             skipped["no token"] += 1
         elif len(tokens) >= max_context:
             skipped["over-long"] += 1
         else:
             prompts.append(
-                Prompt(id=key, problem=row.problem, answer=row.answer, token_ids=tuple(tokens), columns=row.columns)
+                Prompt(
+                    id=key,
+                    problem=row.problem,
+                    answer=row.answer,
+                    token_ids=tuple(tokens),
+                    columns=row.columns,
+                    text=text,
+                )
             )
     return prompts, skipped

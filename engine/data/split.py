@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import replace
 
 from engine.data.cleaning import text_key
-from engine.data.problems import Problems, Row
+from engine.data.problems import ProblemRow, Problems
 from engine.errors import BadInput
 
 
@@ -16,7 +16,7 @@ def split(problems: Problems, fraction: float) -> tuple[Problems, Problems]:
     The hash of the problem's text without blanks decides, so all rows of one problem are on the same side. Raises
     BadInput if a side is empty.
     """
-    sides: dict[bool, list[Row]] = {True: [], False: []}
+    sides: dict[bool, list[ProblemRow]] = {True: [], False: []}
     for row in problems.rows:
         sides[place(row.problem) < fraction].append(row)
     if not sides[True] or not sides[False]:

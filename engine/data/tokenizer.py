@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import BadInput
-from engine.model.shape import read_shape
-from engine.wire.codec import Decode
+from engine.model.shape import end_of_sequence_ids, read_shape
+from engine.wire.columns import Decode
 from engine.wire.verifier_messages import LoadTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+NO_TEXT = ("bos_token", "eos_token", "pad_token")
+"""Names of the tokens that are no text of a response, as transformers has them."""
+ANSWER = "metronome"
+"""A text that no chat template writes itself."""
+
+
 class Tokenizer:
     """The tokenizer of a model folder. It never runs code that comes with a model."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, stop: Sequence[str] = ()) -> None:
+        """`stop`: as `rollout.stop`. Raises BadInput if the folder has no tokenizer, or if one of `stop` is not one
+        token."""
         self._model = model
         from transformers import AutoTokenizer  # takes seconds, during which the processes of a run can start
 
@@ -31,42 +40,103 @@ class Tokenizer:
         files = ("tokenizer.json", *self.hf.vocab_files_names.values())
         if not any((model / name).is_file() for name in files):  # transformers then makes one that knows no text
             raise BadInput(f"model.path {model}: no tokenizer that AutoTokenizer can load there: it has no {files[0]}")
+        stops = tuple(map(self._one_token, stop))
+        end = self.hf.eos_token_id
+        self.stop_ids = stops if end is None else (end, *stops)
+        """The ids of the end of sequence and of `stop`."""
         fast = getattr(self.hf, "backend_tokenizer", None)
-        self.for_verifiers = LoadTokenizer(json=fast.to_str().encode()) if fast else LoadTokenizer(model=str(model))
+        self.for_verifiers = LoadTokenizer(
+            json=fast.to_str().encode() if fast else b"",
+            model="" if fast else str(model),
+            left_out=self._left_out(stops),
+        )
         """From which a verifier process gets the same texts as `decode`."""
-        self.decode: Decode = decoder(self.for_verifiers.json, self.for_verifiers.model)
-        """Gives the text of a response, without special tokens. Any thread may call it: its tokenizer is another object
-        than `hf`, which can't be used while it encodes."""
+        self.decode: Decode = decoder(self.for_verifiers)
+        """Gives the text of a response: all that the model wrote, special tokens too (`<think>`), but not those that
+        begin, end or fill a sequence or end a turn. Any thread may call it: its tokenizer is another object than `hf`,
+        which can't be used while it encodes."""
 
     def vocabulary(self) -> int:
         """Number of tokens that the model of this folder has. Raises BadInput if its config.json does not say."""
         return read_shape(self._model, weights=False).vocabulary
 
-    def stop_ids(self, stop: Sequence[str]) -> tuple[int, ...]:
-        """The ids of `rollout.stop` and of the end of sequence. Raises BadInput for a string that is not one token."""
-        ids = [] if self.hf.eos_token_id is None else [self.hf.eos_token_id]
-        for text in stop:
-            encoded = self.hf.encode(text, add_special_tokens=False)
-            if len(encoded) != 1:
-                raise BadInput(f"rollout.stop {text!r} is {len(encoded)} tokens of this tokenizer; it must be one")
-            ids += encoded
-        return tuple(ids)
+    def _one_token(self, text: str) -> int:
+        ids: list[int] = self.hf.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise BadInput(f"rollout.stop {text!r} is {len(ids)} tokens of this tokenizer; it must be one")
+        return ids[0]
+
+    def _left_out(self, stops: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that are no text of a response: begin, end and padding of the tokenizer, the model's ends of
+        sequence, and the special tokens that end a turn: by the chat template, or without one those of `stops`."""
+        named = [text for name, text in self.hf.special_tokens_map.items() if name in NO_TEXT]
+        turns = set(self.hf.all_special_ids) & set(self._after_a_turn() if self.hf.chat_template else stops)
+        return tuple(sorted({*self.hf.convert_tokens_to_ids(named), *end_of_sequence_ids(self._model), *turns}))
+
+    def _after_a_turn(self) -> Sequence[int]:
+        """The tokens that the chat template writes after an answer; none if it does not take a plain chat."""
+        turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": ANSWER}]
+        try:
+            text = render_chat(self.hf, turns, {}, begins_answer=False)
+        except BadInput:  # said by whoever uses the template
+            return ()
+        ids: list[int] = self.hf.encode(text.rpartition(ANSWER)[2] if ANSWER in text else "", add_special_tokens=False)
+        return ids
 
 
-def decoder(json: bytes, model: str) -> Decode:
-    """Return the function that gives the text of token ids, without special tokens, of the tokenizer in `json` (as the
-    library `tokenizers` writes it), else of the one in the folder `model`."""
-    if json:
+def decoder(tokenizer: LoadTokenizer) -> Decode:
+    """Return the function that gives the text of a response's token ids."""
+    left_out = frozenset(tokenizer.left_out)
+    if tokenizer.json:
         from tokenizers import Tokenizer as FastTokenizer
 
-        fast = FastTokenizer.from_str(json.decode())
-        return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=True)
-    if not model:
+        fast = FastTokenizer.from_str(tokenizer.json.decode())
+        return lambda ids: fast.decode([one for one in ids if one not in left_out], skip_special_tokens=False)
+    if not tokenizer.model:
         return _refuse
     from transformers import AutoTokenizer
 
-    slow = AutoTokenizer.from_pretrained(model, trust_remote_code=False, local_files_only=True)
-    return lambda token_ids: slow.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    slow = AutoTokenizer.from_pretrained(tokenizer.model, trust_remote_code=False, local_files_only=True)
+    return lambda ids: slow.decode([one for one in ids if one not in left_out], clean_up_tokenization_spaces=False)
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    variables: Mapping[str, Any],
+    clock: datetime | None = None,
+    *,
+    begins_answer: bool = True,
+) -> str:
+    """Put messages into the tokenizer's chat template; with `begins_answer` the beginning of an answer follows them.
+
+    `variables`: the template's own; `clock`: the time that the template is told if it asks (`strftime_now`), None: the
+    present. Raises BadInput if the template does not parse, or fails on these messages.
+    """
+    from jinja2 import TemplateError
+
+    # `apply_chat_template` renders it likewise, but hands no function on to the template, and so no clock.
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    given = {**tokenizer.special_tokens_map, **variables}
+    if clock is not None:
+        given["strftime_now"] = clock.strftime
+    try:
+        template = _compile_jinja_template(tokenizer.get_chat_template())
+        return str(
+            template.render(messages=messages, tools=None, documents=None, add_generation_prompt=begins_answer, **given)
+        )
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        owner = tokenizer.name_or_path or "the tokenizer"
+        raise BadInput(f"the chat template of {owner} fails: {type(error).__name__}: {error}") from None
 
 
 def _refuse(token_ids: Sequence[int]) -> str:

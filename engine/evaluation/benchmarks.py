@@ -12,6 +12,7 @@ from engine.data.prepared import heldout_problems
 from engine.data.problems import Problems, read_problems
 from engine.data.prompts import encode
 from engine.data.tokenizer import Tokenizer
+from engine.run.identity import began, identity
 from engine.types import Prompt
 
 
@@ -62,12 +63,15 @@ def with_evaluation_context(config: Config) -> Config:
 
 
 def encode_benchmarks(config: Config, benchmarks: Sequence[Benchmark], tokenizer: Tokenizer) -> list[EncodedBenchmark]:
-    """The benchmarks' prompts, at most `evaluate.problems` of each."""
+    """The benchmarks' prompts, at most `evaluate.problems` of each. A chat template that asks for the time is told when
+    the run began: the run of the folder, else the one whose policy the model is; without one the present."""
     template = config.data.prompt_template
     context = config.rollout.max_context
     most = config.evaluate.problems or None
     vocabulary = tokenizer.vocabulary()
+    clock = began(identity(config.folder) or identity(Path(config.model.path).parent))
     encoded = [
-        (one.name, encode(one.problems, tokenizer.hf, template, context, vocabulary=vocabulary)) for one in benchmarks
+        (one.name, encode(one.problems, tokenizer.hf, template, context, vocabulary=vocabulary, clock=clock))
+        for one in benchmarks
     ]
     return [EncodedBenchmark(name, found.prompts[:most], found.skipped) for name, found in encoded]

@@ -17,7 +17,7 @@ from engine.evaluation.bootstrap import best_of
 from engine.evaluation.intervals import accuracy, pass_curve
 from engine.evaluation.tables import EvaluationRow, LengthFigures
 from engine.evaluation.votes import majorities
-from engine.reward.scorer import Scorer
+from engine.reward.scorer import ResponseScorer
 from engine.run.folder import RunFolder
 from engine.types import Group, JsonObject
 
@@ -37,7 +37,7 @@ async def record(
     subject: Subject,
     benchmark: EncodedBenchmark,
     groups: Sequence[Group],
-    verifier: Scorer,
+    verifier: ResponseScorer,
     more: Mapping[str, Any],
 ) -> JsonObject:
     """Compute the results, write the table, compare with the first evaluation, and append the row to evaluations.jsonl.

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.evaluation.bootstrap import majority_of
-from engine.reward.scorer import Scorer
-from engine.reward.verifiers import last_boxed
+from engine.reward.scorer import ResponseScorer
+from engine.reward.verifiers import final_answer
 from engine.types import Group, Prompt, Response
 
 
@@ -43,7 +43,7 @@ class _Answer:
 
 
 def _boxed(text: str) -> str | None:
-    found = last_boxed(text)
+    found = final_answer(text)
     return found.strip() if found is not None else None
 
 
@@ -58,7 +58,7 @@ READ: dict[str, Callable[[str], str | None]] = {"math": _boxed, "exact": _marked
 abstains. Other rewards have no maj@k."""
 
 
-async def majorities(groups: Sequence[Group], reward: str, verifier: Scorer) -> list[Majority] | None:
+async def majorities(groups: Sequence[Group], reward: str, verifier: ResponseScorer) -> list[Majority] | None:
     """The vote of each group; None for a reward whose answers cannot be read. `verifier` decides which answers are
     equal."""
     if reward not in READ:
@@ -66,7 +66,7 @@ async def majorities(groups: Sequence[Group], reward: str, verifier: Scorer) -> 
     return list(await asyncio.gather(*(_majority(group, reward, verifier) for group in groups)))
 
 
-async def _majority(group: Group, reward: str, verifier: Scorer) -> Majority:
+async def _majority(group: Group, reward: str, verifier: ResponseScorer) -> Majority:
     answers: list[_Answer] = []
     for response, score in zip(group.responses, group.scores, strict=True):
         is_right = score.value >= 1.0
@@ -83,7 +83,9 @@ async def _majority(group: Group, reward: str, verifier: Scorer) -> Majority:
     return _outcome(answers, silent=len(group.responses) - sum(answer.votes for answer in answers))
 
 
-async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: Scorer) -> _Answer | None:
+async def _find(
+    answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: ResponseScorer
+) -> _Answer | None:
     """The answer that this vote is for; None if it is new. All right answers are one answer. Wrong answers are equal by
     text, else by the verifier."""
     alike = [answer for answer in answers if answer.right == is_right]
@@ -99,7 +101,7 @@ async def _find(answers: Sequence[_Answer], text: str, is_right: bool, reward: s
     return None
 
 
-async def _equal(gold: str, text: str, verifier: Scorer) -> bool:
+async def _equal(gold: str, text: str, verifier: ResponseScorer) -> bool:
     """Whether the math verifier, in its worker processes, considers the answers equal. A call that reaches its time
     limit says no."""
     response = Response(

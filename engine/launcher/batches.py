@@ -1,5 +1,5 @@
-"""Makes the batch of a step and has its responses sampled: the prompts go to the producer, and each finished group
-(a prompt with all its responses) goes into the sample queue."""
+"""Makes the batch of a step and has its responses sampled: the prompts go to the producer, and each group becomes a row
+of the table, first its responses, then their scores."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from engine.config import BATCH_SCOPE, Config
+from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import BadInput
 from engine.launcher.dynamic_sampling import DynamicSampling
 from engine.launcher.rollout_service import RolloutService
-from engine.launcher.sample_queue import SampleQueue
+from engine.launcher.stages import train_windows
+from engine.launcher.table import RowTable
 from engine.run.folder import SAMPLED_GROUPS
 from engine.types import Prompt
-from engine.wire.codec import PackedLanded
-from engine.wire.sealed import SealedGroup, batch_scores
+from engine.wire.columns import PackedLanded, Row, open_scores
 
 
 @dataclass
 class Batch:
-    """The launcher's state of one step, from its start to its report."""
+    """The launcher's state of one step, from its start to its report; its rows are in the table."""
 
-    queue: SampleQueue
-    samples: list[SealedGroup] = field(default_factory=list)
+    step: int
+    table: RowTable
+    before: Batch | None = None
+    """With dynamic sampling: the batch that must be generated first, if any."""
+    prompts: Sequence[tuple[int, Prompt]] = ()
+    """(epoch, prompt) of each group; empty with dynamic sampling, and where groups come from outside."""
+    samples: list[Row] = field(default_factory=list)
     """The first groups, written to the run folder for people to read."""
-    held: list[SealedGroup] = field(default_factory=list)
-    """Groups held back until all are there, because the advantage depends on the whole batch."""
     prompts_used: int | None = None
     """Number of prompts up to and with the last kept one; None without dynamic sampling, or while it is unknown."""
     reward_tried: float | None = None
@@ -42,54 +45,49 @@ class Batch:
     task: asyncio.Task[None] | None = None
     """The task that generates the batch; None before it is started, and where groups come from outside."""
 
-    @staticmethod
-    def of(config: Config, step: int) -> Batch:
-        """Return the empty batch of a step."""
-        train = config.train
-        return Batch(
-            SampleQueue(
-                step=step,
-                expected=train.prompts_per_step,
-                order=train.consume,
-                hold=train.mode == "sync",
-                units=config.parallel.units,
-                updates=train.updates,
-                least=config.least_window_tokens,
-                bubble=config.bubble_tokens,
-            )
-        )
+    @property
+    def expected(self) -> int:
+        """Number of its groups."""
+        return self.table.ledger(self.step).expected
+
+    @property
+    def arrived(self) -> int:
+        """Number of groups that have come in, with their scores."""
+        return self.table.arrived(self.step)
+
+    @property
+    def trained(self) -> int:
+        """Number of groups that are trained."""
+        return self.table.ledger(self.step).done
 
     @property
     def generated(self) -> bool:
-        """Whether every group has come in."""
-        return self.queue.arrived == self.queue.expected
+        """Whether every group has come in; also once the step is over."""
+        return self.table.is_generated(self.step)
 
-    def put(self, group: SealedGroup, config: Config) -> None:
-        """Put a finished group into the queue.
-
-        If the advantage depends on the whole batch, the groups are held back until all are there; the queue then has
-        the scores of the whole batch, too.
-        """
-        if config.algorithm.advantage not in BATCH_SCOPE:
-            self.queue.put(group)
-            return
-        self.held.append(group)
-        if len(self.held) == self.queue.expected:
-            self.queue.batch = batch_scores(self.held)
-            for held in self.held:
-                self.queue.put(held)
-            self.held = []
+    def keep_sample(self, row: Row) -> None:
+        """Keep the row for people to read, if it is among the first."""
+        if len(self.samples) < SAMPLED_GROUPS:
+            self.samples.append(row)
 
 
 class BatchGenerator:
     """Generates batches. With dynamic sampling a batch begins after the last prompt that the previous batch used."""
 
     def __init__(
-        self, config: Config, loader: PromptLoader, service: RolloutService, notify: Callable[[], Awaitable[None]]
+        self,
+        config: Config,
+        loader: PromptLoader,
+        service: RolloutService,
+        table: RowTable,
+        notify: Callable[[], Awaitable[None]],
     ) -> None:
         """`notify` is called whenever there is something new to lease."""
-        self.keep: Callable[[SealedGroup], Awaitable[SealedGroup]] | None = None
-        """Called with each finished group; its result goes into the queue."""
+        self.keep: Callable[[Row], Awaitable[Row]] | None = None
+        """Called with each row that has new columns; its result, without their bodies, goes into the table."""
+        self.units = config.parallel.units
+        """Number of the trainer's units that take windows on their own."""
+        self._table = table
         self._config = config
         self._loader = loader
         self._service = service
@@ -120,9 +118,11 @@ class BatchGenerator:
         """
         if prompts not in (None, self.fingerprint):
             raise BadInput(
-                "--resume: the prompts of this run, or their order, are not those that its checkpoint was trained on. "
+                "--resume: the prompts of this run, their order or their tokens are not those that its checkpoint was "
+                "trained on. "
                 "They are decided by the content of data.train and data.heldout, by the benchmarks that data.train is "
-                "compared with (evaluate.benchmark, evaluate.folder), by reward.function and rollout.max_context: "
+                "compared with (evaluate.benchmark, evaluate.folder), by reward.function and rollout.max_context, "
+                "their tokens by the tokenizer of model.path and its chat template: "
                 "resume with these as they were, or begin a new run from the trained policy"
             )
         if self._config.algorithm.dynamic_sampling and step and position is None:
@@ -133,80 +133,93 @@ class BatchGenerator:
         self._position = position or 0
         self._previous = None
 
-    def begin(self, step: int) -> tuple[Batch, Batch | None]:
-        """Return a new batch for `step`, and the batch that must be generated first, if any. Steps begin in order."""
-        batch = Batch.of(self._config, step)
-        before = None
+    def begin(self, step: int) -> Batch:
+        """Return a new batch for `step`, which the table begins. Steps begin in order."""
+        self._table.begin(step, self._config.train.prompts_per_step, train_windows(self._config, self.units))
+        batch = Batch(step, self._table)
         if self._config.algorithm.dynamic_sampling:
-            before = self._previous
-            self._previous = batch
-        return batch, before
+            batch.before, self._previous = self._previous, batch
+        return batch
 
-    async def fill(
-        self,
-        step: int,
-        batch: Batch,
-        before: Batch | None = None,
-        prompts: Sequence[tuple[int, Prompt]] | None = None,
-    ) -> None:
-        """Generate `batch` once `before` is generated. Raises MetronomeError if the generation fails.
+    async def fill(self, batch: Batch, prompts: Sequence[tuple[int, Prompt]] | None = None) -> None:
+        """Generate a batch; with dynamic sampling once the one before it is generated. Raises MetronomeError if the
+        generation fails.
 
-        `prompts`: (epoch, prompt) of each group; None: the next ones of the data.
+        `prompts`: (epoch, prompt) of the groups; None: the next ones of the data.
         """
-        if before is not None and before.task is not None:
-            await asyncio.wait([before.task])
-            if before.next_position is None:
+        if batch.before is not None and batch.before.task is not None:
+            await asyncio.wait([batch.before.task])
+            if batch.before.next_position is None:
                 return  # the batch before failed, and with it the run
-            self._position = before.next_position
+            self._position = batch.before.next_position
+            batch.before = None
         started = time.perf_counter()
 
-        async def put(group: SealedGroup) -> None:
-            if len(batch.samples) < SAMPLED_GROUPS:
-                batch.samples.append(group)
-            batch.put(group if self.keep is None else await self.keep(group), self._config)
+        async def put(row: Row) -> None:
+            batch.keep_sample(row)
+            await self._put(row)
             batch.rollout_s = time.perf_counter() - started
-            await self._notify()
 
         if self._config.algorithm.dynamic_sampling:
-            await self._generate_selected(step, batch, put)
+            await self._generate_selected(batch, put, prompts)
         else:
-            await self._generate_all(step, batch, put, prompts or self._prompts(step))
+            await self._generate_all(batch, put, prompts or self._prompts(batch.step))
+
+    async def _put(self, row: Row) -> None:
+        """Put a row into the table, or those of its columns that are not there yet."""
+        known = self._table.find(row.step, row.index)
+        if known is not None:
+            row = row.only(row.names - known.names)
+        kept = row if self.keep is None else await self.keep(row)
+        if known is None:
+            self._table.put(kept)
+        else:
+            self._table.write(kept.step, kept.index, kept.columns)
+        await self._notify()
 
     def _prompts(self, step: int) -> list[tuple[int, Prompt]]:
         """(epoch, prompt) of each group of the step."""
         return [(self._loader.epoch_of(step, i), prompt) for i, prompt in enumerate(self._loader.batch(step))]
 
     async def _generate_all(
-        self,
-        step: int,
-        batch: Batch,
-        put: Callable[[SealedGroup], Awaitable[None]],
-        prompts: Sequence[tuple[int, Prompt]],
+        self, batch: Batch, put: Callable[[Row], Awaitable[None]], prompts: Sequence[tuple[int, Prompt]]
     ) -> None:
-        """Generate a group for each prompt."""
+        """Generate a group for each prompt. Its responses go into the table before they are scored, so that a stage
+        that does not need the scores can begin."""
+        batch.prompts = prompts
 
         async def land(landed: PackedLanded) -> None:
-            batch.queue.land(landed)
+            self._table.ledger(batch.step).land(landed)
             await self._notify()
 
-        await self._service.producer.run(step, prompts, put, land if self._scores_early else None)
+        await self._service.producer.run(
+            step=batch.step,
+            prompts=prompts,
+            put=put,
+            land=land if self._scores_early else None,
+            sampled=self._put,
+        )
 
-    async def generate_again(self, step: int, index: int) -> SealedGroup:
-        """Generate a group of a step again, with the same seeds. There is no dynamic sampling."""
-        prompt = self._loader.batch(step)[index]
-        return await self._service.producer.run_again(step, index, self._loader.epoch_of(step, index), prompt)
+    async def generate_again(self, batch: Batch | None, index: int) -> Row:
+        """Generate a group of a batch under way, whose columns a store has lost, again, with the same seeds. There is
+        no dynamic sampling."""
+        assert batch is not None, "lost columns of a step that is over are not asked for"
+        epoch, prompt = batch.prompts[index]
+        return await self._service.producer.run_again(batch.step, index, epoch, prompt)
 
-    async def _generate_selected(self, step: int, batch: Batch, put: Callable[[SealedGroup], Awaitable[None]]) -> None:
+    async def _generate_selected(
+        self, batch: Batch, put: Callable[[Row], Awaitable[None]], prompts: Sequence[tuple[int, Prompt]] | None
+    ) -> None:
         """Generate groups for the next prompts until enough of them have unequal rewards (dynamic sampling)."""
         wanted = self._config.train.prompts_per_step
         position = self._position
-        selection = DynamicSampling(wanted, wanted * self._config.algorithm.dynamic_sampling_batches, step)
-
+        limit = wanted * self._config.algorithm.dynamic_sampling_batches if prompts is None else len(prompts)
+        selection = DynamicSampling(wanted, limit, batch.step)
         rewards: dict[int, float] = {}
 
-        async def decide(group: SealedGroup) -> None:
-            due = selection.decide(group)
-            rewards[group.index] = fmean(group.rewards)
+        async def decide(row: Row) -> None:
+            rewards[row.index] = fmean(score.value for score in open_scores(row))
+            due = selection.decide(row)
             if due and selection.used is not None:
                 batch.reward_tried = fmean(rewards[number] for number in range(selection.used))
                 batch.prompts_used = selection.used
@@ -214,5 +227,5 @@ class BatchGenerator:
             for one in due:
                 await put(one)
 
-        prompts = map(self._loader.at, itertools.count(position))
-        await self._service.producer.run_until(step, prompts, decide, selection)
+        tried = map(self._loader.at, itertools.count(position)) if prompts is None else iter(prompts)
+        await self._service.producer.run_until(batch.step, tried, decide, selection)

@@ -18,9 +18,9 @@ class BatchesInFlight:
         self._run_state = run_state
         self._by_step: dict[int, Batch] = {}
 
-    def start(self, step: int, batch: Batch, generating: Coroutine[Any, Any, None]) -> None:
-        """Keep the batch of a step, and generate it in the background."""
-        self._by_step[step] = batch
+    def start(self, batch: Batch, generating: Coroutine[Any, Any, None]) -> None:
+        """Keep a batch, and generate it in the background."""
+        self.keep(batch)
         batch.task = asyncio.create_task(self._generate(generating))
 
     async def _generate(self, generating: Coroutine[Any, Any, None]) -> None:
@@ -29,9 +29,9 @@ class BatchesInFlight:
         except MetronomeError as error:
             await self._run_state.fail(error)
 
-    def keep(self, step: int, batch: Batch) -> None:
-        """Keep the batch of a step whose groups come from outside."""
-        self._by_step[step] = batch
+    def keep(self, batch: Batch) -> None:
+        """Keep a batch whose groups come from outside."""
+        self._by_step[batch.step] = batch
 
     def get(self, step: int) -> Batch | None:
         """The batch of a step; None if it was not started, or is over."""
@@ -47,9 +47,9 @@ class BatchesInFlight:
         return list(self._by_step)
 
     @property
-    def oldest(self) -> tuple[int, Batch] | None:
-        """The first step under way, with its batch; None if there is none."""
-        return min(self._by_step.items(), key=lambda item: item[0], default=None)
+    def oldest(self) -> Batch | None:
+        """The batch of the first step under way; None if there is none."""
+        return min(self._by_step.values(), key=lambda batch: batch.step, default=None)
 
     def values(self) -> list[Batch]:
         """All batches."""
@@ -60,14 +60,14 @@ class BatchesInFlight:
 
         Raises an exception of a generation that is not a MetronomeError: that is a bug of the launcher.
         """
-        for step, batch in list(self._by_step.items()):
+        for batch in self.values():
             if batch.task is not None and batch.task.done():
                 batch.task.result()
                 if self._run_state.failure is None and not batch.generated:
                     await self._run_state.fail(
                         MetronomeError(
-                            f"step {step}: its generation ended with {batch.queue.arrived} of "
-                            f"{batch.queue.expected} groups, so the trainer would wait for ever"
+                            f"step {batch.step}: its generation ended with {batch.arrived} of {batch.expected} "
+                            "groups, so the trainer would wait for ever"
                         )
                     )
 

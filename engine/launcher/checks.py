@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.config.placing import overlaps
+from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput
 from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape, read_shape
@@ -54,7 +55,7 @@ def check_training(config: Config, shape: ModelShape | None = None) -> None:
 
     `shape`: that of a folder which is not there yet.
     """
-    check_layout(check_rollouts(config, shape), config.parallel)
+    check_layouts(config, check_rollouts(config, shape))
     check_limits(config, stored_parameters(Path(config.model.path).expanduser()) if shape is None else 0)
     check_store(config)
     algorithm = config.algorithm
@@ -62,6 +63,14 @@ def check_training(config: Config, shape: ModelShape | None = None) -> None:
         from engine.run.user_algorithms import try_algorithms  # here, because importing torch takes seconds
 
         try_algorithms(algorithm.advantage, algorithm.loss, algorithm.gradient_control)
+
+
+def check_layouts(config: Config, shape: ModelShape) -> None:
+    """Raise BadInput unless the trainer and the stages whose ranks are ours can lay the model out as the config
+    says."""
+    check_layout(shape, config.parallel)
+    if config.reference_stage is not None:
+        check_layout(shape, config.stage_layout(REFERENCE_STAGE), f"stages.{REFERENCE_STAGE}")
 
 
 def check_store(config: Config) -> None:

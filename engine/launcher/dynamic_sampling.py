@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from engine.algorithm.shaping import are_equal_scores
 from engine.errors import MetronomeError
-from engine.wire.sealed import SealedGroup
+from engine.wire.columns import Row, open_scores
 
 
 class DynamicSampling:
@@ -25,7 +26,7 @@ class DynamicSampling:
         self.used: int | None = None
         """Number of prompts up to and with the last kept one; None until that is known."""
         self._step = step
-        self._verdicts: dict[int, SealedGroup | None] = {}
+        self._verdicts: dict[int, Row | None] = {}
         self._decided = 0
         """Number of prompts, from the first on without a gap, whose groups are known."""
         self._kept = 0
@@ -44,14 +45,14 @@ class DynamicSampling:
         """
         return self.found < self.wanted and tried < self.limit and in_flight < max(self.wanted - self.found, room)
 
-    def decide(self, group: SealedGroup) -> list[SealedGroup]:
+    def decide(self, row: Row) -> list[Row]:
         """Take in a finished group, whose `index` is the prompt's number. Returns the groups that are now selected.
 
         Their `index` is their place among the selected, 0 … B−1, in prompt order. A group is selected once the groups
         of all prompts before it are known. Raises MetronomeError if too few of the first `limit` prompts were kept.
         """
-        unequal = is_unequal(group)
-        self._verdicts[group.index] = group if unequal else None
+        unequal = is_unequal(row)
+        self._verdicts[row.index] = row if unequal else None
         self.found += unequal
         due = []
         while not self.complete and self._decided in self._verdicts:
@@ -75,7 +76,8 @@ class DynamicSampling:
         )
 
 
-def is_unequal(group: SealedGroup) -> bool:
-    """Whether the verifier's scores in the group differ. With scores of 0 and 1: some responses are right, but not
-    all (DAPO eq. 11). Reward shaping, such as the penalty on long responses, is not part of these scores."""
-    return any(reward != group.rewards[0] for reward in group.rewards)
+def is_unequal(row: Row) -> bool:
+    """Whether the verifier's scores in the group differ, by more than rounding. With scores of 0 and 1: some responses
+    are right, but not all (DAPO eq. 11). Excluded responses don't count. Reward shaping, such as the penalty on long
+    responses, is not part of these scores."""
+    return not are_equal_scores(open_scores(row))

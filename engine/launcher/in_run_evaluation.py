@@ -29,17 +29,16 @@ from engine.errors import MetronomeError, StaleRolloutError, TakenOver
 from engine.evaluation.benchmarks import EncodedBenchmark, encode_benchmarks, read_benchmarks
 from engine.evaluation.results import Subject, record
 from engine.evaluation.tables import differing, protocol
-from engine.launcher.further_scores import further_figures
+from engine.launcher.evaluation_groups import further_figures, sample
 from engine.launcher.pool.instance_client import SamplingSettings
 from engine.launcher.producer import Producer, first_leaf
 from engine.launcher.rollout_service import RolloutService
-from engine.launcher.standalone_evaluation import sample
 from engine.launcher.verifier_pool import VerifierPool
 from engine.run.files import append_line, read_lines, write_atomically
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.types import Group, JsonObject
-from engine.wire.codec import PackedLanded
+from engine.wire.columns import PackedLanded
 
 Notify = Callable[[], Awaitable[None]]
 """Wakes the coroutines that wait until weights may be published."""
@@ -242,8 +241,7 @@ class InRunEvaluation:
 
     def _make_producer(self) -> Producer:
         settings = self._config.evaluate
-        tokenizer = self._service.tokenizer
-        stop = tokenizer.stop_ids(self._config.rollout.stop)
+        stop = self._service.tokenizer.stop_ids
         return Producer(
             pool=self._service.pool,
             verifier=self._verifier,

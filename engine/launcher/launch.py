@@ -2,8 +2,9 @@
 
 `python -m engine.launcher.launch --config FILE [--resume] [--replay FILE]`
 
-The launcher runs the producer and the sample queue, and starts the verifier workers and the rollout instances. The
-trainer ranks run under torch elastic. When the launcher ends, however it ends, all of them end (engine.run.process).
+The launcher runs the producer, the table of rows and its server, and starts the verifier workers and the rollout
+instances. The ranks of trainer and scorers run under torch elastic. When the launcher ends, however it ends, all of
+them end (engine.run.process).
 """
 
 from __future__ import annotations
@@ -20,20 +21,21 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.config.recipe import load
-from engine.data.loader import PromptLoader
 from engine.data.prepared import training_problems
 from engine.data.problems import Problems
-from engine.data.prompts import encode
 from engine.errors import BadInput, MetronomeError, ProcessDied, Stopped, TakenOver
 from engine.launcher.checks import check_instances, check_training
-from engine.launcher.coordinator import Coordinator
-from engine.launcher.group_store import starting_store
-from engine.launcher.http_server import listen_address
 from engine.launcher.live_progress import LiveProgress
-from engine.launcher.pool.joining import serve_joining
-from engine.launcher.rollout_service import rollout_service
+from engine.launcher.opening import serving_plane
+from engine.launcher.plane import Plane
+from engine.launcher.scorer_process import END_S, ScorerProcess, start_scorers
+from engine.launcher.server import Server, listen_address
 from engine.launcher.weight_sync.place import weights_folder
-from engine.run.commands import agent_command, rank_arguments, trainer_environment
+from engine.run.commands import (
+    agent_command,
+    rank_arguments,
+    trainer_environment,
+)
 from engine.run.disk import named_disk_errors
 from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.folder import RunFolder
@@ -41,13 +43,12 @@ from engine.run.identity import claim
 from engine.run.lock import hold_lock
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
-from engine.run.process import Child, drop_lifeline, hold_lifeline, watch_lifeline
+from engine.run.process import Child, drop_lifeline, hold_lifeline, stop_all, watch_lifeline
 from engine.run.trace import Trace
 from engine.wire import record
 from engine.wire.access_token import is_loopback
-from engine.wire.control_keys import CONTROL_KEY, make_keys
-from engine.wire.control_server import ControlServer
-from engine.wire.invitation import INVITATION, control_address, invite
+from engine.wire.certificate import Certificate
+from engine.wire.invitation import INVITATION, invite
 
 STOP_S = 60.0
 """Seconds that a trainer which was told to stop may take for its checkpoint. If `train.timeout_s`, the longest of the
@@ -62,9 +63,6 @@ that launcher within a second or two."""
 
 BEAT_S = 0.5
 """Seconds between two signs of life."""
-
-END_S = 5.0
-"""Seconds that the agent may take to end its ranks, by force if need be (engine.trainer.agent), before it is killed."""
 
 
 def launch(config: Config, resume: bool = False, replay: Path | None = None) -> RunFolder:
@@ -104,12 +102,14 @@ class _Launcher:
         self.replay = replay
         self.scratch = Path(hold_lifeline()).parent
         self.trace = Trace(folder.trace, "launcher")
-        self._keys = make_keys() if config.parallel.nodes > 1 else None
+        self._certificate = Certificate.make() if config.parallel.nodes > 1 else None
         self._beating: asyncio.Task[None]
         self._signal: str | None = None
         """Name of the first signal that told the run to end; None before."""
-        self._coordinator: Coordinator | None = None
+        self._plane: Plane | None = None
         self._live = LiveProgress(folder)
+        self._scorers: list[ScorerProcess] = []
+        """Those of the stages whose ranks are ours; none in a replay, whose record holds their columns."""
 
     async def run(self) -> None:
         """Start all processes, wait until the trainer ends, then end the others.
@@ -135,129 +135,112 @@ class _Launcher:
             await asyncio.sleep(BEAT_S)
 
     async def _run(self) -> None:
-        if self.replay is not None:
-            await self._serve_trainer(Coordinator(self.config, self.folder, self.trace), self._start_trainer())
-            return
-        problems = await asyncio.to_thread(training_problems, self.config)
-        trainer = self._start_trainer()
-        try:
-            await self._run_with_rollouts(problems, trainer)
-        finally:
-            await asyncio.to_thread(trainer.stop, END_S)
+        server = Server(self.config)
+        async with server.listening(self.folder.path, self._certificate):
+            if self.replay is not None:
+                plane = Plane(self.config, self.folder, self.trace)
+                await self._train(plane, server, self._start_trainer(server))
+                return
+            problems = await asyncio.to_thread(training_problems, self.config)
+            trainer = self._start_trainer(server)
+            try:
+                self._scorers = start_scorers(self.config, self.folder, server)
+                await self._run_with_rollouts(problems, server, trainer)
+            finally:
+                await asyncio.to_thread(self._stop_ranks, trainer)
 
-    async def _run_with_rollouts(self, problems: Problems, trainer: Child) -> None:
-        config = self.config
-        model = Path(self.config.model.path)
-        group_size = config.rollout.group_size
-        async with (
-            rollout_service(
-                config=config,
-                model=model,
-                folder=self.folder.path,
-                settings=config.rollout,
-                group_size=group_size,
-                trace=self.trace,
-                synced=True,
-                notices=self._live.notices,
-            ) as service,
-            serve_joining(service.pool, config, self.folder.path) as routes,
-            starting_store(config, self.folder.path) as store,
-        ):
-            self._live.pool = service.pool
-            tokenizer = service.tokenizer
-            template = config.data.prompt_template
-            longest = config.rollout.max_context
-            encoded = await asyncio.to_thread(
-                lambda: encode(problems, tokenizer.hf, template, longest, vocabulary=tokenizer.vocabulary())
-            )
-            loader = PromptLoader(encoded.prompts, config.run.seed, config.train.prompts_per_step)
-            await service.pool.connect()
-            coordinator = Coordinator(
-                config=config,
-                folder=self.folder,
-                trace=self.trace,
-                loader=loader,
-                service=service,
-                store=await store if store is not None else None,
-            )
-            routes.step = lambda: coordinator.last
-            await self._serve_trainer(coordinator, trainer)
+    async def _run_with_rollouts(self, problems: Problems, server: Server, trainer: Child) -> None:
+        weights = self._weights_folder()
+        async with serving_plane(
+            config=self.config,
+            folder=self.folder,
+            trace=self.trace,
+            problems=problems,
+            server=server,
+            weights=weights,
+            live=self._live,
+        ) as plane:
+            await self._train(plane, server, trainer)
 
-    def _start_trainer(self) -> Child:
+    def _start_trainer(self, server: Server) -> Child:
         # A run that was killed may have left half a version there, in another layout.
         shutil.rmtree(self._weights_folder(), ignore_errors=True)
         log = self.folder.logs / "trainer.log"
-        env = trainer_environment(self.config, self._instances_elsewhere)
-        env |= {CONTROL_KEY: self._keys.public} if self._keys is not None else {}
-        return Child("trainer", self._trainer_command(), log, env)
+        env = trainer_environment(self.config, self._instances_elsewhere) | server.environment
+        return Child("trainer", self._trainer_command(server), log, env)
 
-    async def _serve_trainer(self, coordinator: Coordinator, trainer: Child) -> None:
-        """Serve the trainer's requests and watch all processes until the trainer ends."""
-        self._coordinator = coordinator
-        self._live.coordinator = coordinator
-        server = asyncio.create_task(ControlServer(self._address, coordinator.answer, self._keys).serve())
+    async def _train(self, plane: Plane, server: Server, trainer: Child) -> None:
+        """Answer the trainer's requests and watch all processes until the trainer ends."""
+        self._plane = plane
+        self._live.plane = plane
+        server.serve(plane)
         try:
-            await self._wait_for_trainer(trainer, server, coordinator)
+            await self._wait_for_trainer(trainer, server, plane)
         finally:
-            await asyncio.to_thread(trainer.stop, END_S)
-            await coordinator.close()
-            server.cancel()
-            await asyncio.gather(server, return_exceptions=True)
+            await asyncio.to_thread(self._stop_ranks, trainer)
+            await plane.close()
 
-    @property
-    def _address(self) -> str:
-        return control_address(self.config) if self.config.parallel.nodes > 1 else f"ipc://{self.scratch}/control"
+    def _stop_ranks(self, trainer: Child) -> None:
+        stop_all([trainer, *(scorer.child for scorer in self._scorers)], END_S)
 
     @property
     def _instances_elsewhere(self) -> bool:
         """Whether instances on other machines may join."""
         return not is_loopback(listen_address(self.config.rollout.listen)[0])
 
-    def _trainer_command(self) -> list[str]:
-        weights = self._weights_folder()
+    def _trainer_command(self, server: Server) -> list[str]:
         arguments = rank_arguments(
             config=self.config,
             folder=self.folder.path,
-            control=self._address,
-            weights=weights,
+            plane=server.url,
+            weights=self._weights_folder(),
             attempt=self.folder.fence.attempt,
             resume=self.resume,
             replay=self.replay,
         )
-        if self._keys is None:
+        if self._certificate is None:
             return agent_command(self.config, arguments, None)
         run_id = uuid.uuid4().hex
-        invite(config=self.config, folder=self.folder.path, run_id=run_id, arguments=arguments, key=self._keys.public)
+        invite(
+            config=self.config,
+            folder=self.folder.path,
+            run_id=run_id,
+            arguments=arguments,
+            token=server.key,
+            certificate=self._certificate.public,
+        )
         return agent_command(self.config, arguments, run_id)
 
     def _weights_folder(self) -> Path:
         return weights_folder(self.config, self.scratch, self.folder.path)
 
-    async def _wait_for_trainer(self, trainer: Child, server: asyncio.Task[None], coordinator: Coordinator) -> None:
-        """Wait until the trainer ends, and call Coordinator.check meanwhile.
+    async def _wait_for_trainer(self, trainer: Child, server: Server, plane: Plane) -> None:
+        """Wait until the trainer ends, and call Plane.check meanwhile.
 
-        Raises the error that ended the run: the trainer's own, the coordinator's if the trainer does not stop in time
-        or dies, ProcessDied if it dies without one, TakenOver if another launcher has begun, or the exception that
-        ended the control channel's server.
+        Raises the error that ended the run: the trainer's own, the plane's if the trainer does not stop in time or
+        dies, ProcessDied if it dies without one, TakenOver if another launcher has begun, or an unexpected exception of
+        an answer.
         """
         stop_by: float | None = None
         while trainer.alive:
-            for background in (server, self._beating):
+            for background in (server.bug, self._beating):
                 if background.done():
                     background.result()
-            await coordinator.check()
-            if self._signal is not None and coordinator.failure is None:
-                await coordinator.fail(Stopped(f"ended by {self._signal}"))
-            if coordinator.failure is not None:
+            await plane.check()
+            for scorer in self._scorers:
+                await scorer.check(plane)
+            if self._signal is not None and plane.failure is None:
+                await plane.fail(Stopped(f"ended by {self._signal}"))
+            if plane.failure is not None:
                 grace_s = min(STOP_S, self.config.train.timeout_s) if self._signal is None else STOP_BY_SIGNAL_S
                 stop_by = stop_by or time.monotonic() + grace_s
                 if time.monotonic() > stop_by:
-                    raise coordinator.failure
+                    raise plane.failure
             await asyncio.sleep(0.1)
-        if coordinator.trainer_error is not None:
-            raise coordinator.trainer_error
+        if plane.trainer_error is not None:
+            raise plane.trainer_error
         if trainer.process.returncode:
-            raise coordinator.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
+            raise plane.failure or ProcessDied(f"the trainer died: {trainer.how_it_ended()}")
 
     def _stop_on_signals(self) -> None:
         """Let SIGINT and SIGTERM end the run, after the trainer has saved the weights from before its current step.
@@ -273,7 +256,7 @@ class _Launcher:
                 loop.add_signal_handler(number, self._handle_signal, task, signal.Signals(number).name)
 
     def _handle_signal(self, task: asyncio.Task[None], name: str) -> None:
-        if self._signal is None and self._coordinator is not None and self._coordinator.is_ready:
+        if self._signal is None and self._plane is not None and self._plane.is_ready:
             self._signal = name
         else:
             task.cancel(f"ended by {name}")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
-from engine.launcher.coordinator import Coordinator
 from engine.launcher.notices import Notices
+from engine.launcher.plane import Plane
 from engine.launcher.pool.pool import Pool
 from engine.run.files import append_line, write_unsynced
 from engine.run.folder import RunFolder
@@ -17,14 +17,14 @@ from engine.types import JsonObject
 
 
 class LiveProgress:
-    """Writes both files of a run folder. `pool` and `coordinator` are set as soon as there are any."""
+    """Writes both files of a run folder. `pool` and `plane` are set as soon as there are any."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._written: JsonObject = {}
         self.notices = Notices(self._append)
         self.pool: Pool | None = None
-        self.coordinator: Coordinator | None = None
+        self.plane: Plane | None = None
 
     def look(self) -> None:
         """Write how far the step is, if that has changed, and the notices that are due."""
@@ -54,7 +54,7 @@ class LiveProgress:
                 "running": sum(load.running for load in loads),
                 "tokens_per_s": round(sum(one.tokens_per_s for one in self.pool.instances)),
             }
-        return found if self.coordinator is None else found | self.coordinator.how_far()
+        return found if self.plane is None else found | self.plane.how_far()
 
     def _append(self, stage: str, text: str) -> None:
         print(f"{stage}: {text}", flush=True)

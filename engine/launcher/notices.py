@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from engine.algorithm.shaping import are_equal_scores
 from engine.types import Score
-from engine.wire.codec import PackedResponse
+from engine.wire.columns import PackedResponse
 
 Tell = Callable[[str, str], None]
 """Takes a line: what it is about ("instances", "rewards", "responses"), and the text."""
@@ -24,6 +25,15 @@ LONGEST_S = 600.0
 """The longest pause between two lines of a share, in seconds."""
 BURST = 5
 """Events of one kind that are told one by one within PAUSE_S; further ones are counted."""
+
+_FAULTS = {
+    ("timeout", False): "scores timed out and count as 0",
+    ("error", False): "scores failed, count as 0",
+    ("timeout", True): "scores timed out; their responses are excluded",
+    ("error", True): "scores failed; their responses are excluded",
+    ("ok", True): "responses were excluded by their reward",
+}
+"""What is told of a score, by its status and whether it is excluded."""
 
 
 @dataclass
@@ -97,10 +107,10 @@ class Notices:
         empty = sum(response.finish_reason == "stop" and response.length <= 1 for response in responses)
         self.share("responses", "responses are empty: they end with their first token", empty, size)
         if self._trained:
-            equal = len({score.value for score in scores}) == 1
+            equal = are_equal_scores(scores)
             self.share("rewards", "groups have equal scores and teach nothing (equal_groups)", int(equal), 1)
-        for status, what in (("timeout", "scores timed out and count as 0"), ("error", "scores failed, count as 0")):
-            wrong = [score.detail for score in scores if score.status == status]
+        for wanted, what in _FAULTS.items():
+            wrong = [score.detail for score in scores if (score.status, score.excluded) == wanted]
             self.share(stage="rewards", what=what, count=len(wrong), of=size, detail=wrong[-1] if wrong else "")
 
     def look(self) -> None:

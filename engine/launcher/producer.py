@@ -22,16 +22,17 @@ from engine.launcher.pool.instance_client import (
     SamplingSettings,
 )
 from engine.launcher.pool.pool import Pool
-from engine.reward.scorer import Scorer
+from engine.reward.scorer import ResponseScorer
 from engine.run.trace import Trace
 from engine.schedule import Schedule
 from engine.types import Prompt, Score
-from engine.wire.codec import PackedLanded, PackedResponse, pack_ids
-from engine.wire.sealed import SealedGroup, seal
+from engine.wire.columns import PackedLanded, PackedResponse, Row, pack_ids, pack_row, pack_scores
 
 ScoreTask = asyncio.Task[list[Score]]
 """The task that scores a response."""
 
+Put = Callable[[Row], Awaitable[None]]
+"""Called with each group as it is complete."""
 Land = Callable[[PackedLanded], Awaitable[None]]
 """Called with each response as it arrives, before its group is complete."""
 
@@ -95,12 +96,12 @@ class _PendingGroup:
 
 
 class Producer:
-    """Generates groups: sends the requests of a prompt to one instance together, has the responses scored, seals it."""
+    """Generates groups: sends the requests of a prompt to one instance together, packs and scores the responses."""
 
     def __init__(
         self,
         pool: Pool,
-        verifier: Scorer,
+        verifier: ResponseScorer,
         sampling: SamplingSettings,
         group_size: int,
         seed: int,
@@ -123,10 +124,12 @@ class Producer:
         self,
         step: int,
         prompts: Sequence[tuple[int, Prompt]],
-        put: Callable[[SealedGroup], Awaitable[None]],
+        put: Put,
         land: Land | None = None,
+        sampled: Put | None = None,
     ) -> None:
-        """Generate a group for each (epoch, prompt); `put` gets each finished group, `land` each finished response.
+        """Generate a group for each (epoch, prompt); `put` gets each finished group, `land` each finished response,
+        `sampled` each group whose responses are all there, before they are scored.
 
         Groups are sent out in order, and only so many at once: so whole groups finish early, and training starts early.
         The first failure cancels the rest and is raised.
@@ -135,16 +138,18 @@ class Producer:
             async with asyncio.TaskGroup() as tasks:
                 for index, (epoch, prompt) in enumerate(prompts):
                     tasks.create_task(
-                        self._generate_group(step=step, index=index, epoch=epoch, prompt=prompt, put=put, land=land)
+                        self._generate_group(
+                            step=step, index=index, epoch=epoch, prompt=prompt, put=put, land=land, sampled=sampled
+                        )
                     )
         except ExceptionGroup as failures:
             raise first_leaf(failures) from failures
 
-    async def run_again(self, step: int, index: int, epoch: int, prompt: Prompt) -> SealedGroup:
+    async def run_again(self, step: int, index: int, epoch: int, prompt: Prompt) -> Row:
         """Generate a group of a step again, with the seeds of the first time, and return it."""
-        made: list[SealedGroup] = []
+        made: list[Row] = []
 
-        async def put(group: SealedGroup) -> None:
+        async def put(group: Row) -> None:
             made.append(group)
 
         try:
@@ -157,7 +162,7 @@ class Producer:
         self,
         step: int,
         prompts: Iterator[tuple[int, Prompt]],
-        put: Callable[[SealedGroup], Awaitable[None]],
+        put: Put,
         selection: DynamicSampling,
     ) -> None:
         """Generate groups of (epoch, prompt) pairs, in order and numbered from 0, until `selection` is complete.
@@ -171,7 +176,7 @@ class Producer:
         running = set[asyncio.Task[None]]()
         putting = set[asyncio.Task[None] | None]()
 
-        async def begin(group: SealedGroup) -> None:
+        async def begin(group: Row) -> None:
             putting.add(asyncio.current_task())
             await put(group)
 
@@ -202,8 +207,9 @@ class Producer:
         index: int,
         epoch: int,
         prompt: Prompt,
-        put: Callable[[SealedGroup], Awaitable[None]],
+        put: Put,
         land: Land | None,
+        sampled: Put | None = None,
     ) -> None:
         """Generate and score one group, and `put` it."""
         seeds = [sampling_seed(self._seed, epoch, prompt.id, number) for number in range(self._group_size)]
@@ -211,13 +217,16 @@ class Producer:
             work = _PendingGroup(step=step, index=index, prompt=prompt, seeds=seeds, verifying=verifying, land=land)
             while missing := work.missing:  # again for what an instance did not finish, with the same seeds
                 await self._send_missing(work, missing)
-        responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
+            responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
+            row = pack_row(step, index, prompt, responses)
+            if sampled is not None:
+                await sampled(row)
         if self._verifier.per_response:
             scores = [score for verdict in verdicts for score in verdict.result()]
         else:
             scores = await self._score(step, index, prompt, responses)
         self._notices.group(responses, scores, self._sampling.max_new_tokens)
-        await put(seal(step=step, index=index, prompt=prompt, responses=responses, scores=scores))
+        await put(row.with_columns([pack_scores(scores)]))
 
     async def sample(self, step: int, prompt: Prompt, seeds: Sequence[int]) -> list[PackedResponse]:
         """Sample a response for each seed on the instances, and score none. `step`: for messages and the trace.

@@ -53,15 +53,14 @@ async def rollout_service(
     try:
         async with HealthMonitor(pool):
             pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
-            loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model))
+            loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model, config.rollout.stop))
             await verifier.start(_for_verifiers(loading))
             tokenizer = await loading
-            stop = tokenizer.stop_ids(config.rollout.stop)
             partial = synced and config.rollout.partial
             producer = Producer(
                 pool=pool,
                 verifier=verifier,
-                sampling=SamplingSettings.of(settings, model, stop, partial),
+                sampling=SamplingSettings.of(settings, model, tokenizer.stop_ids, partial),
                 group_size=group_size,
                 seed=config.run.seed,
                 trace=trace,

@@ -12,11 +12,11 @@ from engine.errors import MetronomeError
 T = TypeVar("T")
 
 SIGN_OF_LIFE_S = 1.0
-"""Seconds after which the launcher answers a rank that waits, so that the rank knows that the launcher is alive."""
+"""Seconds after which the launcher answers a request that waits, so that its sender knows that it is alive."""
 
 
 class RunState:
-    """The state that the methods which answer the trainer share: the failure, and a condition to wait on."""
+    """The state that the methods which answer requests share: the failure, and a condition to wait on."""
 
     def __init__(self) -> None:
         self.failure: MetronomeError | None = None
@@ -26,7 +26,7 @@ class RunState:
     async def fail(self, error: MetronomeError) -> None:
         """Stop the run with `error`, unless another error stops it already.
 
-        The trainer gets the error as the reply to its next request.
+        Stages and programs get the error as the reply to their next request.
         """
         self.failure = self.failure or error
         await self.notify()

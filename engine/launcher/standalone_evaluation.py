@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 
 from engine.config import Config
 from engine.evaluation.benchmarks import Benchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.results import Subject, record
+from engine.launcher.evaluation_groups import further_figures, sample
 from engine.launcher.evaluation_progress import EvaluationProgress
-from engine.launcher.further_scores import further_figures
-from engine.launcher.pool.joining import serve_joining
-from engine.launcher.producer import Land, Producer
 from engine.launcher.rollout_service import rollout_service
+from engine.launcher.server import Server
 from engine.run.folder import RunFolder
 from engine.run.limits import check_open_files
 from engine.run.logs import kept_small
 from engine.run.open_files import raise_limit
 from engine.run.trace import Trace
-from engine.types import Group, JsonObject, Prompt
-from engine.wire.codec import Decode, PackedLanded
-from engine.wire.sealed import SealedGroup, open_group
-
-EPOCH = -1
-"""Epoch in the sampling seeds. No training step has it, and all models are sampled with the same seeds."""
+from engine.types import JsonObject
+from engine.wire.columns import PackedLanded
 
 
 def evaluate(
@@ -90,7 +84,9 @@ async def _evaluate(
         AsyncExitStack() as stack,
     ):
         if meeting is not None:
-            await stack.enter_async_context(serve_joining(service.pool, config, meeting))
+            server = Server(config)
+            server.pool = service.pool
+            await stack.enter_async_context(server.listening(meeting))
         encoded = encode_benchmarks(config, benchmarks, service.tokenizer)
         await service.pool.connect()
         started = time.perf_counter()
@@ -118,24 +114,3 @@ async def _evaluate(
             )
             for one, groups in zip(encoded, sampled, strict=True)
         ]
-
-
-async def sample(
-    producer: Producer,
-    prompts: Sequence[Prompt],
-    decode: Decode,
-    step: int = 0,
-    land: Land | None = None,
-    scored: Callable[[Sequence[float]], None] = lambda rewards: None,
-) -> list[Group]:
-    """Generate a group for each prompt and return the groups in the order of the prompts, with the responses' texts.
-    `land` gets each response, `scored` the rewards of each group, as they come in."""
-    groups: list[Group] = []
-
-    async def put(sealed: SealedGroup) -> None:
-        group = await asyncio.to_thread(open_group, sealed, decode=decode)
-        groups.append(replace(group, prompt=prompts[group.index]))
-        scored(sealed.rewards)
-
-    await producer.run(step, [(EPOCH, prompt) for prompt in prompts], put, land)
-    return sorted(groups, key=lambda group: group.index)

@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-from engine.config import Reward
+from engine.config import OnFault, Reward
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
 from engine.launcher.verifier_environment import verifier_environment
 from engine.reward.verifiers import BUILT_IN
@@ -22,7 +22,7 @@ from engine.run.commands import verifier_command
 from engine.run.process import Child
 from engine.types import Prompt, Response, Score
 from engine.wire import verifier_messages
-from engine.wire.codec import PackedResponse
+from engine.wire.columns import PackedResponse
 from engine.wire.messages import PROTOCOL
 from engine.wire.verifier_messages import (
     TOO_MANY_PROCESSES,
@@ -64,20 +64,22 @@ class VerifierPool:
         spec: str,
         workers: int = 1,
         timeout_s: float = 10.0,
-        on_error: Literal["stop", "zero"] = "stop",
+        on_error: OnFault = "stop",
+        on_timeout: OnFault = "zero",
         start_timeout_s: float = 120.0,
         log: Path | None = None,
         variables: Sequence[str] = (),
         memory: int = 0,
         processes: int = 0,
     ) -> None:
-        """`spec`: reward.function; `timeout_s`: seconds for a call; `on_error`: reward.on_error; `start_timeout_s`:
-        seconds for loading the reward; `log`: file for what the reward prints, else this process's stderr; `variables`:
-        reward.environment; `memory`: limit in bytes for a user's reward, `processes`: of what each worker's reward may
-        have started at once; 0 for none."""
+        """`spec`: reward.function; `timeout_s`: seconds for a call; `on_error`, `on_timeout`: reward.on_error and
+        reward.on_timeout; `start_timeout_s`: seconds for loading the reward; `log`: file for what the reward prints,
+        else this process's stderr; `variables`: reward.environment; `memory`: limit in bytes for a user's reward,
+        `processes`: of what each worker's reward may have started at once; 0 for none."""
         self._spec = spec
         self._timeout_s = timeout_s
         self._on_error = on_error
+        self._on_timeout = on_timeout
         environment = verifier_environment(variables)
         self._workers = [
             _VerifierProcess(
@@ -101,6 +103,7 @@ class VerifierPool:
             workers=reward.workers,
             timeout_s=reward.timeout_s,
             on_error=reward.on_error,
+            on_timeout=reward.on_timeout,
             start_timeout_s=start_timeout_s,
             log=log,
             variables=reward.environment,
@@ -135,9 +138,9 @@ class VerifierPool:
     async def score(self, prompt: Prompt, responses: Sequence[Response | PackedResponse]) -> list[Score]:
         """Return one score for each response, in order. A group reward needs the whole group in one call.
 
-        A call that takes longer than `timeout_s` scores 0 with status "timeout". If the reward raises, returns no
-        number or ends its process DEATHS times, a user's reward raises RewardError with on_error = "stop"; with "zero",
-        and for a built-in reward, the responses score 0 with status "error".
+        After a call that takes longer than `timeout_s`, the responses score 0 with status "timeout". If the reward
+        raises, returns no number or ends its process DEATHS times, they score 0 with status "error". "exclude" marks
+        these scores as excluded. "stop" raises RewardError instead, but for errors of a built-in reward.
         """
         if not self.per_response:
             return await self._score_call(prompt, responses)
@@ -160,12 +163,16 @@ class VerifierPool:
         try:
             return await self._ask_until_answered(verifier_messages.frame(request))
         except TimeoutError:
-            return [Score(0.0, "timeout", f"no score within {self._timeout_s:g} s")] * len(responses)
+            score = self._failed("timeout", self._on_timeout, prompt, f"no score within {self._timeout_s:g} s")
         except RewardError as error:
-            what = f'reward.function = "{self._spec}", prompt {prompt.id}: {error}'
-            if self._on_error == "stop" and self._spec not in BUILT_IN:  # a built-in one fails only by a response
-                raise RewardError(what) from None
-            return [Score(0.0, "error", what)] * len(responses)
+            score = self._failed("error", self._on_error, prompt, str(error))
+        return [score] * len(responses)
+
+    def _failed(self, status: str, choice: OnFault, prompt: Prompt, why: str) -> Score:
+        what = f'reward.function = "{self._spec}", prompt {prompt.id}: {why}'
+        if choice == "stop" and not (status == "error" and self._spec in BUILT_IN):  # which fails only by a response
+            raise RewardError(what)
+        return Score(0.0, status, what, excluded=choice == "exclude")
 
     async def _ask_until_answered(self, request: bytes) -> list[Score]:
         """Ask idle workers one after the other until one of them does not die, at most DEATHS."""
@@ -278,13 +285,8 @@ class _VerifierProcess:
         ours, theirs = socket.socketpair()
         pipe, self._lifeline = os.pipe()
         try:
-            command = verifier_command(
-                connection=theirs.fileno(),
-                lifeline=pipe,
-                memory=self._memory,
-                processes=self._processes,
-                spec=self._spec,
-            )
+            limits = {"memory": self._memory, "processes": self._processes}
+            command = verifier_command(connection=theirs.fileno(), lifeline=pipe, spec=self._spec, **limits)
             self._child = Child(
                 name=self._name,
                 arguments=command,

@@ -24,6 +24,11 @@ from torch import Tensor
 FILLER = 0
 """Token id of the filler. Any id that every vocabulary has would do, because its output is never used."""
 
+NOTHING = torch.zeros(0, dtype=torch.long)
+
+Tokens = Sequence[int] | Tensor
+"""Token ids, [tokens] on the host."""
+
 Derived = TypeVar("Derived")
 
 
@@ -239,41 +244,50 @@ def zigzag(size: int, rank: int, ranks: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-def layout(groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]], shared_prompt: bool = True) -> Layout:
-    """Lay out (prompt ids, responses' ids) pairs as one micro-batch. Every prompt needs at least one token."""
-    spans = [(prompt, part) for prompt, responses in groups for part in _by_segment(responses, shared_prompt)]
-    ids: list[int] = []
-    positions: list[int] = []
-    scored: list[int] = []
-    targets: list[int] = []
+def layout(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], shared_prompt: bool = True) -> Layout:
+    """Lay out (prompt ids, responses' ids) pairs as one micro-batch, on the host. Every prompt needs at least one
+    token."""
+    ids: list[Tensor] = []
+    positions: list[Tensor] = []
+    scored: list[Tensor] = []
+    targets: list[Tensor] = []
     segments: list[Segment] = []
-    for prompt, responses in spans:
-        start = len(ids)
-        last = len(ids) + len(prompt) - 1
-        ids += prompt
-        positions += range(len(prompt))
-        for response in responses:
-            first = len(ids)
-            ids += response
-            positions += range(len(prompt), len(prompt) + len(response))
-            scored += ([last] + list(range(first, first + len(response) - 1))) if response else []
-            targets += response
-        segments.append(Segment(start, len(prompt), tuple(len(response) for response in responses)))
+    at = 0
+    for prompt, responses in (span for group in groups for span in _by_segment(group, shared_prompt)):
+        count = len(prompt)
+        last = at + count - 1
+        segments.append(Segment(at, count, tuple(map(len, responses))))
+        ids.append(_ids(prompt))
+        positions.append(torch.arange(count))
+        at += count
+        for response in map(_ids, responses):
+            ids.append(response)
+            targets.append(response)
+            positions.append(torch.arange(count, count + len(response)))
+            before = torch.arange(at - 1, at + len(response) - 1)
+            before[:1] = last
+            scored.append(before)
+            at += len(response)
     return Layout(
-        token_ids=torch.tensor(ids),
-        positions=torch.tensor(positions),
+        token_ids=torch.cat(ids),
+        positions=torch.cat(positions),
         segments=tuple(segments),
-        scored=torch.tensor(scored, dtype=torch.long),
-        targets=torch.tensor(targets, dtype=torch.long),
-        lengths=tuple(len(response) for _, responses in spans for response in responses),
-        rows=torch.arange(len(ids)),
-        kept=torch.arange(len(targets)),
+        scored=torch.cat([NOTHING, *scored]),
+        targets=torch.cat([NOTHING, *targets]),
+        lengths=tuple(length for segment in segments for length in segment.responses),
+        rows=torch.arange(at),
+        kept=torch.arange(sum(map(len, targets))),
     )
 
 
-def _by_segment(responses: Sequence[Sequence[int]], shared: bool) -> list[Sequence[Sequence[int]]]:
-    """The responses of each segment: all in one, or each in one of its own."""
-    return [responses] if shared or not responses else [[response] for response in responses]
+def _ids(tokens: Tokens) -> Tensor:
+    return tokens.long() if isinstance(tokens, Tensor) else torch.tensor(tokens, dtype=torch.long)
+
+
+def _by_segment(group: tuple[Tokens, Sequence[Tokens]], shared: bool) -> list[tuple[Tokens, Sequence[Tokens]]]:
+    """The group's (prompt, responses) segments: one for all responses, or one for each."""
+    prompt, responses = group
+    return [group] if shared or not responses else [(prompt, [response]) for response in responses]
 
 
 def split(prompt: int, responses: Sequence[int], budget: int, shared_prompt: bool = True) -> list[list[int]]:

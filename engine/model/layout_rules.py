@@ -29,41 +29,42 @@ class Sizes(Protocol):
         """Whether tensor ranks share the norms' work too."""
 
 
-def check_layout(shape: ModelShape, parallel: Sizes) -> None:
-    """Raise BadInput that names every rule which the layout breaks for this model, by key and number.
+def check_layout(shape: ModelShape, parallel: Sizes, table: str = "parallel") -> None:
+    """Raise BadInput that names every rule which the layout breaks for this model, by key and number. `table`: that of
+    the keys.
 
     Rules between the sizes themselves are checked by `engine.config.Parallel`. There is no rule for the vocabulary and
     for tokens: the vocabulary is padded to a multiple of the tensor ranks, rows to what context and sequence
     parallelism need.
     """
     broken = [
-        *_tensor_rules(shape, parallel.tensor),
-        *_pipeline_rules(shape, parallel.pipeline),
+        *_tensor_rules(shape, parallel.tensor, table),
+        *_pipeline_rules(shape, parallel.pipeline, table),
         *_expert_rules(shape, parallel),
     ]
     if broken:
         raise BadInput(f"the layout does not fit the model ({shape.architecture}): " + "; ".join(broken))
 
 
-def _tensor_rules(shape: ModelShape, tensor: int) -> Iterator[str]:
+def _tensor_rules(shape: ModelShape, tensor: int, table: str) -> Iterator[str]:
     """Rules of tensor parallelism. Attention is cut by whole heads, MLPs by features. Experts are never cut."""
     if shape.heads % tensor:
-        yield f"parallel.tensor = {tensor} does not divide its {shape.heads} attention heads"
+        yield f"{table}.tensor = {tensor} does not divide its {shape.heads} attention heads"
     elif shape.kv_heads % tensor and tensor % shape.kv_heads:
         yield (
-            f"parallel.tensor = {tensor} and its {shape.kv_heads} key-value heads: one must divide the other "
+            f"{table}.tensor = {tensor} and its {shape.kv_heads} key-value heads: one must divide the other "
             "(Megatron's rule: several ranks may share a head, but not a part of one)"
         )
     elif (rows := (shape.heads + 2 * shape.kv_heads) * shape.head_dim) % tensor:  # only where ranks share a head
-        yield f"parallel.tensor = {tensor} does not divide the {rows} rows of its query, key and value weights"
+        yield f"{table}.tensor = {tensor} does not divide the {rows} rows of its query, key and value weights"
     dense = shape.experts is None or len(shape.experts.layers) < shape.layers
     if dense and shape.intermediate % tensor:
-        yield f"parallel.tensor = {tensor} does not divide its MLPs' intermediate size {shape.intermediate}"
+        yield f"{table}.tensor = {tensor} does not divide its MLPs' intermediate size {shape.intermediate}"
 
 
-def _pipeline_rules(shape: ModelShape, pipeline: int) -> Iterator[str]:
+def _pipeline_rules(shape: ModelShape, pipeline: int, table: str) -> Iterator[str]:
     if shape.layers % pipeline:
-        yield f"parallel.pipeline = {pipeline} does not divide its {shape.layers} layers"
+        yield f"{table}.pipeline = {pipeline} does not divide its {shape.layers} layers"
 
 
 def _expert_rules(shape: ModelShape, parallel: Sizes) -> Iterator[str]:

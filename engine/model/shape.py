@@ -100,12 +100,7 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
             f"model.path {folder}: no config.json there; expected a Hugging Face folder with config.json, "
             f"tokenizer files and *.safetensors{from_hub(folder, '--set model.path=')}"
         )
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:  # also of text that is not UTF-8
-        raise BadInput(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise BadInput(f"{path}: expected a JSON object, as transformers writes it")
+    config = _read_object(path)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in SUPPORTED:
         raise BadInput(f"{path}: architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}")
@@ -246,3 +241,26 @@ def content_hash(folder: Path) -> str:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+def end_of_sequence_ids(model: Path) -> frozenset[int]:
+    """Return the end-of-sequence ids in generation_config.json and config.json of a Hugging Face folder.
+
+    Raises BadInput for a damaged file.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        if (model / name).is_file():
+            ids = _read_object(model / name).get("eos_token_id")
+            found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:  # also of text that is not UTF-8
+        raise BadInput(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadInput(f"{path}: expected a JSON object, as transformers writes it")
+    return found

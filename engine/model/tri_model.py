@@ -99,11 +99,7 @@ class TriModel:
         (scores,) = score(self.policy, [row], 1.0, self.shape.vocabulary)
         if scores is None:
             return []
-        whole = scores.new_zeros(len(token_ids) - 1)
-        whole[row.kept] = scores
-        if size > 1:
-            dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
-        return [float(value) for value in whole.tolist()]
+        return [float(value) for value in whole_row(scores, row).tolist()]
 
 
 class Frozen:
@@ -166,6 +162,17 @@ def score(model: GPTModel, layouts: Sequence[Layout], temperature: float, vocabu
         collect_non_loss_data=True,
     )
     return list(scores) if parallel_state.is_pipeline_last_stage() else [None] * len(layouts)
+
+
+def whole_row(scores: Tensor, row: Layout) -> Tensor:
+    """Return the scores of all response tokens of a row, of which each context-parallel rank has a part. A collective
+    of the context-parallel ranks."""
+    if row.shards == 1:
+        return scores
+    whole = scores.new_zeros(sum(row.lengths))
+    whole[row.kept] = scores
+    dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+    return whole
 
 
 def _target_logprobs(layout: Layout, temperature: float, vocabulary: int, out: Tensor, non_loss_data: bool) -> Tensor:

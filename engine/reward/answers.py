@@ -31,7 +31,7 @@ def ungradable(answer: str) -> str:
         return "answer is a picture"
     if len(_WORD.findall(_FORMULA.sub(" ", answer))) > _WORDS:
         return "answer is prose"
-    if not any(character.isalnum() for character in answer):
+    if not any(character.isalnum() or character in "∅∞" for character in answer):
         return "answer has neither letter nor digit"
     return "" if balanced(answer) else "answer has unbalanced braces"
 

@@ -1,323 +1,341 @@
-r"""Decides whether two answers in LaTeX are equal: structure is compared here, formulas by math-verify.
+r"""Decides whether two answers in LaTeX are equal: structure is compared here, formulas by their values.
 
-Numbers, words, numerals with a base, tuples, intervals, lists, sets, unions and matrices are split and compared
-exactly, in order if order matters. Only single formulas go to SymPy, because SymPy would read tuples as intervals, read
-words as products of letters (so anagrams would be equal), and drop the base of a numeral.
+Numbers, words, numerals with a base, tuples, intervals, lists, sets, unions, sequences, relations and matrices are
+split and compared exactly, in order if order matters. Only single formulas go to SymPy, because SymPy would read tuples
+as intervals, read words as products of letters (so anagrams would be equal), and drop the base of a numeral.
+
+Each comparison takes the parts of both answers in the same way, so that `same(a, b)` is `same(b, a)`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from typing import NamedTuple
 
-from engine.reward.answers import strip_delimiters, tidy
-from engine.reward.formulas import LONGEST, equal
-from engine.reward.quantities import number, scaled
+from engine.reward.answers import tidy
+from engine.reward.canonical import canonical
+from engine.reward.formulas import LONGEST, equal, near, within
+from engine.reward.quantities import differ, number, quantity
+from engine.reward.structure import (
+    AND,
+    HEDGE,
+    NAME,
+    RELATION,
+    TURNED,
+    bracketed,
+    interval,
+    is_list,
+    listed,
+    option,
+    split,
+)
 
-TOLERANCE = Fraction(1, 2_000_000)
-"""Absolute tolerance of a decimal: six places, as in math-verify. Fractions and whole numbers are compared exactly."""
-RELATIVE = Fraction(1, 10_000)
-"""Tolerance of a decimal relative to the gold value, for small values: 0.0000003 has no digit in six places."""
 MOST = 12
 """Largest number of entries of a list that may be in any order; a longer list must be in order."""
+_SIDES = 6
+"""Largest number of sides of an equation."""
 
-_SIZES = r"left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad"
-_SOFT = re.compile(rf"\\(?:{_SIZES})(?![a-zA-Z])\s*|(?<!\\)\\[!,;: ]|~")
-_TEXT = re.compile(r"\\(?:mbox|textnormal|textrm|textbf|textit|mathrm|mathbf|operatorname)(?=\s*\{)")
-_REPLACED = {
-    "\\dfrac": "\\frac",
-    "\\tfrac": "\\frac",
-    "\\cfrac": "\\frac",
-    "\\leq": "\\le",
-    "\\geq": "\\ge",
-    "\\ldots": "\\dots",
-    "\\times": "\\cdot",
-    "\\degree": "^\\circ",
-    "\\degrees": "^\\circ",
-    "\\lbrace": "\\{",
-    "\\rbrace": "\\}",
-    "\\%": "%",
-    "^{\\circ}": "^\\circ",
-    "{,}": ",",
-    "°": "^\\circ",
-    "−": "-",
-    "–": "-",
-    "×": "\\cdot",
-    "π": "\\pi ",
-    "∞": "\\infty ",
-    "∪": "\\cup ",
-}
-_KEYS = (re.escape(key) + ("(?![a-zA-Z])" if key[-1].isascii() and key[-1].isalpha() else "") for key in _REPLACED)
-_REPLACE = re.compile("|".join(_KEYS))
-_GROUPED = re.compile(r"(?<=\d)(?:,?\s*\\[!,]\s*|\{,\})(?=\d{3}(?!\d))")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
-_ARITHMETIC = re.compile(r"(?!.*(?:\d\(|\)[\d(]|\d\\frac))(?:[\d.+\-*/^(){}]|\\(?:cdot|frac|sqrt) ?)+")
-_TEXT_UNIT = re.compile(r"\\text\{([^{}]*)\}(?:\^\{?[23]\}?)?$")
-_NAMES = """mm millimeter millimetre, cm centimeter centimetre, m meter metre, km kilometer kilometre, in inch inche,
-ft foot feet, yd yard, mi mile, mg milligram, g gram, kg kilogram, lb pound, oz ounce, s sec second, min minute,
-h hr hour, day, week, month, year, cent, dollar, euro, mph, am, pm, gallon, liter litre"""
-_KNOWN = {name: names.split()[0] for names in _NAMES.split(",") for name in names.split()}
-_NAMED = re.compile(r"[a-zA-Z](?:_\{?\w\}?)?(?:\([a-z]\))?(?:=|\\in(?![a-z]))(?=.)")
+_MEMBER = re.compile(r"([a-zA-Z](?:_\{?\w\}?)?(?:\([a-z]\))?)\\in(?![a-z]) ?(?=.)")
 _BASE = re.compile(r"(-?[0-9A-Z]+)_(?:\{(?:\\text\{)?(\w+)\}?\}|(\d))")
-_BASES = {
-    "two": "2",
-    "three": "3",
-    "four": "4",
-    "five": "5",
-    "six": "6",
-    "seven": "7",
-    "eight": "8",
-    "nine": "9",
-    "ten": "10",
-    "twelve": "12",
-    "sixteen": "16",
-}
+_DIGITS = re.compile(r"-?[0-9A-Z]*\d[0-9A-Z]*")
+_NUMERALS = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+_BASES = {**{name: str(base) for base, name in enumerate(_NUMERALS, 2)}, "sixteen": "16"}
 _WORDS = re.compile(r"\(?(?:\\text\{[^{}\\]*\}|[A-Z]{3,}|[A-Z]?[a-z]{3,})\)?[.,]?")
-_RELATION = re.compile(r"(\\le|\\ge|\\lt|\\gt|<|>)(?![a-z])")
-_TURNED = {"\\le": "\\ge", "\\ge": "\\le", "<": ">", ">": "<", "\\lt": "\\gt", "\\gt": "\\lt"}
 _MATRIX = re.compile(r"\\begin\{([pb]?matrix)\}(.*)\\end\{\1\}", re.DOTALL)
-_AND = re.compile(r",?\s*(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*|;")
+_TEXTS = re.compile(r"\\text\{([^{}]*)\}")
+_TIME = re.compile(r"\d{1,2}(?::\d\d)+")
+_DOTS = "\\dots"
 
 
-def same(gold: str, found: str) -> bool:
-    """Whether `found` states the answer `gold`. Not symmetric: `found` may leave out names, units and brackets of
-    `gold`."""
-    first = canonical(tidy(gold))
-    second = canonical(found)
-    return bool(second) and _same(first, second, 4)
+def same(one: str, other: str) -> bool:
+    """Whether two answers are equal. Names, units, bases and the brackets of a tuple or set may be left out in either
+    of them."""
+    if max(len(one), len(other)) > 2 * LONGEST:  # no answer is so long, and patterns take quadratic time
+        return one == other
+    first, second = (canonical(tidy(text)) for text in (one, other))
+    return bool(first and second) and _same(first, second, 5)
 
 
-@lru_cache(maxsize=1024)
-def canonical(latex: str) -> str:
-    r"""One spelling of the same LaTeX: no layout, no blanks, \frac{a}{b}, \sqrt{a}, x^2, no full stop at the end."""
-    text = _TEXT.sub(r"\\text", strip_delimiters(latex.strip().rstrip(".,;").strip()))
-    text = _SOFT.sub(" ", _GROUPED.sub("", text))
-    text = _REPLACE.sub(lambda match: _REPLACED[match[0]], text)
-    if not re.search(r"[(\[]", text):  # in brackets a comma separates entries
-        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", lambda match: f"\\text{{{'~'.join(match[1].split())}}}", text)
-    text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", r"\1~", text)  # \pi r is not \pir
-    text = re.sub(r"\s+", "", text).replace("~", " ")
-    text = re.sub(r"\\frac ?(\d|[a-zA-Z]|\\pi(?![a-z]))(?=.)", r"\\frac{\1}", text)
-    text = re.sub(r"(\\frac\{[^{}]*\}) ?(\d|[a-zA-Z]|\\pi(?![a-z]))", r"\1{\2}", text)
-    text = re.sub(r"\\sqrt ?(\d|[a-zA-Z])", r"\\sqrt{\1}", text)
-    text = re.sub(r"([\^_])\{(\w|\\circ)\}", r"\1\2", text)
-    return text.rstrip(".,;")
-
-
-def _same(gold: str, found: str, depth: int) -> bool:
-    """Whether two canonical texts are equal. The first comparison that applies to `gold` decides."""
-    if gold == found:
+def _same(one: str, other: str, depth: int) -> bool:
+    """Whether two canonical texts are equal. The first comparison that applies to them decides."""
+    if one == other or _TEXTS.sub(r"\1", one).replace(" ", "") == _TEXTS.sub(r"\1", other).replace(" ", ""):
         return True
-    if not depth:
+    if not (one and other and depth):
         return False
-    for compare in (
-        _units,
-        _numbers,
-        _numerals,
-        _matrices,
-        _words,
-        _relations,
-        _chains,
-        _named,
-        _unions,
-        _brackets,
-        _lists,
-    ):
-        verdict = compare(gold, found, depth)
+    for compare in _COMPARISONS:
+        verdict = compare(one, other, depth)
         if verdict is not None:
             return verdict
-    return equal(gold, found)
+    return equal(one, other)
 
 
-def _units(gold: str, found: str, depth: int) -> bool | None:
-    """False if both have a known unit and these differ; None otherwise. A unit may be left out; unknown units are
-    ignored.
-
-    Also False if one formula has a factor such as million that the other lacks: factors are multiplied out for numbers
-    only.
-    """
-    one, other = (_unit(text) for text in (gold, found))
-    if one and other and one != other:
-        return False
-    (_, scale) = scaled(gold)
-    (_, other_scale) = scaled(found)
-    return False if scale != other_scale and None in (number(gold), number(found)) else None
-
-
-def _unit(text: str) -> str:
-    match = _TEXT_UNIT.search(text)
-    words = re.sub(r"^(?:square|sq|cubic|cu)[. ]+|[.\s]", "", match[1].casefold()) if match else ""
-    return _KNOWN.get(words, _KNOWN.get(words.removesuffix("s"), ""))
-
-
-def _numbers(gold: str, found: str, depth: int) -> bool | None:
-    """Compare numbers, with or without units."""
-    one = number(gold)
-    other = number(found)
-    if one is None or other is None:
+def _sequences(one: str, other: str, depth: int) -> bool | None:
+    """Compare what goes on (1, 2, …, n; 1 : 2 : …; 1 + 2 + … + n) entry by entry."""
+    if _DOTS not in one + other:
         return None
-    (value, percent) = one
-    (given, other_percent) = other
-    near = min(TOLERANCE, abs(value) * RELATIVE) if "." in gold or "." in found else 0
-    if abs(value - given) <= near:
+    parts = [split(text, ",", ":", "+") for text in (one, other)]
+    entries = [[part for part in each if part.strip() != _DOTS] for each in parts]
+    dots = [[place for place, part in enumerate(each) if part.strip() == _DOTS] for each in parts]
+    separators = [{sign for sign in ",:+" if len(split(text, sign)) > 1} for text in (one, other)]
+    if dots[0] != dots[1] or not dots[0] or separators[0] != separators[1]:
+        return False
+    return _in_order(entries[0], entries[1], depth)
+
+
+def _options(one: str, other: str, depth: int) -> bool | None:
+    r"""Compare letters of a choice and what they stand for: \textbf{(A)}\ 12 equals A and 12, but not (A) 13. What
+    names another letter, too, or takes the first one back, is no choice."""
+    (letter, rest) = option(one)
+    (other_letter, other_rest) = option(other)
+    if not (letter and other_letter):
+        left, text = (rest, other) if letter else (other_rest, one)
+        return True if left and _same(left, text, depth - 1) else None
+    if letter != other_letter or any(HEDGE.search(_TEXTS.sub(r"\1", each)) for each in (rest, other_rest)):
+        return False
+    return not (rest and other_rest) or _same(rest, other_rest, depth - 1)
+
+
+def _quantities(one: str, other: str, depth: int) -> bool | None:
+    """Compare without units and number words, if there are any; two different units, or powers of one, differ."""
+    ours = quantity(one)
+    theirs = quantity(other)
+    if differ(ours.unit, theirs.unit):
+        return False
+    if None not in (number(one), number(other)):
+        return _numbers(one, other, depth)
+    if ours.bare == one and theirs.bare == other:
+        return None
+    return ours.scale == theirs.scale and _same(ours.bare, theirs.bare, depth - 1)
+
+
+def _numbers(one: str, other: str, depth: int) -> bool | None:
+    """Compare numbers. If only one has a per cent sign, 50% equals both 50 and 0.5."""
+    ours = number(one)
+    theirs = number(other)
+    if ours is None or theirs is None:
+        return None
+    rounded = ours.rounded or theirs.rounded
+    if near(ours.value, theirs.value, rounded):
         return True
-    if percent == other_percent:
+    if ours.percent == theirs.percent:
         return False
-    return abs(value / 100 - given) <= near if percent else abs(value - given / 100) <= near
+    part, whole = (ours, theirs) if ours.percent else (theirs, ours)
+    return near(part.value / 100, whole.value, rounded)
 
 
-def _numerals(gold: str, found: str, depth: int) -> bool | None:
+def _numerals(one: str, other: str, depth: int) -> bool | None:
     """Compare numerals with a base: by their digits, and by the base if both have one."""
-    one = _BASE.fullmatch(gold)
-    if one is None:
+    ours = _BASE.fullmatch(one)
+    theirs = _BASE.fullmatch(other)
+    if not (ours or theirs):
         return None
-    other = _BASE.fullmatch(found)
-    if other is None:
-        return one[1].lstrip("0") == found.lstrip("0")
-    bases = [_BASES.get((match[2] or match[3]).lower(), match[2] or match[3]) for match in (one, other)]
-    return one[1].lstrip("0") == other[1].lstrip("0") and bases[0] == bases[1]
+    if not all(match or _DIGITS.fullmatch(text) for match, text in ((ours, one), (theirs, other))):
+        return False
+    digits = {(match[1] if match else text).lstrip("0") for match, text in ((ours, one), (theirs, other))}
+    bases = {_BASES.get(base.lower(), base) for match in (ours, theirs) if match for base in (match[2] or match[3],)}
+    return len(digits) == len(bases) == 1
 
 
-def _matrices(gold: str, found: str, depth: int) -> bool | None:
-    one = _MATRIX.fullmatch(gold)
-    other = _MATRIX.fullmatch(found)
-    if one is None:
+def _matrices(one: str, other: str, depth: int) -> bool | None:
+    """Compare matrices by their entries in order."""
+    matches = [_MATRIX.fullmatch(text) for text in (one, other)]
+    if matches == [None, None]:
         return None
-    if other is None:
+    rows = [
+        [row.split("&") for row in re.split(r"\\\\", match[2].strip()) if row.strip()] for match in matches if match
+    ]
+    if len(rows) < 2 or [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
         return False
-    rows = [[row.split("&") for row in re.split(r"\\\\", match[2].strip()) if row.strip()] for match in (one, other)]
-    if [len(row) for row in rows[0]] != [len(row) for row in rows[1]]:
-        return False
-    return all(
-        _same(a, b, depth - 1) for ours, theirs in zip(*rows, strict=True) for a, b in zip(ours, theirs, strict=True)
-    )
+    return all(_in_order(ours, theirs, depth) for ours, theirs in zip(*rows, strict=True))
 
 
-def _words(gold: str, found: str, depth: int) -> bool | None:
+def _words(one: str, other: str, depth: int) -> bool | None:
     """Compare texts that are not formulas: words, letters of a choice, names of points in order."""
-    if not _WORDS.fullmatch(gold):
+    words = [_WORDS.fullmatch(text) for text in (one, other)]
+    if not any(words):
         return None
-    return _letters(gold) == _letters(found)
+    if _letters(one) == _letters(other):
+        return True
+    return False if all(words) else None
 
 
 def _letters(text: str) -> str:
-    words = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    return re.sub(r"[\s(),.;:{}]+", "", words).casefold()
+    return re.sub(r"[\s(){}]+|[.,;:](?!\d)", "", _TEXTS.sub(r"\1", text)).casefold()
 
 
-def _relations(gold: str, found: str, depth: int) -> bool | None:
-    """Compare chains of relations: 1 < x <= 3 equals 3 >= x > 1. A single relation is left to SymPy."""
-    ours, theirs = (_RELATION.split(text) for text in (gold, found))
-    if len(ours) == 1:
+def _members(one: str, other: str, depth: int) -> bool | None:
+    r"""Compare x \in [0, 1] with [0, 1]. If both have a name, it must be the same."""
+    names = [_MEMBER.match(text) for text in (one, other)]
+    if not any(names):
         return None
-    turned = [_TURNED.get(part, part) for part in reversed(theirs)]
-    for parts in (theirs, turned):
-        if ours[1::2] == parts[1::2] and _in_order(ours[::2], parts[::2], depth):
+    stated = {name[1] for name in names if name} | {name for text in (one, other) if (name := interval(text).name)}
+    ours, theirs = (text[name.end() if name else 0 :] for name, text in zip(names, (one, other), strict=True))
+    return len(stated) == 1 and _same(ours, theirs, depth - 1)
+
+
+def _relations(one: str, other: str, depth: int) -> bool | None:
+    """Compare chains of relations: 1 < x <= 3 equals 3 >= x > 1 and (1, 3]. Two single relations that are written
+    differently are left to SymPy."""
+    ours, theirs = ([part.strip() for part in RELATION.split(text)] for text in (one, other))
+    if len(ours) == len(theirs) == 1 or any(AND.search(text) or len(split(text, ",")) > 1 for text in ours + theirs):
+        return None
+    if len(ours) > 1 and len(theirs) > 1:
+        turned = [TURNED.get(part, part) for part in reversed(theirs)]
+        if any(ours[1::2] == parts[1::2] and _in_order(ours[::2], parts[::2], depth) for parts in (theirs, turned)):
             return True
-    return None if len(ours) == 3 else False
-
-
-def _chains(gold: str, found: str, depth: int) -> bool | None:
-    r"""Compare equations. If gold is a chain of numbers (0.56 = 56\%), each side of `found` must equal one of them. If
-    not, no side but the last may have another value than gold (3 = 5 is not 5)."""
-    ours, theirs = (re.split(r"=|\\approx(?![a-z])", text) for text in (gold, found))
-    if len(ours) == 1 or not all(number(part) for part in ours):
-        value = gold[name.end() :] if (name := _NAMED.match(gold)) else gold
-        stated = found.split("=")
-        wrong = (
-            "=" not in value and len(found) <= LONGEST and any(_other_value(value, part, depth) for part in stated[:-1])
-        )
-        return False if wrong else None
-    return all(any(_same(ours_part, part, depth - 1) for ours_part in ours) for part in theirs)
-
-
-def _other_value(gold: str, part: str, depth: int) -> bool:
-    """Whether a side of an equation is a number, or arithmetic with digits, of another value than gold.
-
-    A decimal may be a rounded value: 14/3 = 4.67 states 4.67.
-    """
-    exact = number(gold)
-    given = number(part)
-    if exact is not None and "." in gold:
-        unit = Fraction(1, 10 ** len(re.sub(r".*\.|\D", "", gold)))
-        return given is not None and abs(exact[0] - given[0]) > unit / 2 and not _same(gold, part, depth - 1)
-    known = given is not None or (any(map(str.isdigit, part)) and _ARITHMETIC.fullmatch(part) is not None)
-    return known and not _same(gold, part, depth - 1)
-
-
-def _named(gold: str, found: str, depth: int) -> bool | None:
-    r"""Compare answers with a name: x = 5 and x \in [0, 1] equal 5 and [0, 1]. If both have a name, it must be the
-    same."""
-    one = _NAMED.match(gold)
-    other = _NAMED.match(found)
-    ours = gold[one.end() if one else 0 :]
-    theirs = found[other.end() if other else 0 :]
-    if not (one or other) or "=" in ours + theirs or (one and other and one[0] != other[0]):
+        return None if len(ours) == len(theirs) == 3 else False
+    first = interval(one)
+    second = interval(other)
+    if not (first.ends and second.ends):
         return None
-    return _same(ours, theirs, depth - 1)
+    return first.brackets == second.brackets and _in_order(first.ends, second.ends, depth)
 
 
-def _unions(gold: str, found: str, depth: int) -> bool | None:
-    parts = [split(text, "\\cup") for text in (gold, found)]
-    if len(parts[0]) == 1:
+class _Equation(NamedTuple):
+    names: set[str]
+    values: list[str]
+
+
+def _equations(one: str, other: str, depth: int) -> bool | None:
+    r"""Compare equations. x = 5, f(2) = 5 and 2 + 3 = 5 equal 5, and 14/3 \approx 4.67 equals both its sides. Two
+    names must be the same. Where an equation states no value (x + y = 2), it equals equations only. 3 = 5 is wrong."""
+    texts = (one, other)
+    sides = [split(text, "=", "\\approx") if not is_list(text) else [text] for text in texts]
+    if len(sides[0]) == len(sides[1]) == 1:
         return None
+    if max(map(len, sides)) > _SIDES or any(len(text) > LONGEST for text in texts):
+        return False
+    ours, theirs = (_equation(text, parts, depth) for text, parts in zip(texts, sides, strict=True))
+    named = ours.names and theirs.names and not ours.names & theirs.names
+    if not named and any(_same(a, b, depth - 1) for a in ours.values for b in theirs.values):
+        return True
+    return all(len(each) == 2 for each in sides) and "\\approx" not in one + other and equal(one, other)
+
+
+def _equation(text: str, sides: list[str], depth: int) -> _Equation:
+    """The names and values of an equation; no value if its sides contradict each other, or if it has to be solved."""
+    if len(sides) == 1:
+        return _Equation(set(), sides)
+    names = {side for side in sides if NAME.fullmatch(side)}
+    values = [side for side in sides if side not in names]
+    agree = all(_agree(a, b, "\\approx" in text, depth) for a, b in zip(values, values[1:], strict=False))
+    return _Equation(names, values if agree else [])
+
+
+def _agree(one: str, other: str, nearly: bool, depth: int) -> bool:
+    """Whether two sides of an equation may stand there: a decimal, or with `nearly` any number, may be rounded."""
+    if _same(one, other, depth - 1):
+        return True
+    given = [
+        (text, found)
+        for text in (one, other)
+        if (found := number(text)) and (found.rounded or (nearly and found.value.denominator == 1))
+    ]
+    if not given:
+        return False
+    text, found = min(given, key=lambda each: _places(each[0]))
+    unit = Fraction(1, 10 ** _places(text)) / 2
+    low, high = (found.value + sign * unit for sign in (-1, 1))
+    rest = other if text == one else one
+    if (exact := number(rest)) is not None:
+        return low <= exact.value <= high
+    return within(rest, low, high)
+
+
+def _places(text: str) -> int:
+    """The number of digits after the point."""
+    return sum(map(str.isdigit, quantity(text).bare.partition(".")[2]))
+
+
+def _unions(one: str, other: str, depth: int) -> bool | None:
+    """Compare unions in any order; x < 1 or x > 3 is one, too."""
+    parts = [split(text, "\\cup") for text in (one, other)]
+    if len(parts[0]) == len(parts[1]) == 1:
+        return None
+    parts = [each if len(each) > 1 else _alternatives(each[0]) for each in parts]
     return _matched(parts[0], parts[1], depth)
 
 
-def _brackets(gold: str, found: str, depth: int) -> bool | None:
-    """Compare (a, b), [a, b), {a, b} by their brackets and entries; the order matters except in sets."""
-    one = bracketed(gold)
-    other = bracketed(found)
-    if one is None:
+def _alternatives(text: str) -> list[str]:
+    found = listed(text)
+    return found.entries if found.joined == {"or"} else [text]
+
+
+def _brackets(one: str, other: str, depth: int) -> bool | None:
+    """Compare (a, b), [a, b) by their brackets and entries in order. The brackets of a tuple may be left out."""
+    ours = bracketed(one)
+    theirs = bracketed(other)
+    if ours is None and theirs is None:
         return None
-    if other is None:
-        loose = split(found, ",")
-        return _in_order(one[1], loose, depth) if gold[0] == "(" and len(loose) == len(one[1]) else False
-    if one[0] != other[0]:
+    if ours and theirs:
+        if ours[0] != theirs[0]:
+            return False
+        return None if ours[0] == "\\{\\}" else _in_order(ours[1], theirs[1], depth)
+    (kind, entries), loose = (ours, other) if ours else (theirs or ("", []), one)
+    if kind == "\\{\\}":
+        return None
+    return kind == "()" and is_list(loose) and _in_order(entries, split(loose, ","), depth)
+
+
+def _lists(one: str, other: str, depth: int) -> bool | None:
+    r"""Compare lists such as 1, 2 and 3 in any order; braces around are optional, "or" is not "and", and a comma is
+    either."""
+    ours = listed(one)
+    theirs = listed(other)
+    if ours.entries == [one] and theirs.entries == [other]:
+        return None
+    if ours.name != theirs.name and ours.name and theirs.name:
         return False
-    return (
-        _matched(_spread(one[1]), _spread(other[1]), depth)
-        if one[0] == "\\{\\}"
-        else _in_order(one[1], other[1], depth)
-    )
+    if ours.joined != theirs.joined and ours.joined and theirs.joined:
+        return False
+    return _matched(ours.entries, theirs.entries, depth)
 
 
-def bracketed(text: str) -> tuple[str, list[str]] | None:
-    """Kind and entries of a text in brackets with a comma, or of a set; None for anything else, such as (a + 1)(b,
-    c)."""
-    for left, right in (("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("\\{", "\\}")):
-        if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
-            inner = text[len(left) : -len(right)]
-            parts = split(inner, ",")
-            if _closed(inner) and (len(parts) > 1 or left == "\\{"):
-                return left + right, parts
-    return None
-
-
-def _lists(gold: str, found: str, depth: int) -> bool | None:
-    r"""Compare lists such as 1, 2 and 3 in any order. \pm stands for two entries; braces around are optional."""
-    ours = _entries(gold)
-    theirs = _entries(found)
-    if len(ours) == 1 and len(theirs) == 1:
+def _ratios(one: str, other: str, depth: int) -> bool | None:
+    """Compare a : b : c entry by entry; ratios of numbers also reduced, unless both may be times of day. A ratio of two
+    numbers equals their quotient."""
+    ours, theirs = (split(text, ":") for text in (one, other))
+    if len(ours) == len(theirs) == 1:
         return None
-    return _matched(ours, theirs, depth)
+    if len(ours) == len(theirs) and _in_order(ours, theirs, depth):
+        return True
+    if _TIME.fullmatch(one) and _TIME.fullmatch(other):
+        return False
+    numbers = [[number(part) for part in parts] for parts in (ours, theirs)]
+    first, second = ([each.value for each in found if each] for found in numbers)
+    if (len(first), len(second)) != (len(ours), len(theirs)):
+        return None if min(len(ours), len(theirs)) == 1 else False
+    if len(first) != len(second):
+        short, long = sorted((first, second), key=len)
+        return len(long) == 2 and short[0] * long[1] == long[0]
+    return all(a * second[0] == b * first[0] for a, b in zip(first, second, strict=True)) and any(first)
 
 
-def _entries(text: str) -> list[str]:
-    sets = bracketed(text)
-    parts = sets[1] if sets and sets[0] == "\\{\\}" else split(_AND.sub(",", text), ",")
-    if len(parts) > 1 and (name := _NAMED.match(parts[0])) and not any(_NAMED.match(part) for part in parts[1:]):
-        parts = [parts[0][name.end() :], *parts[1:]]
-    return _spread(parts)
+def _texts(one: str, other: str, depth: int) -> bool | None:
+    """Words inside formulas must be the same; a word and a formula differ."""
+    words = [[word.casefold() for word in _TEXTS.findall(text)] for text in (one, other)]
+    return False if words[0] != words[1] or any(_WORDS.fullmatch(text) for text in (one, other)) else None
 
 
-def _spread(parts: Sequence[str]) -> list[str]:
-    r"""The parts, with a \pm b replaced by a + b and a - b."""
-    pairs = [[part.replace("\\pm", sign) for sign in "+-"] if part.count("\\pm") == 1 else [part] for part in parts]
-    return [entry.lstrip("+") for pair in pairs for entry in pair]
+_COMPARISONS: tuple[Callable[[str, str, int], bool | None], ...] = (
+    _sequences,
+    _options,
+    _quantities,
+    _numbers,
+    _matrices,
+    _words,
+    _members,
+    _relations,
+    _equations,
+    _unions,
+    _brackets,
+    _lists,
+    _numerals,
+    _ratios,
+    _texts,
+)
 
 
 def _in_order(ours: Sequence[str], theirs: Sequence[str], depth: int) -> bool:
@@ -325,36 +343,18 @@ def _in_order(ours: Sequence[str], theirs: Sequence[str], depth: int) -> bool:
 
 
 def _matched(ours: Sequence[str], theirs: Sequence[str], depth: int) -> bool:
-    """Whether each of ours equals exactly one of theirs."""
+    """Whether the entries can be paired so that each equals its partner, in whatever order they are tried."""
     if len(ours) != len(theirs) or len(ours) > MOST:
         return len(ours) == len(theirs) and _in_order(ours, theirs, depth)
-    left = list(theirs)
-    for entry in ours:
-        place = next((number for number, other in enumerate(left) if _same(entry, other, depth - 1)), None)
-        if place is None:
-            return False
-        del left[place]
-    return True
+    partner: dict[int, int] = {}
 
+    def pair(place: int, tried: set[int]) -> bool:
+        for candidate, entry in enumerate(theirs):
+            if candidate not in tried and _same(ours[place], entry, depth - 1):
+                tried.add(candidate)
+                if candidate not in partner or pair(partner[candidate], tried):
+                    partner[candidate] = place
+                    return True
+        return False
 
-def split(text: str, separator: str) -> list[str]:
-    """The parts between separators that are outside brackets."""
-    parts = []
-    depth = 0
-    start = 0
-    for token in re.finditer(r"\\cup|\\[{}]|\\.|[()\[\]{},]", text, re.DOTALL):
-        if token[0] == separator and depth == 0:
-            parts.append(text[start : token.start()])
-            start = token.end()
-        depth += (token[0] in ("(", "[", "{", "\\{")) - (token[0] in (")", "]", "}", "\\}"))
-    return [part for part in [*parts, text[start:]] if part]
-
-
-def _closed(inner: str) -> bool:
-    """Whether no bracket inside closes one that was opened outside."""
-    depth = 0
-    for token in re.finditer(r"\\[{}]|[()\[\]{}]", inner):
-        depth += 1 if token[0] in ("(", "[", "{", "\\{") else -1
-        if depth < 0:
-            return False
-    return depth == 0
+    return all(pair(place, set()) for place in range(len(ours)))

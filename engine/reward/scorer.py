@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.types import Prompt, Response, Score
-from engine.wire.codec import PackedResponse
+from engine.wire.columns import PackedResponse
 
 
-class Scorer(Protocol):
+class ResponseScorer(Protocol):
     """Scores responses. engine.launcher.verifier_pool implements it with worker processes."""
 
     @property

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine.reward.equality import same
-from engine.reward.formulas import extract, verified
+from engine.reward.answers import tidy
+from engine.reward.canonical import canonical
+from engine.reward.equality import MOST, same
+from engine.reward.formulas import LONGEST, extract, is_heavy, verified
+from engine.reward.structure import is_list, split
 from engine.types import Prompt, Response, Score
 
 _TAIL = 2_000
@@ -17,9 +20,21 @@ _DETAIL = 200
 """Number of characters of the extracted answer in a score's detail."""
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _FORMULA = re.compile(r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
+_EMPHASIS = re.compile(r"(\*\*|__|`)(?=\S)([^\n]+?)(?<=\S)\1")
+"""Markdown around a word or a formula."""
+_WORDS = re.compile(r"\\text\{[^{}]*\}|\\[a-zA-Z]+")
+_APPLIED = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]\([^()=]+\)")
 _AND = re.compile(r"\s*,?\s*(?:and|or)?\s*")
+_BLANK = r"(?:\s|\$|\\[()\[\],;!]|\\q?quad)*+"
+_WORD = r"(?:\\text\{\s*)?(and|or|和|或)(?:\s*\})?"
+_BETWEEN = re.compile(
+    rf"{_BLANK}(?:[,;，；、]{_BLANK}(?:{_WORD})?|{_WORD}){_BLANK}(?:[a-zA-Z](?:_\{{?\w\}}?)?\s*=)?{_BLANK}"
+)
+"""What may stand between two boxes of one list."""
+_JOINED = {"and": "and", "or": "or", "和": "and", "或": "or"}
+_NAMED = re.compile(r"([a-zA-Z](?:_\{?\w\}?)?\s*=)\s*\$?\s*$")
 _NEAR = 100
-"""Largest distance in characters between the word "answer" and the formula that belongs to it."""
+"""Largest distance in characters between the word "answer", or a box, and the formula that belongs to it."""
 
 
 def per_response(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,12 +54,15 @@ def exact(prompt: Prompt, response: Response) -> Score:
 
 @per_response
 def math(prompt: Prompt, response: Response) -> Score:
-    r"""1 if the last `\boxed{…}` of the response is the answer; without one, if its final expression is
-    (`equality.same`)."""
-    found = last_boxed(response.text)
+    r"""1 if the last `\boxed{…}` of the response is the answer (`final_answer`); without one, if its final expression
+    is (`equality.same`)."""
+    boxes = _last_boxes(response.text)
+    found = _joined_boxes(boxes)
     shown = found if found is not None else stated(response.text[-_TAIL:])
     try:
-        right = _right(prompt.answer, shown, plain=found is None)
+        right = _right(prompt.answer, shown, plain=found is None) or (
+            len(boxes) > 1 and all(_right(prompt.answer, box.content, plain=False) for box in boxes)
+        )
     except (RecursionError, MemoryError) as error:  # no answer needs this much, see engine.verifier.worker.MEMORY
         return Score(0.0, detail=f"{type(error).__name__}: {shown[:_DETAIL].strip()}")
     return Score(float(right), detail=shown[-_DETAIL:].strip())
@@ -61,23 +79,71 @@ def math_verify(prompt: Prompt, response: Response) -> Score:
     return Score(float(right))
 
 
+def final_answer(text: str) -> str | None:
+    r"""The content of the last `\boxed{…}`; boxes that only a comma, "and" or "or" separates are one list. None without
+    a box.
+
+    A name before a box of a list belongs to it: x=\boxed{1}, y=\boxed{2} is x=1, y=2. Equal boxes count once.
+    """
+    return _joined_boxes(_last_boxes(text))
+
+
+def _joined_boxes(boxes: list[_Box]) -> str | None:
+    return " ".join(part for box in boxes for part in box[2:]).strip() if boxes else None
+
+
+def _last_boxes(text: str) -> list[_Box]:
+    found = _boxes(text)
+    first = len(found) - 1
+    while first > 0 and (between := _between(text, found[first - 1], found[first])):
+        first -= 1
+        found[first] = found[first]._replace(joined=_JOINED.get(between[1] or between[2], ","))
+    last = found[first:]
+    if not 1 < len(last) <= MOST:
+        return last[-1:]
+    named = [_NAMED.search(text[max(0, box.start - _NEAR) : box.start]) for box in last]
+    entries = {(name[1] if name else "") + box.content: box for name, box in zip(named, last, strict=True)}
+    if len(entries) == 1:
+        return last[-1:]
+    listed = [box._replace(content=entry) for entry, box in entries.items()]
+    return [*listed[:-1], listed[-1]._replace(joined="")]
+
+
+def _between(text: str, one: _Box, other: _Box) -> re.Match[str] | None:
+    return _BETWEEN.fullmatch(text, one.stop, other.start) if 0 <= other.start - one.stop < _NEAR else None
+
+
 def last_boxed(text: str) -> str | None:
-    r"""The content of the `\boxed{…}` that closes last, with balanced braces; None if there is none. Takes linear
-    time."""
-    opened: list[tuple[bool, int]] = []  # for each open brace: whether \boxed opened it, where its content starts
-    found: str | None = None
+    r"""The content of the `\boxed{…}` that closes last, with balanced braces; None if there is none."""
+    found = _boxes(text)
+    return found[-1].content if found else None
+
+
+class _Box(NamedTuple):
+    start: int
+    stop: int
+    content: str
+    joined: str = ""
+
+
+def _boxes(text: str) -> list[_Box]:
+    r"""Every `\boxed{…}` with balanced braces, in the order in which they close. Takes linear time."""
+    opened: list[tuple[int, int]] = []  # for each open brace: where \boxed starts, or -1; where its content starts
+    found: list[_Box] = []
     for token in _BRACES.finditer(text):
         if token[0] == "{" or token[0].startswith("\\boxed"):
-            opened.append((token[0] != "{", token.end()))
+            opened.append((token.start() if token[0] != "{" else -1, token.end()))
         elif token[0] == "}" and opened:
             boxed, start = opened.pop()
-            found = text[start : token.start()] if boxed else found
+            if boxed >= 0:
+                found.append(_Box(boxed, token.end(), text[start : token.start()]))
     return found
 
 
 def stated(text: str) -> str:
     """The formulas after the last "answer", else the last formula, else the text after the last "answer", else the
     whole text."""
+    text = _EMPHASIS.sub(r"\2", text)
     anchor = text.lower().rfind("answer")
     behind = text[anchor + len("answer") :] if anchor >= 0 else text
     formulas = list(_FORMULA.finditer(behind))
@@ -101,11 +167,32 @@ def _joined(text: str, formulas: list[re.Match[str]]) -> str:
 def _right(answer: str, shown: str, plain: bool) -> bool:
     gold = last_boxed(answer)
     gold = answer if gold is None else gold
-    if same(gold, shown):
+    if _states(shown, gold):
         return True
     if not plain or _FORMULA.search(shown):
         return False
-    return any(isinstance(found, str) and same(gold, found) for found in extract(shown))
+    return any(isinstance(found, str) and _states(found, gold) for found in extract(shown))
+
+
+def _states(found: str, gold: str) -> bool:
+    """Whether a response's answer is the gold one. A response must not choose what takes long to evaluate."""
+    if is_heavy(found) and not is_heavy(gold):
+        return False
+    return same(gold, found) or ("=" not in gold and (value := _value(found)) is not None and same(gold, value))
+
+
+def _value(found: str) -> str | None:
+    """The value that an equation gives to what was asked for: 116 in m + n = 100 + 16 = 116. None if what stands before
+    has fewer than two variables and no f(2): then it may be an equation to be solved."""
+    first, *sides = split(canonical(tidy(found)), "=") if len(found) <= LONGEST else [""]
+    if (
+        not sides
+        or is_list(found)
+        or not (len(set(filter(str.isalpha, _WORDS.sub("", first)))) > 1 or _APPLIED.search(first))
+    ):
+        return None
+    agree = all(same(one, other) for one, other in zip(sides, sides[1:], strict=False))
+    return sides[-1] if agree else None
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"math": math, "exact": exact, "math_verify": math_verify}

@@ -7,12 +7,16 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.config import Config
+from engine.config import Config, Queue
 from engine.errors import BadInput
 from engine.run.process import python
 
-STORE_IS_HERE = "METRONOME_STORE_IS_HERE"
-"""Variable of the ranks that can reach TransferQueue, which listens on loopback: those on the launcher's node."""
+TRAINER_RANK = "engine.trainer.rank"
+"""The module of a trainer rank."""
+SCORER_RANK = "engine.scorer.rank"
+"""The module of a scorer's rank."""
+EXPANDABLE = "expandable_segments:True"
+"""Setting of torch's and torch_npu's allocator: segments of a device's memory grow."""
 LOOPBACKS = ("lo", "lo0")
 """Names of the loopback interface, on Linux and on macOS."""
 
@@ -25,15 +29,15 @@ def launcher_command(config: Path, resume: bool, replay: Path | None) -> list[st
 
 def service_command(config: Path) -> list[str]:
     """Command line of the service. `config`: a resolved config file."""
-    return python("engine.launcher.service.serve", "--config", str(config))
+    return python("engine.launcher.serve", "--config", str(config))
 
 
 def rank_arguments(
-    config: Config, folder: Path, control: str, weights: Path, attempt: int, resume: bool, replay: Path | None
+    config: Config, folder: Path, plane: str, weights: Path, attempt: int, resume: bool, replay: Path | None
 ) -> list[str]:
-    """Arguments of every trainer rank. `control`: the launcher's control channel; `weights`: folder for snapshots of
+    """Arguments of every trainer rank. `plane`: URL of the launcher's server; `weights`: folder for snapshots of
     the weights; `attempt`: number of the launcher's attempt (engine.run.fence)."""
-    arguments = ["--folder", str(folder.resolve()), "--control", control]
+    arguments = ["--folder", str(folder.resolve()), "--plane", plane]
     arguments += ["--weights", str(weights), "--threads", str(config.trainer_threads), "--attempt", str(attempt)]
     arguments += ["--resume"] if resume else []
     return arguments + (["--replay", str(replay)] if replay is not None else [])
@@ -44,24 +48,59 @@ def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) 
     if there are several nodes."""
     parallel = config.parallel
     nodes = ["--nodes", str(parallel.nodes), "--rendezvous", parallel.rendezvous, "--run-id", run_id] if run_id else []
-    return python("engine.trainer.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
+    return python("engine.ranks.agent", "--ranks", str(parallel.ranks_per_node), *nodes, "--", *arguments)
 
 
 def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, str]:
-    """Additional environment of the agent on the launcher's node, and so of its ranks.
+    """Additional environment of the agent on the launcher's node, and so of its ranks: `rank_defaults`, and more.
 
     On one node the ranks' collectives listen on loopback only: those of gloo, and those of NCCL and HCCL unless the
-    trainer also sends weights with these, or may have `instances_elsewhere`. A variable that the user has set stays.
+    trainer also sends weights with these, or may have `instances_elsewhere`. On several nodes each agent chooses the
+    interface of gloo (engine.ranks.rendezvous). A variable that the user has set stays.
     """
-    found = {"OMP_NUM_THREADS": str(config.trainer_threads)}
-    found |= {STORE_IS_HERE: "1"} if config.queue.store == "transferqueue" else {}
+    found = {"OMP_NUM_THREADS": str(config.trainer_threads)} | rank_defaults(config.parallel.tensor)
     if config.parallel.nodes > 1:
         return found
     names = ["GLOO_SOCKET_IFNAME"]  # weights that gloo sends have a device of their own (engine.wire.weights.groups)
     if not instances_elsewhere and config.weights.transport not in ("nccl", "hccl"):
         names += ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
+    return found | _on_loopback(names)
+
+
+def rank_defaults(tensor: int) -> dict[str, str]:
+    """Variables for the ranks of any node that the user has not set. `tensor`: the layout's.
+
+    Rows have every length, so segments of a fixed size would fragment a device's memory. Megatron overlaps collectives
+    of tensor ranks with products only where a device starts kernels in the order of the calls.
+    """
+    found = {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_NPU_ALLOC_CONF": EXPANDABLE}
+    if tensor > 1:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # another name of the first
+        del found["PYTORCH_ALLOC_CONF"]
+    return {name: value for name, value in found.items() if name not in os.environ}
+
+
+def scorer_command(config: Config, stage: str, folder: Path, plane: str) -> list[str]:
+    """Command line of the elastic agent that starts the ranks of [stages.NAME] on the launcher's node. `plane`: URL of
+    the launcher's server."""
+    ranks = config.stages[stage].ranks
+    arguments = ["--folder", str(folder.resolve()), "--plane", plane, "--stage", stage]
+    arguments += ["--threads", str(config.scorer_threads)]
+    return python("engine.ranks.agent", "--ranks", str(ranks), "--module", SCORER_RANK, "--", *arguments)
+
+
+def scorer_environment(config: Config, stage: str) -> dict[str, str]:
+    """Additional environment of the agent of [stages.NAME], and so of its ranks, whose collectives listen on loopback
+    only. A variable that the user has set stays."""
+    names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
+    found = {"OMP_NUM_THREADS": str(config.scorer_threads)} | rank_defaults(config.stages[stage].tensor)
+    return found | _on_loopback(names)
+
+
+def _on_loopback(names: Sequence[str]) -> dict[str, str]:
     interface = _loopback()
-    return found | {name: interface for name in names if name not in os.environ}
+    return {name: interface for name in names if name not in os.environ}
 
 
 def _loopback() -> str:
@@ -74,7 +113,7 @@ def _loopback() -> str:
 
 def training_node_command(folder: Path, wait_s: float) -> list[str]:
     """Command line that runs trainer ranks on another node, which shares the run folder."""
-    return python("engine.trainer.nodes", str(folder), "--wait", str(wait_s))
+    return python("engine.ranks.nodes", str(folder), "--wait", str(wait_s))
 
 
 def verifier_command(connection: int, lifeline: int, memory: int, processes: int, spec: str) -> list[str]:
@@ -83,10 +122,11 @@ def verifier_command(connection: int, lifeline: int, memory: int, processes: int
     return python("engine.verifier.worker", *map(str, (connection, lifeline, memory, processes)), spec)
 
 
-def store_command(units: int, folder: Path) -> list[str]:
-    """Command line of the process that hosts TransferQueue. It writes where its servers listen to `addresses` in the
-    folder, in which Ray keeps its files, too."""
-    arguments = ("--units", str(units), "--folder", str(folder / "ray"), "--addresses", str(folder / "addresses"))
+def store_command(queue: Queue, name: str, folder: Path) -> list[str]:
+    """Command line of the process that starts TransferQueue. It writes where its servers listen to `addresses` in the
+    folder, in which a Ray of its own keeps its files, too. `name`: its namespace in Ray."""
+    arguments = ["--units", str(queue.units), "--name", name, "--addresses", str(folder / "addresses")]
+    arguments += ["--address", queue.address] if queue.address else ["--folder", str(folder / "ray")]
     return python("engine.store.transferqueue", *arguments)
 
 

@@ -16,7 +16,6 @@ from engine.config.recipe import load
 from engine.errors import BadInput, MetronomeError
 from engine.run.fence import Fence
 from engine.run.files import append_line, read_json, read_lines, write_atomically
-from engine.run.start import read_start
 from engine.types import Group, StepReport
 
 FIXED = (
@@ -88,8 +87,6 @@ class RunFolder:
             )
         if resume and self.config.exists():
             check_same_run(config, self.read_config())
-        if self.config.exists():  # one of the last release says how the run began, and is replaced
-            read_start(self.path).write(self.path)
         for folder in (self.logs, self.responses):
             folder.mkdir(parents=True, exist_ok=True)
         self.failure.unlink(missing_ok=True)
@@ -146,6 +143,11 @@ class RunFolder:
         ]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomically(self.responses / f"step-{step:06d}.jsonl", text)
+
+    def first_figure(self, key: str) -> float:
+        """A figure of the first step that has it; 0 where none has."""
+        rows = read_lines(self.steps) if self.steps.exists() else ()
+        return next((row[key] for row in rows if key in row), 0.0)
 
     def fail(self, error: Exception) -> None:
         """Write the reason of a failure to failure.json, for the process that started the run. Not if another launcher

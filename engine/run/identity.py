@@ -1,4 +1,5 @@
-"""The identity of a run: a number in its run folder and in each of its checkpoints.
+"""The identity of a run: a number in its run folder and in each of its checkpoints. It is a UUID of version 7, which
+begins with the time: when the run began.
 
 A `run.name` may be used again (after a run folder was deleted, or with another `run.output`) with the same
 `checkpoint.path`. The number identifies a run's own checkpoints there: it resumes only from them, and deletes no
@@ -8,7 +9,9 @@ others.
 from __future__ import annotations
 
 import re
+import time
 import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.config import Config
@@ -52,12 +55,22 @@ def claim(folder: Path, config: Config, resume: bool) -> None:
         return
     if not resume:
         check_unclaimed(config)
-    before = _own_marker(folder) if resume else None
-    if resume and before is None and (there := published(config)):
-        before = max(there.values(), key=lambda marker: int(marker["step"]))
+    before = _newest_marker(folder, config) if resume else None
     folder.mkdir(parents=True, exist_ok=True)
-    number = uuid.uuid4().hex if before is None else str(before.get("run", ""))
+    number = _new_number() if before is None else str(before.get("run", ""))
     write_atomically(folder / FILE, f"{number}\n")
+
+
+def known_number(config: Config) -> str:
+    """The number of a run that is resumed, before `claim` writes it into a folder that was lost; "" if it has none."""
+    number = identity(config.folder)
+    newest = None if number else _newest_marker(config.folder, config)
+    return number if newest is None else str(newest.get("run", ""))
+
+
+def began(number: str) -> datetime | None:
+    """When the run with this number began, in UTC; None without a number."""
+    return datetime.fromtimestamp(int(number[:12], 16) / 1000, UTC) if number else None
 
 
 def check_unclaimed(config: Config) -> None:
@@ -80,6 +93,17 @@ def _is_of_an_old_release(folder: Path) -> bool:
     """Whether the folder's checkpoints have no number, so that the run has none either."""
     newest = _own_marker(folder)
     return newest is not None and not newest.get("run")
+
+
+def _new_number() -> str:
+    """A UUID of version 7 (RFC 9562, 5.7): 48 bits of milliseconds since 1970, the version, and a random rest."""
+    return f"{time.time_ns() // 1_000_000:012x}7{uuid.uuid4().hex[13:]}"
+
+
+def _newest_marker(folder: Path, config: Config) -> Marker | None:
+    """That of the newest complete checkpoint in the folder, or else in `checkpoint.path`; None if there is none."""
+    there = published(config) if (own := _own_marker(folder)) is None else {}
+    return max(there.values(), key=lambda marker: int(marker["step"])) if there else own
 
 
 def _own_marker(folder: Path) -> Marker | None:

@@ -22,7 +22,7 @@ from engine.run.open_files import reachable_limit
 from engine.run.process import SHARED_MEMORY
 
 OWN_FILES = 200
-"""Open files of the launcher besides connections: libraries, logs, pipes, the control channel. About 60 are used."""
+"""Open files of the launcher besides connections: libraries, logs, pipes, its server. About 60 are used."""
 OWN_THREADS = 16
 """Threads of a process besides those that compute: OpenMP's, torch's and the HTTP server's."""
 RANK_SHARED = 64 * 2**20
@@ -71,7 +71,7 @@ def limits(config: Config, parameters: int) -> Iterator[Limit]:
         need=threads(config),
         has=_process_limit(),
         unit="threads",
-        formula="those of trainer ranks, instances and verifiers on this node",
+        formula="those of ranks, instances and verifiers on this node",
         remedy="raise the limit (ulimit -u, or pids of the container), or lower reward.workers",
     )
     if need := shared_memory(config):
@@ -135,8 +135,9 @@ def open_files(config: Config, instances: int = 0) -> int:
 def threads(config: Config) -> int:
     """Processes and threads of the run on the launcher's node."""
     ranks = config.parallel.ranks_per_node * (config.trainer_threads + OWN_THREADS)
+    scorers = config.scorer_ranks * (config.scorer_threads + OWN_THREADS)
     instances = config.rollout.instances * (config.instance_threads + OWN_THREADS * config.rollout.tensor)
-    return ranks + instances + OWN_THREADS * (config.reward.workers + 3)
+    return ranks + scorers + instances + OWN_THREADS * (config.reward.workers + 3)
 
 
 def shared_memory(config: Config) -> int:
@@ -144,9 +145,9 @@ def shared_memory(config: Config) -> int:
     there is no room."""
     if config.platform.device not in ("cuda", "npu"):
         return 0
-    ranks = config.parallel.ranks_per_node
+    ranks = sum(count for count in (config.parallel.ranks_per_node, config.scorer_ranks) if count > 1)
     split = config.rollout.instances * config.rollout.tensor if config.rollout.tensor > 1 else 0
-    return RANK_SHARED * ((ranks if ranks > 1 else 0) + split)
+    return RANK_SHARED * (ranks + split)
 
 
 def checkpoints(config: Config, parameters: int) -> tuple[int, float]:

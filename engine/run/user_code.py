@@ -16,16 +16,20 @@ from engine.errors import BadInput
 class UserCode:
     """`with UserCode() as attempt:` stores any error of the user's code in `attempt.error` and ends the block.
 
-    The user's code may raise any error, and here errors are data. SystemExit still ends the process.
+    The user's code may raise any error, and here errors are data. What ends a process, such as SystemExit, still does:
+    it may come from outside. Where it can't, `whatever` stores it too.
     """
 
-    error: Exception | None = None
+    error: BaseException | None = None
+
+    def __init__(self, whatever: bool = False) -> None:
+        self._kinds = BaseException if whatever else Exception
 
     def __enter__(self) -> UserCode:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
-        self.error = error if isinstance(error, Exception) else None
+        self.error = error if isinstance(error, self._kinds) else None
         return self.error is not None
 
 

@@ -1,9 +1,12 @@
-"""The process that hosts TransferQueue: Ray on loopback, and in it TransferQueue's controller and storage units.
+"""The process that starts TransferQueue: its controller and storage units, as actors of Ray.
 
-`python -m engine.store.transferqueue --units N --folder DIR --addresses FILE`
+`python -m engine.store.transferqueue --units N --name NAME --addresses FILE (--folder DIR | --address HOST:PORT)`
 
-Once all serve, it writes where they listen to FILE (`engine.wire.store_addresses`), and waits to be ended. Ray's
-processes are of this process's group, which ends with it.
+With a folder it starts Ray on loopback, with files in that folder; Ray's processes are of this process's group, which
+ends with it. With an address it joins a running cluster, and spreads the units over its nodes. The actors there are
+owned by this process: Ray ends them when it ends, however it ends, and the cluster goes on.
+
+Once all serve, it writes where they listen to FILE (`engine.wire.store_addresses`), and waits to be ended.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import secrets
 import signal
 import sys
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +25,8 @@ from engine.run.process import watch_lifeline
 from engine.store.loopback import LOOPBACK
 from engine.wire.store_addresses import StoreAddresses, StoreServer, pack_addresses
 
-CPUS = 8
-"""CPUs that Ray is told of. Each storage unit and the controller wants one, and Ray waits for ever if there is none."""
 OBJECT_STORE = 80_000_000
-"""Bytes of Ray's own object store, near the least that Ray takes: no group passes through it."""
+"""Bytes of Ray's own object store, near the least that Ray takes: no column passes through it."""
 SETTINGS = {
     # Ray's own servers ask for a token; without one of ours Ray would write one into the user's home
     "RAY_AUTH_MODE": "token",
@@ -33,7 +35,7 @@ SETTINGS = {
     "RAY_worker_niceness": "0",
     "RAY_raylet_start_wait_time_s": "120",
 }
-"""Environment of Ray."""
+"""Environment of a Ray of our own."""
 
 
 def main() -> int:
@@ -41,22 +43,31 @@ def main() -> int:
     watch_lifeline()
     parser = argparse.ArgumentParser()
     parser.add_argument("--units", type=int, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--name", required=True)
     parser.add_argument("--addresses", type=Path, required=True)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--folder", type=Path)
+    where.add_argument("--address")
     arguments = parser.parse_args()
-    os.environ |= SETTINGS | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    write_atomically(arguments.addresses, pack_addresses(_start(arguments.units, arguments.folder)).decode())
+    if arguments.address:
+        _join(arguments.address, arguments.name)
+    else:
+        _begin(arguments.folder, arguments.name)
+    actors, addresses = _start(arguments.units)
+    write_atomically(arguments.addresses, pack_addresses(addresses).decode())
     signal.pause()
+    del actors  # held until here: Ray ends an actor that nobody holds
     return 0
 
 
-def _start(units: int, folder: Path) -> StoreAddresses:
+def _begin(folder: Path, name: str) -> None:
+    """Start Ray on loopback, whatever cluster RAY_ADDRESS names."""
+    os.environ |= SETTINGS | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
-    import transfer_queue
-    from omegaconf import OmegaConf
 
     ray.init(
-        num_cpus=CPUS + units,
+        address="local",
+        namespace=name,
         _node_ip_address=LOOPBACK,
         include_dashboard=False,
         log_to_driver=False,
@@ -64,13 +75,59 @@ def _start(units: int, folder: Path) -> StoreAddresses:
         _temp_dir=str(folder),
         runtime_env={"worker_process_setup_hook": "engine.store.loopback.listen_on_loopback"},
     )
-    found = transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": units}}}))
-    stored = found.backend.SimpleStorage.zmq_info
-    return StoreAddresses(_server(found.controller.zmq_info), tuple(_server(stored[name]) for name in stored))
 
 
-def _server(info: Any) -> StoreServer:  # noqa: ANN401
-    return StoreServer(str(info.id), str(info.ip), {str(name): int(port) for name, port in info.ports.items()})
+def _join(address: str, name: str) -> None:
+    """Join a running cluster."""
+    import ray
+
+    ray.init(address=address, namespace=name, log_to_driver=False)
+
+
+def _start(units: int) -> tuple[list[Any], StoreAddresses]:
+    """Start the controller on this node, whose end is the run's end anyhow, and the units on all nodes in turn. Return
+    the actors, and where they listen.
+
+    `transfer_queue.init` is not used: its actors have fixed names, by which the runs of a cluster would share one
+    controller, and ask for CPUs, for which Ray waits without a limit.
+    """
+    import ray
+    from transfer_queue.controller import TransferQueueController
+    from transfer_queue.storage.simple_storage import SimpleStorageUnit
+
+    here = ray.get_runtime_context().get_node_id()
+    actors = [_on(here, TransferQueueController).remote()]
+    actors += [_on(node, SimpleStorageUnit).remote(config={}) for node in islice(cycle(_nodes()), units)]
+    found = ray.get([actor.__ray_call__.remote(_server) for actor in actors])
+    controller, *stored = (StoreServer(*one) for one in found)
+    return actors, StoreAddresses(controller, tuple(stored))
+
+
+def _nodes() -> list[str]:
+    """Ids of the nodes that are alive. A node without CPUs, such as the head of a cluster on Kubernetes, is meant for
+    no work, and is left out if there are others."""
+    import ray
+
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeID"]))
+    working = [node for node in alive if node["Resources"].get("CPU")]
+    return [str(node["NodeID"]) for node in working or alive]
+
+
+def _on(node: str, kind: Any) -> Any:  # noqa: ANN401
+    """An actor class, to be started on this node without a CPU reserved for it; on another node if this one is dead,
+    and Ray has not noticed so far."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return kind.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True))
+
+
+def _server(actor: Any) -> tuple[str, str, dict[str, int], str]:  # noqa: ANN401
+    """The fields of an actor's `StoreServer`. This runs in the actor's process, which need not have this package."""
+    import ray
+
+    info = actor.get_zmq_server_info()
+    ports = {str(name): int(port) for name, port in info.ports.items()}
+    return str(info.id), str(info.ip), ports, ray.get_runtime_context().get_node_id()
 
 
 if __name__ == "__main__":

@@ -165,8 +165,9 @@ def step_starts(spans: Iterable[Span]) -> list[tuple[int, float]]:
 
 
 def lanes_of(spans: Sequence[Span]) -> list[str]:
-    """The lanes in order: trainers, instances, the weight sync in the instances, the pool, verifiers, the rest."""
-    order = ("trainer", "instance-", "instances", "pool ", "verifier")
+    """The lanes in order: trainers, scorers, instances, the weight sync in the instances, the pool, verifiers, the
+    rest."""
+    order = ("trainer", "scorer-", "instance-", "instances", "pool ", "verifier")
     found = {span["lane"] for span in spans}
 
     def rank(lane: str) -> tuple[int, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 LANES = {
     "trainer-": "a rank of the trainer: what it computes, and where it waits for groups",
     "trainer-*bubble": "the same rank, idle inside a pipelined window",
+    "scorer-": "a rank of a frozen model on devices of its own: which groups it scores",
     "instance-": "the responses that this rollout instance samples, a row for each that runs at the same time",
     "instances": "weights on their way to all instances",
     "pool ": "the state of an instance: whether it takes prompts",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.algorithm.advantages import ADVANTAGES
-from engine.algorithm.shaping import overlong
+from engine.algorithm.advantages import ADVANTAGES, Advantage
+from engine.algorithm.batch_statistics import BatchLossSettings
+from engine.algorithm.losses import Coefficients
+from engine.algorithm.shaping import are_equal, overlong
 from engine.config import Config
 from engine.errors import BadInput
+from engine.ranks.packing import tensor_of
 from engine.run.user_algorithms import advantage_of, loss_of
 from engine.run.user_code import UserCode, describe
-from engine.types import Group, Response
+from engine.types import BatchScores, Group
 
 
 @dataclass(frozen=True)
@@ -53,21 +57,34 @@ class Credit:
     def advantages(self, group: Group) -> Tensor:
         """Return [G] fp32 advantages, from the group's scores, or from the whole batch's where the group carries these.
 
-        Raises BadInput if a user's advantage fails or returns anything but one finite number per response.
+        Those of a group with excluded responses are the others' alone, and 0 for the excluded; 0 for all if too few
+        are left. Raises BadInput if a user's advantage fails or returns anything but one finite number per response.
         """
-        if group.advantages is not None:
-            return torch.tensor(group.advantages, dtype=torch.float32)
-        if group.batch is not None:
-            values, lengths = (
-                torch.tensor(rows, dtype=torch.float32) for rows in (group.batch.values, group.batch.lengths)
-            )
-            return advantage_of(self.advantage)(self._shaped(values, lengths), lengths)[group.index]
         known = advantage_of(self.advantage)
-        rewards = self.rewards(group)
+        if group.batch is not None:
+            return self._of_batch(known, group.batch)[group.index]
+        kept = _kept(group)
+        found = torch.zeros(len(kept))
+        if int(kept.sum()) >= max(1, known.least) or bool(kept.all()):
+            found[kept] = self._of_group(known, group, self.rewards(group)[kept], _lengths(group)[kept])
+        return found
+
+    def _of_batch(self, known: Advantage, batch: BatchScores) -> Tensor:
+        """Return [B, G]. To the function an excluded response has no token and the mean reward of its group, so that
+        it moves no statistic of the batch."""
+        rows = [[math.nan if value is None else value for value in row] for row in batch.values]
+        values = torch.tensor(rows, dtype=torch.float32)
+        lengths = torch.tensor(batch.lengths, dtype=torch.float32)
+        kept = ~values.isnan()
+        rewards = self._shaped(values, lengths)
+        means = rewards.double().nanmean(-1, keepdim=True).nan_to_num().float()
+        return known(torch.where(kept, rewards, means), lengths * kept) * kept
+
+    def _of_group(self, known: Advantage, group: Group, rewards: Tensor, lengths: Tensor) -> Tensor:
         if self.advantage in ADVANTAGES:
-            return known(rewards, _lengths(group))
+            return known(rewards, lengths)
         with UserCode() as attempt:
-            return known(rewards, _lengths(group))
+            return known(rewards, lengths)
         assert attempt.error is not None
         raise BadInput(
             f'algorithm.advantage = "{self.advantage}": it failed on step {group.step}, prompt {group.prompt.id}, '
@@ -75,25 +92,56 @@ class Credit:
         )
 
     def unequal(self, group: Group) -> bool:
-        """Whether the group's shaped rewards differ. If not, it teaches nothing but the KL term."""
-        rewards = self.rewards(group)
-        return bool((rewards != rewards[0]).any())
+        """Whether the group's shaped rewards differ, by more than rounding; excluded responses don't count. If not, it
+        teaches nothing but the KL term."""
+        return not are_equal(self.rewards(group)[_kept(group)].tolist())
 
-    def mask(self, response: Response) -> Tensor:
-        """Return [tokens] fp32: 1 where a token is trained, else 0."""
-        if self.mask_truncated and response.truncated:
+    def mask(self, group: Group, number: int) -> Tensor:
+        """Return [tokens] fp32 of the response at `number`: 1 where a token is trained, else 0."""
+        response = group.responses[number]
+        if group.scores[number].excluded or (self.mask_truncated and response.truncated):
             return torch.zeros(len(response.token_ids))
-        return torch.tensor(response.loss_mask, dtype=torch.float32)
+        return tensor_of(response.loss_mask, torch.float32)
 
-    def weights(self, response: Response) -> Tensor:
+    def weights(self, group: Group, number: int) -> Tensor:
         """Return [tokens] fp32: each token's weight in the loss's sums (engine.algorithm.losses.Aggregation)."""
-        mask = self.mask(response)
+        mask = self.mask(group, number)
         return mask / mask.sum().clamp(min=1.0) if loss_of(self.loss).aggregation == "response" else mask
 
     def tokens(self, group: Group) -> int:
         """Return how many response tokens of the group are trained."""
-        return int(sum(self.mask(response).sum() for response in group.responses))
+        return int(sum(self.mask(group, number).sum() for number in range(len(group.responses))))
+
+
+def _kept(group: Group) -> Tensor:
+    """Return [G] bool: which responses are not excluded."""
+    return torch.tensor([not score.excluded for score in group.scores], dtype=torch.bool)
 
 
 def _lengths(group: Group) -> Tensor:
     return torch.tensor([len(response.token_ids) for response in group.responses], dtype=torch.float32)
+
+
+def coefficients_of(config: Config) -> Coefficients:
+    """Return the numbers of the loss that a config sets."""
+    algorithm = config.algorithm
+    return Coefficients(
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        kl=algorithm.kl_coef,
+        entropy=algorithm.entropy_coef,
+        dual_clip=algorithm.dual_clip,
+        kl_estimator=algorithm.kl_estimator,
+        mismatch=algorithm.mismatch,
+        mismatch_level=algorithm.mismatch_level,
+        mismatch_limit=algorithm.mismatch_limit,
+        mismatch_reject=algorithm.mismatch_reject,
+        mismatch_reject_limit=algorithm.mismatch_reject_limit,
+        limits=BatchLossSettings(
+            second_moment=algorithm.m2po.threshold,
+            mean=algorithm.m2po.mean,
+            share=algorithm.bapo.share,
+            low=algorithm.bapo.low,
+            high=algorithm.bapo.high,
+        ),
+    )

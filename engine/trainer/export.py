@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from engine.model.tri_model import TriModel
+from engine.ranks.rank_group import RankGroup
 from engine.run.files import sync_all, sync_folder
-from engine.trainer.rank_group import RankGroup
 from engine.wire.weights.hf_folder import join, write_sharded
+
+KEPT = frozenset({"", ".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".bpe", ".spm", ".vocab"})
+"""Suffixes of a model's configuration, tokenizer and texts. What else lies in a folder may be its weights in some
+format, which a loader could prefer to the policy's."""
 
 
 def export(
     models: TriModel, ranks: RankGroup, base: Path, target: Path, fence: Callable[[], None] = lambda: None
 ) -> None:
-    """Write the policy's weights to `target`, with the base model's configuration and tokenizer.
+    """Write the policy's weights to `target`, with the base model's configuration and tokenizer. config.json says the
+    tensors' type, in which loaders then keep them.
 
     One rank of each pipeline stage gathers and writes the stage's tensors. The folder appears once it is complete and
     on the disk. A collective of all ranks. `fence` raises if this process may not write the run any more.
@@ -23,7 +31,8 @@ def export(
     partial = target.with_name(f".{target.name}.partial")
     if ranks.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(base, partial, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json", ".*"))
+        shutil.copytree(base, partial, ignore=_ignored)
+        _write_dtype(partial / "config.json", next(models.policy.parameters()).dtype)
     ranks.barrier()
     if ranks.exports:
         tensors = models.export()
@@ -40,3 +49,18 @@ def export(
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         sync_folder(target.parent)
+
+
+def _ignored(folder: str, names: list[str]) -> set[str]:
+    """The files of the base model's folder that are no part of the policy's: hidden ones, weights in any format, their
+    indices, and adapters, which loaders would add to the policy."""
+    files = {name for name in names if not (Path(folder) / name).is_dir()}
+    other = {name for name in files if Path(name).suffix.lower() not in KEPT or name.endswith(".index.json")}
+    return other | {name for name in names if name.startswith(".") or name == "adapter_config.json"}
+
+
+def _write_dtype(config: Path, dtype: torch.dtype) -> None:
+    """Have config.json say the tensors' type, by the keys that it has for it: transformers 4 writes another one."""
+    found = json.loads(config.read_text())
+    keys = [key for key in ("dtype", "torch_dtype") if key in found] or ["dtype"]
+    config.write_text(json.dumps(found | dict.fromkeys(keys, str(dtype).removeprefix("torch.")), indent=2) + "\n")

@@ -1,21 +1,95 @@
-"""Algorithm 1 of Periodic Asynchrony: the step loop that all modes share."""
+"""Algorithm 1 of Periodic Asynchrony: the step loop that all modes and all trainers share."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
+
+from torch import Tensor
 
 from engine.config import Config
 from engine.errors import MetronomeError, RatioGapError
 from engine.run.trace import Trace
 from engine.schedule import Schedule
-from engine.trainer.micro_batches import trained_tokens
-from engine.trainer.policy import Policy
 from engine.trainer.rollouts import Rollouts, Work
-from engine.types import Group, Landed, StepFigures, UpdateFigures
+from engine.types import Group, Landed
+
+Figures = dict[str, Any]
+"""Figures of a step: the keys of steps.jsonl that the trainer knows, and others of its own."""
+
+
+class Trainer:
+    """A trainer of one model, as the loop uses it. A trainer of your own inherits from this class and writes the first
+    four methods; those with a body are for trainers that have more to say.
+
+    `engine.trainer.policy` is Megatron's, docs/examples/hf_trainer.py one of plain torch.
+    """
+
+    has_moved = False
+    """Whether the step has changed the weights. Then there are none from before it to save."""
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield the policy's tensors under Hugging Face names, valid until the parameters change."""
+        raise NotImplementedError
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probabilities (temperature 1) under the policy of the tokens after the first."""
+        raise NotImplementedError
+
+    def accumulate(self, window: Sequence[Group]) -> None:
+        """Add the groups' gradient; no optimizer step."""
+        raise NotImplementedError
+
+    def update(self, responses: int) -> Mapping[str, Any]:
+        """Make the step's updates, the gradient of each divided for `responses` responses; return figures of them."""
+        raise NotImplementedError
+
+    def start_step(self, step: int) -> None:
+        """A step begins, or begins again: set gradient and figures back."""
+
+    def score_early(self, landed: Sequence[Landed]) -> None:
+        """Score responses whose group is not complete yet (train.score_early)."""
+
+    def add_wait(self, seconds: float) -> None:
+        """The loop has waited so long for groups."""
+
+    def worst_gap(self) -> float:
+        """The step's largest |π_trainer / π_rollout − 1| so far; 0 where it is not measured."""
+        return 0.0
+
+    def figures(self) -> Mapping[str, Any]:
+        """Figures of the step, after its updates."""
+        return {}
+
+
+@dataclass
+class Seen:
+    """What the loop has seen of a step on this rank, for trainers that do not count themselves."""
+
+    rewards: list[float] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
+    wait_s: float = 0.0
+    """Seconds for which the loop has waited for groups."""
+
+    def add(self, window: Sequence[Group]) -> None:
+        """Count the groups of a window that is trained."""
+        self.groups += [group.index for group in window]
+        self.rewards += [score.value for group in window for score in group.scores if not score.excluded]
+        self.versions |= {version for group in window for one in group.responses for _, version in one.versions}
+
+    def figures(self) -> Figures:
+        """The figures, by the keys of steps.jsonl; "groups": indices in the order of training."""
+        return {
+            "reward_mean": fmean(self.rewards or [0.0]),
+            "groups": self.groups,
+            "versions_seen": sorted(self.versions),
+            "wait_s": self.wait_s,
+        }
 
 
 class Loop:
@@ -27,36 +101,33 @@ class Loop:
     def __init__(
         self,
         config: Config,
-        policy: Policy,
+        trainer: Trainer,
         rollouts: Rollouts,
-        trace: Trace,
-        report: Callable[[int, StepFigures], None],
-        checkpoint: Callable[[int, StepFigures | None], None],
+        report: Callable[[int, Figures], None],
+        trace: Trace | None = None,
+        checkpoint: Callable[[int, Figures | None], None] = lambda step, figures: None,
     ) -> None:
+        """`trace`: gets the spans that the timeline shows."""
         self.config = config
-        self.policy = policy
+        self.trainer = trainer
         self.rollouts = rollouts
         self.trace = trace
         self.report = report
         self.checkpoint = checkpoint
         self.schedule = Schedule.of(config.train, config.rollout.partial)
-        self._moved = False
-        """Whether the step has made an update. From then on there are no weights from before the step to save."""
-        self._computed = (0, 0)
-        """Computed tokens and micro-batches of the step's windows that are traced."""
         self._started: dict[int, float] = {}
         """By step, when its rollouts were started."""
+        self._seen = Seen()
 
-    def run(self, start: int) -> None:
+    def run(self, start: int = 0) -> None:
         """Train steps `start` … `config.train.steps` − 1. Step N publishes weight version N and trains from it."""
+        self.rollouts.begin(start)
         for step in range(start, self.config.train.steps):
             began = time.perf_counter()
-            self.policy.start_step()
-            self._moved = False
-            self._computed = (0, 0)
+            self._start_step(step)
             try:
-                with self.trace.span("sync", step=step) as span:
-                    sync_s = self.rollouts.publish(self.policy.models, version=step)
+                with self._span("sync", step) as span:
+                    sync_s = self.rollouts.publish(self.trainer, version=step)
                     span["bytes"] = self.rollouts.sent_bytes
                 for batch in self.schedule.due(step, start, self.config.train.steps):
                     self._started[batch] = time.perf_counter()
@@ -65,51 +136,41 @@ class Loop:
                 for work in self._arriving_work(step):
                     self._score_or_train(step, work)
                 self.rollouts.settle()
-                updates = self._update(step)
+                updates = self.trainer.update(self._responses_per_update)
             except MetronomeError as error:
                 self.rollouts.failed(error)
-                if not self._moved:
+                if not self.trainer.has_moved:
                     self.checkpoint(step, None)  # the weights from before this step
                 raise
             ended = time.perf_counter()
-            trained = self.policy.figures()
-            figures: StepFigures = {
+            figures = {**self._seen.figures(), **updates, **self.trainer.figures()}
+            figures |= {
                 "sync_s": sync_s,
                 "check_s": check_s,
                 "step_s": ended - began,
-                "wait_ratio": trained["wait_s"] / (ended - began),
+                "wait_ratio": figures["wait_s"] / (ended - began),
                 "rollout_to_train_end_s": ended - self._started.pop(step),
-                **updates,
-                **trained,
             }
             self.report(step, figures)
-            self.trace.flush()
+            if self.trace is not None:
+                self.trace.flush()
             if self._checkpoint_due(step + 1):
                 self.checkpoint(step + 1, figures)
 
-    def _update(self, step: int) -> UpdateFigures:
-        """Make the step's updates. Each trains what is held for it, and needs every rank."""
+    def _start_step(self, step: int) -> None:
+        self._seen = Seen()
+        self.trainer.start_step(step)
+
+    @property
+    def _responses_per_update(self) -> int:
         train = self.config.train
-        responses = train.prompts_per_step // train.updates * self.config.rollout.group_size
-        seconds = 0.0
-        norms = []
-        for _ in range(train.updates):
-            self.policy.reduce(responses, partial(self._held_window_trained, step))
-            began = time.perf_counter()
-            self.policy.decide()  # before the weights change, since a user's code may fail
-            self._moved = True
-            with self.trace.span("update", step=step):
-                self.policy.models.copy_policy_to_old()
-                norm, rate = self.policy.update()
-            norms.append(norm)
-            seconds += time.perf_counter() - began
-        return {"update_s": seconds, "grad_norm": fmean(norms), "learning_rate": rate}
+        return train.prompts_per_step // train.updates * self.config.rollout.group_size
 
     def _verify(self, step: int) -> float:
         """Return the seconds that `Rollouts.verify` blocks; the instances sample meanwhile."""
         began = time.perf_counter()
-        with self.trace.span("check", step=step):
-            self.rollouts.verify(self.policy.models, version=step)
+        with self._span("check", step):
+            self.rollouts.verify(self.trainer, version=step)
         return time.perf_counter() - began
 
     def _arriving_work(self, step: int) -> Iterator[Work]:
@@ -117,9 +178,11 @@ class Loop:
         arriving = self.rollouts.work(step)
         while True:
             blocked = time.perf_counter()
-            with self.trace.span("wait", step=step):
+            with self._span("wait", step):
                 work = next(arriving, None)
-            self.policy.metrics.add_wait(time.perf_counter() - blocked)
+            waited = time.perf_counter() - blocked
+            self._seen.wait_s += waited
+            self.trainer.add_wait(waited)
             if work is None:
                 return
             yield work
@@ -127,8 +190,8 @@ class Loop:
     def _score_or_train(self, step: int, work: Work) -> None:
         landed = [item for item in work if isinstance(item, Landed)]
         if landed:
-            with self.trace.span("score", step=step, responses=len(landed)):
-                self.policy.score_early(landed)
+            with self._span("score", step, responses=len(landed)):
+                self.trainer.score_early(landed)
         else:
             self._train(step, [item for item in work if isinstance(item, Group)])
 
@@ -139,22 +202,12 @@ class Loop:
         """
         for group in window:
             self.schedule.check(group)
-        started = time.time()
-        idle = self.policy.accumulate(window)
-        ended = time.time()
-        self._trace_window(
-            step,
-            started,
-            ended,
-            groups=[group.index for group in window],
-            tokens=sum(map(trained_tokens, window)),
-        )
-        if idle is not None:
-            self.trace.add("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=step)
+        self.trainer.accumulate(window)
+        self._seen.add(window)
         if self.schedule.ahead:
             return  # the policy has changed since the tokens were sampled; every sync still verifies the weights
         limit = self.config.train.ratio_gap_limit
-        gap = self.policy.worst_gap()
+        gap = self.trainer.worst_gap()
         if limit and not gap <= limit:
             raise RatioGapError(
                 f"step {step}, prompts {[group.prompt.id for group in window]}: trainer and instances "
@@ -164,18 +217,8 @@ class Loop:
                 "rollout.top_k)"
             )
 
-    def _held_window_trained(self, step: int, started: float, ended: float) -> None:
-        """Trace a held window that was trained, and send the launcher a sign of life: training them all takes long."""
-        self._trace_window(step, started, ended)
-        self.rollouts.heartbeat()
-
-    def _trace_window(self, step: int, started: float, ended: float, **attributes: Any) -> None:  # noqa: ANN401
-        """Trace a window, with what it computed: what the step's sums have grown by since the last one."""
-        metrics = self.policy.metrics
-        computed = (metrics.computed_tokens, metrics.micro_batches)
-        tokens, count = (new - old for new, old in zip(computed, self._computed, strict=True))
-        self._computed = computed
-        self.trace.add("train", started, ended, step=step, computed_tokens=tokens, micro_batches=count, **attributes)
+    def _span(self, name: str, step: int, **attributes: Any) -> AbstractContextManager[dict[str, Any]]:  # noqa: ANN401
+        return self.trace.span(name, step=step, **attributes) if self.trace is not None else nullcontext({})
 
     def _checkpoint_due(self, step: int) -> bool:
         every = self.config.checkpoint.every

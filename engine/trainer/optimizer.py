@@ -7,7 +7,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from engine.config import Config
-from engine.trainer.models import DTYPES
+from engine.wire.weights.buckets import DTYPES
 
 
 def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
@@ -52,7 +52,7 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
         max_lr=peak,
         min_lr=0.0,
         lr_warmup_steps=max(0, warmup - 1),
-        lr_decay_steps=max(updates, warmup + 1),
+        lr_decay_steps=updates,
         lr_decay_style=train.schedule,
         start_wd=train.weight_decay,
         end_wd=train.weight_decay,

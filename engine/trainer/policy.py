@@ -1,79 +1,71 @@
-"""Training on one rank: gradients add up group by group, one update ends the step (Algorithm 1, lines 11–21)."""
+"""Megatron's trainer on one rank: gradients add up group by group, one update ends the step (Algorithm 1, 11–21)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import fmean
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from engine.algorithm.batch_statistics import BatchLossSettings
-from engine.algorithm.losses import Coefficients, Terms
+from engine.algorithm.losses import Terms
 from engine.config import Config
 from engine.errors import MetronomeError
-from engine.model.build import logits, row_multiple
+from engine.model.build import logits
 from engine.model.logprobs import token_logprobs
 from engine.model.tri_model import TriModel, score
 from engine.platform import Platform
+from engine.ranks.models import computation, open_models, packing_of
+from engine.ranks.rank_group import RankGroup
+from engine.run.trace import Trace
 from engine.run.user_algorithms import advantage_of, loss_of
-from engine.trainer.credit import Credit
+from engine.trainer.credit import Credit, coefficients_of
 from engine.trainer.early_scoring import EarlyScores
 from engine.trainer.gradient_control import GradientControl
 from engine.trainer.held_windows import HeldWindows, Scored, check_scope
-from engine.trainer.micro_batches import MicroBatch, Packing
-from engine.trainer.models import computation, open_models
+from engine.trainer.loop import Trainer
+from engine.trainer.micro_batches import MicroBatch, micro_batches, trained_tokens
 from engine.trainer.optimizer import optimizer_of, scheduler_of
 from engine.trainer.pipeline_bubble import ComputeTimer
-from engine.trainer.rank_group import RankGroup
 from engine.trainer.step_metrics import RankMetrics, StepMetrics
-from engine.trainer.step_sums import StepSums
-from engine.types import Group, Landed, TrainingFigures
+from engine.trainer.step_sums import StepSums, sum_over_context
+from engine.types import Group, Landed, TrainingFigures, UpdateFigures
 
 PIECE = 2**24
 """Numbers of the gradient that are looked at together."""
 
 
-class Policy:
+class Policy(Trainer):
     """Policy, frozen copies, optimizer and schedule of one rank."""
 
-    def __init__(self, config: Config, platform: Platform, ranks: RankGroup | None = None) -> None:
-        """Built by every rank at once, inside a `session` of the platform."""
+    def __init__(
+        self, config: Config, platform: Platform, ranks: RankGroup | None = None, trace: Trace | None = None
+    ) -> None:
+        """Built by every rank at once, inside a `session` of the platform. `trace`: gets the spans of training."""
+        self.trace = trace
+        self.heartbeat: Callable[[], None] = lambda: None
+        """Called after each held window that is trained: training them all takes long."""
+        self._step = 0
+        self.has_moved = False
+        self._traced = (0, 0)
+        """Computed tokens and micro-batches of the step's windows that are traced."""
         self.config = config
         self.platform = platform
         self.ranks = ranks or RankGroup(config.parallel.lockstep)
         self.models: TriModel = open_models(config, platform)
-        self.packing = self._packing()
+        self.packing = packing_of(config, computation(config, platform), self.ranks)
+        self.credit = Credit.of(config)
         self.sums = self._no_sums()
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
         advantage_of(algorithm.advantage)  # raises now if a user's own advantage has a mistake
         self._loss = loss_of(algorithm.loss)
-        self._coefficients = Coefficients(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            kl=algorithm.kl_coef,
-            entropy=algorithm.entropy_coef,
-            dual_clip=algorithm.dual_clip,
-            kl_estimator=algorithm.kl_estimator,
-            mismatch=algorithm.mismatch,
-            mismatch_level=algorithm.mismatch_level,
-            mismatch_limit=algorithm.mismatch_limit,
-            mismatch_reject=algorithm.mismatch_reject,
-            mismatch_reject_limit=algorithm.mismatch_reject_limit,
-            limits=BatchLossSettings(
-                second_moment=algorithm.m2po.threshold,
-                mean=algorithm.m2po.mean,
-                share=algorithm.bapo.share,
-                low=algorithm.bapo.low,
-                high=algorithm.bapo.high,
-            ),
-        )
+        self._coefficients = coefficients_of(config)
         check_scope(algorithm.loss, self._loss, config.train.mode)
         self._batch_scope = self._loss.scope != "group"
         self._held = HeldWindows(self._loss, self._coefficients.limits, self.ranks)
@@ -96,58 +88,72 @@ class Policy:
         self._decided: bool | None = None
         self.scheduler = scheduler_of(config, self.optimizer)
 
-    def _packing(self) -> Packing:
-        config = self.config
-        ranks = self.ranks
-        return Packing(
-            credit=Credit.of(config),
-            budget=config.train.micro_batch_tokens,
-            shared_prompt=config.attention.shared_prompt,
-            multiple=row_multiple(computation(config, self.platform)),
-            context=(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()),
-            share=(ranks.share, ranks.lockstep),
-            device=self.models.device,
-        )
-
     @property
     def metrics(self) -> StepMetrics:
         """This rank's figures of the step."""
         return self.sums.metrics
 
     def _no_sums(self) -> StepSums:
-        return StepSums(self.ranks, self.packing.credit, self.config.train.updates)
+        return StepSums(self.ranks, self.credit, self.config.train.updates)
 
-    def start_step(self) -> None:
+    def start_step(self, step: int = 0) -> None:
         """Set gradients and metrics back, also those of a step that was not finished."""
+        self._step = step
+        self.has_moved = False
+        self._traced = (0, 0)
         self.sums = self._no_sums()
         self.early.clear()
         self._held.clear()
         self._start_update()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See `TriModel.tensors`."""
+        return self.models.tensors()
+
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """See `TriModel.probe`."""
+        return self.models.probe(token_ids)
+
+    def add_wait(self, seconds: float) -> None:
+        """Count seconds blocked on the table."""
+        self.metrics.add_wait(seconds)
 
     def _start_update(self) -> None:
         self._decided = None
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def accumulate(self, window: Sequence[Group]) -> float | None:
+    def accumulate(self, window: Sequence[Group]) -> None:
         """Score the groups under the frozen models and add their gradient; no optimizer step. A collective of the unit.
 
-        Groups of a later mini-batch, and those of a loss of batch scope, are held: `reduce` adds their gradient.
-        Returns the seconds of the schedule in which this pipeline stage computed nothing; None without a pipeline, or
-        for a window that is held.
+        Groups of a later mini-batch, and those of a loss of batch scope, are held: `update` adds their gradient.
         """
-        started = time.perf_counter()
+        started = time.time()
         self.sums.add_window(window)
         update = window[0].mini_batch
-        scored = self._frozen_scores(self.packing.micro_batches(window))
+        scored = self._frozen_scores(micro_batches(window, self.packing, self.credit))
         idle = None
         if update or self._batch_scope:
             self._hold_window(scored, update)
         else:
             idle = self._forward_backward(iter(scored), len(scored))
         self.sums.end_window()
-        self.metrics.train_s += time.perf_counter() - started
-        return idle
+        ended = time.time()
+        self.metrics.train_s += ended - started
+        tokens = sum(map(trained_tokens, window))
+        self._trace_window(started, ended, groups=[group.index for group in window], tokens=tokens)
+        if idle is not None and self.trace is not None:
+            self.trace.add("bubble", ended - idle, ended, lane=f"{self.trace.role} bubble", step=self._step)
+
+    def _trace_window(self, started: float, ended: float, **attributes: Any) -> None:  # noqa: ANN401
+        """Trace a window, with what it computed: what the step's sums have grown by since the last one."""
+        computed = (self.metrics.computed_tokens, self.metrics.micro_batches)
+        tokens, count = (new - old for new, old in zip(computed, self._traced, strict=True))
+        self._traced = computed
+        if self.trace is not None:
+            self.trace.add(
+                "train", started, ended, step=self._step, computed_tokens=tokens, micro_batches=count, **attributes
+            )
 
     def score_early(self, landed: Sequence[Landed]) -> None:
         """Score responses under the frozen models before their group is complete. A collective of the unit."""
@@ -200,7 +206,7 @@ class Policy:
         ]
         self._held.add_log_ratios(window, log_ratios)
 
-    def _train_held(self, update: int, trained: Callable[[float, float], None]) -> None:
+    def _train_held(self, update: int) -> None:
         """Train the held windows of an update one by one. A collective of all ranks.
 
         The statistics of a loss of batch scope are over the update's whole mini-batch, under the weights that it
@@ -217,7 +223,8 @@ class Policy:
             self.sums.end_window()
             ended = time.time()
             self.metrics.train_s += ended - started
-            trained(started, ended)
+            self._trace_window(started, ended)
+            self.heartbeat()
 
     def _forward_backward(self, window: Iterator[Scored], count: int) -> float | None:
         """Run Megatron's schedule over a window's micro-batches; it adds their gradients to the buffers.
@@ -256,14 +263,14 @@ class Policy:
         terms = Terms(
             logprobs=logprobs,
             old=old,
-            reference=scored.reference,
+            reference=scored.reference if self._coefficients.kl else None,  # a reward may read it, too
             entropy=entropy,
             advantages=batch.advantages,
             weights=batch.weights,
             rollout=batch.rollout,
             response=batch.response,
             responses=len(batch.members),
-            whole=_sum_over_context,
+            whole=sum_over_context,
             statistics=self._statistics,
             sampled=self._sampled_logprobs(batch, logprobs.detach(), old),
         )
@@ -298,18 +305,39 @@ class Policy:
             return torch.where(batch.behind, old, logprobs)
         return old if kind == "behavior" else logprobs
 
-    def reduce(self, responses: int, trained: Callable[[float, float], None] = lambda started, ended: None) -> None:
+    def update(self, responses: int) -> UpdateFigures:
+        """Make the step's updates (Algorithm 1, lines 18 to 21). Each trains what is held for it, and needs every rank.
+
+        `responses`: those of one update, prompts times group size. Raises MetronomeError if a figure of the loss or the
+        gradient is not finite, BadInput if a user's gradient control fails.
+        """
+        seconds = 0.0
+        norms = []
+        for _ in range(self.config.train.updates):
+            self.reduce(responses)
+            began = time.time()
+            self.decide()  # before the weights change, since a user's code may fail
+            self.has_moved = True
+            self.models.copy_policy_to_old()
+            norm, rate = self.step_optimizer()
+            norms.append(norm)
+            ended = time.time()
+            seconds += ended - began
+            if self.trace is not None:
+                self.trace.add("update", began, ended, step=self._step)
+        return {"update_s": seconds, "grad_norm": fmean(norms), "learning_rate": rate}
+
+    def reduce(self, responses: int) -> None:
         """Divide the gradient of the step's next update by its denominator and reduce it over replicas, once.
 
-        `responses`: those of the update, prompts times group size. Held windows are trained first; `trained` is called
-        after each with the times at which it began and ended (seconds since the epoch). A collective of all ranks, also
-        of those that got no group; they wait for each other on the host first. Raises MetronomeError if a figure of the
-        loss or the gradient is not finite.
+        `responses`: as of `update`. Held windows are trained first. A collective of all ranks, also of those that got
+        no group; they wait for each other on the host first. Raises MetronomeError if a figure of the loss or the
+        gradient is not finite.
         """
         update = self.sums.update
         if update:
             self._start_update()
-        self._train_held(update, trained)
+        self._train_held(update)
         denominator = self._denominator(responses)
         self.sums.denominators.append(denominator)
         self.ddp.scale_gradients(1.0 / denominator)
@@ -344,7 +372,7 @@ class Policy:
         """Let gradient control change the gradient or skip the update. Raises BadInput if a user's control fails."""
         self._decided = self.control is None or self.control.act()
 
-    def update(self) -> tuple[float, float]:
+    def step_optimizer(self) -> tuple[float, float]:
         """Clip the gradient and make the optimizer's step. Returns (gradient norm before clipping, learning rate used).
 
         Calls `decide` if it was not called. If gradient control skips the update, nothing changes.
@@ -368,10 +396,3 @@ class Policy:
         if not self._coefficients.kl:
             del merged["kl"]  # there is no reference
         return {**merged, **self.control.figures()} if self.control is not None else merged
-
-
-def _sum_over_context(sums: Tensor) -> Tensor:
-    """Sums over this context rank's tokens → sums over the tokens of the whole row."""
-    if sums.numel() and parallel_state.get_context_parallel_world_size() > 1:  # these ranks hold equally many sums
-        dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
-    return sums

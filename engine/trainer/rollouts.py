@@ -13,18 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from engine.errors import MetronomeError
-from engine.model.tri_model import TriModel
-from engine.trainer.publish.publisher import Publisher
-from engine.trainer.rank_group import RankGroup
+from engine.client.connection import Connection
+from engine.client.publish.publisher import PublishedModel, Publisher
+from engine.client.ranks import OneRank, Ranks
+from engine.client.service import ServiceClient
+from engine.client.stored_bodies import StoredBodies
+from engine.config import Config
+from engine.errors import DeadlineError, MetronomeError
 from engine.trainer.replay import Replay
-from engine.trainer.stored_bodies import StoredBodies
 from engine.types import Group, Landed
 from engine.wire import messages
-from engine.wire.codec import open_landed
-from engine.wire.control_client import ControlClient
-from engine.wire.messages import EarlyWork, EndOfStep, Failure, Window
-from engine.wire.sealed import open_group
+from engine.wire.columns import open_group, open_landed
+from engine.wire.message import Failure
+from engine.wire.messages import EarlyWork, EndOfStep, StillWaiting, Window
 from engine.wire.store_client import StoreFault
 
 Work = list[Group] | list[Landed]
@@ -38,14 +39,20 @@ class Rollouts(Protocol):
     collectives of all ranks.
     """
 
-    def publish(self, models: TriModel, version: int) -> float:
+    prompt_position: int | None
+    """With dynamic sampling: position at which the prompts begin of the step after the last one; else None."""
+
+    def begin(self, start: int) -> None:
+        """Say that the trainer is ready and begins with step `start`."""
+
+    def publish(self, model: PublishedModel, version: int) -> float:
         """Give every instance exactly this version of the policy. Return the seconds that it blocked the trainer."""
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of the weights that this rank sent in the last publish."""
 
-    def verify(self, models: TriModel, version: int) -> None:
+    def verify(self, model: PublishedModel, version: int) -> None:
         """Check, after `publish`, that the instances compute with the policy's weights.
 
         They sample meanwhile. Where they take weights over in the background, this does not wait for the check.
@@ -71,68 +78,105 @@ class Rollouts(Protocol):
 
 
 class LiveRollouts:
-    """The running instances, reached through the launcher."""
+    """The running instances, reached through the plane."""
 
     def __init__(
         self,
-        control: ControlClient,
-        ranks: RankGroup,
+        control: Connection,
+        ranks: Ranks,
         publisher: Publisher,
-        budget: int,
+        config: Config,
+        early: bool = False,
         bodies: StoredBodies | None = None,
     ) -> None:
-        """`budget`: tokens of a window; `bodies`: fetches the bodies of groups that lie outside the launcher."""
+        """`early`: whether the trainer scores responses before their group is complete; `bodies`: fetches the bodies of
+        columns that lie outside the launcher."""
         self._bodies = bodies
         self._control = control
         self._ranks = ranks
         self._publisher = publisher
-        self._budget = budget
+        self._config = config
+        self._early = early
+        self.prompt_position: int | None = None
+        self.prompts: str | None = None
+        """The fingerprint of the run's prompts; before `begin` that of a checkpoint, or None."""
 
-    def publish(self, models: TriModel, version: int) -> float:
+    @classmethod
+    def of(cls, service: ServiceClient, ranks: Ranks | None = None) -> LiveRollouts:
+        """Those of a program outside, whose ranks are `ranks`; None: one."""
+        alone = ranks or OneRank()
+        early = service.config.train.score_early
+        publisher = service.publisher(alone)
+        return cls(control=service.connection, ranks=alone, publisher=publisher, config=service.config, early=early)
+
+    def begin(self, start: int) -> None:
+        """Tell the launcher, which compares the prompts with those of the checkpoint."""
+        ready = messages.Ready(
+            start=start, prompt_position=self.prompt_position, prompts=self.prompts, units=self._ranks.units
+        )
+        self.prompts = self._ranks.from_first(lambda: self._control.ask(ready)).fingerprint or self.prompts
+
+    def publish(self, model: PublishedModel, version: int) -> float:
         """Wait until weights may move, then give every instance the version. Return the seconds of both."""
         started = time.perf_counter()
         may_publish = messages.MayPublish(version=version)
         while not self._ranks.from_first(lambda: self._control.ask(may_publish)).now:
             pass  # the launcher's sign of life
         waited = time.perf_counter() - started
-        return waited + self._publisher.publish(models, version)
+        return waited + self._publisher.publish(model, version)
 
     @property
     def sent_bytes(self) -> int:
         """See `Publisher.sent_bytes`."""
         return self._publisher.sent_bytes
 
-    def verify(self, models: TriModel, version: int) -> None:
+    def verify(self, model: PublishedModel, version: int) -> None:
         """See `Publisher.verify`."""
-        self._publisher.verify(models, version)
+        self._publisher.verify(model, version)
 
     def settle(self) -> None:
         """See `Publisher.settle`."""
         self._publisher.settle()
 
     def start(self, step: int) -> None:
-        """Ask the launcher to start the batch."""
-        self._ranks.from_first(lambda: self._control.ask(messages.StartBatch(step=step)))
+        """Ask the launcher to start the batch, unless programs put its groups."""
+        if not self._config.data.pushed:
+            self._ranks.from_first(lambda: self._control.ask(messages.PutPrompts(step=step)))
 
     def work(self, step: int) -> Iterator[Work]:
-        """Lease windows from the sample queue until the units have trained all groups of the step.
+        """Lease windows from the table until the units have trained all groups of the step.
 
         The request for the next window acknowledges the last one, whose gradient is in: one round trip a window.
+        Raises DeadlineError if nothing comes for train.timeout_s of a step whose groups programs put.
         """
-        trained: tuple[int, ...] = ()
+        done: tuple[int, ...] = ()
+        last = time.monotonic()
         while True:
-            reply = self._ranks.from_leader(partial(self._lease, step, trained))
-            trained = ()
+            reply = self._ranks.from_leader(partial(self._lease, step, done, last))
+            done = ()
             if isinstance(reply, EndOfStep):
+                self.prompt_position = reply.prompt_position
                 return
             if isinstance(reply, (Window, EarlyWork)):  # else a sign of life: ask again
-                yield _opened(reply)
-                trained = (reply.lease,) if isinstance(reply, Window) else ()
+                yield self._opened(reply)
+                last = time.monotonic()
+                done = (reply.lease,) if isinstance(reply, Window) else ()
 
-    def _lease(self, step: int, trained: tuple[int, ...]) -> messages.Work:
+    def _lease(self, step: int, done: tuple[int, ...], last: float) -> messages.Work:
         """Return what the unit does next. A sign of life while the bodies of a window are being fetched."""
+        limit = self._config.train.timeout_s
+        if self._config.data.pushed and time.monotonic() - last > limit:
+            raise DeadlineError(f"no program has put a group of step {step} in {limit:g} s (train.timeout_s)")
         bodies = self._bodies
-        ask = partial(messages.Lease, unit=self._ranks.unit, step=step, budget=self._budget, trained=trained)
+        ask = partial(
+            messages.Lease,
+            unit=self._ranks.unit,
+            step=step,
+            budget=self._config.window_tokens,
+            done=done,
+            consumer=self._ranks.name,
+            early=self._early,
+        )
         if bodies is None:
             return self._control.ask(ask())
         if bodies.lease is None:
@@ -146,9 +190,15 @@ class LiveRollouts:
                 return whole
         except StoreFault as fault:
             print(f"unit {self._ranks.unit} leaves lease {lease} to the launcher: {fault}", file=sys.stderr, flush=True)
-            return self._control.ask(ask(trained=(), fetches=True, unfetched=lease))  # `trained` was said
+            return self._control.ask(ask(done=(), fetches=True, unfetched=lease))  # `done` was said
         self._control.ask(messages.Heartbeat(unit=self._ranks.unit))
-        return messages.StillWaiting()
+        return StillWaiting()
+
+    def _opened(self, given: Window | EarlyWork) -> Work:
+        if isinstance(given, Window):
+            weights = self._config.reward_weights
+            return [open_group(row, given.batch, reward_weights=weights) for row in given.rows]
+        return list(map(open_landed, given.landed))
 
     def heartbeat(self) -> None:
         """Sent by the unit's leader."""
@@ -162,22 +212,25 @@ class LiveRollouts:
 class ReplayedRollouts:
     """A record in place of instances: nothing is published or started."""
 
-    def __init__(self, path: Path, control: ControlClient, ranks: RankGroup, expected: int) -> None:
-        """`expected` groups make a step."""
-        self._replay = Replay(path, ranks.unit, expected)
+    prompt_position: int | None = None
+    prompts: str | None = None
+    sent_bytes = 0
+
+    def __init__(self, path: Path, control: Connection, ranks: Ranks, config: Config) -> None:
+        self._replay = Replay(path, ranks.unit, config.train.prompts_per_step, config.reward_weights)
         self._control = control
         self._ranks = ranks
 
-    def publish(self, models: TriModel, version: int) -> float:
+    def begin(self, start: int) -> None:
+        """Tell the launcher."""
+        ready = messages.Ready(start=start, prompt_position=None, prompts=None, units=self._ranks.units)
+        self._ranks.from_first(lambda: self._control.ask(ready))
+
+    def publish(self, model: PublishedModel, version: int) -> float:
         """There are no instances. Return 0."""
         return 0.0
 
-    @property
-    def sent_bytes(self) -> int:
-        """Nothing was published."""
-        return 0
-
-    def verify(self, models: TriModel, version: int) -> None:
+    def verify(self, model: PublishedModel, version: int) -> None:
         """Nothing was published."""
 
     def settle(self) -> None:
@@ -188,13 +241,13 @@ class ReplayedRollouts:
 
     def work(self, step: int) -> Iterator[Work]:
         """Yield the unit's recorded work of the step in the recorded order, then wait until all units are done."""
-        for entry in self._replay.entries(step):
+        for work in self._replay.work(step):
             self._ranks.from_leader(partial(self._report_progress, step, False))
-            yield entry.window() or list(map(open_landed, entry.landed))
+            yield work
         while not isinstance(self._ranks.from_leader(partial(self._report_progress, step, True)), EndOfStep):
             pass  # the launcher's sign of life
 
-    def _report_progress(self, step: int, done: bool) -> EndOfStep | messages.StillWaiting:
+    def _report_progress(self, step: int, done: bool) -> EndOfStep | StillWaiting:
         return self._control.ask(messages.ReplayProgress(unit=self._ranks.unit, step=step, done=done))
 
     def heartbeat(self) -> None:
@@ -206,16 +259,10 @@ class ReplayedRollouts:
         _report_failure(error, self._control, self._ranks)
 
 
-def _send_heartbeat(control: ControlClient, ranks: RankGroup) -> None:
+def _send_heartbeat(control: Connection, ranks: Ranks) -> None:
     ranks.from_leader(lambda: control.ask(messages.Heartbeat(unit=ranks.unit)))
 
 
-def _report_failure(error: MetronomeError, control: ControlClient, ranks: RankGroup) -> None:
+def _report_failure(error: MetronomeError, control: Connection, ranks: Ranks) -> None:
     if ranks.leader:
-        control.ask(messages.TrainerFailed(error=Failure.of(error)))
-
-
-def _opened(given: Window | EarlyWork) -> Work:
-    if isinstance(given, Window):
-        return [open_group(group, given.batch) for group in given.groups]
-    return list(map(open_landed, given.landed))
+        control.ask(messages.StageFailed(error=Failure.of(error)))

@@ -26,6 +26,8 @@ class StepMetrics:
     """
 
     rewards: list[float] = field(default_factory=list)
+    """Of the responses that are not excluded."""
+    excluded: int = 0
     statuses: list[str] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     truncated: int = 0
@@ -62,7 +64,8 @@ class StepMetrics:
         self.groups += 1
         self.loss_tokens += loss_tokens
         self.unequal += unequal
-        self.rewards += [score.value for score in group.scores]
+        self.rewards += [score.value for score in group.scores if not score.excluded]
+        self.excluded += sum(score.excluded for score in group.scores)
         self.statuses += [score.status for score in group.scores]
         self.lengths += [len(response.token_ids) for response in group.responses]
         self.truncated += sum(response.truncated for response in group.responses)
@@ -72,7 +75,7 @@ class StepMetrics:
         self.trained_tokens += trained_tokens(group)
 
     def add_wait(self, seconds: float) -> None:
-        """Count seconds blocked on the queue."""
+        """Count seconds blocked on the table."""
         if not self.lengths:
             self.wait_first_s += seconds
         self.wait_s += seconds
@@ -106,19 +109,21 @@ class StepMetrics:
         return whole._figures(denominators, by_response, memory)
 
     def _figures(self, denominators: Sequence[float], by_response: bool, memory: list[float]) -> TrainingFigures:
-        count = max(1, len(self.rewards))
+        count = max(1, len(self.lengths))
         weight = count if by_response else max(1, self.loss_tokens)
-        mean = sum(self.rewards) / count
+        known = max(1, len(self.rewards))
+        mean = sum(self.rewards) / known
         return {
             "versions_seen": sorted(self.versions),
             "staleness_mean": self.staleness / count,
             "continued": self.continued,
             "reward_mean": mean,
-            "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in self.rewards) / count),
+            "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in self.rewards) / known),
             "response_length_mean": sum(self.lengths) / count,
             "truncated": self.truncated,
             "reward_timeouts": self.statuses.count("timeout"),
             "reward_errors": self.statuses.count("error"),
+            "reward_excluded": self.excluded,
             "trained_tokens": self.trained_tokens,
             "computed_tokens": self.computed_tokens,
             "equal_groups": self.groups - self.unequal,
@@ -180,7 +185,7 @@ MERGED: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("rewards", "statuses", "lengths"), _concatenated),
     "versions": lambda found: set(_concatenated(found)),
     **dict.fromkeys(("staleness", "continued", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
-    **dict.fromkeys(("loss_tokens", "groups", "unequal"), sum),
+    **dict.fromkeys(("excluded", "loss_tokens", "groups", "unequal"), sum),
     "losses": lambda found: [sum(of_update) for of_update in zip(*found, strict=True)],
     **dict.fromkeys(("kl", "entropy", "clipped", "dropped", "mismatch_kl"), sum),
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _largest_or_nan),

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from engine.algorithm.losses import Loss
 from engine.algorithm.mismatch import mismatch
 from engine.errors import MetronomeError
+from engine.ranks.rank_group import RankGroup
 from engine.trainer.credit import Credit
 from engine.trainer.micro_batches import MicroBatch
-from engine.trainer.rank_group import RankGroup
 from engine.trainer.step_metrics import LossCounts, StepMetrics
 from engine.types import Group
 
@@ -30,8 +32,6 @@ class StepSums:
         self._ranks = ranks
         self._credit = credit
         self._counts = [LossCounts() for _ in range(updates)]
-        self._prompts: dict[int, str] = {}
-        """Ids of the step's prompts by the indices of their groups."""
         self._unsound: set[str] = set()
         """Ids of prompts in whose micro-batches a figure was not finite."""
         self._on_device: list[Tensor] = []
@@ -46,7 +46,6 @@ class StepSums:
 
     def add_window(self, window: Sequence[Group]) -> None:
         """Count the groups of a window, on the rank that leads its unit."""
-        self._prompts |= {group.index: group.prompt.id for group in window}
         if not self._ranks.leader:
             return
         for group in window:
@@ -103,7 +102,7 @@ class StepSums:
 
     def _note_unsound(self, batch: MicroBatch, figures: Sequence[float]) -> None:
         if not all(map(math.isfinite, figures)):
-            self._unsound |= {self._prompts[member.group] for member in batch.members}
+            self._unsound |= {group.prompt.id for group, _ in batch.members}
 
     def counts(self) -> LossCounts:
         """Return the counts of the update under way over all ranks. A collective of all ranks.
@@ -123,3 +122,10 @@ class StepSums:
             groups=sum(counts.groups for counts in found),
             unequal=sum(counts.unequal for counts in found),
         )
+
+
+def sum_over_context(sums: Tensor) -> Tensor:
+    """Sums over this context rank's tokens → sums over the tokens of the whole row."""
+    if sums.numel() and parallel_state.get_context_parallel_world_size() > 1:  # these ranks hold equally many sums
+        dist.all_reduce(sums, group=parallel_state.get_context_parallel_group())
+    return sums

@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import inspect
-import math
-import numbers
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +26,7 @@ from engine.types import Prompt, Response, Score
 from engine.verifier.guardian import guard
 from engine.verifier.reward_function import RewardFunction, load_reward
 from engine.wire import verifier_messages
-from engine.wire.codec import Decode
+from engine.wire.columns import Decode
 from engine.wire.verifier_messages import (
     LoadTokenizer,
     RewardFailed,
@@ -42,6 +40,11 @@ from engine.wire.verifier_messages import (
 MEMORY = 512 * 2**20
 """Limit in bytes of the address space for the built-in verifiers, so that a response such as 9^{9^{9}} can't use up the
 host's memory."""
+
+LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest finite number of fp32, in which rewards are trained."""
+NO_LISTS = (str, bytes, bytearray, Mapping, Set)
+"""Kinds of values that can be iterated and are no list of scores: texts, and what has no order or no scores."""
 
 
 def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: str) -> None:
@@ -58,7 +61,7 @@ def main(socket_fd: int, lifeline_fd: int, memory: int, processes: int, spec: st
             return  # the launcher has ended the run
         try:
             before = MemoryUse.now()
-            decode = decoder(message.json, message.model)
+            decode = decoder(message)
             took = MemoryUse.now().since(before) if message.json or message.model else MemoryUse(0, 0)
             limit_memory(spec, memory, took)
             reward = load_reward(spec)
@@ -125,13 +128,15 @@ def score(reward: RewardFunction, runner: asyncio.Runner, prompt: Prompt, respon
     Raises RewardError if the reward raises, or does not return one finite number or Score for each response.
     """
     result: object = None
-    with UserCode() as attempt:
+    with UserCode(whatever=True) as attempt:  # a test harness that a reward runs may call sys.exit
         result = _call_reward(reward, runner, prompt, responses)
+        if isinstance(result, Iterable) and not isinstance(result, NO_LISTS):
+            result = list(result)
     if attempt.error is not None:
         raise RewardError(f"raised {describe(attempt.error, reward.file)}")
-    if isinstance(result, str | dict) or not isinstance(result, Iterable):
+    if not isinstance(result, list):
         raise RewardError(f"returned {type(result).__name__}, expected a list of {len(responses)} scores")
-    values = list(result)
+    values: list[object] = result
     if len(values) != len(responses):
         raise RewardError(f"returned {len(values)} scores for {len(responses)} responses")
     return [_checked_score(value, index) for index, value in enumerate(values)]
@@ -153,11 +158,33 @@ async def _as_coroutine(result: Any) -> object:  # noqa: ANN401
 
 
 def _checked_score(value: object, index: int) -> Score:
+    """The value of a Score that is excluded is not read."""
     result = value if isinstance(value, Score) else Score(value)  # type: ignore[arg-type]
-    number: object = result.value
-    if not isinstance(number, numbers.Real) or not math.isfinite(number):
-        raise RewardError(f"returned {number!r:.80} for response {index}, expected a finite number or a Score")
-    return Score(float(number), str(result.status), str(result.detail))
+    number = 0.0 if result.excluded else _finite(result.value)
+    if number is None:
+        raise RewardError(
+            f"returned {_shown(result.value)} for response {index}, "
+            "expected a number that is finite in fp32, or a Score"
+        )
+    return Score(number, str(result.status), str(result.detail), bool(result.excluded))
+
+
+def _finite(value: object) -> float | None:
+    """What Python, NumPy and torch call one number, as a float; None for anything else, and where fp32 has infinity."""
+    if isinstance(value, str | bytes | bytearray):  # float() would read their text
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch raises a RuntimeError for several numbers
+        return None
+    return number if abs(number) <= LARGEST else None
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # an integer of more digits than Python converts
+        return f"a number of type {type(value).__name__} with too many digits"
 
 
 def _serve_calls(launcher: socket.socket, reward: RewardFunction, runner: asyncio.Runner, decode: Decode) -> None:

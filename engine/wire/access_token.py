@@ -8,11 +8,23 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+from pathlib import Path
 
 from engine.errors import BadInput
 
 VARIABLE = "METRONOME_TOKEN"
 """Environment variable with the token, for servers and for their clients."""
+TOKEN_FILE = "rollout.token"
+"""File in the run folder with the token that programs ask the launcher with; only its owner can read it."""
+
+
+def write_token(file: Path, token: str) -> None:
+    """Write a token into a file that only its owner can read."""
+    partial = file.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+        opened.write(token)
+    partial.replace(file)
 
 
 def access_token() -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.errors import BadInput
 
 ADDRESS_FILE = "rollout.address"
-"""File in the run folder with the host:port at which instances join (engine.launcher.pool.joining)."""
+"""File in the run folder with the host:port at which instances join (engine.launcher.server)."""
 
 
 def bracketed(host: str) -> str:

@@ -103,9 +103,18 @@ class RareMessages:
 
 class OneRequest(asyncio.Protocol):
     """Passes a connection on to another protocol, for one request: its headers have a limit of time, and so has the
-    whole."""
+    whole. Once the client is trusted, there are no limits any more."""
 
-    def __init__(self, inner: asyncio.Protocol, connections: Connections, whole_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        inner: asyncio.Protocol,
+        connections: Connections,
+        whole_s: float = 60.0,
+        guards: dict[asyncio.BaseTransport, OneRequest] | None = None,
+    ) -> None:
+        """`guards`: gets this object under its transport while the connection is there."""
+        self._guards = guards if guards is not None else {}
+        self._trusted = False
         self._inner = inner
         self._connections = connections
         self._whole_s = whole_s
@@ -118,12 +127,22 @@ class OneRequest(asyncio.Protocol):
         """The connection is there."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._guards[transport] = self
         self._inner.connection_made(transport)
         self._connections.opened(transport)
         self._end = asyncio.get_running_loop().call_later(self._whole_s, transport.abort)
 
+    def trust(self) -> None:
+        """The client has shown that it may ask: the connection stays open for further requests."""
+        self._trusted = True
+        if self._end is not None:
+            self._end.cancel()
+
     def data_received(self, data: bytes) -> None:
         """Bytes of the request."""
+        if self._trusted:
+            self._inner.data_received(data)
+            return
         self._head = (self._head + data)[-len(data) - 3 :]
         if b"\r\n\r\n" in self._head and self._transport is not None:
             self._connections.arrived(self._transport)
@@ -137,6 +156,7 @@ class OneRequest(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         if self._transport is not None:
+            self._guards.pop(self._transport, None)
             self._connections.closed(self._transport)
         if self._end is not None:
             self._end.cancel()

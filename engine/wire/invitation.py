@@ -1,7 +1,7 @@
 """The invitation: a file that the launcher writes for the other nodes of a run, which must share the run folder.
 
-Ranks reach the launcher's control channel over TCP. It is encrypted, and it refuses peers without its key (CurveZMQ).
-The invitation holds the key, so only the file's owner can read it.
+Ranks reach the launcher's server over TLS. The invitation holds its certificate, which they trust alone, and the token
+that it wants, so only the file's owner can read it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ import msgspec
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError
 from engine.run.files import write_atomically
-from engine.wire.address import split_address
 from engine.wire.messages import PROTOCOL
 
 INVITATION = "trainer_nodes.json"
 """File in the run folder. It is there while the launcher waits for ranks on other nodes, or has them."""
 POLL_S = 0.5
 """Seconds between two looks for the invitation."""
-
-
-def control_address(config: Config) -> str:
-    """Return the address at which ranks of all nodes reach the launcher: the port after that of the rendezvous."""
-    host, port = split_address(config.parallel.rendezvous, "parallel.rendezvous")
-    return f"tcp://{host}:{port + 1}"
 
 
 class _Version(msgspec.Struct):
@@ -50,14 +43,19 @@ class Invitation(msgspec.Struct):
     """Of each node."""
     arguments: list[str]
     """Command line of a rank."""
-    key: str
-    """Public key of the control channel."""
+    token: str
+    """The token that the launcher's server wants."""
+    certificate: str
+    """Certificate (PEM) of the launcher's server."""
     threads: int
     """Compute threads of a rank."""
+    tensor: int
+    """Tensor ranks of the layout."""
 
 
-def invite(config: Config, folder: Path, run_id: str, arguments: Sequence[str], key: str) -> None:
-    """Write the invitation. `arguments`: command-line arguments of a rank; `key`: the control channel's public key."""
+def invite(config: Config, folder: Path, run_id: str, arguments: Sequence[str], token: str, certificate: str) -> None:
+    """Write the invitation. `arguments`: command-line arguments of a rank; `token` and `certificate`: those of the
+    launcher's server."""
     invitation = Invitation(
         protocol=PROTOCOL,
         run_id=run_id,
@@ -65,8 +63,10 @@ def invite(config: Config, folder: Path, run_id: str, arguments: Sequence[str], 
         nodes=config.parallel.nodes,
         ranks=config.parallel.ranks_per_node,
         arguments=list(arguments),
-        key=key,
+        token=token,
+        certificate=certificate,
         threads=config.trainer_threads,
+        tensor=config.parallel.tensor,
     )
     before = os.umask(0o077)
     try:
@@ -104,6 +104,6 @@ def _read_invitation(file: Path, seen: str) -> Invitation | None:
     except msgspec.DecodeError as error:
         raise BadInput(f"{file}: not an invitation to other nodes ({error})") from None
     raise BadInput(
-        f"this node speaks version {PROTOCOL} of the control protocol, the run's launcher version {version.protocol}: "
+        f"this node speaks version {PROTOCOL} of the plane's protocol, the run's launcher version {version.protocol}: "
         "install the same release of Metronome on all nodes"
     )

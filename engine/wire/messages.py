@@ -1,104 +1,63 @@
-"""The messages between the trainer and the launcher, and between the trainer's ranks: one struct for each.
+"""The messages of the plane: what stages ask the launcher's server (POST /ask), its replies, and what the ranks of a
+stage say to each other. One struct for each.
 
-A request names its reply: `Lease` is a `ControlRequest[Work]`. `Coordinator.answers` says which method answers it.
-Messages are msgpack. Reading one raises an error if a field is unknown, missing or of another type.
+A request names its reply: `Lease` is a `Request[Work]`. `Plane.answers` says which method answers it. Messages are
+msgpack. Reading one raises an error if a field is unknown, missing or of another type.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any
 
 import msgspec
 
-from engine import errors
-from engine.errors import MetronomeError
 from engine.types import BatchScores, StepFigures
-from engine.wire.codec import PackedLanded
-from engine.wire.sealed import SealedGroup
+from engine.wire.columns import Column, PackedLanded, PackedResponse, Row
+from engine.wire.message import Done, Failure, Message, Request
 from engine.wire.store_addresses import StoreAddresses
+from engine.wire.sync_messages import (
+    AbortSync,
+    ConnectSync,
+    FinishSync,
+    MayPublish,
+    OpenSync,
+    Proceed,
+    PublishAllowed,
+    SendBucket,
+    SyncOpened,
+    VerifySync,
+)
 
-PROTOCOL = 4
+PROTOCOL = 6
 """Version of these messages and of verifier_messages. It rises when a message changes; both ends must have the same."""
+PROTOCOL_HEADER = "Metronome-Protocol"
+"""HTTP header of each request with the client's `PROTOCOL`."""
+OURS_HEADER = "Metronome-Ours"
+"""HTTP header of the requests of a run's own ranks. It is no secret: it keeps a program's mistake from a run that has a
+trainer of its own."""
+CONTENT_TYPE = "application/msgpack"
+"""Media type of requests and replies."""
+TRAIN = "train"
+"""The stage that consumes the rows and moves the weights."""
 
-ERRORS = {
-    kind.__name__: kind
-    for kind in (
-        errors.BadInput,
-        errors.StaleRolloutError,
-        errors.RatioGapError,
-        errors.Stopped,
-        errors.DeadlineError,
-        errors.TooManyFiles,
-        errors.RewardError,
-        errors.TakenOver,
-        errors.CheckpointError,
-        errors.DamagedCheckpointError,
-        errors.DiskError,
-        errors.ProcessDied,
-        errors.StoreError,
-        errors.TransferError,
-        errors.ServiceConflict,
-        errors.ServiceFull,
-        errors.WeightSyncError,
-        errors.MetronomeError,
-    )
-}
-"""By name: the errors that a `Failure` can carry to another process."""
-
-Answer = TypeVar("Answer")
-
-
-class ControlRequest(
-    msgspec.Struct, Generic[Answer], kw_only=True, tag=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    """A request of the trainer. Its reply is an `Answer` or a `Failure`."""
-
-    unit: int | None = None
-    """The unit that asks; None if rank 0 asks for all units."""
-
-
-class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A reply of the launcher, or a message from one trainer rank to the others."""
-
-
-class Failure(Message):
-    """A MetronomeError on its way to another process."""
-
-    kind: str
-    """A key of ERRORS."""
-    message: str
-
-    @staticmethod
-    def of(error: MetronomeError) -> Failure:
-        """Return the error as a message. A class that is not in ERRORS becomes its nearest base class that is."""
-        return Failure(next(one.__name__ for one in type(error).__mro__ if one in ERRORS.values()), str(error))
-
-    def error(self) -> MetronomeError:
-        """Return the error, to be raised in this process."""
-        return ERRORS[self.kind](self.message)
-
-
-class Done(Message):
-    """What was asked for is done."""
-
-
-# a step, as a unit goes through it ----------------------------------------------------------------
+# rows, as a stage goes through them ---------------------------------------------------------------
 
 
 class Window(Message):
-    """Groups to train."""
+    """Rows for a stage."""
 
-    groups: tuple[SealedGroup, ...]
+    step: int
+    rows: tuple[Row, ...]
     batch: BatchScores | None = None
     """The scores of the whole batch, if the advantages depend on them."""
     lease: int = 0
-    """Number of the lease, from 1, by which the groups are acknowledged (`Lease.trained`)."""
+    """Number of the lease, from 1, by which the rows are acknowledged (`Lease.done`)."""
     lease_s: float | None = None
-    """Seconds after which the groups may be given again; None: the lease is bound to the trainer's attempt."""
+    """Seconds after which the rows may be given again; None: the lease lasts as long as the ranks that hold it."""
     deliveries: int = 1
-    """How often the groups were given, this time included."""
+    """How often the rows were given, this time included."""
     store: StoreAddresses | None = None
-    """Where the bodies of the groups lie; None: they are here."""
+    """Where the bodies of the columns lie; None: they are here."""
 
 
 class EarlyWork(Message):
@@ -112,46 +71,137 @@ class StillWaiting(Message):
 
 
 class EndOfStep(Message):
-    """All groups of the step are trained."""
+    """The stage is through with all rows of the step."""
+
+    prompt_position: int | None = None
+    """With dynamic sampling: position at which the next step's prompts begin; else None."""
 
 
-Work = Window | EarlyWork | EndOfStep | StillWaiting
+class EndOfRun(Message):
+    """The last step is trained: no stage has anything left to do."""
 
 
-class StartBatch(ControlRequest[Done]):
-    """Start generating a step's batch in the background."""
-
-    step: int
+Work = Window | EarlyWork | EndOfStep | EndOfRun | StillWaiting
 
 
-class Lease(ControlRequest[Work]):
-    """Acknowledge trained windows, and ask what a unit, or a program outside, does next in the step."""
+class Lease(Request[Work]):
+    """Acknowledge the windows that a stage is through with, and ask what it does next."""
 
-    step: int
     budget: int
-    """The largest number of tokens of a window, which always has one group; 0: nothing more is asked for."""
-    trained: tuple[int, ...]
-    """Numbers of the leases whose groups were trained since the last request."""
+    """The largest number of tokens of a window, which always has one row; 0: nothing more is asked for."""
+    stage: str = TRAIN
+    step: int | None = None
+    """Of which step; None: of the oldest that has something to do."""
+    done: tuple[int, ...] = ()
+    """Numbers of the leases whose rows the stage is through with since the last request."""
+    columns: tuple[str, ...] = ()
+    """Names of the columns to give; empty: all that the stage needs."""
     consumer: str = ""
     """Name of a program outside, for messages."""
+    early: bool = False
+    """Whether the stage scores responses early (`EarlyWork`)."""
     fetches: bool = False
-    """Whether the unit can fetch the bodies of groups itself (`Window.store`)."""
+    """Whether the unit can fetch the bodies of columns itself (`Window.store`)."""
     unfetched: int | None = None
     """Number of a lease whose bodies the unit could not fetch. A later reply is its window with them."""
 
 
-class Heartbeat(ControlRequest[Done]):
+class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The columns that a stage gives a row."""
+
+    index: int
+    columns: tuple[Column, ...]
+
+
+class Taken(Message):
+    """What was put or written is there."""
+
+    new: bool
+    """False if the same was there already."""
+
+
+class WriteColumns(Request[Taken]):
+    """Give rows of a lease the columns that its stage computes. Once all are written, the stage is through with it."""
+
+    stage: str
+    lease: int
+    rows: tuple[Written, ...]
+
+
+class PromptData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt of a program's own."""
+
+    problem: str
+    answer: str
+    token_ids: bytes
+    """int32."""
+    columns: dict[str, Any] = {}
+    """Further values that the reward reads."""
+    text: str = ""
+    """The prompt's text, if the reward reads it (engine.types.Prompt)."""
+
+
+class PutPrompts(Request[Taken]):
+    """Start a step: the responses to its prompts are sampled and scored in the background."""
+
+    step: int
+    prompts: tuple[PromptData, ...] | None = None
+    """train.prompts_per_step prompts; None: the next ones of the recipe's data."""
+
+
+class PutRow(Request[Taken]):
+    """Put a group that was sampled and scored outside (data.pushed)."""
+
+    row: Row
+
+
+class Sampled(Message):
+    """A response for each seed, with the weight versions of its tokens."""
+
+    responses: tuple[PackedResponse, ...]
+
+
+class SampleResponses(Request[Sampled]):
+    """Sample responses to a prompt; no reward is computed."""
+
+    prompt: bytes
+    """int32."""
+    seeds: tuple[int, ...]
+
+
+class Heartbeat(Request[Done]):
     """A sign of life during work that needs no other request. The reply may be the failure that ends the run."""
 
 
-class ReplayProgress(ControlRequest[EndOfStep | StillWaiting]):
+class ReplayProgress(Request[EndOfStep | StillWaiting]):
     """A unit goes on with its replay of a step, or is done with it and waits for the others."""
 
     step: int
     done: bool
 
 
+class AwaitVersion(Request[Done | StillWaiting]):
+    """Ask whether every instance holds and has verified this weight version, or a later one."""
+
+    version: int
+
+
 # a run --------------------------------------------------------------------------------------------
+
+
+class Engines(Message):
+    """The engines are started; what a program needs to know of them."""
+
+    config: str
+    """The whole configuration, as JSON."""
+    weights: str
+    """Folder for weights on their way to the instances, where they travel as files."""
+    version: int | None
+    """The weight version that was published last; None before the first."""
+
+
+class InitEngines(Request[Engines]):
+    """Begin to use the plane."""
 
 
 class Prompts(Message):
@@ -160,7 +210,7 @@ class Prompts(Message):
     fingerprint: str | None
 
 
-class Ready(ControlRequest[Prompts]):
+class Ready(Request[Prompts]):
     """The trainer has loaded its models and begins with step `start`."""
 
     start: int
@@ -168,137 +218,32 @@ class Ready(ControlRequest[Prompts]):
     """Number of prompts used before `start`, as the checkpoint says; None if it does not say."""
     prompts: str | None
     """The fingerprint of the run's prompts in the checkpoint; None if it has none."""
+    units: int = 1
+    """Number of units that take windows on their own."""
 
 
-class Reported(Message):
-    """The report was written."""
-
-    prompt_position: int | None
-    """With dynamic sampling: position at which the next step's prompts begin; else None."""
-
-
-class Report(ControlRequest[Reported]):
+class Report(Request[Done]):
     """The figures of a step that has been trained, by the keys of steps.jsonl."""
 
     step: int
     figures: StepFigures
 
 
-class TrainerFailed(ControlRequest[Done]):
-    """A unit ends with `error`."""
+class StageFailed(Request[Done]):
+    """A stage of ours ends with `error`, and with it the run."""
 
     error: Failure
+    stage: str = TRAIN
 
 
-# a weight sync ------------------------------------------------------------------------------------
+def is_of_trainer(request: Request[Any]) -> bool:
+    """Whether a request is the trainer's: it moves a step or the weights, and shows that the trainer lives."""
+    if isinstance(request, Lease | WriteColumns | StageFailed):
+        return request.stage == TRAIN
+    return not isinstance(request, InitEngines | PutRow | SampleResponses | AwaitVersion)
 
 
-class PublishAllowed(Message):
-    """Whether weights may be published now; if not, the trainer asks again."""
-
-    now: bool
-
-
-class MayPublish(ControlRequest[PublishAllowed]):
-    """Ask whether weights may be published now."""
-
-    version: int
-
-
-class SyncOpened(Message):
-    """The instances that take part in a sync. They are paused now; with weights.staged they go on generating."""
-
-    generation: int
-    """Number of the groups' current set of members; it rises when groups must be made anew."""
-    members: tuple[str, ...]
-    """Names of the instances."""
-    world_size: int
-    """Number of ranks in the group of a pipeline stage, its sender included."""
-    connect: bool
-    """Whether the groups must be made anew."""
-    local: bool
-    """Whether all members are on the launcher's machine."""
-    probe: tuple[int, ...]
-    """Token ids whose log-probabilities are compared afterwards; empty if nothing is compared."""
-
-
-class OpenSync(ControlRequest[SyncOpened]):
-    """Begin a weight sync, or begin it again."""
-
-    version: int
-
-
-class Proceed(Message):
-    """A part of the sync is done. With `retry` it failed, and the sync begins again with `OpenSync`."""
-
-    retry: bool = False
-
-
-class MeetingPlace(msgspec.Struct, frozen=True):
-    """The address at which the group of a pipeline stage meets."""
-
-    host: str
-    port: int
-
-
-class ConnectSync(ControlRequest[Proceed]):
-    """Have all members join the stages' groups."""
-
-    version: int
-    transport: str
-    stages: tuple[MeetingPlace, ...]
-
-
-class BucketInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A bucket of weights: the update_info of /update_weights (docs/protocol.md)."""
-
-    transport: str
-    version: int
-    stage: int
-    bucket: int
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    checksums: list[str]
-    path: str | None = None
-    """Path of the bucket's file, with transport "file"."""
-    staged: bool = False
-    """Whether to receive it into host memory while generation goes on."""
-
-    @property
-    def title(self) -> str:
-        """Which part of which update it is, for messages."""
-        return f"weight version {self.version}, bucket {self.bucket} of stage {self.stage}"
-
-
-class SendBucket(ControlRequest[Proceed]):
-    """Have every member receive a bucket."""
-
-    info: BucketInfo
-
-
-class AbortSync(ControlRequest[Proceed]):
-    """The sender failed to send, so the sync must begin again."""
-
-    version: int
-    reason: str
-
-
-class FinishSync(ControlRequest[Done]):
-    """Have every member serve the version, at once or in the background."""
-
-    version: int
-    snapshot: str
-    """Folder from which late instances load the version; empty if there is none."""
-
-
-class VerifySync(ControlRequest[Done]):
-    """Compare the members' log-probabilities of the probe with `expected`, the trainer's; empty: compare nothing."""
-
-    expected: tuple[float, ...]
-
-
-# among the trainer's ranks ------------------------------------------------------------------------
+# among a stage's ranks ---------------------------------------------------------------------------
 
 
 class CheckpointDue(Message):
@@ -314,14 +259,25 @@ class CheckpointFound(Message):
     name: str | None
 
 
+class ReferenceHash(Message):
+    """Content hash of the reference model."""
+
+    hash: str
+
+
 AnyRequest = (
-    StartBatch
+    InitEngines
+    | PutPrompts
+    | PutRow
     | Lease
+    | WriteColumns
+    | SampleResponses
     | Heartbeat
     | ReplayProgress
     | Ready
     | Report
-    | TrainerFailed
+    | StageFailed
+    | AwaitVersion
     | MayPublish
     | OpenSync
     | ConnectSync
@@ -337,20 +293,21 @@ AnyMessage = (
     | EarlyWork
     | StillWaiting
     | EndOfStep
+    | EndOfRun
+    | Taken
+    | Sampled
+    | Engines
     | Prompts
-    | Reported
     | PublishAllowed
     | SyncOpened
     | Proceed
     | CheckpointDue
     | CheckpointFound
+    | ReferenceHash
 )
 
 _REQUESTS: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
 _MESSAGES: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
-
-pack = msgspec.msgpack.encode
-"""Encode a message as bytes."""
 
 
 def read_request(data: bytes) -> AnyRequest:
@@ -359,5 +316,5 @@ def read_request(data: bytes) -> AnyRequest:
 
 
 def read_message(data: bytes) -> AnyMessage:
-    """Return the reply or rank message that `data` encodes. Raises msgspec.ValidationError for anything else."""
+    """Return the reply or ranks' message that `data` encodes. Raises msgspec.ValidationError for anything else."""
     return _MESSAGES.decode(data)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +11,19 @@ import msgpack
 import msgspec
 
 from engine.config import Config
-from engine.config.keys import current_names, flatten
+from engine.config.keys import flatten
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.files import put_in_place
-from engine.types import BatchScores, Group, JsonObject, Prompt, Score
-from engine.wire.codec import PackedLanded, PackedResponse, open_ids, open_response
+from engine.types import BatchScores, Group, JsonObject
+from engine.wire.columns import PackedLanded, Row, open_group
 from engine.wire.messages import EarlyWork, Window
-from engine.wire.sealed import SealedGroup, is_whole, open_group
 
 PLAN = (
     "model.dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "train.prompts_per_step",
     "train.updates", "train.micro_batch_tokens", "train.learning_rate", "train.schedule", "train.warmup_steps",
     "train.weight_decay", "train.betas", "train.max_grad_norm", "train.dtype", "train.recompute",
-    "train.distributed_optimizer", "algorithm", "attention", "parallel",
+    "train.distributed_optimizer", "algorithm", "attention", "parallel", "stages",
 )  # fmt: skip
 """Keys whose values, with the content of the base model, must be those of the recorded run, so that a replay gives the
 same weights. A name without a dot stands for a whole table."""
@@ -34,54 +33,25 @@ FILE = "record.msgpack"
 """Name of a run's record in its folder."""
 
 
-class OlderGroup(msgspec.Struct, frozen=True):
-    """A group in a record of an older release. The trainer computes the advantages of batch scope now, unless the
-    record has them."""
-
-    step: int
-    index: int
-    prompt: tuple[str, str, str, bytes]
-    """Id, problem, answer, token ids (int32)."""
-    responses: tuple[PackedResponse, ...]
-    scores: tuple[Score, ...]
-    advantages: tuple[float, ...] | None = None
-    batch: BatchScores | None = None
-    mini_batch: int = 0
-
-    def opened(self) -> Group:
-        """The group."""
-        identity, problem, answer, token_ids = self.prompt
-        return Group(
-            step=self.step,
-            index=self.index,
-            prompt=Prompt(identity, problem, answer, open_ids(token_ids)),
-            responses=tuple(map(open_response, self.responses)),
-            scores=self.scores,
-            batch=self.batch,
-            mini_batch=self.mini_batch,
-            advantages=self.advantages,
-        )
-
-
-class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+class RecordEntry(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One reply to a unit: a window to train, or responses to score early."""
 
     unit: int
     step: int
-    sealed: tuple[SealedGroup, ...] = ()
+    rows: tuple[Row, ...] = ()
     batch: BatchScores | None = None
     """As of `Window`."""
     landed: tuple[PackedLanded, ...] = ()
-    groups: tuple[OlderGroup, ...] = ()
 
     @property
     def size(self) -> int:
         """Number of groups."""
-        return len(self.sealed) + len(self.groups)
+        return len(self.rows)
 
-    def window(self) -> list[Group]:
-        """The groups, to be trained together. Raises TransferError for a damaged one."""
-        return [open_group(group, self.batch) for group in self.sealed] + [group.opened() for group in self.groups]
+    def window(self, reward_weights: Mapping[str, float] | None = None) -> list[Group]:
+        """The groups, to be trained together; `reward_weights` as of `open_group`. Raises TransferError for a damaged
+        one."""
+        return [open_group(row, self.batch, reward_weights=reward_weights) for row in self.rows]
 
 
 class RecordWriter:
@@ -104,12 +74,12 @@ class RecordWriter:
         put_in_place(partial, path)
         self._file = path.open("ab")
 
-    def add(self, step: int, unit: int, given: Window | EarlyWork) -> None:
+    def add(self, unit: int, given: Window | EarlyWork) -> None:
         """Append a window or early work of a unit."""
         if isinstance(given, Window):
-            entry = RecordEntry(unit=unit, step=step, sealed=given.groups, batch=given.batch)
+            entry = RecordEntry(unit=unit, step=given.step, rows=given.rows, batch=given.batch)
         else:
-            entry = RecordEntry(unit=unit, step=step, landed=given.landed)
+            entry = RecordEntry(unit=unit, step=given.landed[0].step, landed=given.landed)
         self._file.write(msgspec.msgpack.encode(entry))
 
     def flush(self) -> None:
@@ -176,9 +146,12 @@ def read(path: Path) -> Iterator[RecordEntry]:
     for number, item in enumerate(items):
         try:
             entry = msgspec.convert(item, RecordEntry)
-            if damaged := [group.index for group in entry.sealed if not is_whole(group)]:
-                raise ValueError(f"the bytes of step {entry.step}, groups {damaged}, are not those that were recorded")
+            for row in entry.rows:
+                if damaged := [column.name for column in row.columns if not column.is_whole]:
+                    raise ValueError(f"step {row.step}, group {row.index}: {damaged} are not what was recorded")
             yield entry
+        except msgspec.ValidationError as error:
+            raise BadInput(f"--replay {path}: entry {number} is damaged, or of another release: {error}") from None
         except ValueError as error:
             raise BadInput(
                 f"--replay {path}: entry {number} is damaged ({error}); replay with a whole copy of record.msgpack"
@@ -193,8 +166,7 @@ def check(path: Path, config: Config) -> None:
 
 
 def _check_same_plan(path: Path, config: Config, what: str, remedy: str) -> None:
-    recorded = flatten(Config().model_dump(mode="json"))  # the value of keys that the record's release did not have
-    recorded |= current_names(next(_unpack_items(path))["plan"])
+    recorded = next(_unpack_items(path))["plan"]
     for key, value in plan(config).items():
         if recorded.get(key) != value:
             raise BadInput(f"{what}: {key} is {value!r}, but the record was taken with {recorded.get(key)!r}; {remedy}")

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 import msgspec
 
 from engine.wire import reply_columns
-from engine.wire.messages import BucketInfo, MeetingPlace
+from engine.wire.sync_messages import BucketInfo, MeetingPlace
 
 Reply = TypeVar("Reply")
 

@@ -12,6 +12,8 @@ class StoreServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ip: str
     ports: dict[str, int]
     """By TransferQueue's name of the socket."""
+    node: str = ""
+    """Ray's id of its node."""
 
 
 class StoreAddresses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,23 +1,21 @@
 """A client of TransferQueue as a store of keys and values, with a deadline around every call.
 
-One row is the body of one sealed group: its key is the group's index, its partition the step.
+A row there is a row of the plane: its partition is the step, its key the group's index, and its fields are the bodies
+of the columns, each of which can be fetched alone. All fields of a row lie in one storage unit, so that the loss of a
+unit costs no row of the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
-
-import zmq
 
 from engine.errors import MetronomeError
 from engine.wire.store_addresses import StoreAddresses, StoreServer
 
 T = TypeVar("T")
-FIELD = "body"
-"""The only column."""
 
 
 class StoreFault(MetronomeError):
@@ -40,16 +38,16 @@ class StoreClient:
         what = f"to connect with {len(addresses.units)} storage units"
         return StoreClient(await _within(limit_s, what, connecting), limit_s)
 
-    async def put(self, step: int, index: int, body: bytes) -> None:
-        """Keep the body of a group. Raises StoreFault."""
-        await _within(self._limit_s, f"to keep group {index} of step {step}", self._put(step, index, body))
+    async def put(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
+        """Keep the bodies of a row's columns, given by name. Raises StoreFault."""
+        await _within(self._limit_s, f"to keep {_title(step, index, bodies)}", self._put(step, index, bodies))
 
-    async def get(self, step: int, index: int) -> bytes:
-        """Return the body of a group. Raises StoreFault."""
-        return await _within(self._limit_s, f"to return group {index} of step {step}", self._get(step, index))
+    async def get(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
+        """Return the bodies of these columns of a row, by name. Raises StoreFault."""
+        return await _within(self._limit_s, f"to return {_title(step, index, names)}", self._get(step, index, names))
 
     async def clear(self, step: int, indices: Sequence[int]) -> None:
-        """Forget groups. Raises StoreFault."""
+        """Forget rows. Raises StoreFault."""
         await _within(self._limit_s, f"to forget {len(indices)} groups of step {step}", self._clear(step, indices))
 
     async def check(self) -> None:
@@ -62,29 +60,33 @@ class StoreClient:
 
     # the bodies of async_kv_batch_put, async_kv_batch_get and async_kv_clear, for a client of one's own
 
-    async def _put(self, step: int, index: int, body: bytes) -> None:
+    async def _put(self, step: int, index: int, bodies: Mapping[str, bytes]) -> None:
         import torch
         from tensordict import TensorDict
 
         found = await self._rows(step, [index], create=True)
-        row = torch.frombuffer(bytearray(body), dtype=torch.uint8).unsqueeze(0)
-        await self._client.async_put(TensorDict({FIELD: row}, batch_size=[1]), found)
+        fields = {name: torch.frombuffer(bytearray(body), dtype=torch.uint8) for name, body in bodies.items()}
+        await self._client.async_put(TensorDict(fields, batch_size=[]).unsqueeze(0), found)
 
-    async def _get(self, step: int, index: int) -> bytes:
+    async def _get(self, step: int, index: int, names: Sequence[str]) -> dict[str, bytes]:
         found = await self._rows(step, [index])
         if not found.size:
             raise ValueError("no such row")
-        row = (await self._client.async_get_data(found.select_fields([FIELD])))[FIELD]
-        return bytes(row[0].numpy().tobytes())
+        fields = await self._client.async_get_data(found.select_fields(list(names)))
+        return {name: bytes(fields[name][0].numpy().tobytes()) for name in names}
 
     async def _clear(self, step: int, indices: Sequence[int]) -> None:
         found = await self._rows(step, indices)
         if found.size:
             await self._client.async_clear_samples(found)
 
-    async def _rows(self, step: int, indices: Sequence[int], create: bool = False) -> Any:  # noqa: ANN401
+    async def _rows(self, step: int, indices: Iterable[int], create: bool = False) -> Any:  # noqa: ANN401
         keys = list(map(str, indices))
         return await self._client.async_kv_retrieve_meta(keys=keys, partition_id=str(step), create=create)
+
+
+def _title(step: int, index: int, names: Iterable[str]) -> str:
+    return f"the columns {', '.join(names)} of group {index}, step {step}"
 
 
 async def _within(limit_s: float, what: str, call: Awaitable[T]) -> T:
@@ -94,8 +96,15 @@ async def _within(limit_s: float, what: str, call: Awaitable[T]) -> T:
             return await call
     except TimeoutError as error:
         raise StoreFault(f"waited queue.timeout_s = {limit_s:g} s for TransferQueue {what}") from error
-    except (RuntimeError, ValueError, LookupError, zmq.ZMQError) as error:  # as for a row that is not there
+    except _faults() as error:  # as for a row that is not there
         raise StoreFault(f"TransferQueue failed {what}: {error}") from error
+
+
+def _faults() -> tuple[type[Exception], ...]:
+    """What TransferQueue's client raises. Its sockets are those of a library that only its extra brings."""
+    import zmq
+
+    return RuntimeError, ValueError, LookupError, zmq.ZMQError
 
 
 def _load() -> None:

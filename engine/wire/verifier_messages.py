@@ -14,7 +14,7 @@ from dataclasses import replace
 import msgspec
 
 from engine.types import Prompt, Response, Score
-from engine.wire.codec import Decode, PackedResponse, open_response, pack_response
+from engine.wire.columns import Decode, PackedResponse, open_ids, open_response, pack_ids, pack_response
 from engine.wire.messages import PROTOCOL
 
 LENGTH = struct.Struct(">I")
@@ -34,6 +34,8 @@ class LoadTokenizer(VerifierMessage):
     """As the library `tokenizers` writes it."""
     model: str = ""
     """The model's folder, for a tokenizer that this library does not have."""
+    left_out: tuple[int, ...] = ()
+    """The tokens that are no text of a response."""
 
 
 class RewardLoaded(VerifierMessage):
@@ -59,25 +61,28 @@ class ScoreCall(VerifierMessage):
     texts: tuple[bytes | None, ...]
     """The text of each response; None: to be decoded from its token ids."""
     problem: bytes = b""
-    token_ids: tuple[int, ...] = ()
-    """The prompt's."""
+    text: bytes = b""
+    token_ids: bytes = b""
+    """The prompt's, int32."""
     columns: bytes = b"{}"
     """As JSON, because integers may have more than the 64 bits of msgpack."""
 
 
 class Scores(VerifierMessage):
-    """One score for each response, in order: value, status, detail."""
+    """One score for each response, in order: value, status, detail, whether it is excluded."""
 
-    scores: tuple[tuple[float, str, bytes], ...]
+    scores: tuple[tuple[float, str, bytes, bool], ...]
 
     @staticmethod
     def of(scores: Sequence[Score]) -> Scores:
         """Return the scores as a message."""
-        return Scores(tuple((score.value, score.status, _encode_text(score.detail)) for score in scores))
+        return Scores(
+            tuple((score.value, score.status, _encode_text(score.detail), score.excluded) for score in scores)
+        )
 
     def opened(self) -> list[Score]:
         """The inverse of `of`."""
-        return [Score(value, status, _decode_text(detail)) for value, status, detail in self.scores]
+        return [Score(value, status, _decode_text(detail), excluded) for value, status, detail, excluded in self.scores]
 
 
 class RewardFailed(VerifierMessage):
@@ -115,7 +120,8 @@ def call(prompt: Prompt, responses: Sequence[Response | PackedResponse], text_on
         responses=packed,
         texts=texts,
         problem=_encode_text(prompt.problem),
-        token_ids=prompt.token_ids,
+        text=_encode_text(prompt.text),
+        token_ids=pack_ids(prompt.token_ids),
         columns=json.dumps(dict(prompt.columns)).encode(),
     )
 
@@ -126,8 +132,9 @@ def arguments(message: ScoreCall, decode: Decode) -> tuple[Prompt, list[Response
         id=message.id,
         problem=_decode_text(message.problem),
         answer=_decode_text(message.answer),
-        token_ids=message.token_ids,
+        token_ids=open_ids(message.token_ids),
         columns=json.loads(message.columns),
+        text=_decode_text(message.text),
     )
     return prompt, [
         open_response(response, decode) if text is None else replace(open_response(response), text=_decode_text(text))

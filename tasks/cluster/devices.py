@@ -26,8 +26,8 @@ NPU_MANAGER = Path("/dev/davinci_manager")
 
 
 def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
-    """The number of NPUs that a run holds: for its trainer ranks and rollout instances, or for its evaluations if these
-    need more; 0 on other devices.
+    """The number of NPUs that a run holds: for its trainer ranks, scorers and rollout instances, or for its evaluations
+    if these need more; 0 on other devices.
 
     `pool_instances`: instances on the rollout pool. Without `training` the run only evaluates. An evaluation without
     any instance starts one itself (engine.launcher.rollout_service).
@@ -38,7 +38,7 @@ def npus(config: Config, pool_instances: int = 0, training: bool = True) -> int:
     instances = config.rollout.instances + pool_instances
     tensor = config.rollout.tensor
     evaluating = max(1, instances) * tensor
-    return max(evaluating, config.parallel.ranks + instances * tensor) if training else evaluating
+    return max(evaluating, config.parallel.ranks + config.scorer_ranks + instances * tensor) if training else evaluating
 
 
 @contextmanager

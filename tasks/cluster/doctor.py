@@ -7,9 +7,11 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
+import sysconfig
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import metadata
@@ -33,6 +35,11 @@ SHARED_MEMORY = Path("/dev/shm")
 CANN_HOMES = ("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH")
 """Environment variables that CANN's set_env.sh sets to its folder."""
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Where NVIDIA's driver says its version."""
+CUDA_13_DRIVER = 580
+"""The first driver that programs for CUDA 13 run with (NVIDIA's table of minimum versions)."""
+
 LIST = (
     "import json, importlib.metadata as m; "
     "print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
@@ -53,7 +60,8 @@ def findings(engine: str = "embedded") -> tuple[list[str], bool]:
         return ["missing   metronome itself: install it with pip install -e ."], False
     packages = [_package(each) for each in required if each.marker is None or each.marker.evaluate({"extra": ""})]
     python = f"ok        Python {platform.python_version()} on {platform.platform(terse=True)}"
-    lines = [python, _cores(), _shared_memory(), *_run_folders(), *packages, *_accelerator(), *_vllm(engine)]
+    machine = [_cores(), _shared_memory(), *_run_folders()]
+    lines = [python, *machine, *packages, *_nvidia(), *_accelerator(), *_vllm(engine)]
     return lines, all(line.startswith(FINE) for line in lines)
 
 
@@ -109,6 +117,22 @@ def _run_folders() -> list[str]:
             f"warning   every user of this machine can read {folder.resolve()}: chmod o-rwx {folder} keeps them out"
         ]
     return []
+
+
+def _nvidia() -> list[str]:
+    """Lines on NVIDIA's driver and on what triton compiles with on a GPU. Empty without a driver."""
+    if not NVIDIA_DRIVER.is_file():
+        return []
+    found = re.search(r"\b(\d{3,})\.\d[\d.]*", NVIDIA_DRIVER.read_text().partition("\n")[0])
+    driver = f"NVIDIA driver {found[0] if found else 'of unknown version'}"
+    fits = found and int(found[1]) >= CUDA_13_DRIVER
+    needs = f": torch for CUDA 13 needs {CUDA_13_DRIVER} or newer, or cuda-compat"
+    lines = [f"ok        {driver}" if fits else f"warning   {driver}{needs}"]
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        lines.append("warning   no C compiler (CC, gcc or clang), which triton needs on a GPU")
+    if not (header := Path(sysconfig.get_path("include"), "Python.h")).is_file():
+        lines.append(f"warning   no {header}, which triton needs on a GPU: install Python's headers")
+    return lines
 
 
 def _accelerator() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -38,4 +39,11 @@ def evaluation_numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 def metric_name(text: str) -> str:
     """The text with `_` for each character that MLflow does not accept in the name of a metric or model."""
-    return re.sub(r"[^\w.\- ]", "_", text)
+    return cleaned(text, r"[^\w.\- ]", "_")
+
+
+def cleaned(text: str, pattern: str, filler: str) -> str:
+    """The text with `filler` for each match of `pattern`. A text that this changes ends with six digits of its hash, so
+    that no two texts get one name, and with it one history."""
+    found = re.sub(pattern, filler, text)
+    return found if found == text else f"{found}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

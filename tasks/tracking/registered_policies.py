@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ from engine.run.start import ContinueFrom, RunStart, read_start
 from tasks import how_far
 from tasks.console import say
 from tasks.live import showing
+from tasks.tracking.metric_names import cleaned
 from tasks.tracking.retry import retry_while_away
 from tasks.tracking.sqlite_store import whole_store
 from tasks.tracking.tracked_run import shown_uri, tracking_uri
@@ -43,7 +43,8 @@ def registered_name(recipe: str, config: Config) -> str:
     data = config.data.train
     if find(data).resolve() == find(load(recipe).data.train).resolve():
         return name
-    return f"{name}-{re.sub('[^A-Za-z0-9_.-]+', '-', Path(data.partition(':')[0] if '://' not in data else data).stem)}"
+    stem = Path(data.partition(":")[0] if "://" not in data else data).stem
+    return f"{name}-{cleaned(stem, '[^A-Za-z0-9_.-]+', '-')}"
 
 
 def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Config, RunStart]:
@@ -59,7 +60,7 @@ def started_from(config: Config, recipe: str, start: ContinueFrom) -> tuple[Conf
     """
     if RunFolder(config.folder).config.exists():
         begun = read_start(config.folder)
-        old = f"metronome-{Path(recipe).stem}" if recipe else ""  # the last release knew no names of data
+        old = f"metronome-{Path(recipe).stem}" if recipe else ""  # an evaluation has begun no run
         return config, begun.model_copy(
             update={"recipe": begun.recipe or recipe, "registered": begun.registered or old}
         )

@@ -33,7 +33,7 @@ BACK_S = 5.0
 ROLES = {
     "flow": "prefect.engine",
     "launcher": "engine.launcher.launch",
-    "agent": "engine.trainer.agent",
+    "agent": "engine.ranks.agent",
     "rank": "engine.trainer.rank",
     "instance": "engine.instance.embedded",
     "verifier": "engine.verifier.worker",

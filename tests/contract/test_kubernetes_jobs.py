@@ -37,6 +37,7 @@ tolerations = [{ key = "npu", operator = "Exists", effect = "NoSchedule" }]
 labels = { "ring-controller.atlas" = "ascend-910b" }
 annotations = { "k8s.v1.cni.cncf.io/networks" = "roce-0,roce-1", "scheduling.volcano.sh/queue-name" = "training" }
 host_network = true
+security_context = { runAsUser = 0 }
 env_from_fields = [{ name = "HCCL_IF_IP", valueFrom = { fieldRef = { fieldPath = "status.hostIP" } } }]
 
 [cluster.variables.env]
@@ -82,6 +83,7 @@ async def test_kubernetes_accepts_the_jobs_of_every_pool(pool):
     host = {one["hostPath"]["path"] for one in job["spec"]["template"]["spec"]["volumes"] if "hostPath" in one}
     assert ("/etc/hccn.conf" in host) == ("/usr/local/Ascend/driver" in host) == ("ascend" in pool)
     assert all(one["readOnly"] for one in container["volumeMounts"] if one["mountPath"] in host)
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}  # RDMA locks memory
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -102,6 +104,7 @@ async def test_what_clusters_differ_in_reaches_the_pod(tmp_path):
     assert pod["spec"]["nodeSelector"] == {"accelerator-type": "module-a3-16"}
     assert pod["spec"]["tolerations"] == [{"key": "npu", "operator": "Exists", "effect": "NoSchedule"}]
     assert pod["spec"]["hostNetwork"] is True
+    assert container["securityContext"] == {"runAsUser": 0}
     assert pod["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"  # else pods on the node's network find no services
     assert pod["metadata"]["annotations"] == {
         "k8s.v1.cni.cncf.io/networks": "roce-0,roce-1",

@@ -73,7 +73,7 @@ def recorded(recorder, settings, folders):
                 policy.start_step()
                 policy.accumulate([a_group(seed=1), a_group((4, 0, 16, 1), index=1, seed=2)])
                 policy.reduce(8)
-                policy.update()
+                policy.step_optimizer()
             for parameter in policy.models.policy.parameters():
                 device_checksum(parameter)
     return recorder.names

@@ -55,6 +55,7 @@ def test_merged_attention():
     assert set(point["bytes"]) == {"mask", "cpu", "merged"}
 
 
+@pytest.mark.nightly
 def test_data_plane():
     small = ("--prompts", "4", "--group", "8", "--length", "8192", "--steps", "1", "--repeats", "1")
     found = figures("data_plane", *small, "--against", ".")
@@ -87,6 +88,7 @@ def test_train_throughput():
         assert case["ratio"] == pytest.approx(case["ours_tokens_per_s"] / case["hugging_face_tokens_per_s"])
 
 
+@pytest.mark.nightly
 def test_weight_sync():
     found = figures("weight_sync", "--tiny", "--rounds", "1", "--transports", "gloo", "--instances", "1")
     layer = 256 * 128 * (16 + 8 + 8 + 16) + 3 * 256 * 768 + 2 * 256 + 2 * 128  # attention, MLP, norms, head norms

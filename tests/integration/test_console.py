@@ -58,6 +58,7 @@ def lines_of(console, stage, what):
     return [tuple(int(part.replace(",", "")) for part in one.groups()) for one in found if one]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "what", "key", "each"),
     [

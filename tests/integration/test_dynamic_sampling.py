@@ -109,6 +109,7 @@ def test_what_is_kept_depends_on_prompt_order_alone_in_every_mode_and_a_resumed_
     assert weights(tmp_path, "sync") == weights(tmp_path, "periodic")
 
 
+@pytest.mark.nightly
 def test_replicas_that_train_in_order_of_arrival_replay_in_sync(dynamic, tmp_path):
     live = dynamic | {"parallel.data": 2, "train.micro_batch_tokens": 150, "run.name": "live"}
     again = live | {"run.name": "again", "train.record": False, "train.mode": "sync"}

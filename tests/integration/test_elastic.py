@@ -115,7 +115,8 @@ def test_killed_in_the_middle_of_a_step(two, job, undisturbed):
     assert any(span["step"] > step for span in run.spans("rollout") if span["lane"] == "instance-0")
 
 
-@pytest.mark.parametrize("transport", [pytest.param("file", marks=pytest.mark.nightly), "gloo"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["file", "gloo"])
 def test_killed_during_a_weight_update(two, job, undisturbed, transport):
     # not taken for silent before it is killed
     run = job(two | {"weights.transport": transport, "rollout.heartbeat_s": 15})
@@ -128,6 +129,7 @@ def test_killed_during_a_weight_update(two, job, undisturbed, transport):
     assert (len(states), states[0]) == (2, "updating")
 
 
+@pytest.mark.nightly
 def test_stopped_for_20_s(one, job, undisturbed):
     """The only one: the run waits for it, and it comes back through a weight update of its own."""
     run = job(one)
@@ -177,6 +179,7 @@ def test_one_joins_and_one_leaves(two, job, undisturbed):
     assert run.periods("instance-1")[-1] == "draining"
 
 
+@pytest.mark.nightly
 def test_all_are_killed_and_one_comes_and_leaves(two, job, undisturbed):
     """It comes and leaves as users have it: by `metronome serve --join` and SIGTERM."""
     run = job(two | {"rollout.restarts": 0})

@@ -14,7 +14,7 @@ from support.runs import config_of, wait_for
 from tasks.cluster import other_nodes, rollout_node
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_they_load_the_model_that_is_evaluated_and_end_with_it(settings, tmp_path, tiny_model, monkeypatch):
     """The run's own model is not there: an instance that loaded it could not serve."""
     config = config_of(

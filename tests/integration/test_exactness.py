@@ -25,9 +25,11 @@ def steps(tmp_path, name):
 def exact(settings):
     # several a step, so that a periodic step trains before its last arrival
     small_windows = {"train.micro_batch_tokens": 150}
+    some_excluded = {"reward.function": f"{ROOT}/tests/support/rewards.py:even_or_not_known"}
     return (
         settings
         | small_windows
+        | some_excluded
         | {"rollout.deterministic": True, "train.consume": "prompt_order", "rollout.concurrency": 1}
     )
 
@@ -66,6 +68,7 @@ def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
     assert max(line["max_ratio_gap"] for line in report) <= 1e-3
     assert max(line["mismatch_kl"] for line in report) <= 1e-6
     assert min(line["trained_tokens"] for line in report) > 0
+    assert sum(line["reward_excluded"] for line in report) > 0
     assert len({line["grad_norm"] for line in report}) == 4  # it did train
     assert max(line["old_ratio_max"] for line in report[1:]) > 1.0  # "previous": the ratio is no importance ratio
 

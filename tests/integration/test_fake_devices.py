@@ -52,11 +52,11 @@ def test_the_weights_arrive(device, transports):
     ("careless", "message"),
     [
         (
-            "import engine.trainer.publish.transports as t; t.use_device = lambda device: None",
+            "import engine.client.publish.transports as t; t.use_device = lambda device: None",
             "sends from a device that is not its own",
         ),
         (
-            "import torch, engine.trainer.publish.publisher as p; whole = p.Buffers\n"
+            "import torch, engine.client.publish.publisher as p; whole = p.Buffers\n"
             "p.Buffers = lambda count, timeout_s, device: whole(count, timeout_s, torch.device('cuda', 0))",
             "a piece lies on cuda:0, the group is of cuda:1",
         ),

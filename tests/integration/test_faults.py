@@ -12,11 +12,11 @@ import pytest
 from engine.errors import RatioGapError, StaleRolloutError, TransferError, WeightSyncError
 from engine.launcher.launch import launch as launch_here
 from engine.launcher.pool.instance_client import InstanceClient
-from engine.launcher.sample_queue import SampleQueue
+from engine.launcher.table import RowTable
 from engine.launcher.weight_sync.sync import WeightSync
 from engine.run.files import read_lines
 from engine.trainer.checkpoint.checkpoints import complete, latest, step_of
-from engine.wire.sealed import open_group
+from engine.wire.columns import RESPONSES, open_group
 from support.faulty_weights import TENSOR, corrupt, skip
 from support.runs import ROOT, Tree, config_of, launch, send, wait_for, write_config
 
@@ -50,18 +50,19 @@ def test_a_tensor_corrupted_before_its_checksum_is_caught_by_the_probe(settings,
 
 @pytest.mark.slow
 def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(settings, monkeypatch):
-    kept = SampleQueue.put
+    kept = RowTable.put
 
-    def damage(queue, group):
-        flipped = bytearray(group.body)
-        flipped[len(flipped) // 2] ^= 1
-        kept(
-            queue, msgspec.structs.replace(group, body=bytes(flipped)) if (queue.step, group.index) == (1, 3) else group
-        )
+    def damage(table, row):
+        if (row.step, row.index) == (1, 3):
+            column = row.column(RESPONSES)
+            flipped = bytearray(column.body)
+            flipped[len(flipped) // 2] ^= 1
+            row = row.with_columns([msgspec.structs.replace(column, body=bytes(flipped))])
+        return kept(table, row)
 
-    monkeypatch.setattr(SampleQueue, "put", damage)
+    monkeypatch.setattr(RowTable, "put", damage)
     config = config_of(settings)
-    with pytest.raises(TransferError, match=r"step 1, group 3: \d+ bytes that are not those"):
+    with pytest.raises(TransferError, match=r"step 1, group 3: the \d+ bytes of its column 'responses' are not those"):
         launch_here(config)
     assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0]
     assert step_of(latest(config.folder / "checkpoints")) == 1  # the weights before the failed step are kept
@@ -74,20 +75,18 @@ def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(sett
 def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, monkeypatch):
     """Also when instances generate long before the trainer compares: it does so 1 s late, a step takes less."""
     put = []
-    kept = SampleQueue.put
+    kept = RowTable.put
 
-    def note(queue, group):
-        put.append(
-            (queue.step, {version for response in open_group(group).responses for _, version in response.versions})
-        )
-        kept(queue, group)
+    def note(table, row):
+        put.append((row.step, {version for response in open_group(row).responses for _, version in response.versions}))
+        return kept(table, row)
 
     expect = WeightSync.expect
 
     def late(sync, expected):
         asyncio.get_running_loop().call_later(1.0, expect, sync, expected)
 
-    monkeypatch.setattr(SampleQueue, "put", note)
+    monkeypatch.setattr(RowTable, "put", note)
     monkeypatch.setattr(WeightSync, "expect", late)
     corrupt(monkeypatch, version=1, in_transit=False)
     sampled = []

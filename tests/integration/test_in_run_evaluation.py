@@ -88,14 +88,12 @@ def _never_beside_a_step(spans):
         assert max(span["end"] for span in own) <= following
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "mode",
     [
         {"train.mode": "one_step_off"},
-        pytest.param(
-            {"train.mode": "bounded", "train.max_staleness": 2, "train.exact_lag": True, "weights.staged": True},
-            marks=pytest.mark.nightly,
-        ),
+        {"train.mode": "bounded", "train.max_staleness": 2, "train.exact_lag": True, "weights.staged": True},
     ],
     ids=["one step off", "staged"],
 )
@@ -119,6 +117,7 @@ def test_in_the_modes_ahead_it_shares_the_instances_and_changes_no_weight(exact,
         assert last <= min(span["end"] for span in following if span["step"] == version + 1)
 
 
+@pytest.mark.nightly
 def test_in_bounded_an_evaluation_is_of_one_version_whenever_instances_swap(exact, tmp_path):
     in_turn = {"train.mode": "bounded", "train.max_staleness": 2, "weights.staged": True, "rollout.instances": 2}
     free = {"rollout.deterministic": False, "train.consume": "arrival", "algorithm.old_policy": "rollout"}

@@ -11,6 +11,7 @@ from support.runs import ROOT, overrides, write_config
 pytestmark = [pytest.mark.timeout(400)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel
 def test_a_pipeline_with_two_ranks_and_two_instances_listens_on_loopback_only(settings, tmp_path):
     """Prefect's server, launcher, instances, agent, ranks with a broadcast of weights, and both evaluations."""
@@ -27,9 +28,9 @@ def test_a_pipeline_with_two_ranks_and_two_instances_listens_on_loopback_only(se
     sets = [part for override in overrides(run) for part in ("--set", override)]
     code, said, seen = listening_while([str(Path(sys.executable).parent / "metronome"), "run", *sets], 380, cwd=ROOT)
     assert code == 0, said
-    for part in ("launcher.launch", "trainer.agent", "trainer.rank", "instance.embedded", "local_server"):
+    for part in ("launcher.launch", "ranks.agent", "trainer.rank", "instance.embedded", "local_server"):
         assert any(part in name for name in seen.processes), part
-    for part in ("launcher.launch", "trainer.agent", "trainer.rank", "instance.embedded", "local_server"):
+    for part in ("launcher.launch", "ranks.agent", "trainer.rank", "instance.embedded", "local_server"):
         assert any(part in name for name in seen.sockets.values()), part
     assert seen.open_ones == {}
 

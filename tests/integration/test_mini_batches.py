@@ -12,8 +12,10 @@ REWARDS = ROOT / "tests/support/rewards.py"
 
 @pytest.fixture
 def three_updates(settings):
-    """A step of three mini-batches of two groups each."""
+    """A step of three mini-batches of two groups each. Trainer and instances use the temperature in different ways: it
+    is that of responses, and not that of the probe of a weight sync."""
     return settings | {
+        "rollout.temperature": 0.7,
         "train.updates": 3,
         "train.steps": 4,
         "algorithm.old_policy": "behavior",
@@ -45,6 +47,7 @@ def test_sync_and_periodic_make_the_same_updates_and_the_first_begins_before_the
     assert not same(weights(tmp_path, "one"), weights(tmp_path, "sync"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parallel
 @pytest.mark.timeout(600)
 def test_replicas_share_every_mini_batch_and_a_killed_run_resumes_exactly(three_updates, tmp_path):
@@ -88,7 +91,7 @@ def test_the_one_step_off_recipe_in_small(settings, tmp_path):
         assert 0 <= line["clip_fraction"] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_decoupled_loss_on_data_of_one_step_before(settings, tmp_path):
     """Clipped against the policy at the step's start, weighed against the weights that sampled: on-policy data are kept
     whole, responses of older weights that differ too much are dropped, and the record replays."""

@@ -27,7 +27,8 @@ def weights(folder, name):
     return {key: tensor.tobytes() for key, tensor in load_file(folder / name / "policy/model.safetensors").items()}
 
 
-@pytest.mark.parametrize(("mode", "lag"), [("one_step_off", 1), pytest.param("bounded", 2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("mode", "lag"), [("one_step_off", 1), ("bounded", 2)])
 def test_an_exact_lag_is_kept_and_is_a_function_of_the_seed(settings, tmp_path, mode, lag):
     """Every response of batch t comes from version max(0, t - lag), however weights move; so runs are bit-identical."""
     exact = {"train.mode": mode, "rollout.deterministic": True, "train.consume": "prompt_order"}
@@ -39,7 +40,7 @@ def test_an_exact_lag_is_kept_and_is_a_function_of_the_seed(settings, tmp_path, 
     assert weights(tmp_path, "stopped") == weights(tmp_path, "staged")
 
 
-@pytest.mark.parametrize("transport", ["file", "gloo"])
+@pytest.mark.parametrize("transport", ["file", pytest.param("gloo", marks=pytest.mark.nightly)])
 def test_bounded_staleness_with_two_instances(settings, tmp_path, transport):
     bounded = {
         "train.mode": "bounded",
@@ -66,6 +67,7 @@ def test_a_resumed_run_generates_anew_what_was_in_flight(settings, tmp_path):
     assert [line["versions_seen"] for line in lines] == [[0], [0], [1], [2], [4], [4]]
 
 
+@pytest.mark.nightly
 def test_a_recorded_stale_run_replays_bit_identically(settings, tmp_path):
     stale = settings | STALE | {"train.mode": "bounded", "train.max_staleness": 2}
     live = run(stale | {"run.name": "live", "train.record": True}, tmp_path)

@@ -16,9 +16,9 @@ from engine.run.trace import read_spans
 from engine.tools.timeline import overlapped
 from engine.trainer.checkpoint.checkpoints import complete, latest, step_of
 from engine.types import Group, Prompt, Response, Score
+from engine.wire.columns import Row, open_group, pack_group
 from engine.wire.messages import Window
 from engine.wire.record import RecordWriter
-from engine.wire.sealed import SealedGroup, open_group, seal_group
 from support.faulty_weights import corrupt
 from support.runs import ROOT, config_of, launch
 from support.tiny_models import reference, reference_logprobs, save
@@ -61,7 +61,8 @@ def in_small_buckets(deep_model):
     return {"weights.transport": "gloo", "weights.bucket_mb": 1, "model.path": str(deep_model)}
 
 
-@pytest.mark.parametrize("small_buckets", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("small_buckets", [False, True])
 def test_tensor_parallel_runs_are_exact_and_resume_as_replicas(exact, deep_model, tmp_path, small_buckets):
     exact = exact | {"parallel.tensor": 2} | (in_small_buckets(deep_model) if small_buckets else {})
     for mode in ("sync", "periodic"):
@@ -95,7 +96,8 @@ def test_replicas_are_exact_also_when_one_dies_and_the_run_resumes(exact, tmp_pa
     assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
 
 
-@pytest.mark.parametrize("small_buckets", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("small_buckets", [False, True])
 def test_pipeline_and_context_parallel_runs(exact, deep_model, tmp_path, small_buckets):
     exact = exact | (in_small_buckets(deep_model) if small_buckets else {})
     single = exact | {"train.micro_batch_tokens": 80}  # one group each
@@ -158,7 +160,7 @@ def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, t
 
     late = tmp_path / "late.msgpack"  # the same windows, but nothing scored before its group is there
     late.write_bytes(
-        b"".join(msgpack.packb(entry) for entry in [header, *(entry for entry in given if "sealed" in entry)])
+        b"".join(msgpack.packb(entry) for entry in [header, *(entry for entry in given if "rows" in entry)])
     )
     run(
         early | {"run.name": "late", "train.record": False, "train.score_early": False}, tmp_path, "--replay", str(late)
@@ -188,12 +190,12 @@ def test_a_recorded_run_of_replicas_that_score_early_replays_exactly(settings, t
 
 
 def with_a_wrong_logprob(given, unit):
-    window = next(entry for entry in given if "sealed" in entry and entry["unit"] == unit)
-    sealed = window["sealed"][0]
-    group = open_group(msgspec.convert(sealed, SealedGroup))
+    window = next(entry for entry in given if "rows" in entry and entry["unit"] == unit)
+    row = window["rows"][0]
+    group = open_group(msgspec.convert(row, Row))
     first, *others = group.responses
     wrong = replace(first, logprobs=(-0.5, *first.logprobs[1:]))
-    sealed |= msgspec.to_builtins(seal_group(replace(group, responses=(wrong, *others))), builtin_types=(bytes,))
+    row |= msgspec.to_builtins(pack_group(replace(group, responses=(wrong, *others))), builtin_types=(bytes,))
     return given
 
 
@@ -203,7 +205,7 @@ def check_early_scores(given, folder):
     scored = []
     for entry in given:
         step = entry["step"]
-        complete |= {(step, group["index"]) for group in entry.get("sealed", ())}
+        complete |= {(step, group["index"]) for group in entry.get("rows", ())}
         for _, group, number, *_ in entry.get("landed", ()):
             assert (step, group) not in complete
             scored.append((step, group, number, entry["unit"]))
@@ -289,10 +291,11 @@ def write_record(path, config, model):
         )
 
     for step, window in ((0, (0, 1)), (0, (2,)), (1, (1,)), (1, (2, 0))):
-        recorder.add(step, 0, Window(tuple(seal_group(group(step, index)) for index in window)))
+        recorder.add(0, Window(step, tuple(pack_group(group(step, index)) for index in window)))
     recorder.flush()
 
 
+@pytest.mark.nightly
 def test_a_replica_that_gets_nothing_and_groups_that_come_slowly(settings, tmp_path):
     slow = {
         "reward.function": f"{REWARDS}:after_3_s",

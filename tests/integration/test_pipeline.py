@@ -64,14 +64,8 @@ def _check_tracking(output):
     assert client.search_model_versions()
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param("SIGINT", marks=pytest.mark.slow),
-        pytest.param("SIGKILL", marks=pytest.mark.nightly),
-        pytest.param("SIGTERM", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", ["SIGINT", "SIGKILL", "SIGTERM"])
 def test_killing_the_flow_leaves_no_process_behind(small, tmp_path, number):
     endless = small | {"train.steps": 100_000, "evaluate.problems": 2}
     log = (tmp_path / "output").open("w+")

@@ -10,7 +10,7 @@ from support.runs import config_of, launch
 from tasks.plan import make_plan, measure
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_its_plan_and_the_plans_run(settings, tmp_path, capsys):
     first = settings | {"run.name": "first", "train.mode": "periodic", "rollout.concurrency": 1, "train.steps": 4}
     code, output = launch(first, tmp_path)

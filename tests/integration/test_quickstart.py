@@ -48,6 +48,7 @@ def test_the_quickstart_learns():
     assert sum(overlaps.values()) >= 0.9 * len(lines)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     REAL is None, reason="METRONOME_REAL_DATA is unset: the real problem sets are not part of the project"
 )

@@ -29,7 +29,7 @@ def end_of(settings, folder, number, signal, timeout_s):
     return log.read()
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+@pytest.mark.parametrize("axis", ["tensor", pytest.param("pipeline", marks=pytest.mark.nightly)])
 def test_a_rank_that_only_follows_dies(axis, settings, tmp_path):
     """Rank 1 asks the launcher for nothing; the others wait for it in a collective, or for what its stage sends."""
     said = end_of(settings | {f"parallel.{axis}": 2}, tmp_path, 1, "SIGKILL", timeout_s=60)

@@ -81,6 +81,14 @@ def other_content(trained):
     save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
 
 
+def other_tokenizer(trained):
+    file = trained / "model/tokenizer.json"
+    whole = json.loads(file.read_text())
+    ids = whole["model"]["vocab"]
+    ids["0"], ids["1"] = ids["1"], ids["0"]
+    file.write_text(json.dumps(whole))
+
+
 def other_positions(trained):
     """What a replay's checkpoints say under dynamic sampling."""
     for file in (trained / "runs/first/checkpoints").glob("*/state.json"):
@@ -147,6 +155,7 @@ REFUSED = {
     "a model without a tokenizer": (no_tokenizer, [], "no tokenizer that AutoTokenizer can load"),
     "a model with damaged weights": (cut_weights, [], "damaged safetensors file"),
     "other problems": (other_data, [], "the content of data.train"),
+    "another tokenizer": (other_tokenizer, [], "the tokenizer of model.path or its chat template"),
     "another base model": (other_content, [], "its content is not that of the run's base model"),
     "a damaged config": (damaged("config.toml"), [], "its end is missing"),
     "a damaged number": (damaged("run_id"), [], "the run's number can't be read"),
@@ -194,7 +203,7 @@ def test_a_run_that_another_process_holds_is_refused_as_it_is(trained, again):
 
 
 def test_an_address_that_is_taken_is_refused_before_anything_is_written(trained, again, monkeypatch):
-    monkeypatch.setattr("engine.launcher.http_server.FREE_S", 0.5)
+    monkeypatch.setattr("engine.launcher.server.FREE_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         there = state_of(trained / "runs")
         code, told = again(f"rollout.listen=127.0.0.1:{taken.getsockname()[1]}")
@@ -203,7 +212,7 @@ def test_an_address_that_is_taken_is_refused_before_anything_is_written(trained,
     assert state_of(trained / "runs") == there
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_pipeline_refuses_as_training_does(trained, again):
     """Inside its flow, since a deployment's form resumes runs, too."""
     before = (trained / "problems.jsonl").read_bytes()

@@ -44,7 +44,7 @@ def weights(folder):
     return {key: tensor.tobytes() for key, tensor in load_file(folder.path / "policy/model.safetensors").items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_bit_for_bit(exact, finished):
     output = Path(exact["run.output"])
     folder = RunFolder(output / "damaged")

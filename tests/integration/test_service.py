@@ -1,5 +1,6 @@
 """The service as programs outside use it: real instances, a real service process, faults of its clients."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,21 +11,20 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
-import msgspec
 import psutil
 import pytest
 from torch.utils.data import DataLoader
 
 from docs.examples.hf_trainer import HuggingFaceTrainer
-from engine.client.experience_dataset import ExperienceDataset, leases
+from engine.client.experience_dataset import ExperienceDataset
 from engine.client.service import ServiceClient
-from engine.config import Queue
 from engine.errors import BadInput, DeadlineError, MetronomeError, ServiceConflict, StaleRolloutError, WeightSyncError
 from engine.run.folder import RunFolder
 from engine.types import Group, Prompt, Response, Score
-from engine.wire.sealed import seal_group
+from engine.wire.columns import Column, pack_group
+from engine.wire.messages import CONTENT_TYPE, PROTOCOL, PROTOCOL_HEADER
 from support.listening import Listening
-from support.runs import ROOT, config_of, overrides, wait_for
+from support.runs import ROOT, config_of, wait_for
 
 LEASE_S = 2.0
 TOKEN = "a-secret"
@@ -63,7 +63,7 @@ def running(tiny_model, problems, tmp_path_factory):
                 client=client,
                 model=HuggingFaceTrainer(client.config),
                 folder=config.folder,
-                address=(config.folder / "service.address").read_text().strip(),
+                address=(config.folder / "rollout.address").read_text().strip(),
                 version=-1,
             )
     finally:
@@ -104,13 +104,19 @@ def made(step, index, **changes):
 def test_service_and_instances_listen_on_loopback_only(running):
     seen = Listening()
     seen.look(psutil.Process())
-    for part in ("launcher.service.serve", "instance.embedded"):
+    for part in ("launcher.serve", "instance.embedded"):
         assert any(part in name for name in seen.sockets.values()), seen.sockets
     assert seen.open_ones == {}
 
 
 def push(client, step):
     return [client.put_experience_data(made(step, index)) for index in range(PROMPTS)]
+
+
+def leases(client, step, consumer="trainer"):
+    lease = None
+    while (lease := client.get_experience_data(step, consumer, trained=lease)) is not None:
+        yield lease
 
 
 def consume(client, step, consumer="trainer"):
@@ -170,10 +176,11 @@ def test_a_stale_version_a_step_that_is_over_and_one_to_come_are_refused(client,
 
 
 def test_a_flipped_byte_and_an_incomplete_group_are_refused_and_may_be_sent_again(client, step):
-    sealed = seal_group(made(step, 0))
-    flipped = msgspec.structs.replace(sealed, body=bytes([sealed.body[0] ^ 1]) + sealed.body[1:])
-    with pytest.raises(BadInput, match="not those that were sealed"):
-        client.put_experience_data(flipped)
+    row = pack_group(made(step, 0))
+    for column in row.columns:
+        flipped = Column(column.name, column.digest, bytes([column.body[0] ^ 1]) + column.body[1:])
+        with pytest.raises(BadInput, match=f"its column '{column.name}' are not those that were packed"):
+            client.put_experience_data(row.with_columns([flipped]))
     short = made(step, 0)
     with pytest.raises(BadInput, match="it is incomplete: 1 responses"):
         client.put_experience_data(replace(short, responses=short.responses[:1], scores=short.scores[:1]))
@@ -198,15 +205,16 @@ def test_a_flood_of_requests_neither_stops_a_step_nor_fills_the_memory(running, 
     statuses = set()
     done = threading.Event()
     bodies = [b"", b"\xc1" * 1000, b"\x91" * 50_000, b"x" * 700_000, b"x" * (3 * 2**20)]
-    routes = ["put_experience_data", "get_experience_data", "put_prompts_data", "weight_sync_notify", "no_route"]
+    routes = ["ask", "join", "leave", "no_route"]
 
     def flood(number):
         token = {"Authorization": f"Bearer {TOKEN}"} if number % 4 else {}
-        with httpx.Client(headers=token, timeout=20) as http:
-            while not done.is_set():
+        protocol = {PROTOCOL_HEADER: str(PROTOCOL), "Content-Type": CONTENT_TYPE} if number % 3 else {}
+        with httpx.Client(headers=token | protocol, timeout=20) as http:
+            for turn in itertools.takewhile(lambda _: not done.is_set(), itertools.count()):
                 for route in routes:
                     try:
-                        body = bodies[number % len(bodies)]
+                        body = bodies[(number + turn) % len(bodies)]
                         statuses.add(http.post(f"http://{running.address}/{route}", content=body).status_code)
                     except httpx.TransportError:
                         statuses.add("closed")
@@ -226,7 +234,7 @@ def test_a_flood_of_requests_neither_stops_a_step_nor_fills_the_memory(running, 
         for thread in threads:
             thread.join()
     assert sorted(trained) == [0, 1, 2]
-    assert statuses - {"closed"} <= {400, 401, 404, 408, 409, 413, 429}
+    assert statuses - {"closed"} <= {400, 401, 404, 408, 409, 413, 415, 429}
     assert took < 60
     assert grown < 100 * 2**20
     status = httpx.get(f"http://{running.address}/status", headers={"Authorization": f"Bearer {TOKEN}"}).json()
@@ -311,23 +319,13 @@ def test_samples_name_their_versions_and_follow_their_seeds(client, step):
 
 
 def test_a_client_needs_the_token_and_the_protocol(running, monkeypatch):
-    monkeypatch.setattr("engine.client.service.SERVICE_PROTOCOL", 99)
-    with pytest.raises(BadInput, match="speaks version 99 of the service protocol"):
-        ServiceClient(running.address)
+    with monkeypatch.context() as patched:
+        patched.setattr("engine.client.connection.PROTOCOL", 99)
+        with pytest.raises(BadInput, match="speaks version 99 of the plane's protocol"):
+            ServiceClient(running.address)
     monkeypatch.delenv("METRONOME_TOKEN")
     with pytest.raises(BadInput, match="METRONOME_TOKEN"):
         ServiceClient(running.address)
-
-
-def test_a_recipe_that_the_service_does_not_take_is_refused(settings, tmp_path):
-    from engine.launcher.service.serve import checked
-
-    for key, other in (("weights.staged", True), ("algorithm.dynamic_sampling", True), ("evaluate.every", 1)):
-        with pytest.raises(BadInput, match=f"{key}: the service does not have it"):
-            checked(config_of(settings | {key: other}))
-    stored = config_of(settings).model_copy(update={"queue": Queue(store="transferqueue")})
-    with pytest.raises(BadInput, match="queue.store: the service does not have it"):
-        checked(stored)
 
 
 @pytest.mark.slow
@@ -343,7 +341,7 @@ def test_a_service_whose_instances_died_says_so(settings, tmp_path):
             if "engine.instance.embedded" in " ".join(one.cmdline())
         )
         instance.kill()
-        with pytest.raises(MetronomeError, match=r"instance-0|the service is not reached"):
+        with pytest.raises(MetronomeError, match=r"instance-0|is not reached"):
             consume(client, 0)
 
 
@@ -359,11 +357,3 @@ def test_weights_with_which_the_instances_compute_otherwise_end_the_service(sett
         assert client._child.process.wait(30) == 1
     log = RunFolder(client.config.folder).logs / "service.log"
     assert "error: WeightSyncError: instance-0: after the update to weight version 0" in log.read_text()
-
-
-def test_the_command_refuses_a_recipe_that_it_does_not_take(settings, tmp_path):
-    given = [part for one in overrides(settings | {"weights.staged": True}) for part in ("--set", one)]
-    command = [sys.executable, "-m", "flows.cli", "service", *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: weights.staged: the service does not have it")

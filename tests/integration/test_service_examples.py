@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from docs.examples.hf_trainer import HuggingFaceTrainer
-from engine.client.adapter import train
 from engine.client.service import ServiceClient
+from engine.trainer.loop import Loop
+from engine.trainer.rollouts import LiveRollouts
 from support.runs import ROOT, config_of, launch, wait_for, write_config
 
 pytestmark = pytest.mark.timeout(600)
@@ -36,13 +37,20 @@ def megatron_rows(seeded, folder):
     return [json.loads(line) for line in (folder / "megatron" / "steps.jsonl").read_text().splitlines()]
 
 
+def train(client, trainer, ranks=None):
+    """The figures of each step that a trainer outside has trained."""
+    rows = []
+    rollouts = LiveRollouts.of(client, ranks)
+    Loop(client.config, trainer, rollouts, lambda step, figures: rows.append({"step": step, **figures})).run()
+    return rows
+
+
 @pytest.mark.slow
 def test_the_example_trainer_gets_the_rewards_of_megatron(seeded, tmp_path):
     """Equal tokens, and so equal rewards, as long as the two trainers' weights differ by rounding only."""
     megatron = megatron_rows(seeded, tmp_path)
-    rows = []
     with ServiceClient.init_engines(config_of(seeded | {"run.name": "example"})) as client:
-        train(client, HuggingFaceTrainer(client.config), report=rows.append)
+        rows = train(client, HuggingFaceTrainer(client.config))
     assert [row["reward_mean"] for row in rows] == pytest.approx([row["reward_mean"] for row in megatron])
     assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in megatron], rel=1e-4)
     assert [row["groups"] for row in rows] == [list(range(6))] * 2
@@ -52,14 +60,13 @@ def test_the_example_trainer_gets_the_rewards_of_megatron(seeded, tmp_path):
 @pytest.mark.slow
 def test_megatron_is_trained_through_the_service_as_by_its_own_loop(seeded, tmp_path):
     from engine import platform
-    from engine.trainer.service_adapter import MegatronAdapter
+    from engine.trainer.policy import Policy
 
     own = megatron_rows(seeded, tmp_path)
-    rows = []
     cpu = platform.get("cpu")
     with ServiceClient.init_engines(config_of(seeded | {"run.name": "through"})) as client:
         with platform.single(cpu):
-            train(client, MegatronAdapter(client.config, cpu), report=rows.append)
+            rows = train(client, Policy(client.config, cpu))
     for key in ("reward_mean", "loss", "kl", "grad_norm"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in own], rel=1e-6), key
 
@@ -67,11 +74,11 @@ def test_megatron_is_trained_through_the_service_as_by_its_own_loop(seeded, tmp_
 @pytest.mark.slow
 def test_the_example_that_pushes_experience_is_trained_once(seeded, tmp_path):
     """Three processes: the service, the trainer, and the program that samples, scores and pushes."""
-    config = write_config(seeded | {"run.name": "pushed"}, tmp_path)
+    config = write_config(seeded | {"run.name": "pushed", "data.pushed": True}, tmp_path)
     folder = tmp_path / "pushed"
     commands = {
-        "service": ["-m", "engine.launcher.service.serve", "--config", str(config)],
-        "trainer": ["docs/examples/hf_trainer.py", str(folder), "--out", str(tmp_path / "out"), "--pushed"],
+        "service": ["-m", "engine.launcher.serve", "--config", str(config)],
+        "trainer": ["docs/examples/hf_trainer.py", str(folder), "--out", str(tmp_path / "out")],
         "program": ["docs/examples/push_experience.py", str(folder)],
     }
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -84,7 +91,7 @@ def test_the_example_that_pushes_experience_is_trained_once(seeded, tmp_path):
 
     try:
         start("service")
-        wait_for((folder / "service.address").exists, "the service", START_S)
+        wait_for((folder / "rollout.address").exists, "the service", START_S)
         start("trainer")
         start("program")
         assert processes["trainer"].wait(200) == 0, (tmp_path / "trainer.log").read_text()

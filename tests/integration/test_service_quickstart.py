@@ -41,7 +41,7 @@ def test_the_example_trainer_learns_the_quickstart_as_megatron_does(tmp_path):
     service = subprocess.Popen(command("service", f"{name}-service"), cwd=ROOT)
     try:
         folder = ROOT / "runs" / f"{name}-service"
-        wait_for((folder / "service.address").exists, "the service", 200)
+        wait_for((folder / "rollout.address").exists, "the service", 200)
         finished([sys.executable, "docs/examples/hf_trainer.py", str(folder), "--out", str(tmp_path)])
     finally:
         service.terminate()

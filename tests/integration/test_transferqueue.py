@@ -1,41 +1,27 @@
-"""Runs whose groups lie in TransferQueue's storage units: the real library, with Ray, on this machine."""
+"""Runs whose columns lie in TransferQueue's storage units: the real library, with Ray, on this machine."""
 
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 
 from engine.errors import StoreError
-from engine.launcher.group_store import TransferQueueStore
+from engine.launcher.column_store import TransferQueueStore
 from engine.launcher.launch import launch as launch_here
-from engine.launcher.stored_groups import StoredGroups
 from engine.run.files import read_lines
+from engine.wire.columns import LOGPROBS
 from support.runs import ROOT, Tree, config_of, send, wait_for, write_config
+from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed, reads
 from support.whole_runs import run, same, steps, weights
 
-pytestmark = [
-    pytest.mark.transferqueue,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        find_spec("transfer_queue") is None,
-        reason="TransferQueue is not installed here: make transferqueue-test builds an environment with it",
-    ),
-]
-ELSEWHERE = {"queue.store": "transferqueue", "queue.unauthenticated": True, "queue.timeout_s": 15}
+pytestmark = MARKS
 UNIT = "ray::SimpleStorageUnit"
 CONTROLLER = "ray::TransferQueueController"
 
 
 @pytest.fixture
 def exact(settings):
-    return settings | {
-        "rollout.deterministic": True,
-        "rollout.timeout_s": 300,
-        "train.consume": "prompt_order",
-        "train.micro_batch_tokens": 150,
-        "train.timeout_s": 300,
-    }
+    return settings | EXACT
 
 
 def in_launcher(exact, folder):
@@ -46,34 +32,6 @@ def in_launcher(exact, folder):
 
 def parts(store, name):
     return [process for process, line in Tree(store.pid).command_lines() if name in line]
-
-
-def disturbed(monkeypatch, disturb, step=1):
-    """Call `disturb` with the store before the first window of a step is given. Returns the list of those called."""
-    called = []
-    found = StoredGroups.where
-
-    def where(stored, groups):
-        if groups[0].step == step and not called:
-            called.append(stored)
-            disturb(stored._store)
-        return found(stored, groups)
-
-    monkeypatch.setattr(StoredGroups, "where", where)
-    return called
-
-
-def reads(monkeypatch):
-    """The (step, index) of each body that the launcher reads from the store."""
-    found = []
-    get = TransferQueueStore.get
-
-    async def counted(store, step, index):
-        found.append((step, index))
-        return await get(store, step, index)
-
-    monkeypatch.setattr(TransferQueueStore, "get", counted)
-    return found
 
 
 def test_runs_with_both_stores_are_bit_identical_and_the_launcher_reads_no_body(exact, tmp_path, monkeypatch):
@@ -123,17 +81,17 @@ def test_a_lost_controller_ends_the_run_by_name_and_the_run_resumes(exact, tmp_p
     assert same(weights(tmp_path, "controller"), expected)
 
 
-def test_a_group_whose_bytes_changed_in_the_store_is_generated_again(exact, tmp_path, monkeypatch):
+def test_a_group_of_which_a_column_changed_in_the_store_is_generated_again(exact, tmp_path, monkeypatch):
     expected = in_launcher(exact, tmp_path)
     read = reads(monkeypatch)
     kept = TransferQueueStore.put
     put = []
 
-    async def damage(store, step, index, body):
+    async def damage(store, step, index, bodies):
         put.append((step, index))
-        flipped = bytearray(body)
-        flipped[len(body) // 2] ^= (step, index) == (1, 3) and put.count((1, 3)) == 1
-        await kept(store, step, index, bytes(flipped))
+        flipped = bytearray(bodies[LOGPROBS])
+        flipped[len(flipped) // 2] ^= (step, index) == (1, 3) and put.count((1, 3)) == 1
+        await kept(store, step, index, {**bodies, LOGPROBS: bytes(flipped)})
 
     monkeypatch.setattr(TransferQueueStore, "put", damage)
     launch_here(config_of(exact | ELSEWHERE | {"run.name": "flipped"}))

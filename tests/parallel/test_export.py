@@ -3,7 +3,7 @@
 import pytest
 from safetensors.torch import load_file
 
-from engine.trainer.publish.publisher import UNDER_WAY
+from engine.client.publish.publisher import UNDER_WAY
 from support import tiny_models
 from support.parallel.two_ranks import ranks
 from support.runs import ROOT

@@ -1,22 +1,25 @@
 """Trainer ranks on two nodes that meet by rendezvous:
 two agents on this machine that share nothing but the run folder."""
 
+import asyncio
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import httpx
 import pytest
-import zmq
 
-from engine.errors import DeadlineError
+from engine.client.connection import Connection
+from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.launcher.server import Server
+from engine.ranks.nodes import follow_invitations
 from engine.run.files import read_lines
-from engine.trainer.nodes import follow_invitations
-from engine.wire.control_client import ControlClient
-from engine.wire.control_keys import CONTROL_KEY, make_keys
+from engine.wire.certificate import Certificate, client_context
 from engine.wire.invitation import INVITATION
+from engine.wire.message import Done
 from engine.wire.messages import Heartbeat
 from support.ports import two_neighbours
 from support.runs import ROOT, config_of, launch, write_config
-from tasks.cluster.services import free_port
 
 pytestmark = pytest.mark.parallel
 
@@ -36,7 +39,7 @@ def test_two_nodes_train_what_one_does(settings, tmp_path):
     command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(write_config(two, tmp_path))]
     launcher = subprocess.Popen(command, cwd=ROOT)
     node = subprocess.Popen(
-        [sys.executable, "-m", "engine.trainer.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT
+        [sys.executable, "-m", "engine.ranks.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT
     )
     try:
         assert launcher.wait(300) == 0
@@ -63,29 +66,50 @@ def test_a_node_that_is_not_asked_for_gives_up(tmp_path):
         follow_invitations(tmp_path, 1.0)
 
 
-def test_the_control_channel_hears_nobody_without_its_key(monkeypatch):
-    from engine.wire.control_keys import guard_server
+def test_the_server_of_other_nodes_hears_nobody_without_its_invitation(settings, tmp_path):
+    """The one who asks needs the run's token, and believes no server but the one with the invitation's certificate."""
+    nodes = {"parallel.data": 2, "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
+    certificate = Certificate.make()
+    heard = []
 
-    port = free_port()
-    keys = make_keys()
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
-        guard_server(server, keys)
-        server.bind(address := f"tcp://127.0.0.1:{port}")
-        server.setsockopt(zmq.LINGER, 0)
-        for key, heard in ((None, 0), (make_keys().public, 0), (keys.public, zmq.POLLIN)):
-            monkeypatch.delenv(CONTROL_KEY, raising=False)
-            if key:
-                monkeypatch.setenv(CONTROL_KEY, key)
-            client = ControlClient(address, "somebody", 0.2)
-            with pytest.raises(DeadlineError):
-                client.ask(Heartbeat(unit=0))
-            assert server.poll(1000 if heard else 500) == heard
+    async def answer(request, ours):
+        heard.append(request)
+        return Done()
+
+    def asked(url, token, trusted):
+        client = Connection(url, token, "somebody", timeout_s=10.0, certificate=trusted)
+        try:
+            return client.ask(Heartbeat(unit=0))
+        finally:
             client.close()
+
+    async def ask():
+        server = Server(config_of(settings | nodes))
+        server.serve(SimpleNamespace(answer=answer))
+        async with server.listening(tmp_path, certificate):
+            assert server.url.startswith("https://")
+            for token, trusted, said in (
+                (server.key, Certificate.make().public, (MetronomeError, "is not reached.*certificate verify failed")),
+                (None, certificate.public, (BadInput, "the access token is missing or wrong")),
+                ("x" * 64, certificate.public, (BadInput, "the access token is missing or wrong")),
+            ):
+                with pytest.raises(said[0], match=said[1]):
+                    await asyncio.to_thread(asked, server.url, token, trusted)
+            plain = server.url.replace("https", "http")
+            with pytest.raises(MetronomeError, match="is not reached"):
+                await asyncio.to_thread(asked, plain, server.key, None)
+            assert heard == []
+            async with httpx.AsyncClient(verify=client_context(certificate.public)) as http:
+                for route in ("status", "metrics"):
+                    assert (await http.get(f"{server.url}/{route}")).status_code == 401
+                assert (await http.post(f"{server.url}/join", json={})).status_code == 401
+            await asyncio.to_thread(asked, server.url, server.key, certificate.public)
+        assert heard == [Heartbeat(unit=0)]
+
+    asyncio.run(ask())
 
 
 def test_the_layout_over_nodes_is_checked(settings):
-    from engine.errors import BadInput
-
     for keys, said in (
         ({"parallel.nodes": 2, "parallel.rendezvous": "h:1"}, "must divide the number of ranks"),
         ({"parallel.data": 2, "parallel.nodes": 2}, "needs parallel.rendezvous"),

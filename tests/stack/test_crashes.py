@@ -121,6 +121,7 @@ def wait_for_resume(folder, killed_in, api, run):
     wait_for_two_steps(folder, api, run)
 
 
+@pytest.mark.nightly
 def test_every_process_of_a_run_may_die(deployed, services, start_worker, environment, small, place, undisturbed):
     api = deployed
     folder = place / "killed"

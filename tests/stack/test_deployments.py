@@ -90,6 +90,7 @@ def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory):
     return environment["PREFECT_API_URL"], overrides(small), folder
 
 
+@pytest.mark.nightly
 def test_a_second_deploy_makes_nothing_twice(deployed):
     api, *_ = deployed
     deployments = [one["name"] for one in post(f"{api}/deployments/filter", {})]
@@ -174,7 +175,7 @@ def _check_sockets(seen):
     assert seen.open_ones == {}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, environment):
     """The pipeline starts no instance itself: without those that the pool's worker joins
     to it there is not one response."""

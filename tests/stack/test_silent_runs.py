@@ -97,6 +97,7 @@ def history(api, run):
     return patiently(read)
 
 
+@pytest.mark.nightly
 def test_runs_whose_end_nobody_hears_of_are_found_and_go_on(api, start_worker, environment, tmp_path):
     """One crash is reported and the event lost. Then worker and flows of the others are killed, one before it began:
     nobody is left to report them."""

@@ -130,6 +130,7 @@ def test_a_server_that_does_not_answer_at_the_start_is_bad_input(config):
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.nightly
 def test_policies_outlast_a_restart_of_the_services_and_are_named_when_their_files_are_gone(tmp_path):
     place = tmp_path / "services"
     with Services(place, prefect=None) as running:

@@ -29,7 +29,7 @@ def train(policy, seed):
     policy.accumulate([a_group(seed=seed)])
     policy.reduce(4)
     policy.models.copy_policy_to_old()
-    return policy.update()
+    return policy.step_optimizer()
 
 
 def save(checkpoints, step, **figures):

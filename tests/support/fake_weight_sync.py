@@ -15,7 +15,6 @@ import traceback
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -24,11 +23,10 @@ sys.path += [str(Path(__file__).parents[2] / "benchmarks"), str(Path(__file__).p
 from fake_device import everywhere
 
 from engine.instance.receiver import Receiver
-from engine.trainer.publish.transports import open_transport
 from engine.wire.weights.backends import BACKENDS, DeviceBackend, Gloo
 from engine.wire.weights.bucket_file import BucketFile
 from support import weights_double
-from support.weights_double import TIMEOUT_S, Client, Launcher, Model, Verifying, base_folder
+from support.weights_double import TIMEOUT_S, Client, Launcher, Model, base_folder, publisher
 
 chosen = threading.local()
 """`device`: the one that the thread has made its current one."""
@@ -97,21 +95,10 @@ def synced(device, transport, staged, folder):
         for client in clients:
             client.receiver = Receiver(TIMEOUT_S, device)
         launcher = Launcher(clients, staged)
-        publisher = Verifying(
-            control=launcher,
-            sender=launcher,
-            ranks=SimpleNamespace(
-                exports=True, writes=True, stage=0, from_first=lambda act: act(), gather=lambda message: [message]
-            ),
-            transport=partial(open_transport, transport, TIMEOUT_S, device),
-            folder=folder / "weights",
-            dtype=torch.bfloat16,
-            bucket_bytes=2000,
-            timeout_s=2 * TIMEOUT_S,
-        )
+        sender = publisher(launcher, transport, folder, device=device, dtype=torch.bfloat16)
         for version in (1, 2):
-            publisher.publish(on(device, Model(version)), version)
-        publisher._end_last_attempt()
+            sender.publish(on(device, Model(version)), version)
+        sender._end_last_attempt()
         launcher.close()
     files = (folder / "weights").glob("version-00000002/*.safetensors")
     held = [tensor for client in clients for tensor in client.held.values()]

@@ -14,10 +14,11 @@ import sys
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from packaging.tags import Tag
+from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
 from support import pins
@@ -27,7 +28,7 @@ FOLDER = ROOT / "infra/packages"
 IMAGES = FOLDER / "images.txt"
 TESTS = FOLDER / "tests.txt"
 LIST = pins.PackageList(("constraints.txt",), extras=("team",))
-PYTHONS = ("cp311", "cp312")
+PYTHONS = ((3, 11), (3, 12))
 HEAD = """# {what} The versions are those of constraints.txt.
 # Written by `make hashes`; do not edit.
 #   pip install --require-hashes --no-deps --requirement {path}
@@ -105,9 +106,17 @@ def _machines(name: str, version: str) -> Iterator[str]:
 
 def _fits(tag: Tag, architecture: str) -> bool:
     linux = re.fullmatch(rf"(manylinux.*|linux)_{architecture}", tag.platform)
-    abi3 = re.fullmatch(r"cp3(\d+)", tag.interpreter) if tag.abi == "abi3" else None
-    python = tag.interpreter in (*PYTHONS, "py3") or (abi3 and int(abi3[1]) <= 12)
-    return bool(python and (linux or tag.platform == "any"))
+    return bool((tag.interpreter, tag.abi) in _interpreters() and (linux or tag.platform == "any"))
+
+
+@cache
+def _interpreters() -> set[tuple[str, str]]:
+    """Interpreter and ABI of the wheels that our Pythons install."""
+    found: list[Tag] = []
+    for major, minor in PYTHONS:
+        found += cpython_tags((major, minor), [f"cp{major}{minor}"], ["any"])
+        found += compatible_tags((major, minor), None, ["any"])
+    return {(tag.interpreter, tag.abi) for tag in found}
 
 
 def lines(file: Path) -> dict[str, set[str]]:

@@ -16,13 +16,13 @@ from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError
 from engine.launcher.pool.health import HealthMonitor
 from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGone, SamplingSettings
-from engine.launcher.pool.joining import JoinRoutes
 from engine.launcher.pool.pool import Pool
+from engine.launcher.server import Server
 from engine.launcher.weight_sync.sync import WeightSync
 from engine.types import Prompt
-from engine.wire.codec import open_ids
-from engine.wire.messages import AbortSync, BucketInfo, ConnectSync, FinishSync, OpenSync, SendBucket
+from engine.wire.columns import open_ids
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
+from engine.wire.sync_messages import AbortSync, BucketInfo, ConnectSync, FinishSync, OpenSync, SendBucket
 from support.fake_instances import BUCKETS, PROBE, FakeInstance, FakeProcess, FakeProcesses, FakeSession, logprobs
 from support.virtual_time import VirtualLoop
 
@@ -86,7 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
         seed=st.sampled_from(range(10)),
         declared=st.sampled_from(range(4)),
         synced=st.sampled_from([True, True, True, True, False]),
-        published=st.sampled_from([True, True, False]),
+        published=st.booleans(),
         staged=st.booleans(),
         in_turn=st.booleans(),
         cut=st.booleans(),
@@ -98,7 +98,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.session = FakeSession()
         self.pool = Pool(Config(rollout=LIMITS), self.folder, self.folder, synced=synced)
         self.pool._session = self.session
-        self.routes = JoinRoutes(self.pool, None)
         self.sync = WeightSync(
             pool=self.pool,
             probe=PROBE,
@@ -115,6 +114,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.do(self.ends(self.publishing))
 
     async def connect(self, declared):
+        self.server = Server(self.pool.config)
+        self.server.pool = self.pool
         self.pool.processes = FakeProcesses([FakeProcess(self, number) for number in range(declared)])
         await self.monitor.__aenter__()
         for one in self.pool.processes.declared:
@@ -137,13 +138,13 @@ class PoolMachine(RuleBasedStateMachine):
     async def ask_to_join(self, name, again):
         _, port = self.fake()
         body = {"protocol": ROLLOUT_PROTOCOL, "name": name, "url": f"http://127.0.0.1:{port}", "again": again}
-        await self.ask(self.routes.join, body)
+        await self.ask(self.server._join, body)
 
     async def ask(self, route, body):
-        async def read():
+        async def read(most):
             return json.dumps(body).encode()
 
-        return await route(SimpleNamespace(read=read))
+        return await route(SimpleNamespace(content_length=None, content=SimpleNamespace(read=read)))
 
     @precondition(lambda self: self.pool.instances)
     @rule(which=WHICH, how=st.sampled_from(["answer", "hang", "hang", "err", "refuse", "start again", "die"]))
@@ -153,7 +154,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.several)
     @rule(which=WHICH)
     def leave(self, which):
-        self.do(self.ask(self.routes.leave, {"name": self.one(which).name}))
+        self.do(self.ask(self.server._leave, {"name": self.one(which).name}))
 
     def one(self, which):
         """Of the pool's instances."""
@@ -274,14 +275,14 @@ class PoolMachine(RuleBasedStateMachine):
             self.publishing = asyncio.create_task(self.send(self.published, pauses, fails, spoils))
             if leaves is not None and self.several:
                 await asyncio.sleep(0.02)
-                await self.ask(self.routes.leave, {"name": self.one(leaves).name})
+                await self.ask(self.server._leave, {"name": self.one(leaves).name})
 
         self.do(begin())
         if spoils is not None:
             self.borrow(first=False, current=False, count=6)
 
     async def send(self, version, pauses, fails, spoils):
-        """As engine.trainer.publish.publisher does; `fails`: it gives up once and begins again."""
+        """As engine.client.publish.publisher does; `fails`: it gives up once and begins again."""
         try:
             while not await self.transfer(version, pauses, fails):
                 fails = False

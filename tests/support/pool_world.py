@@ -13,7 +13,7 @@ from engine.launcher.pool.pool import Pool
 from engine.launcher.producer import Producer
 from engine.run.trace import Trace
 from engine.types import Prompt
-from engine.wire.sealed import open_group
+from engine.wire.columns import open_group
 from support.scripted import Scores, Scripted, tokens_of
 
 ROLLOUT = {"group_size": 4, "concurrency": 2, "heartbeat_s": 0.3, "wait_s": 30, "timeout_s": 10}

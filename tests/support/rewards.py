@@ -3,10 +3,18 @@
 import os
 import time
 
+from engine.types import Score
+
 
 def even(prompt, responses):
     """Share of even token ids."""
     return [sum(token % 2 == 0 for token in r.token_ids) / max(1, len(r.token_ids)) for r in responses]
+
+
+def even_or_not_known(prompt, responses):
+    """`even`, but for one response of four, by its seed, the reward is not known."""
+    scores = zip(responses, even(prompt, responses), strict=True)
+    return [Score(None, excluded=True) if one.seed % 4 == 0 else value for one, value in scores]
 
 
 def hangs_on_one(prompt, responses):
@@ -34,6 +42,7 @@ def _slow(seconds):
 
 
 after_100_ms = _slow(0.1)
+after_500_ms = _slow(0.5)
 after_3_s = _slow(3)
 after_30_s = _slow(30)
 

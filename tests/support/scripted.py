@@ -51,7 +51,6 @@ class Scripted:
         self.seeds = []
         self.asked = []  # the bodies of the completions
         self.running = self.most = 0
-        self.updated = []
 
     async def completions(self, request):
         body = await request.json()
@@ -142,12 +141,14 @@ class Sync:
 
 
 class Scores:
-    """A verifier that scores with the number of tokens."""
+    """A verifier that scores with the number of tokens; `calls`: how many responses each call had."""
 
     def __init__(self, per_response=True):
         self.per_response = per_response
+        self.calls = []
 
     async def score(self, prompt, responses):
+        self.calls.append(len(responses))
         return [Score(float(response.length)) for response in responses]
 
 

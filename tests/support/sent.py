@@ -1,6 +1,6 @@
 """Requests to the engine of an instance, without its server."""
 
-from engine.instance.embedded.engine import Engine, Request
+from engine.instance.embedded.engine import Engine, SamplingRequest
 from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.embedded.sampling import Sampling
 
@@ -22,7 +22,9 @@ class Sent:
     def send(self, prompt=PROMPT, **settings):
         number = len(self.requests)
         settings = {"max_tokens": 8, "seed": number} | settings
-        request = Request(tuple(prompt), Sampling(**settings), lambda result: self.results.update({number: result}))
+        request = SamplingRequest(
+            tuple(prompt), Sampling(**settings), lambda result: self.results.update({number: result})
+        )
         self.engine.submit(request)
         self.requests.append(request)
         return request

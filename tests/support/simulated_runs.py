@@ -28,10 +28,10 @@ LENGTHS = Lengths.drawn(200, 800, 100, 2000)
 PARTS = ("step_s", "sync_s", "wait_s", "train_s", "update_s", "check_s")
 
 
-def config(name, folder, mode="periodic", concurrency=4, budget=4096):
+def config(name, folder, mode="periodic", concurrency=4, budget=4096, updates=1):
     return Config(
         run={"name": name, "output": str(folder)},
-        train={"mode": mode, "prompts_per_step": 64, "micro_batch_tokens": budget},
+        train={"mode": mode, "prompts_per_step": 64, "micro_batch_tokens": budget, "updates": updates},
         rollout={
             "group_size": 8,
             "instances": 2,

@@ -10,14 +10,6 @@ MESSAGES = {
         "expected table.key=value",
     ),
     "run folder … exists already": (UNIT + "flows/test_cli.py", "exists already"),
-    "old keys, which the next release refuses: …": (
-        UNIT + "config/test_keys.py",
-        "old keys, which the next release refuses:",
-    ),
-    "… are the old and the new name of one key": (
-        UNIT + "config/test_keys.py",
-        "are the old and the new name of one key",
-    ),
     "--resume: … is … but the run has …": (
         UNIT + "trainer/checkpoint/test_checkpoints.py",
         ", but the run has",
@@ -50,6 +42,7 @@ MESSAGES = {
     ),
     "problem set …: no usable row among …": (UNIT + "data/test_problems.py", "no usable row among"),
     "no prompt is left of …": (UNIT + "data/test_prompts.py", ": no prompt is left of"),
+    "the chat template of … fails": (UNIT + "data/test_prompts.py", "the chat template of models/gemma"),
     "the tokenizer has no chat template": (UNIT + "data/test_prompts.py", "no chat template"),
     "reward.function = …: while loading it, its process …": (
         UNIT + "launcher/test_verifier_pool.py",
@@ -113,7 +106,7 @@ MESSAGES = {
         ": self-test failed",
     ),
     "could not be sent: instances failed in each of … attempts": (
-        UNIT + "trainer/publish/test_publisher.py",
+        UNIT + "client/publish/test_publisher.py",
         "could not be sent: instances failed in each of",
     ),
     "the name of this machine, …, means …: instances on other machines can't reach that": (
@@ -132,8 +125,8 @@ MESSAGES = {
     "writes it now; this one (attempt …) stops": (UNIT + "run/test_fence.py", "writes it now; this one (attempt"),
     "… has not ended … s after SIGKILL": (UNIT + "run/test_process.py", "s after SIGKILL"),
     "open files: the run needs …": (UNIT + "run/test_limits.py", "open files: the run needs"),
-    "no answer from the launcher to … in … s": (UNIT + "wire/test_messages.py", "no answer from the launcher to"),
-    "reward.function = …, prompt …: …": (UNIT + "launcher/test_verifier_pool.py", ", prompt 0123456789abcdef: "),
+    "no answer from the launcher at … to … in … s": (UNIT + "wire/test_messages.py", "no answer from the launcher at"),
+    "reward.function = …, prompt …: …": (UNIT + "launcher/test_reward_results.py", ", prompt 0123456789abcdef: "),
     "--resume: the run has trained … steps already": (
         "tests/integration/test_resume.py",
         "has trained 2 steps already",

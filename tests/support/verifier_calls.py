@@ -11,6 +11,7 @@ PROMPT = Prompt(
     answer="2",
     token_ids=(5, 6, 7),
     columns={"level": 3, "big": 2**80, "nested": {"a": [None, 0.5]}},
+    text="1+1=\n<think>é",
 )
 
 

@@ -9,16 +9,18 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
+from engine.client.publish.publisher import Publisher
+from engine.client.publish.transports import open_transport
 from engine.errors import BadInput, DeadlineError, ProcessDied, TransferError
 from engine.instance.receiver import OUTPUT, Receiver
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import Busy, InstanceFault, InstanceGone, Refused
 from engine.launcher.weight_sync.sync import WeightSync, probe
-from engine.trainer.publish.publisher import Publisher
-from engine.trainer.publish.transports import open_transport
 from engine.wire import messages
+from engine.wire.message import pack
 from support.replies import reply
 
+CPU = torch.device("cpu")
 TIMEOUT_S = 5.0
 PROBE = probe(64, 6, 64, "float32")
 
@@ -60,6 +62,7 @@ class Client:
         self.fault = fault
         self.held = weights(0)
         self.version = 0
+        self.world_size = 1
         self.paused = False
         self.update = None
         self.stale_head = None
@@ -116,7 +119,7 @@ class Client:
         pass
 
     async def get_world_size(self, body):
-        return {"world_size": 1}
+        return {"world_size": self.world_size}
 
     async def weight_version(self, body):
         return {"weight_version": self.version}
@@ -215,7 +218,7 @@ class Launcher:
             messages.FinishSync: self.sync.finish,
             messages.VerifySync: self.verify,
         }
-        reply = self.run(answers[type(request)](messages.read_request(messages.pack(request))))
+        reply = self.run(answers[type(request)](messages.read_request(pack(request))))
         return messages.Done() if reply is None else reply
 
     async def verify(self, request):
@@ -231,18 +234,17 @@ class Launcher:
         self.loop.close()
 
 
-def publisher(launcher, transport, folder, bucket_bytes=2000):
+def publisher(launcher, transport, folder, bucket_bytes=2000, device=CPU, dtype=torch.float32):
     ranks = SimpleNamespace(
         exports=True, writes=True, stage=0, from_first=lambda act: act(), gather=lambda message: [message]
     )
-    made = partial(open_transport, transport, TIMEOUT_S, torch.device("cpu"))
+    made = partial(open_transport, transport, TIMEOUT_S, device)
     return Verifying(
-        control=launcher,
-        sender=launcher,
+        connection=launcher,
         ranks=ranks,
         transport=made,
         folder=folder / "weights",
-        dtype=torch.float32,
+        dtype=dtype,
         bucket_bytes=bucket_bytes,
         timeout_s=2 * TIMEOUT_S,
     )

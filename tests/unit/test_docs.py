@@ -12,7 +12,7 @@ import typer
 from engine.config import Config
 from engine.config.keys import flatten
 from engine.config.reference import reference
-from engine.config.table import is_table
+from engine.config.table import NAME, is_value, keys_in, tables_in
 from support.troubleshooting import MESSAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,12 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FOLDERS = ("engine", "tasks", "flows", "infra", "docs", "tests", "benchmarks", "data")
-KEYS = set(flatten(Config().model_dump()))
+KEYS = {*keys_in(Config), *(name for name, _ in tables_in(Config))}
+
+
+def known(key):
+    """The key, with `NAME` for the name that a recipe has given its table."""
+    return re.sub(r"^stages\.\w+", f"stages.{NAME}", key)
 
 
 def fences(page):
@@ -73,14 +78,14 @@ def test_commands_are_those_of_the_command_line(page):
             assert name in group.commands, f"{page.name}: metronome {name}"
             group.commands[name].make_context(name, arguments)  # raises a usage error for what it does not take
             given = [value for flag, value in zip(arguments, arguments[1:], strict=False) if flag == "--set"]
-            assert {one.partition("=")[0] for one in given} <= KEYS, f"{page.name}: {given}"
+            assert {known(one.partition("=")[0]) for one in given} <= KEYS, f"{page.name}: {given}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_toml_examples_have_known_keys(page):
     for language, text in fences(page):
         if language == "toml":
-            found = set(flatten(tomllib.loads(text)))
+            found = set(map(known, flatten(tomllib.loads(text))))
             assert found <= KEYS, f"{page.name}: {found - KEYS}"
 
 
@@ -89,7 +94,7 @@ def names(page):
     for code in re.findall(r"`([^`\n]+)`", ours(page)):
         for name in re.findall(r"(?<![\w./<])([a-z_]+(?:\.[a-z_0-9]+)+)\b(?![./(])", code):
             if name.partition(".")[0] in Config.model_fields and not name.endswith((".json", ".md")):
-                yield "key", name
+                yield "key", known(name)
         yield from (("path", name) for name in re.findall(rf"(?<![\w/<.])(?:{'|'.join(FOLDERS)})/[\w./-]+", code))
         yield from (("target", name) for name in re.findall(r"^make ([a-z0-9-]+)", code))
 
@@ -121,13 +126,10 @@ def test_the_configuration_reference_is_current():
     )
 
 
-@pytest.mark.parametrize("table", Config.model_fields)
-def test_every_key_says_what_it_means(table):
-    fields = Config.model_fields[table].annotation.model_fields
-    inner = [
-        one for field in fields.values() if is_table(field.annotation) for one in field.annotation.model_fields.items()
-    ]
-    assert not [key for key, field in [*fields.items(), *inner] if len(field.description or "") < 10]
+@pytest.mark.parametrize(("name", "table"), tables_in(Config))
+def test_every_key_says_what_it_means(name, table):
+    fields = {key: field for key, field in table.model_fields.items() if is_value(field.annotation)}
+    assert not [f"{name}.{key}" for key, field in fields.items() if len(field.description or "") < 10]
 
 
 def strings():

@@ -23,7 +23,7 @@ BY_PLACE = {
 }
 """Functions whose arguments are known by their place, by the reason."""
 
-INHERITED = {"engine/instance/embedded/server.py": {"Server.force_exit", "Server.should_exit"}}
+INHERITED = {"engine/instance/embedded/server.py": {"EngineServer.force_exit", "EngineServer.should_exit"}}
 """Attributes of a library's class, which a class of ours sets."""
 
 PAGES = sorted(file for folder in (ROOT, ROOT / "docs") for file in folder.glob("*.md") if file.name != "CHANGELOG.md")

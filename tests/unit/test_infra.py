@@ -182,14 +182,16 @@ def test_both_environments_for_npus_come_from_one_script_each():
 @pytest.fixture
 def pip_calls(tmp_path):
     """A python that installs nothing: runs a script with it and returns the options of each call of pip, with the
-    lists that they name."""
+    lists that they name, and the python3 and cmake that it would find in another folder."""
     python = tmp_path / "python"
     python.write_text(
         "#!/usr/bin/env bash\n"
-        '[ "$1 $2" = "-m venv" ] && { mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; }\n'
+        '[ "$1 $2" = "-m venv" ] && { mkdir -p "$3/bin"; for one in python python3 cmake; do cp "$0" "$3/bin/$one"; '
+        "done; }\n"
         'if [ "$1 $2" = "-m pip" ]; then\n'
         '    echo "CALL $VLLM_TARGET_DEVICE $*"\n'
-        '    for one in "$@"; do case $one in /*.txt) sed "s/^/$(basename "$one") /" "$one" ;; esac; done\n'
+        '    for one in python3 cmake; do (cd / && echo "finds $(command -v "$one")"); done\n'
+        '    for one in "$@"; do case $one in *.txt) sed "s/^/$(basename "$one") /" "$one" ;; esac; done\n'
         "fi\n"
         "exit 0\n"
     )
@@ -199,6 +201,7 @@ def pip_calls(tmp_path):
         done = subprocess.run(
             ["bash", str(ROOT / script), *[one.replace("PYTHON", str(python)) for one in arguments]],
             env={"PATH": os.environ["PATH"], **env},
+            cwd=tmp_path,
             capture_output=True,
             text=True,
             timeout=60,
@@ -217,16 +220,21 @@ def test_the_trainer_for_npus_is_installed_with_its_own_torch(pip_calls):
     assert len(constraints) > 200
     assert "packages.txt torch-npu==2.10.0.post4" in packages
     assert "mindspeed" not in packages
-    assert re.search(r"--no-deps mindspeed @ git\+https://\S+@[0-9a-f]{40}$", mindspeed.strip())
+    assert re.search(r"--no-deps mindspeed @ git\+https://\S+@[0-9a-f]{40}$", mindspeed.splitlines()[0])
 
 
 @pytest.mark.parametrize(("soc", "compiled"), [("", False), ("ascend910b1", False), ("ascend910_9391", True)])
 def test_instances_for_npus_are_installed_without_dependencies(pip_calls, tmp_path, soc, compiled):
-    calls = pip_calls("infra/vllm/install.sh", "npu", "PYTHON", str(tmp_path / "venv"), SOC_VERSION=soc)
+    calls = pip_calls("infra/vllm/install.sh", "npu", "PYTHON", "venv", SOC_VERSION=soc)
     assert all("--no-deps" in call for call in calls)
     wheels, vllm, *rest = calls
     assert "wheels.txt vllm==" not in wheels
     assert ("wheels.txt vllm-ascend==" in wheels) != compiled
+    built = [call.splitlines() for call in (vllm, *rest)]
+    pinned = ["vllm==0.23.0"] + ["vllm-ascend==0.23.0"] * compiled
+    assert [command.split("--no-build-isolation ")[1] for command, *_ in built] == [
+        f"--no-binary {one.partition('==')[0]} {one}" for one in pinned
+    ]
     assert vllm.startswith("empty ")
-    assert vllm.strip().endswith("--no-build-isolation --no-binary vllm vllm==0.23.0")
-    assert [call.strip().split()[-1] for call in rest] == (["vllm-ascend==0.23.0"] if compiled else [])
+    here = [f"finds {tmp_path}/venv/bin/{one}" for one in ("python3", "cmake")]  # vllm-ascend's setup.py starts both
+    assert [found for _, *found in built] == [here] * len(pinned)

@@ -19,10 +19,10 @@ from engine import platform
 from engine.config import Config
 from engine.errors import ProcessDied, WeightSyncError
 from engine.instance.vllm.session import KEEP_STALE_HEAD
+from engine.ranks.models import open_models
 from engine.run.vllm_command import command
 from engine.tools.acceptance.runs import MEDIUM, make_model
-from engine.trainer.models import open_models
-from engine.wire.messages import BucketInfo
+from engine.wire.sync_messages import BucketInfo
 from support.runs import ROOT, Tree, wait_for
 from support.tiny_models import save
 from support.vllm_instance import (
@@ -124,8 +124,9 @@ def trainer(model, dtype):
         yield open_models(given, platform.get("cpu"))
 
 
-def publish(models, folder, version, wrong=()):
-    """What the weight sync does with one instance; the tensors called `wrong` have their sign changed on the way."""
+def publish(models, folder, version, measured, wrong=()):
+    """What the weight sync does with one instance; the tensors called `wrong` have their sign changed on the way.
+    `measured`: what the comparisons have found so far."""
 
     async def act(steps, instance):
         tensors = [(name, -tensor if name in wrong else tensor) for name, tensor in models.tensors()]
@@ -135,7 +136,9 @@ def publish(models, folder, version, wrong=()):
         for info in written(in_buckets(tensors, torch.bfloat16), folder, version):
             await steps.update(instance, msgspec.convert(info, BucketInfo), during)
         await steps.swap(instance, version)
-        await steps.compare(instance, version, lambda: asyncio.sleep(0, models.probe(steps.probe.token_ids)))
+        steps.noise = measured[0] if measured else None
+        expected = models.probe(steps.probe.token_ids)
+        measured.append(await steps.compare(instance, version, lambda: asyncio.sleep(0, expected)))
 
     return act
 
@@ -146,11 +149,12 @@ def test_a_bf16_instance_computes_what_the_trainer_does_and_one_with_a_wrong_ten
         self_test(client, "bfloat16")
         for version, dtype in ((1, "float32"), (3, "bfloat16")):
             with trainer(tied[1], dtype) as models:
-                led(client, publish(models, tmp_path / f"{version}", version), "bfloat16")
+                measured = []
+                led(client, publish(models, tmp_path / f"{version}", version, measured), "bfloat16")
                 assert client.version() == version
-                wrong = publish(
-                    models, tmp_path / f"{version + 1}", version + 1, ["model.layers.1.mlp.down_proj.weight"]
-                )
+                tensor = ["model.layers.1.mlp.down_proj.weight"]
+                folder = tmp_path / f"{version + 1}"
+                wrong = publish(models, folder=folder, version=version + 1, measured=measured, wrong=tensor)
                 message = (
                     rf"under-test: after the update to weight version {version + 1} .* mean difference .*, limit 0.02"
                 )

@@ -39,7 +39,7 @@ async def _serve(options: argparse.Namespace) -> None:
     from engine.data.tokenizer import Tokenizer
     from engine.instance.embedded.backend import EmbeddedBackend
     from engine.instance.embedded.engine_thread import EngineThread
-    from engine.instance.embedded.server import Server
+    from engine.instance.embedded.server import EngineServer
     from engine.instance.embedded.text_routes import EmbeddedText
     from engine.instance.http import InstanceApp
     from engine.instance.protocol import RequestLimits
@@ -54,7 +54,7 @@ async def _serve(options: argparse.Namespace) -> None:
     worker = EngineThread(engine, loop, ended.set)
     backend = EmbeddedBackend(worker, limits, options.model)
     text = EmbeddedText(backend, tokenizer, options.text) if tokenizer is not None else None
-    server = Server(InstanceApp(backend, options.open_requests, options.read_timeout, text))
+    server = EngineServer(InstanceApp(backend, options.open_requests, options.read_timeout, text))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.end)
     worker.start()
@@ -76,7 +76,7 @@ def _warm_engine(options: argparse.Namespace) -> Engine:
     import torch
     from transformers.utils.logging import disable_progress_bar
 
-    from engine.instance.embedded.engine import Engine, Request
+    from engine.instance.embedded.engine import Engine, SamplingRequest
     from engine.instance.embedded.rollout_model import RolloutModel
     from engine.instance.embedded.sampling import Sampling
 
@@ -87,7 +87,7 @@ def _warm_engine(options: argparse.Namespace) -> Engine:
     engine = Engine(
         RolloutModel(options.model, options.max_context), options.slots, options.max_context, options.deterministic
     )
-    engine.submit(Request((0,), Sampling(max_tokens=min(2, options.max_context - 1)), lambda result: None))
+    engine.submit(SamplingRequest((0,), Sampling(max_tokens=min(2, options.max_context - 1)), lambda result: None))
     while engine.busy:
         engine.step()
     engine.prompts.clear()

@@ -25,7 +25,7 @@ PROMPTS_KEPT = 8
 
 
 @dataclass(eq=False)
-class Request:
+class SamplingRequest:
     """A prompt to continue, and the response so far."""
 
     prompt: tuple[int, ...]
@@ -75,8 +75,8 @@ class Engine:
             capacity=capacity,
         )
         self.prompts = PromptCache(model.prefill, PROMPTS_KEPT * max_context)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: deque[SamplingRequest] = deque()
+        self.running: list[SamplingRequest] = []
         self.version = 0
         self.generated_tokens = 0
         """Tokens sampled since the start."""
@@ -94,7 +94,7 @@ class Engine:
 
     # requests -------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SamplingRequest) -> None:
         """Queue a request. The caller has checked it: prompt and max_tokens together fit into the context.
 
         Raise Conflict after a weight update that failed half-way.
@@ -103,7 +103,7 @@ class Engine:
             raise Conflict("a weight update failed half-way: this instance has no whole weights until another succeeds")
         self.waiting.append(request)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: SamplingRequest) -> None:
         """Drop a request without a reply and free its slot. Do nothing if it has ended."""
         if request in self.running:
             self._free_slot(self.running.index(request))
@@ -132,7 +132,7 @@ class Engine:
             logits.append(prefill.logits[None])
         return logits
 
-    def _scored_prefill(self, request: Request) -> Prefill:
+    def _scored_prefill(self, request: SamplingRequest) -> Prefill:
         """Compute the prompt and its log-probabilities, not from the cache: they must be the present weights' own."""
         computed, request.prompt_logprobs = self.model.scored_prefill(list(request.prompt))
         return Prefill(*computed)
@@ -162,7 +162,7 @@ class Engine:
                 self._send_result(self.running[slot], reason)
                 self._free_slot(slot)
 
-    def _send_result(self, request: Request, reason: FinishReason) -> None:
+    def _send_result(self, request: SamplingRequest, reason: FinishReason) -> None:
         request.reply(
             Result(
                 token_ids=request.token_ids,

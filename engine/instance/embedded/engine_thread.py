@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from engine.errors import DeadlineError, MetronomeError
-from engine.instance.embedded.engine import Engine, Request
+from engine.instance.embedded.engine import Engine, SamplingRequest
 from engine.instance.embedded.sampling import Sampling
 from engine.instance.replies import Result
 
@@ -53,7 +53,7 @@ class EngineThread:
         `on_token` is called in the event loop with each token and its log-probability, as soon as it is sampled.
         """
         future: asyncio.Future[Result] = self._loop.create_future()
-        request = Request(prompt, sampling, lambda result: self._resolve(future, result), score_prompt)
+        request = SamplingRequest(prompt, sampling, lambda result: self._resolve(future, result), score_prompt)
         if on_token is not None:
             request.on_token = lambda token, logprob: self._tell(on_token, token, logprob)
         self._calls.put(lambda: self._submit(request, future))
@@ -66,7 +66,7 @@ class EngineThread:
     def _tell(self, on_token: Callable[[int, float], None], token: int, logprob: float) -> None:
         self._loop.call_soon_threadsafe(on_token, token, logprob)
 
-    def _submit(self, request: Request, future: asyncio.Future[Result]) -> None:
+    def _submit(self, request: SamplingRequest, future: asyncio.Future[Result]) -> None:
         try:
             self._engine.submit(request)
         except MetronomeError as error:

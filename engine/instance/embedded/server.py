@@ -41,7 +41,7 @@ class _Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
 
-class Server(uvicorn.Server):
+class EngineServer(uvicorn.Server):
     """Serves an instance's routes. Its caller handles signals."""
 
     def __init__(self, app: InstanceApp, connections: Connections | None = None) -> None:

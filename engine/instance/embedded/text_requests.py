@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from reprlib import repr as repr_short
 from typing import Any
 
-from jinja2 import TemplateError
-
-from engine.data.tokenizer import Tokenizer
+from engine.data.tokenizer import Tokenizer, render_chat
 from engine.errors import BadInput
 from engine.instance import protocol
 from engine.instance.protocol import Completion, RequestLimits
@@ -182,10 +180,10 @@ def _chat_prompt(body: JsonObject, tokenizer: Tokenizer) -> list[int]:
         )
     messages = _messages(body)
     try:
-        text = tokenizer.hf.apply_chat_template(messages, **given, add_generation_prompt=True, tokenize=False)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise _wrong("messages", f"the model's chat template refuses them: {error}") from None
-    return list(tokenizer.hf.encode(str(text), add_special_tokens=False, verbose=False))
+        text = render_chat(tokenizer.hf, messages, given)
+    except BadInput as error:
+        raise _wrong("messages", str(error)) from None
+    return list(tokenizer.hf.encode(text, add_special_tokens=False, verbose=False))
 
 
 def _messages(body: JsonObject) -> list[dict[str, str]]:

@@ -14,8 +14,8 @@ from engine.instance.refusals import Conflict, Refusal
 from engine.instance.replies import Result
 from engine.instance.vllm import sampling
 from engine.instance.vllm.weight_version import WeightVersionReader
+from engine.model.shape import end_of_sequence_ids
 from engine.types import JsonObject
-from engine.wire.weights.hf_folder import end_of_sequence_ids
 
 LOAD_S = 0.5
 """Seconds GET /load waits for the workers' version; then it gives the last known one, since a busy engine lives too."""

@@ -12,18 +12,16 @@ from typing import TypeVar, cast
 
 import aiohttp
 import msgspec
-import numpy as np
 
 from engine.config import Evaluate, Rollout
 from engine.errors import DeadlineError, MetronomeError, TooManyFiles
-from engine.launcher.pool.reply_check import Asked, BrokenRule, ReplyNumbers, checked
-from engine.model.shape import read_shape
+from engine.launcher.pool.reply_check import Asked, BrokenRule, checked
+from engine.model.shape import end_of_sequence_ids, read_shape
 from engine.run.open_files import open_limit
 from engine.types import Prompt
 from engine.wire import reply_columns
-from engine.wire.codec import PackedResponse, open_ids
+from engine.wire.columns import PackedResponse, open_ids
 from engine.wire.rollout_messages import Complete, CompletionReply, InstanceRequest
-from engine.wire.weights.hf_folder import end_of_sequence_ids
 
 Reply = TypeVar("Reply")
 
@@ -223,32 +221,22 @@ class InstanceClient:
                 continued=len(begun) or msgspec.UNSET,
             )
         )
-        numbers = self._check(reply, sampling, sampling.max_new_tokens - len(begun))
-        response = self._response(reply, numbers, seed)
+        response = self._checked(reply, sampling, sampling.max_new_tokens - len(begun), seed)
         await self._until_trusted(cuts)
         if response.finish_reason == "abort" and not (sampling.partial and response.length):
             raise Busy(f"{self.name}: a pause broke off the response after {response.length} tokens")
         return joined(so_far, response)
 
-    def _check(self, reply: CompletionReply, sampling: SamplingSettings, max_tokens: int) -> ReplyNumbers:
-        """Return the reply's numbers. Raise BrokenReply if it is no reply to the request."""
+    def _checked(
+        self, reply: CompletionReply, sampling: SamplingSettings, max_tokens: int, seed: int
+    ) -> PackedResponse:
+        """Return the reply's response. Raise BrokenReply if it is no reply to the request."""
         stops = frozenset(sampling.stop_token_ids)
         asked = Asked(max_tokens, sampling.vocabulary, stops, stops | sampling.model_stop_ids)
         try:
-            return checked(reply, asked)
+            return checked(reply, asked, seed, self.name)
         except BrokenRule as wrong:
             raise BrokenReply(f"{self.name}: its reply to POST /v1/completions breaks the protocol: {wrong}") from None
-
-    def _response(self, reply: CompletionReply, numbers: ReplyNumbers, seed: int) -> PackedResponse:
-        return PackedResponse(
-            token_ids=numbers.token_ids.astype(np.int32).tobytes(),
-            logprobs=numbers.logprobs.astype(np.float32).tobytes(),
-            versions=reply.weight_versions,
-            loss_mask=b"\x01" * len(numbers.token_ids),
-            finish_reason=reply.choices[0].finish_reason,
-            seed=seed,
-            instance=self.name,
-        )
 
 
 def joined(so_far: PackedResponse | None, more: PackedResponse) -> PackedResponse:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.wire.columns import PackedResponse
 from engine.wire.reply_digest import packed_digest
 from engine.wire.rollout_messages import CompletionReply
 
@@ -25,14 +26,6 @@ class BrokenRule(Exception):
 
 
 @dataclass(frozen=True)
-class ReplyNumbers:
-    """The numbers of a reply that breaks no rule."""
-
-    token_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
 class Asked:
     """What a request asked for, as far as its reply must keep to it."""
 
@@ -44,8 +37,8 @@ class Asked:
     """Tokens that may end one: `stops`, and the model's own."""
 
 
-def checked(reply: CompletionReply, asked: Asked) -> ReplyNumbers:
-    """Return the reply's numbers. Raises BrokenRule if anything is wrong with it.
+def checked(reply: CompletionReply, asked: Asked, seed: int, instance: str) -> PackedResponse:
+    """Return the reply's response. Raises BrokenRule if anything is wrong with it.
 
     An aborted response may have any number of tokens, also none. Any other has at least one.
     """
@@ -58,20 +51,29 @@ def checked(reply: CompletionReply, asked: Asked) -> ReplyNumbers:
     if count > asked.max_tokens:
         raise BrokenRule(f"{count} tokens, {asked.max_tokens} were asked for")
     try:
-        packed = _column("q", choice.token_ids)
+        packed_ids = _column("q", choice.token_ids)
     except OverflowError:
         raise BrokenRule(f"token {max(choice.token_ids, key=abs)}, the vocabulary has {asked.vocabulary}") from None
-    logprobs = _column("d", choice.logprobs.token_logprobs)
-    numbers = ReplyNumbers(np.frombuffer(packed, np.int64), np.frombuffer(logprobs))
+    packed_logprobs = _column("d", choice.logprobs.token_logprobs)
+    token_ids = np.frombuffer(packed_ids, np.int64)
+    logprobs = np.frombuffer(packed_logprobs, np.float64)
     if wrong := (
-        problem_of_tokens(numbers.token_ids, asked.vocabulary)
-        or problem_of_logprobs(numbers.logprobs)
+        problem_of_tokens(token_ids, asked.vocabulary)
+        or problem_of_logprobs(logprobs)
         or problem_of_versions(reply.weight_versions, count)
-        or problem_of_end(choice.finish_reason, numbers.token_ids, asked)
-        or problem_of_digest(reply, packed, logprobs)
+        or problem_of_end(choice.finish_reason, token_ids, asked)
+        or problem_of_digest(reply, packed_ids, packed_logprobs)
     ):
         raise BrokenRule(wrong)
-    return numbers
+    return PackedResponse(
+        token_ids=token_ids.astype(np.int32).tobytes(),
+        logprobs=logprobs.astype(np.float32).tobytes(),
+        versions=reply.weight_versions,
+        loss_mask=b"\x01" * count,
+        finish_reason=choice.finish_reason,
+        seed=seed,
+        instance=instance,
+    )
 
 
 def _column(kind: str, numbers: Sequence[Any]) -> array[Any]:

@@ -21,7 +21,8 @@ from engine.launcher.pool.instance_client import Refused
 from engine.launcher.weight_sync.participants import Participants, SyncPool
 from engine.launcher.weight_sync.probe import Probe, probe
 from engine.launcher.weight_sync.update_calls import UpdateCalls
-from engine.wire.messages import (
+from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
+from engine.wire.sync_messages import (
     AbortSync,
     BucketInfo,
     ConnectSync,
@@ -31,7 +32,6 @@ from engine.wire.messages import (
     SendBucket,
     SyncOpened,
 )
-from engine.wire.rollout_messages import Connect, GetHealth, InitInfo, StagedWeights
 from engine.wire.weights.bucket_file import wire_of
 
 __all__ = ["Probe", "WeightSync", "probe"]
@@ -71,6 +71,11 @@ class WeightSync:
         """The same, of the publish under way."""
         self._checks: dict[Instance, asyncio.Task[None]] = {}
         """Comparisons under way."""
+        self._apart: dict[Instance, float] = {}
+        """What they have found."""
+        self.difference: float | None = None
+        """By how much the log-probabilities of the probe differed most between the trainer and an instance, under the
+        last version that was compared; None where nothing was."""
         self._unchecked = False
         self._participants = Participants(pool)
         self._sizes: list[int] = []
@@ -230,12 +235,16 @@ class WeightSync:
 
         await self._participants.each(check)
         self._expected = await self._wait_for_trainer_logprobs()
+        if self._expected is not None:
+            self.difference = max(self._apart.values(), default=0.0)
+            self._calls.noise = self.difference if self._calls.noise is None else self._calls.noise
+        self._apart = {}
         self._checks = {}
         self._unchecked = False
         self._quiet.set()
 
     async def _compare(self, instance: Instance, version: int) -> None:
-        await self._calls.compare(instance, version, self._wait_for_trainer_logprobs)
+        self._apart[instance] = await self._calls.compare(instance, version, self._wait_for_trainer_logprobs)
         instance.trust()
 
     async def _wait_for_trainer_logprobs(self) -> Sequence[float] | None:

@@ -8,8 +8,7 @@ from typing import TypeVar
 from engine.errors import MetronomeError, WeightSyncError
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import InstanceFault
-from engine.launcher.weight_sync.probe import TOLERANCE, Probe
-from engine.wire.messages import BucketInfo
+from engine.launcher.weight_sync.probe import Probe
 from engine.wire.rollout_messages import (
     BaseWeights,
     FinishUpdate,
@@ -23,6 +22,7 @@ from engine.wire.rollout_messages import (
     StartUpdate,
     Update,
 )
+from engine.wire.sync_messages import BucketInfo
 
 Reply = TypeVar("Reply")
 SELF_TEST = "self-test"
@@ -39,6 +39,12 @@ class UpdateCalls:
         """`timeout_s`: of every call."""
         self.probe = probe
         self.timeout_s = timeout_s
+        self.noise: float | None = None
+        """The largest difference of the instances from the trainer under the first version that was compared: what
+        engines that are right differ by."""
+        self._base: dict[Instance, list[float]] = {}
+        """The log-probabilities of the probe under the weights that an instance was started from, until it is compared
+        for the first time."""
 
     async def pause(self, instance: Instance, during: str, abort: bool = False) -> None:
         """Until nothing runs; `abort` breaks off what runs."""
@@ -70,26 +76,33 @@ class UpdateCalls:
 
     async def compare(
         self, instance: Instance, version: int, trainer: Callable[[], Awaitable[Sequence[float] | None]]
-    ) -> None:
-        """What the instance makes of the version, with the trainer's log-probabilities of the probe, which it is asked
-        for first: the trainer computes them meanwhile. None of them: nothing to compare.
+    ) -> float:
+        """Compare the instance's log-probabilities of the probe under the version with the trainer's, and return their
+        difference. The instance is asked first: the trainer computes its own meanwhile. 0 where there is nothing to
+        compare.
 
         Raises WeightSyncError naming the instance.
         """
         if self.probe is None:
-            return
+            return 0.0
         found = await self.ask(instance, self.probe, f"weight version {version}")
         expected = await trainer()
         if not expected:
-            return
+            return 0.0
         apart = self.probe.difference(expected, found)
-        limit, which = TOLERANCE[self.probe.dtype]
-        if not apart <= limit:
-            raise WeightSyncError(
-                f"{instance.name}: after the update to weight version {version} its log-probabilities of "
-                f"{len(expected)} fixed tokens differ from the trainer's: {which} difference {apart:.3g}, limit "
-                f"{limit:g}; it computes with other weights, or otherwise"
-            )
+        base = self._base.pop(instance, None)
+        noise = self.noise
+        if noise is None and base is not None and version == 0:  # which has these weights
+            noise = self.probe.difference(expected, base)
+        limit = self.probe.limit(noise)
+        if apart <= limit:
+            return apart
+        measured = "" if noise is None else f" ({noise:.3g} was measured with weights that both held)"
+        raise WeightSyncError(
+            f"{instance.name}: after the update to weight version {version} its log-probabilities of {len(expected)} "
+            f"fixed tokens differ from the trainer's: {self.probe.which} difference {apart:.3g}, limit {limit:.3g}"
+            f"{measured}; it computes with other weights, or otherwise"
+        )
 
     async def self_test(self, instance: Instance) -> None:
         """Load perturbed weights and then those it was started from: its log-probabilities must move.
@@ -105,6 +118,7 @@ class UpdateCalls:
             await self.update(instance, BaseWeights(perturb), SELF_TEST)
             await self.name(instance, version, SELF_TEST)
             found.append(await self.ask(instance, self.probe, SELF_TEST))
+        self._base[instance] = found[1]
         moved = max(abs(a - b) for a, b in zip(*found, strict=True))
         if not moved > MOVED:
             raise WeightSyncError(

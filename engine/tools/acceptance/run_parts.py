@@ -31,9 +31,9 @@ from engine.tools.acceptance.runs import (
     train,
 )
 from engine.types import JsonObject
+from engine.wire.columns import pack_group
 from engine.wire.messages import Window
 from engine.wire.record import RecordWriter
-from engine.wire.sealed import seal_group
 
 SAMPLED = {
     "rollout.max_context": 512,
@@ -147,7 +147,7 @@ def _record(file: Path, config: Config, prompt: int, response: int) -> Path:
             random_group(prompt=prompt, lengths=lengths, vocabulary=256, seed=index, step=step)
             for index in range(config.train.prompts_per_step)
         ]
-        writer.add(step, 0, Window(tuple(map(seal_group, groups))))
+        writer.add(0, Window(step, tuple(map(pack_group, groups))))
     writer.flush()
     return file
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.model.shape import read_shape
+from engine.model.shape import end_of_sequence_ids, read_shape
 from engine.types import JsonObject
 from engine.wire.weights import bucket_file
 from engine.wire.weights.buckets import DTYPES, Buffers, pack
-from engine.wire.weights.hf_folder import Reader, end_of_sequence_ids, open_folder, write_sharded
+from engine.wire.weights.hf_folder import Reader, open_folder, write_sharded
 
 PROMPT = 40
 """Tokens of the prompt, at most; with 32 a block, engines with a prefix cache keep some of it."""

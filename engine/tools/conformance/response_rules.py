@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.launcher.pool import reply_check
 from engine.launcher.pool.reply_check import Asked
-from engine.launcher.weight_sync.probe import TOLERANCE
+from engine.launcher.weight_sync.probe import UNMEASURED
 from engine.tools.conformance.rules import demand, rule
 from engine.tools.conformance.tried_engine import SampledReply, TriedEngine
 
@@ -66,10 +66,12 @@ async def prompt_log_probabilities(engine: TriedEngine) -> str:
 
 
 def near(engine: TriedEngine, given: list[float], expected: list[float], what: str) -> float:
-    """Return the largest difference; demand that it, or with bfloat16 the mean one, is within the launcher's limit."""
+    """Return the largest difference; demand that it, or with bfloat16 the mean one, is within UNMEASURED."""
     apart = [abs(one - other) for one, other in zip(given, expected, strict=True)]
-    limit, which = TOLERANCE[engine.reference.dtype]
-    found = max(apart) if which == "largest" else sum(apart) / len(apart)
+    dtype = engine.reference.dtype
+    limit = UNMEASURED[dtype]
+    which = "largest" if dtype == "float32" else "mean"
+    found = max(apart) if dtype == "float32" else sum(apart) / len(apart)
     demand(found <= limit, f"{what}: {which} difference from the model's {found:.3g}, at most {limit:g} is right")
     return max(apart)
 

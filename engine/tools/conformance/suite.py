@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from engine.errors import BadInput, MetronomeError
-from engine.launcher.weight_sync.probe import TOLERANCE
+from engine.launcher.weight_sync.probe import UNMEASURED
 from engine.tools.conformance import control_rules, http_rules, response_rules, update_rules
 from engine.tools.conformance.reference import Reference
 from engine.tools.conformance.rules import ProtocolRule
@@ -64,8 +64,8 @@ def conform(
     unknown = sorted(set(only) - {rule.name for rule in RULES})
     if unknown:
         raise BadInput(f"--only {unknown[0]}: no such rule; rules are {', '.join(rule.name for rule in RULES)}")
-    if dtype not in TOLERANCE:
-        raise BadInput(f"--dtype {dtype}: expected one of {', '.join(TOLERANCE)}")
+    if dtype not in UNMEASURED:
+        raise BadInput(f"--dtype {dtype}: expected one of {', '.join(UNMEASURED)}")
     if shared is not None and not shared.is_dir():
         raise BadInput(f"--shared {shared}: there is no such folder")
     chosen = [rule for rule in RULES if not only or rule.name in only]

@@ -26,7 +26,7 @@ CHUNK_BYTES = 2**28
 CHUNKS = 3
 """Log-probabilities are computed in chunks of `CHUNK_BYTES`, up to three at a time (engine.model.logprobs)."""
 BUCKETS = 3
-"""Number of buckets of `weights.bucket_mb` in memory during a weight sync (engine.trainer.publish.publisher)."""
+"""Number of buckets of `weights.bucket_mb` in memory during a weight sync (engine.client.publish.publisher)."""
 
 
 def readable(amount: float) -> str:
@@ -113,8 +113,9 @@ def optimizer_term(held: Parameters, config: Config) -> Term:
 
 
 def frozen_copies(config: Config) -> int:
-    """The number of frozen models: old policy and reference."""
-    return (config.algorithm.old_policy == "previous") + (config.algorithm.kl_coef > 0)
+    """The number of frozen models of the trainer: old policy and reference, unless a stage of its own computes it."""
+    reference = config.algorithm.kl_coef > 0 and config.reference_stage is None
+    return (config.algorithm.old_policy == "previous") + reference
 
 
 def host_bytes(shape: ModelShape, config: Config) -> float:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from engine.config import Config
 from engine.config.placing import joining_nodes, overlaps, places
 from engine.errors import BadInput
-from engine.launcher.checks import unfit_rollouts
-from engine.model.layout_rules import check_layout
+from engine.launcher.checks import check_layouts, unfit_rollouts
 from engine.model.shape import ModelShape
 from engine.run.limits import Limit, limits
 from engine.tools.dry_run.known_models import shape_of
@@ -37,14 +36,14 @@ class RunPlan:
 
     @property
     def devices(self) -> int:
-        """The number of devices of training and rollouts together."""
-        return self.config.parallel.ranks + self.instances * self.config.rollout.tensor
+        """The number of devices of training, scoring and rollouts together."""
+        return self.config.parallel.ranks + self.config.scorer_ranks + self.instances * self.config.rollout.tensor
 
 
 def plan(config: Config) -> RunPlan:
     """The plan of a run. Raises BadInput with every reason why the run cannot work."""
     shape, source = shape_of(config.model.path)
-    check_layout(shape, config.parallel)
+    check_layouts(config, shape)
     instance, cache = instance_need(shape, config)
     made = RunPlan(
         config=config, shape=shape, source=source, trainer=trainer_need(shape, config), instance=instance, cache=cache
@@ -142,7 +141,10 @@ def _device_sum(made: RunPlan) -> str:
     parallel = made.config.parallel
     rollout = made.config.rollout
     ranks = " × ".join(str(size) for size in (parallel.tensor, parallel.pipeline, parallel.context, parallel.data))
-    return f"training {ranks} (tensor × pipeline × context × data) + rollouts {made.instances} × {rollout.tensor}"
+    scorers = f" + reference {made.config.scorer_ranks}" if made.config.scorer_ranks else ""
+    return (
+        f"training {ranks} (tensor × pipeline × context × data){scorers} + rollouts {made.instances} × {rollout.tensor}"
+    )
 
 
 def sections(made: RunPlan) -> dict[str, dict[str, str]]:

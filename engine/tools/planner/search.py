@@ -58,14 +58,14 @@ class Ranked:
 
     @property
     def devices(self) -> int:
-        """Devices of training and rollouts."""
+        """Devices of training, scoring and rollouts."""
         return devices(self.candidate.config)
 
 
 def devices(config: Config) -> int:
     """The devices that a configuration uses."""
     instances = config.rollout.instances + config.dry_run.joining
-    return config.parallel.ranks + instances * config.rollout.tensor
+    return config.parallel.ranks + config.scorer_ranks + instances * config.rollout.tensor
 
 
 def search(

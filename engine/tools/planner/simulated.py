@@ -18,7 +18,7 @@ class SimulatedStep:
     train_s: float = 0.0
     update_s: float = 0.0
     rollout_s: float = 0.0
-    """From the first prompt sent to the last group in the queue."""
+    """From the first prompt sent to the last group in the table."""
 
 
 @dataclass

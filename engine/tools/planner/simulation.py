@@ -1,5 +1,5 @@
-"""Simulates the steps of a run on a clock of its own: the schedule, the sample queue and the choice of an instance are
-the run's own (`engine.schedule`, `engine.launcher.sample_queue`, `engine.launcher.pool.dispatch`), times are `Costs`.
+"""Simulates the steps of a run on a clock of its own: the schedule, the table of rows and the choice of an instance are
+the run's own (`engine.schedule`, `engine.launcher.table`, `engine.launcher.pool.dispatch`), times are `Costs`.
 
 What the simulation leaves out: faults, dynamic sampling, evaluations, checkpoints and early scoring.
 """
@@ -18,16 +18,18 @@ from typing import Any
 from engine.algorithm.losses import LOSSES
 from engine.config import Config
 from engine.errors import MetronomeError
-from engine.launcher.batches import Batch
 from engine.launcher.pool.dispatch import soonest
+from engine.launcher.stages import stages_of
+from engine.launcher.table import Held, RowTable
 from engine.model.layout import split
+from engine.ranks.packing import pack_parts
 from engine.schedule import Schedule
 from engine.tools.planner.costs import Costs, RowSize
 from engine.tools.planner.instances import SampledGroup, SimulatedInstance
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.simulated import Simulated, SimulatedStep
-from engine.trainer.micro_batches import pack_parts
-from engine.wire.sealed import SealedGroup
+from engine.wire.columns import Column, Row
+from engine.wire.messages import TRAIN
 
 STEPS = 4
 """Steps that are simulated; the first, in which nothing overlaps with the step before, does not count."""
@@ -60,7 +62,7 @@ class _Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._waiting: deque[SampledGroup] = deque()
-        self._batches: dict[int, Batch] = {}
+        self._table = RowTable(stages_of(config, None))
         self._first_sent: dict[int, float] = {}
         self._rollout_s: dict[int, float] = {}
         self._step = 0
@@ -107,7 +109,7 @@ class _Simulation:
         self._changed()
 
     def _try_publish(self) -> bool:
-        generated = all(batch.generated for batch in self._batches.values())
+        generated = all(map(self._table.is_generated, self._table.steps))
         if not (self._background or not self._schedule.exact or generated) or self._swapping is not None:
             return False
         if self._background:
@@ -138,11 +140,11 @@ class _Simulation:
     def _sent(self) -> None:
         """The weights lie staged on the instances, which go on."""
         version = self._step
-        before = list(self._batches.values())
+        before = self._table.steps
         turn = deque(self._instances)
 
         def swap() -> bool:
-            if self._schedule.exact and not all(batch.generated for batch in before):
+            if self._schedule.exact and not all(map(self._table.is_generated, before)):
                 return False
             while turn:
                 if self._in_turn:
@@ -165,7 +167,7 @@ class _Simulation:
         self._span("trainer-0", "sync", step.began, step=self._step)
         for due in self._schedule.due(self._step, 0, self._last):
             self._to_fill.append(due)
-            self._batches[due] = Batch.of(self._config, due)
+            self._table.begin(due, self._config.train.prompts_per_step)
         self._held = [0.0] * self._units
         self._idle = dict.fromkeys(range(self._units), self._now)
         self._changed()
@@ -240,17 +242,15 @@ class _Simulation:
         accepted = self._schedule.accepted(group.step)
         if not group.versions <= set(accepted):
             raise MetronomeError(f"simulated step {group.step} has versions {sorted(group.versions)}")
-        batch = self._batches[group.step]
-        sealed = SealedGroup(
-            step=group.step,
-            index=group.index,
-            tokens=group.prompt + sum(group.lengths),
-            lengths=group.lengths,
-            rewards=(0.0,) * len(group.lengths),
-            digest=b"",
-            body=b"",
+        self._table.put(
+            Row(
+                step=group.step,
+                index=group.index,
+                tokens=group.prompt + sum(group.lengths),
+                lengths=group.lengths,
+                columns=tuple(Column(name, b"", b"") for name in self._table.stages[TRAIN].needs),
+            )
         )
-        batch.put(sealed, self._config)
         self._rollout_s[group.step] = self._now - self._first_sent[group.step]
         self._changed()
 
@@ -260,16 +260,15 @@ class _Simulation:
     # the trainer ----------------------------------------------------------------------------------
 
     def _lease(self, unit: int) -> None:
-        batch = self._batches.get(self._step)
-        if batch is None or batch.queue.done:
+        if self._step not in self._table.steps or self._table.ledger(self._step).is_over:
             return
-        while window := batch.queue.lease(unit, self._config.window_tokens):
-            rows = self._rows(window)
+        while window := self._table.lease(TRAIN, self._step, unit, self._config.window_tokens):
+            given = self._table.given_rows(window)
+            rows = self._rows(given)
             seconds = self._costs.window_s(rows, self._config.parallel.pipeline)
-            indices = [group.index for group in window]
-            if window[0].mini_batch or self._whole_batch:
+            if given[0].mini_batch or self._whole_batch:
                 self._held[unit] += seconds
-                batch.queue.acknowledge(indices, unit)
+                self._table.acknowledge(window.number)
                 continue
             if unit == 0:
                 self._steps[-1].wait_s += self._now - self._idle[unit]
@@ -277,13 +276,13 @@ class _Simulation:
             if any(instance.active for instance in self._instances):
                 seconds *= self._costs.train_slowdown
             self._compute(1)
-            self._at(self._now + seconds, partial(self._trained, unit, window=indices, began=self._now, rows=rows))
+            self._at(self._now + seconds, partial(self._trained, unit, window=window, began=self._now, rows=rows))
             return
-        if batch.queue.done:
+        if self._table.ledger(self._step).is_over:
             self._end_step()
 
-    def _rows(self, window: Sequence[SealedGroup]) -> list[RowSize]:
-        """The micro-batches of a unit's replica that computes most, as `Packing.micro_batches` makes them."""
+    def _rows(self, window: Sequence[Row]) -> list[RowSize]:
+        """The micro-batches of a unit's replica that computes most, as `Packing.rows` makes them."""
         config = self._config
         budget = config.train.micro_batch_tokens
         shared = config.attention.shared_prompt
@@ -308,15 +307,14 @@ class _Simulation:
         if self._rollout_slowdown() != before:
             self._set_pace(self._rollout_slowdown())
 
-    def _trained(self, unit: int, window: list[int], began: float, rows: Sequence[RowSize]) -> None:
-        queue = self._batches[self._step].queue
-        queue.acknowledge(window, unit)
+    def _trained(self, unit: int, window: Held, began: float, rows: Sequence[RowSize]) -> None:
+        self._table.acknowledge(window.number)
         self._span(
             f"trainer-{unit}",
             "train",
             began,
             step=self._step,
-            groups=window,
+            groups=list(window.indices),
             computed_tokens=sum(row.tokens for row in rows),
             micro_batches=len(rows),
         )
@@ -324,7 +322,7 @@ class _Simulation:
             self._steps[-1].train_s += self._now - began
         self._compute(-1)
         self._idle[unit] = self._now
-        if queue.done:
+        if self._table.ledger(self._step).is_over:
             self._end_step()
         else:
             self._lease(unit)
@@ -344,7 +342,7 @@ class _Simulation:
         step.seconds = self._now - step.began
         step.rollout_s = self._rollout_s[self._step]
         self._span("trainer-0", "update", self._now - step.update_s, step=self._step)
-        del self._batches[self._step]
+        self._table.forget(self._step)
         self._step += 1
         if self._step < self._last:
             self._begin_step()

@@ -190,13 +190,3 @@ def _open(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise BadInput(f"{path}: damaged safetensors file: {error}") from None
-
-
-def end_of_sequence_ids(model: Path) -> frozenset[int]:
-    """Return the end-of-sequence ids in generation_config.json and config.json of a Hugging Face folder."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        if (model / name).is_file():
-            ids = json.loads((model / name).read_text()).get("eos_token_id")
-            found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return frozenset(found)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine import platform
-from engine.trainer.rank_group import RankGroup
+from engine.ranks.rank_group import RankGroup
 
 
 def main():

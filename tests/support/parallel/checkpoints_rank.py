@@ -90,7 +90,7 @@ class Side:
         """One step: (gradient norm, learning rate)."""
         self.accumulate(seed)
         self.policy.models.copy_policy_to_old()
-        return self.policy.update()
+        return self.policy.step_optimizer()
 
     def gradient(self, seed, file):
         """Hugging Face's tensors of the gradient, whole; not under the distributed optimizer, which scatters it."""

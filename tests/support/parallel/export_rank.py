@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).resolve().parents[2])]
 
 from engine import platform  # noqa: E402
+from engine.client.publish.transports import open_transport  # noqa: E402
 from engine.config import recipe  # noqa: E402
-from engine.trainer.models import open_models  # noqa: E402
-from engine.trainer.publish.transports import open_transport  # noqa: E402
-from engine.trainer.rank_group import RankGroup  # noqa: E402
+from engine.ranks.models import open_models  # noqa: E402
+from engine.ranks.rank_group import RankGroup  # noqa: E402
 from support.weights_double import TIMEOUT_S, Client, Launcher, Verifying  # noqa: E402
 
 
@@ -61,8 +61,7 @@ def main():
         launcher = Launcher([client], fixed=None)
         made = partial(open_transport, "gloo", TIMEOUT_S, torch.device("cpu"))
         publisher = Verifying(
-            control=launcher,
-            sender=launcher,
+            connection=launcher,
             ranks=ranks,
             transport=made,
             folder=folder / "weights",

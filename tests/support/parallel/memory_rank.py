@@ -44,7 +44,7 @@ def main():
         policy = Policy(config, platform.get("cpu"))
         policy.start_step()
         policy.reduce(1)
-        policy.update()
+        policy.step_optimizer()
         held = rank_parameters(policy.models.shape, layout, parallel_state.get_pipeline_model_parallel_rank())
         buffers = policy.ddp.buffers + policy.ddp.expert_parallel_buffers
         real = {

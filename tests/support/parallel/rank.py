@@ -56,7 +56,7 @@ def open_policy(case: Case, folder: Path) -> Policy:
     policy = Policy(config_of(case, folder), platform.get("cpu"))
     if min(len(group.responses) for group in make_groups(case.groups)) == 1:  # grpo has no advantage for these
         advantage("reward", least=1)(lambda rewards, lengths: rewards)
-        policy.packing = replace(policy.packing, credit=replace(policy.packing.credit, advantage="reward"))
+        policy.credit = replace(policy.credit, advantage="reward")
     for frozen, scale in ((policy.models.old, OLD_SCALE), (policy.models.reference, REFERENCE_SCALE)):
         if frozen is not None:
             frozen.set([weight * scale for weight in frozen.weights])
@@ -113,7 +113,7 @@ def step(case: Case, folder: Path) -> dict:
         if policy.ranks.judges and logprobs.requires_grad:  # not those of a held window's forward-only pass
             found.append(
                 (
-                    [(m.group, m.number, len(m.response.token_ids)) for m in batch.members],
+                    [(group.index, n, len(group.responses[n].token_ids)) for group, n in batch.members],
                     batch.layout.kept,
                     logprobs.detach().clone(),
                     found_old.clone(),
@@ -127,7 +127,7 @@ def step(case: Case, folder: Path) -> dict:
         for window in ([group] for group in before if group.index % policy.ranks.units == policy.ranks.unit):
             policy.accumulate(window)
         policy.reduce(sum(len(group.responses) for group in before))
-        policy.update()
+        policy.step_optimizer()
     policy._old_logprobs = overhear
     policy.start_step()
     for window in case.windows(policy.ranks.unit, policy.ranks.units):
@@ -138,7 +138,7 @@ def step(case: Case, folder: Path) -> dict:
     models = policy.models
     grads = {name: p.main_grad for name, p in models.policy.named_parameters()}
     whole = {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)}
-    norm, _ = policy.update()
+    norm, _ = policy.step_optimizer()
     turned = (
         {name: tensor.clone() for name, tensor in export(grads, models.policy, models.shape)} if policy.control else {}
     )

@@ -1,14 +1,13 @@
 """Several runs in the same processes: trainer ranks, instance and verifier start once, the rest is as the launcher does
 it.
 
-Starting the processes of a run takes far longer than twenty steps of a tiny model. Every run has its own coordinator,
-control channel, models, optimizer and run folder; the instance gets version 0 anew with each run's first weight sync.
+Starting the processes of a run takes far longer than twenty steps of a tiny model. Every run has its own plane,
+server, models, optimizer and run folder; the instance gets version 0 anew with each run's first weight sync.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
@@ -24,11 +23,11 @@ from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.data.problems import read_problems
 from engine.data.prompts import encode
-from engine.launcher.coordinator import Coordinator
+from engine.launcher.plane import Plane
 from engine.launcher.rollout_service import rollout_service
+from engine.launcher.server import Server
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
-from engine.wire.control_server import ControlServer
 
 RANK = Path(__file__).with_name("runs_rank.py")
 
@@ -83,45 +82,39 @@ async def _run(jobs: list[Job], deadline: float, rank: Sequence[str]) -> None:
             for job in jobs:
                 folder = RunFolder(job.folder)
                 rollouts = () if job.replay else (loader, service)
-                coordinator = Coordinator(job.config, folder, Trace(folder.trace, "launcher"), *rollouts)
-                await _watch(job=job, coordinator=coordinator, ranks=ranks, place=place, deadline=deadline)
+                plane = Plane(job.config, folder, Trace(folder.trace, "launcher"), *rollouts)
+                await _watch(job=job, plane=plane, ranks=ranks, place=place, deadline=deadline)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
 
 
-async def _watch(
-    job: Job, coordinator: Coordinator, ranks: list[subprocess.Popen], place: Path, deadline: float
-) -> None:
-    server = asyncio.create_task(ControlServer(_address(job), coordinator.answer).serve())
-    try:
-        while not all((job.folder / f"done-{rank}").exists() for rank in range(len(ranks))):
-            await coordinator.check()
-            said = "\n".join(
-                f"rank {path.stem}: {path.read_text()[-2500:]}" for path in sorted(place.glob("rank-*.log"))
-            )
-            assert time.monotonic() < deadline, f"{job.config.run.name} did not end in time\n{said}"
-            assert not any(process.poll() for process in ranks), f"{job.config.run.name}: a rank ended\n{said}"
-            assert not server.done(), f"{job.config.run.name}: {server.exception()}"
-            if coordinator.failure is not None:
-                raise coordinator.failure
-            await asyncio.sleep(0.05)
-    finally:
-        await coordinator.close()
-        server.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await server
-
-
-def _address(job: Job) -> str:
-    return f"ipc://{job.folder}/control"
+async def _watch(job: Job, plane: Plane, ranks: list[subprocess.Popen], place: Path, deadline: float) -> None:
+    server = Server(job.config)
+    async with server.listening(job.folder):
+        server.serve(plane)
+        try:
+            while not all((job.folder / f"done-{rank}").exists() for rank in range(len(ranks))):
+                await plane.check()
+                said = "\n".join(
+                    f"rank {path.stem}: {path.read_text()[-2500:]}" for path in sorted(place.glob("rank-*.log"))
+                )
+                assert time.monotonic() < deadline, f"{job.config.run.name} did not end in time\n{said}"
+                assert not any(process.poll() for process in ranks), f"{job.config.run.name}: a rank ended\n{said}"
+                if server.bug.done():
+                    server.bug.result()
+                if plane.failure is not None:
+                    raise plane.failure
+                await asyncio.sleep(0.05)
+        finally:
+            await plane.close()
 
 
 def _start(jobs: list[Job], place: Path, port: int, command: Sequence[str]) -> list[subprocess.Popen]:
     for job in jobs:
         RunFolder(job.folder).create(job.config, resume=False)
-    what = [[str(job.folder), _address(job), job.record] for job in jobs]
+    what = [[str(job.folder), job.record] for job in jobs]
     (place / "jobs.msgpack").write_bytes(msgpack.packb(what))
     ranks = []
     world = jobs[0].config.parallel.ranks

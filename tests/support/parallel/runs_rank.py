@@ -4,6 +4,7 @@ as engine.trainer.rank does."""
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 import msgpack
@@ -11,32 +12,40 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from engine.client.connection import Connection  # noqa: E402
 from engine.config.recipe import load  # noqa: E402
 from engine.trainer import rank  # noqa: E402
-from engine.wire.control_client import ControlClient  # noqa: E402
+from engine.wire.access_token import TOKEN_FILE  # noqa: E402
+from engine.wire.address import ADDRESS_FILE  # noqa: E402
 
 
 def main():
     torch.set_num_threads(1)
     jobs = msgpack.unpackb(Path(sys.argv[1]).read_bytes())
     with rank._session(load(Path(jobs[0][0]) / "config.toml")):
-        for folder, address, record in jobs:
+        for folder, record in jobs:
             config = load(Path(folder) / "config.toml")
-            name = f"trainer-{os.environ['RANK']}"
-            control, sender = (ControlClient(address, who, 60.0) for who in (name, f"{name}-weights"))
+            plane = connected(Path(folder))
             arguments = argparse.Namespace(
                 folder=Path(folder),
-                control=address,
+                plane=plane.url,
                 weights=Path(folder) / "weights",
                 threads=1,
                 attempt=0,
                 resume=False,
                 replay=Path(record) if record else None,
             )
-            rank._train(config, arguments, control, sender)
-            control.close()
-            sender.close()
+            rank._train(config, arguments, plane)
+            plane.close()
             (Path(folder) / f"done-{os.environ['RANK']}").touch()
+
+
+def connected(folder):
+    """To the server of a run, once it listens."""
+    while not (folder / ADDRESS_FILE).exists():
+        time.sleep(0.02)
+    url = f"http://{(folder / ADDRESS_FILE).read_text().strip()}"
+    return Connection(url, (folder / TOKEN_FILE).read_text().strip(), f"trainer-{os.environ['RANK']}", 60.0, ours=True)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,50 @@ def test_equal_rewards_give_exactly_zero(name, value, size):
 
 
 @pytest.mark.parametrize("name", REFERENCE)
+@given(
+    value=st.floats(2**-20, 2**20, width=32),
+    steps=st.lists(st.integers(-4, 4), min_size=2, max_size=16),
+    sign=st.sampled_from([1, -1]),
+)
+def test_rewards_that_differ_by_rounding_give_exactly_zero(name, value, steps, sign):
+    base = torch.tensor(value * sign, dtype=torch.float32).view(torch.int32)
+    rewards = (base + torch.tensor(steps, dtype=torch.int32)).view(torch.float32)
+    assert ADVANTAGES[name](rewards, torch.ones(len(steps))).tolist() == [0.0] * len(steps)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg"])
+@given(rewards=st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=64))
+def test_the_sum_of_a_group_is_zero_to_rounding(name, rewards):
+    found = ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float32), torch.ones(len(rewards))).double()
+    assert abs(found.sum()) <= len(rewards) * 2**-23 * found.abs().max()
+
+
+def test_the_least_difference_that_counts():
+    assert of("dr_grpo", [1.0, 1.0 - 0.9e-6], [1, 1]).tolist() == [0.0, 0.0]
+    assert of("dr_grpo", [1.0, 1.0 - 2e-6], [1, 1]).tolist() == pytest.approx([1e-6, -1e-6])
+    assert of("dr_grpo", [1e-30, 0.0], [1, 1]).tolist() == pytest.approx([5e-31, -5e-31])
+
+
+@pytest.mark.parametrize("name", BATCH_SCOPE)
+@given(
+    value=st.floats(-1e6, 1e6, width=32), seed=st.integers(0, 99), shape=st.sampled_from([(1, 2), (64, 8), (512, 16)])
+)
+def test_a_batch_of_equal_rewards_gives_exactly_zero(name, value, seed, shape):
+    lengths = torch.randint(1, 16384, shape, generator=torch.Generator().manual_seed(seed)).float()
+    assert not ADVANTAGES[name](torch.full(shape, value), lengths).any()
+
+
+def test_a_batch_that_differs_by_rounding_gives_exactly_zero_whatever_has_no_token():
+    rewards = torch.full((4, 8), 0.95)
+    rewards[1, 3] = torch.nextafter(rewards[1, 3], torch.tensor(1.0))
+    lengths = torch.arange(1.0, 33.0).reshape(4, 8)
+    assert not ADVANTAGES["reinforce_plus_plus"](rewards, lengths).any()
+    rewards[2, 5] = 0.0
+    lengths[2, 5] = 0.0
+    assert not ADVANTAGES["reinforce_plus_plus"](rewards, lengths).any()
+
+
+@pytest.mark.parametrize("name", REFERENCE)
 def test_a_group_of_one_is_refused(name):
     with pytest.raises(ValueError, match="at least 2"):
         of(name, [1.0], [3])

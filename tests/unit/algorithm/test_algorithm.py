@@ -126,6 +126,14 @@ def test_mismatch():
     assert math.isnan(mismatch(torch.tensor([float("nan")]), torch.tensor([0.0]))[0])
 
 
+def test_mismatch_of_tokens_that_differ_by_rounding():
+    """In fp32 the estimates, half the squares of the gaps, would have no right digit."""
+    rollout = torch.full((1000,), -1.0)
+    gap, divergence = mismatch(rollout + 2**-23, rollout)
+    assert gap == pytest.approx(2**-23, rel=1e-6)
+    assert divergence == pytest.approx(1000 * 2**-47, rel=1e-3)
+
+
 class WithoutFp64(torch.Tensor):
     """As of a device that has no fp64."""
 

@@ -160,6 +160,8 @@ def test_m2po_keeps_all_or_none_of_equal_tokens():
     assert second_moment_limit(tokens_of([(1.0, 0.1), (1.0, 0.5), (1.0, 0.5)]), LIMITS)[0] == pytest.approx(
         (0.01 + 0.25) / 2
     )
+    # the first of two equal ones would fit: means 0.01, 0.03625 and 0.045
+    assert second_moment_limit(tokens_of([(1.0, 0.1), (1.0, 0.25), (1.0, 0.25)]), LIMITS)[0] < 0.25**2
     assert second_moment_limit(tokens_of([(-1.0, -0.5)]), LIMITS)[0] == pytest.approx(0.125)
     assert second_moment_limit(tokens_of([(1.0, -5.0)]), LIMITS) == (math.inf,)
 

@@ -74,8 +74,26 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
             'on-policy steps, and train.mode = "one_step_off" has none',
         ),
         (
+            {"train": {"warmup_steps": 61}},
+            r'warmup_steps \(61\) must be at most train.steps x train.updates \(60\): .* "constant" would never reach',
+        ),
+        (
+            {"train": {"warmup_steps": 120, "updates": 2, "schedule": "linear"}},
+            r'\(120\) must be below train.steps x train.updates \(120\): .* "linear" would never fall',
+        ),
+        ({"train": {"warmup_steps": 60, "schedule": "cosine"}}, r'\(60\) must be below .*\(60\): .* "cosine"'),
+        ({"algorithm": {"gac_low": 0.3, "gac_high": 0.3}}, r"gac_low \(0.3\) must be below algorithm.gac_high \(0.3\)"),
+        (
             {"queue": {"store": "transferqueue"}},
             "no passwords: every user of the launcher's machine can .* set queue.un",
+        ),
+        (
+            {"queue": {"store": "transferqueue", "address": "auto"}},
+            "no passwords: whoever reaches the Ray cluster's nodes can .* set queue.un",
+        ),
+        (
+            {"queue": OPEN, "stages": {"judge": {"gives": ["judged"]}}},
+            r"with \[stages.judge\] needs rollout.deterministic: a lost group",
         ),
         ({"queue": OPEN, "algorithm": {"dynamic_sampling": True}}, "might then not be one that is selected"),
         (
@@ -87,6 +105,11 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
 def test_a_combination_that_can_not_be_is_refused_with_its_rule(settings, said):
     with pytest.raises(ValueError, match=said):
         Config(**settings)
+
+
+def test_a_warm_up_may_end_with_the_last_update():
+    assert Config(train={"warmup_steps": 60}).train.warmup_steps == 60
+    assert Config(train={"warmup_steps": 59, "schedule": "linear"}).train.warmup_steps == 59
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from engine.config.recipe import HOME, load
         ({"algorithm": {"kl_estimator": "k1"}}, 'algorithm.kl_estimator = "k1" has no effect: algorithm.kl_coef = 0'),
         ({"algorithm": {"gac_high": 0.5}}, "algorithm.gac_high = 0.5 has no effect"),
         ({"algorithm": {"overlong_penalty": 0.5}}, "algorithm.overlong_penalty = 0.5 has no effect"),
+        ({"queue": {"address": "auto"}}, 'queue.address = "auto" has no effect: queue.store = "launcher"'),
         ({"queue": {"units": 3}}, 'queue.units = 3 has no effect: queue.store = "launcher"'),
     ],
 )
@@ -34,6 +35,7 @@ def test_a_key_without_effect_is_named(settings, said):
         {"algorithm": {"gac_high": 0.5, "gradient_control": "gac"}},
         {"algorithm": {"overlong_penalty": 0.5, "overlong_buffer": 4}},
         {"queue": {"store": "transferqueue", "unauthenticated": True, "units": 3}},
+        {"stages": {"judge": {"gives": ["quality"], "reward_weight": 0.5}}},
     ],
 )
 def test_a_key_that_is_read_is_not(settings):

@@ -1,9 +1,11 @@
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from engine.config import Config
-from engine.config.recipe import HOME, load
+from engine.config.recipe import HOME, TEXT_KEYS, load
+from engine.config.table import tables_in
 from engine.errors import BadInput
 from engine.run.folder import dump
 
@@ -13,6 +15,36 @@ def test_overrides_are_toml_or_strings():
     assert config.rollout.group_size == 4
     assert config.train.betas == (0.8, 0.9)
     assert config.model.path == "some/where"
+
+
+@pytest.mark.parametrize("text", ["2026-11-25", "1e5", "true", "nan", "007", "0x1f", "3.0", "a-b", "_"])
+def test_a_text_key_takes_what_is_written(text):
+    assert load(None, [f"run.name={text}"]).run.name == text
+    assert load(None, [f"run.name='{text}'"]).run.name == text
+    for key in TEXT_KEYS - {"run.name", "data.prompt_template"}:
+        table, _, name = key.partition(".")
+        with contextlib.suppress(BadInput):  # some texts are refused by a rule, but none as a number
+            assert getattr(getattr(load(None, [f"{key}= {text} "]), table), name) == text
+
+
+def test_a_text_in_a_file_is_a_text(tmp_path):
+    (tmp_path / "recipe.toml").write_text("[run]\nname = 3")
+    with pytest.raises(BadInput, match="run.name = 3: must be a text"):
+        load(tmp_path / "recipe.toml")
+
+
+def test_no_count_and_no_size_is_larger_than_an_int32():
+    counts = [
+        f"{name}.{key}"
+        for name, table in tables_in(Config)
+        for key, field in table.model_fields.items()
+        if field.annotation is int and "NAME" not in name
+    ]
+    assert len(counts) > 40
+    for key in sorted(set(counts) - {"run.seed"}):
+        with pytest.raises(BadInput, match=f"{key} = {2**31}: must be less than or equal to"):
+            load(None, [f"{key}={2**31}"])
+    assert load(None, [f"run.seed={2**62}"]).run.seed == 2**62
 
 
 def test_a_resolved_config_reads_back_equal(tmp_path):
@@ -52,7 +84,12 @@ def test_recipes_that_ship_load_from_anywhere(recipe, tmp_path, monkeypatch):
         ("train.steps=1.5", "train.steps = 1.5: must be an integer"),
         ("train.learning_rate=fast", "train.learning_rate = 'fast': must be a number"),
         ("train.record=maybe", "train.record = 'maybe': must be true or false"),
-        ("run.name=3", "run.name = 3: must be a text"),
+        ("run.name=[3]", "run.name = '[3]'"),
+        (
+            "rollout.max_context=99999999999999999999",
+            "max_context = 99999999999999999999: must be less than or equal to",
+        ),
+        ("train.prompts_per_step=1000000", "prompts_per_step = 1000000: must be less than or equal to 100000"),
         ("algorithm.loss=ppo", "'m2po' or 'bapo', or: expected a function of your own"),
         ("train.mode=async", "'sync', 'periodic', 'one_step_off' or 'bounded'"),
         ("rollout.group_size=1", "group of one"),
@@ -90,9 +127,3 @@ def test_bad_files(tmp_path):
     broken.write_text("[train\nsteps = 3")
     with pytest.raises(BadInput, match=r"broken\.toml: not valid TOML.*line 1"):
         load(broken)
-
-
-def test_every_key_says_what_it_is():
-    for table, field in Config.model_fields.items():
-        for key, inner in field.annotation.model_fields.items():
-            assert inner.description, f"{table}.{key} has no docstring"

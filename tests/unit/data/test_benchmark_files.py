@@ -77,6 +77,16 @@ def test_names_and_files_together_by_commas(tmp_path, folder):
     assert [one.name for one in read_benchmarks(config(tmp_path))] == ["addition_heldout"]
 
 
+@pytest.mark.parametrize("column", ["answer", "final_answer"])
+def test_zero_is_an_answer_and_an_empty_column_is_none(tmp_path, column):
+    mine = tmp_path / "mine.jsonl"
+    empty = {"question": "1+1?", "answer": "", "final_answer": [], "solution": "so \\boxed{2}"}
+    rows = [{"question": "1-1?", "solution": "\\boxed{5}", column: 0}, empty]
+    mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (found,) = read_benchmarks(config(tmp_path, benchmark=str(mine)))
+    assert [row.answer for row in found.problems.rows] == ["0", "2"]
+
+
 def test_beside_the_data_without_a_folder(tmp_path, folder):
     near = Config.model_validate(
         {

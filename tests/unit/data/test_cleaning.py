@@ -3,14 +3,14 @@ import dataclasses
 import pytest
 
 from engine.data.cleaning import clean
-from engine.data.problems import Problems, Row
+from engine.data.problems import ProblemRow, Problems
 from engine.data.split import place, split
 from engine.errors import BadInput
 
 
 def problems(*rows):
     pairs = [{"problem": text, "answer": answer} for text, answer in rows]
-    made = [Row(row["problem"], row["answer"], row, f"set.json, row {n}") for n, row in enumerate(pairs, 1)]
+    made = [ProblemRow(row["problem"], row["answer"], row, f"set.json, row {n}") for n, row in enumerate(pairs, 1)]
     return Problems(tuple(made), {}, "set.json", "hash")
 
 
@@ -28,6 +28,9 @@ def test_one_problem_with_two_answers_is_trusted_in_neither_for_math_only():
     assert [row.problem for row in clean(rows, math=True).rows] == ["b"]
     assert clean(rows, math=True).skipped == {"contradicted": 2}
     assert len(clean(rows, math=False).rows) == 3  # a user's reward may read more than the answer
+    spelled = clean(problems(("1 + 1 =", "2"), ("b", "1"), ("1 +  1\n=", "3")), math=True)
+    assert [row.problem for row in spelled.rows] == ["b"]
+    assert spelled.skipped == {"contradicted": 2}
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,11 @@ def test_answers_that_no_rule_can_check(answer, reason):
     assert found.skipped == {reason: 1}
     assert found.rejected[0].column == "answer"
     assert len(clean(problems(("p", answer)), math=False).rows) == 1
+
+
+def test_a_brace_that_is_shown_needs_no_other():
+    system = "\\left\\{ \\begin{array}{l} x = 1 \\\\ y = 2 \\end{array} \\right."
+    assert clean(problems(("p", system)), math=True).rows[0].answer == system
 
 
 def test_nothing_left_names_the_first_reason():

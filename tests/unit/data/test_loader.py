@@ -88,3 +88,23 @@ def test_the_fingerprint_is_of_the_prompts_and_their_order():
     fingerprints = {PromptLoader(chosen, 0, 2).fingerprint for chosen in (prompts(4), prompts(4)[::-1], prompts(3))}
     assert len(fingerprints) == 3
     assert PromptLoader(prompts(4), 7, 3).fingerprint in fingerprints
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [((1, 2), (4,)), ((1,), (2, 3)), ((), (1, 2, 3)), ((1, 2, 3), ()), ((1, 3), (2,)), ((1, 2), (3 + 2**16,))],
+)
+def test_the_fingerprint_is_of_the_prompts_tokens(tokens):
+    """The same problems, whose template, clock or tokenizer is another."""
+
+    def fingerprint(*tokens):
+        made = [Prompt(f"{number}", "", "", ids) for number, ids in enumerate(tokens)]
+        return PromptLoader(made, 0, 2).fingerprint
+
+    assert fingerprint(*tokens) != fingerprint((1, 2), (3,)) == fingerprint([1, 2], (3,))
+
+
+def test_the_fingerprint_tells_a_prompts_tokens_from_the_next_prompt():
+    name = int.from_bytes(b"abc\0", "little")
+    two = [Prompt("x", "", "", (1,)), Prompt("abc", "", "", (2,))]
+    assert PromptLoader(two, 0, 2).fingerprint != PromptLoader([Prompt("x", "", "", (1, name, 2))], 0, 2).fingerprint

@@ -1,7 +1,11 @@
+import itertools
 import random
+from string import ascii_lowercase
+
+import pytest
 
 from engine.data.overlap import Index, common, runs, share, words
-from engine.data.problems import Row
+from engine.data.problems import ProblemRow
 
 AIME = (
     "Let $x$, $y$ and $z$ all exceed $1$ and let $w$ be a positive number such that $\\log_x w = 24$, $\\log_y w = 40$ "
@@ -10,7 +14,7 @@ AIME = (
 
 
 def row(problem, where="set.json, row 1"):
-    return Row(problem, "1", {}, where)
+    return ProblemRow(problem, "1", {}, where)
 
 
 def find(training, *evaluation):
@@ -109,3 +113,11 @@ def test_common_subsequence_by_bits_is_that_of_the_textbook():
 def test_share_is_of_the_shorter():
     assert share(["a", "b"], ["a", "x", "b", "y"]) == 1.0
     assert share(["a", "b", "3"], ["a", "b", "4"]) == 0.0
+
+
+@pytest.mark.parametrize("count", [20, 200])
+def test_a_problem_with_a_whole_evaluation_problem_inside_overlaps_however_long_it_is(count):
+    more = " ".join(f"{letter}{letter}word" for letter in itertools.islice(itertools.cycle(ascii_lowercase), count))
+    for training in (f"{more} {AIME}", f"{AIME} {more}"):
+        assert find(training, AIME).share == 1.0
+    assert find(AIME, f"{more} {AIME}").share == 1.0

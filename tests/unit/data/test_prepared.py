@@ -7,7 +7,7 @@ import pytest
 from engine.config.recipe import load
 from engine.data.prepared import file_hashes, heldout_problems, prepare, training_problems, version
 from engine.data.problem_statistics import answer_kind, report
-from engine.data.problems import Problems, Row
+from engine.data.problems import ProblemRow, Problems
 from engine.errors import BadInput
 
 FILLER = "in the town of Euclid on the river Gauss where every child knows that numbers are beautiful and kind"
@@ -65,6 +65,16 @@ def test_a_share_is_held_out_where_no_file_is(files):
     assert heldout_problems(made).rows == found.heldout.rows
 
 
+def test_a_training_row_like_one_of_the_share_that_is_held_out_is_left_out(files):
+    spelled = [(f"{text} Give the distance in miles.", answer) for text, answer in rows(*range(100))]
+    found = prepare(config(data__train=files("train.json", *rows(*range(100)), *spelled), data__heldout_fraction=0.2))
+    trained, held = ({row.answer for row in side.rows} for side in (found.train, found.heldout))
+    assert len(held) > 20
+    assert len(trained) > 20
+    assert not trained & held
+    assert found.notes == ()
+
+
 def test_held_out_is_a_file_or_a_share(files):
     with pytest.raises(
         BadInput, match="give either data.heldout .* or, with data.heldout empty, data.heldout_fraction"
@@ -95,7 +105,7 @@ def test_answers_are_cleaned_for_the_math_verifier_alone(files):
 
 def test_a_version_is_that_of_the_rows(files):
     def made(*pairs, source="a"):
-        return Problems(tuple(Row(text, answer, {}) for text, answer in pairs), {}, source, source)
+        return Problems(tuple(ProblemRow(text, answer, {}) for text, answer in pairs), {}, source, source)
 
     assert version(made(("a", "1"), ("b", "2"))) == version(made(("a", "1"), ("b", "2"), source="b"))
     assert version(made(("a", "1"), ("b", "2"))) != version(made(("b", "2"), ("a", "1")))

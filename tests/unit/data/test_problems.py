@@ -191,6 +191,9 @@ def test_rows_of_a_hub_dataset_are_those_of_a_split():
     assert rows_of("o/n", datasets.DatasetDict({"only": splits["test"]}), None)[1] == ("row 2", GOOD)
     with pytest.raises(BadInput, match="no split dev; it has train, test: give o/n:SPLIT"):
         rows_of("o/n:dev", splits, "dev")
+    several = datasets.DatasetDict({"dev": splits["train"], "test": splits["test"]})
+    with pytest.raises(BadInput, match="no split train; it has dev, test: give o/n:SPLIT"):
+        rows_of("o/n", several, None)  # none of them is more likely meant than the other
 
 
 def test_what_reads_as_a_dataset_id(tmp_path, monkeypatch):

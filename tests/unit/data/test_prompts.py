@@ -1,3 +1,5 @@
+from datetime import UTC, datetime
+
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -5,9 +7,11 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from engine.data.problems import Problems, Row
+from engine.data.problems import ProblemRow, Problems
 from engine.data.prompts import encode, prompt_id
+from engine.data.tokenizer import render_chat
 from engine.errors import BadInput
+from engine.tools.quickstart_model.byte_tokenizer import CHAT_TEMPLATE
 
 CHARACTERS = "0123456789+= {}abcdefghijklmnopqrstuvwxyz<>/\n"
 
@@ -23,7 +27,7 @@ def tokenizer():
 
 
 def problems(*rows: tuple[str, str], skipped=None) -> Problems:
-    made = [Row(*row, {"problem": row[0], "answer": row[1], "n": index}) for index, row in enumerate(rows)]
+    made = [ProblemRow(*row, {"problem": row[0], "answer": row[1], "n": index}) for index, row in enumerate(rows)]
     return Problems(tuple(made), skipped or {}, "set.json", "hash")
 
 
@@ -54,6 +58,80 @@ def test_chat_template(tokenizer):
         [{"role": "user", "content": "1+1="}], add_generation_prompt=True, return_dict=False
     )
     assert encoded.prompts[0].token_ids == tuple(direct)
+
+
+CLOCK = datetime(2024, 7, 26, tzinfo=UTC)
+
+
+def test_a_template_that_asks_for_the_time_is_told_the_clock(tokenizer):
+    """As Llama 3's does, once by itself and once in a macro."""
+    tokenizer.chat_template = (
+        "{%- macro day(format) %}{{ strftime_now(format) }}{% endmacro -%}"
+        "{% if strftime_now is defined %}{{ day('%d/%m/') }}{{ strftime_now('%Y') }}{% endif %} = "
+        "{{ messages[0].content }}"
+    )
+    (prompt,) = encode(problems(("1+1=", "2")), tokenizer, "chat", 64, clock=CLOCK).prompts
+    assert prompt.text == "26/07/2024 = 1+1="
+    assert prompt.token_ids == spelled(prompt.text)
+    (present,) = encode(problems(("1+1=", "2")), tokenizer, "chat", 64).prompts
+    year, _, rest = present.text[6:].partition(" = ")
+    assert (int(year) > 2024, rest) == (True, "1+1=")
+
+
+TEMPLATES = {
+    "qwen": CHAT_TEMPLATE,
+    "a thought begun": "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}<think>\n",
+    "blocks": "{% for m in messages %}\n    {% if loop.first %}\n  {{ m.content }}\n    {% endif %}\n{% endfor %}\n",
+    "the library's own": (
+        "{% set found = namespace(last='') %}{% for m in messages %}{% generation %}{% set found.last = m %}"
+        "{% endgeneration %}{% if m.role == 'tool' %}{% continue %}{% endif %}{% endfor %}"
+        "{{ found.last | tojson }}{{ dict(a=tools) }}{{ documents is none }}{{ thinking }}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_are_rendered_as_by_transformers(tokenizer, name):
+    tokenizer.chat_template = TEMPLATES[name]
+    messages = [{"role": "user", "content": "a < 'ü'\n"}, {"role": "assistant", "content": "\\n"}]
+    variables = {"thinking": [True, {"a": 1}]}
+    expected = tokenizer.apply_chat_template(messages, **variables, add_generation_prompt=True, tokenize=False)
+    assert render_chat(tokenizer, messages, variables) == render_chat(tokenizer, messages, variables, CLOCK) == expected
+
+
+@pytest.mark.parametrize("template", ["Q: {problem}\n<think>", "chat"])
+def test_a_prompt_knows_its_text_with_what_the_template_puts_before_the_answer(tokenizer, template):
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}\n<think>"
+    (prompt,) = encode(problems(("1+1=", "2")), tokenizer, template, 64).prompts
+    assert prompt.text == ("<bos>1+1=\n<think>" if template == "chat" else "Q: 1+1=\n<think>")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("1{% if messages[0].content == '2+2=' %}{{ raise_exception('no twos') }}{% endif %}", "no twos"),
+        ("{% for m in messages %}", "TemplateSyntaxError: Unexpected end of template"),
+        ("{{ messages[0].content | nofilter }}", "No filter named 'nofilter'"),
+        ("{{ messages[5].content }}", "UndefinedError"),
+        ("{% include 'other' %}", "TypeError: no loader"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ [].pop() }}", "SecurityError"),
+        ("{{ none | dictsort }}", "AttributeError"),
+        ("{{ range(1000000) }}", "OverflowError"),
+        ("{{ 'a'.encode('none') }}", "LookupError"),
+        ("{{ strftime_now(5) }}", "TypeError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ],
+)
+def test_a_template_that_fails_is_named_with_its_row(tokenizer, template, reason):
+    tokenizer.chat_template = template
+    tokenizer.name_or_path = "models/gemma"
+    with pytest.raises(BadInput) as refused:
+        encode(problems(("1+1=", "2"), ("2+2=", "4")), tokenizer, "chat", 64, clock=CLOCK)
+    row = "2+2=" if reason == "no twos" else "1+1="
+    for part in ('data.prompt_template = "chat"', "the chat template of models/gemma", reason, f"{row!r} of set.json"):
+        assert part in str(refused.value)
 
 
 def test_chat_without_a_chat_template(tokenizer):

@@ -74,6 +74,13 @@ def test_pass_curve_rises_from_avg_to_pass(values):
     assert curve["8"] == pytest.approx(found["pass_at_k"])
 
 
+@pytest.mark.parametrize(("samples", "ks"), [(1, "1"), (3, "1 2 3"), (4, "1 2 4"), (6, "1 2 4 6")])
+def test_a_pass_curve_ends_with_the_number_of_samples(samples, ks):
+    curve = pass_curve([[1.0] + [0.0] * (samples - 1)])
+    assert list(curve) == ks.split()
+    assert curve[str(samples)] == 1.0
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 16))
 def test_an_interval_holds_the_mean_and_shrinks_with_more_samples_only(values, samples):
     low, high = interval(values, samples)
@@ -82,6 +89,11 @@ def test_an_interval_holds_the_mean_and_shrinks_with_more_samples_only(values, s
     wide_low, wide_high = interval(values, 1)
     assert wide_low <= low + 1e-9
     assert high <= wide_high + 1e-9
+
+
+def test_an_interval_is_never_narrower_than_that_of_as_many_independent_samples():
+    """However alike the problems are: here all have one right sample of two."""
+    assert interval([0.5] * 10, 2) == pytest.approx(interval([1.0, 0.0] * 10))
 
 
 def test_intervals_cover_the_truth_when_samples_of_a_problem_hang_together():

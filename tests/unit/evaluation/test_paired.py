@@ -39,6 +39,11 @@ def test_other_scores_are_flipped_at_random_close_to_enumeration():
     assert sign_flip(differences, 1) == sign_flip(differences, 1)
 
 
+def test_a_difference_that_no_flip_reaches_is_still_not_certain():
+    """The signs as they were observed count as one of the 50,001."""
+    assert sign_flip([0.1234 + number / 1e5 for number in range(40)], 1) == 1 / 50_001
+
+
 def test_equal_models_have_no_difference():
     means = {"a": 0.5, "b": 0.0, "c": 1.0}
     found = compare(means, means, 8)

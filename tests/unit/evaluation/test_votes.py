@@ -38,6 +38,13 @@ async def test_equal_answers_are_counted_together_however_they_are_spelled():
     assert (wrong.answer, wrong.votes, wrong.tied, wrong.value) == ("0.25", 3, 1, 0.0)
 
 
+async def test_a_right_response_without_a_box_votes_for_the_right_answer():
+    """And a wrong one without a box abstains."""
+    plain = ["The answer is $4$", "so the answer is 4", "The answer is $5$"]
+    found = await voted([*boxed("3"), *plain], "4")
+    assert found == Majority("4", 2, 1, 1.0)
+
+
 async def test_a_vote_of_marked_answers():
     assert await voted(["1+1#2", "#2", "#3", "#4"], "2", "exact") == Majority("2", 2, 1, 1.0)
     assert await voted(["#3", "#3", "#2", "#4"], "2", "exact") == Majority("3", 2, 1, 0.0)

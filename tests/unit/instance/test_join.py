@@ -15,8 +15,8 @@ from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
 from engine.instance import join
 from engine.launcher.pool.health import HealthMonitor
-from engine.launcher.pool.joining import serve_joining
 from engine.launcher.pool.pool import Pool
+from engine.launcher.server import Server
 from support.scripted import SERVES, Sync, until
 
 CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "instances": 0})
@@ -26,9 +26,11 @@ CONFIG = Config(rollout={"heartbeat_s": 0.3, "wait_s": 1.0, "timeout_s": 10, "in
 async def launcher(folder):
     pool = Pool(CONFIG, folder, folder, synced=True)
     pool.sync = Sync(version=2)
+    server = Server(CONFIG)
+    server.pool = pool
     await pool.connect()
     try:
-        async with HealthMonitor(pool), serve_joining(pool, CONFIG, folder):
+        async with HealthMonitor(pool), server.listening(folder):
             yield pool
     finally:
         await pool.close()

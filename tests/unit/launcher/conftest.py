@@ -1,5 +1,7 @@
 import pytest
 
+from support.planes import conduct  # noqa: F401
+
 
 @pytest.fixture
 def reward(tmp_path):

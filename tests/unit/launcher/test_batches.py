@@ -12,10 +12,12 @@ from engine.algorithm.advantages import ADVANTAGES
 from engine.config import Config
 from engine.data.loader import PromptLoader
 from engine.errors import BadInput, MetronomeError
-from engine.launcher.batches import Batch, BatchGenerator
+from engine.launcher.batches import BatchGenerator
+from engine.launcher.stages import stages_of
+from engine.launcher.table import RowTable
 from engine.trainer.credit import Credit
 from engine.types import Group, Prompt, Response, Score
-from engine.wire.sealed import open_group, seal_group
+from engine.wire.columns import open_group, open_prompt, pack_group
 from support.groups import group
 
 PROMPTS = [Prompt(f"p{n}", str(n), "", (1, n)) for n in range(10)]
@@ -50,7 +52,7 @@ class Producer:
                 responses=(response,) * 2,
                 scores=(Score(1.0), Score(0.0 if self.unequal(prompt) else 1.0)),
             )
-            await put(seal_group(made))
+            await put(pack_group(made))
             await asyncio.sleep(0)
             number += 1
 
@@ -63,15 +65,23 @@ def generation(unequal=lambda prompt: int(prompt.problem) % 3 == 0, batches=10):
         algorithm={"dynamic_sampling": True, "dynamic_sampling_batches": batches}, train={"prompts_per_step": 2}
     )
     producer = Producer(unequal)
-    return BatchGenerator(config, PromptLoader(PROMPTS, 0, 2), SimpleNamespace(producer=producer), notify), producer
+    table = RowTable(stages_of(config, None))
+    loader = PromptLoader(PROMPTS, 0, 2)
+    service = SimpleNamespace(producer=producer)
+    return BatchGenerator(config=config, loader=loader, service=service, table=table, notify=notify), producer
+
+
+def leased(table, step):
+    held = table.lease("train", step, 0, 1000)
+    return table.given_rows(held) if held is not None else ()
 
 
 async def generate(made, steps):
     """All at once, as in the modes that keep batches in flight."""
     batches = []
     for step in steps:
-        batch, before = made.begin(step)
-        batch.task = asyncio.create_task(made.fill(step, batch, before))
+        batch = made.begin(step)
+        batch.task = asyncio.create_task(made.fill(batch))
         batches.append(batch)
     async with asyncio.timeout(5):
         await asyncio.gather(*(batch.task for batch in batches))
@@ -91,7 +101,7 @@ async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_o
     kept = sum(int(prompt.problem) % 3 == 0 for _, prompt in stream)
     assert sum(batch.reward_tried * batch.prompts_used for batch in batches) == pytest.approx(len(stream) - kept / 2)
     assert sum(batch.prompts_used for batch in batches) == batches[-1].next_position
-    kept = [open_group(group).prompt.id for batch in batches for group in batch.queue.lease(0, 1000)]
+    kept = [open_prompt(row).id for batch in batches for row in leased(batch.table, batch.step)]
     assert kept == [prompt.id for _, prompt in stream if int(prompt.problem) % 3 == 0]
 
     resumed, again = generation()
@@ -116,14 +126,16 @@ def test_a_batch_of_batch_scope_is_leased_when_its_last_group_is_there_with_the_
         train={"mode": mode, "prompts_per_step": 2},
         rollout={"group_size": 2},
     )
-    batch = Batch.of(config, 1)
-    made = [seal_group(replace(group(1, 0, rewards=(float(n), 0.0), statuses=("ok",) * 2), index=n)) for n in (1, 0)]
-    batch.put(made[0], config)
-    assert batch.queue.lease(0, 1000) == []
-    batch.put(made[1], config)
-    leased = {one.index: open_group(one, batch.queue.batch) for one in batch.queue.lease(0, 1000)}
-    assert [list(row) for row in batch.queue.batch.values] == [[0.0, 0.0], [1.0, 0.0]]
-    advantages = torch.stack([Credit.of(config).advantages(leased[index]) for index in range(2)])
+    table = RowTable(stages_of(config, None))
+    table.begin(1, 2)
+    made = [pack_group(replace(group(1, 0, rewards=(float(n), 0.0), statuses=("ok",) * 2), index=n)) for n in (1, 0)]
+    table.put(made[0])
+    assert leased(table, 1) == ()
+    table.put(made[1])
+    batch = table.batch_scores(1, {})
+    groups = {row.index: open_group(row, batch) for row in leased(table, 1)}
+    assert [list(row) for row in batch.values] == [[0.0, 0.0], [1.0, 0.0]]
+    advantages = torch.stack([Credit.of(config).advantages(groups[index]) for index in range(2)])
     whole = ADVANTAGES["reinforce_plus_plus"](torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.full((2, 2), 2.0))
     assert torch.equal(advantages, whole)
 

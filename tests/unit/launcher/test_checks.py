@@ -3,12 +3,14 @@ import json
 import pytest
 from transformers import AutoConfig
 
-from engine.config import Config, Evaluate, Model, Parallel, Platform, Rollout
+from engine.config import Algorithm, Config, Evaluate, Model, Parallel, Platform, Rollout
+from engine.config.placing import overlaps, scorer_devices
 from engine.config.recipe import HOME, load
+from engine.config.stages import Stage
 from engine.errors import BadInput
 from engine.launcher.checks import EMBEDDED, check_instances, check_rollouts, check_training
 from engine.run.vllm_command import MARKER, PYTHON
-from support.runs import config_of
+from support.runs import base_settings, config_of
 from support.tiny_models import save
 from tasks.input_checks import _check_prompts, _warn, check_inputs
 
@@ -39,6 +41,33 @@ def test_a_model_with_experts_is_refused_for_the_embedded_engine(tmp_path):
         BadInput, match=r'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'
     ):
         check_rollouts(a_config(tmp_path))
+
+
+def test_a_scorers_layout_that_does_not_fit_the_model_is_refused_by_its_own_keys(tiny_model, problems, tmp_path):
+    given = base_settings(tiny_model, problems, tmp_path) | {"algorithm.kl_coef": 0.1}
+    check_training(config_of(given | {"stages.reference.tensor": 2}))
+    with pytest.raises(BadInput, match=r"stages.reference.tensor = 3 does not divide its 4 attention heads"):
+        check_training(config_of(given | {"stages.reference.tensor": 3}))
+    with pytest.raises(BadInput, match=r"stages.reference.pipeline = 4 does not divide its 2 layers"):
+        check_training(config_of(given | {"stages.reference.pipeline": 4}))
+
+
+def test_instances_that_would_get_a_scorers_devices_are_refused():
+    def on(devices, scored):
+        return Config(
+            rollout=Rollout(engine="vllm", devices=devices),
+            platform=Platform(device="cuda"),
+            algorithm=Algorithm(kl_coef=0.1),
+            stages={"reference": Stage(tensor=2, devices=scored)},
+        )
+
+    assert scorer_devices(on([3], [])) == [1, 2]
+    assert list(overlaps(on([3], []))) == []
+    assert "rollout.devices names [2], which ranks of [stages.reference] have; theirs are [1, 2]" in list(
+        overlaps(on([2], []))
+    )
+    assert list(overlaps(on([1], [2, 3]))) == []
+    assert "set rollout.devices = [3]" in next(overlaps(on([], [])))
 
 
 @pytest.mark.parametrize("device", ["cuda", "npu", "auto"])

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 from engine.errors import MetronomeError
 from engine.launcher.dynamic_sampling import DynamicSampling, is_unequal
 from engine.types import Group, Prompt, Response, Score
-from engine.wire.sealed import open_group, seal_group
+from engine.wire.columns import open_group, pack_group
 
 
-def group(number, unequal):
+def group(number, unequal, excluded=False):
     response = Response(
         token_ids=(5,),
         logprobs=(-0.5,),
@@ -19,9 +19,9 @@ def group(number, unequal):
         seed=0,
         instance="instance-0",
     )
-    scores = (Score(1.0), Score(0.0 if unequal else 1.0))
+    scores = (Score(1.0), Score(0.0 if unequal else 1.0, excluded=excluded))
     prompt = Prompt(f"prompt {number}", "", "", (1,))
-    return seal_group(Group(step=7, index=number, prompt=prompt, responses=(response,) * 2, scores=scores))
+    return pack_group(Group(step=7, index=number, prompt=prompt, responses=(response,) * 2, scores=scores))
 
 
 def selected(verdicts, wanted, room, pick):
@@ -96,3 +96,4 @@ def test_the_error_names_step_limit_and_keys():
 def test_unequal_is_what_the_verifier_says():
     assert is_unequal(group(0, True))
     assert not is_unequal(group(0, False))
+    assert not is_unequal(group(0, True, excluded=True))

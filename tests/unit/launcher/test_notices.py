@@ -6,7 +6,7 @@ import pytest
 from engine.launcher import notices as module
 from engine.launcher.notices import Notices
 from engine.types import Score
-from engine.wire.codec import pack_response
+from engine.wire.columns import pack_response
 from support.groups import numbered_group
 
 
@@ -87,6 +87,24 @@ def test_what_goes_wrong_in_a_group(clock):
         "rewards: 1 of 2 groups have equal scores and teach nothing (equal_groups)",
         "rewards: 1 of 6 scores timed out and count as 0: no score within 10 s",
         "rewards: 1 of 6 scores failed, count as 0: it raised",
+    ]
+
+
+def test_excluded_responses_are_told_as_such_and_make_no_scores_unequal(clock):
+    lines, notices = told()
+    scores = [
+        Score(0.0, "timeout", "no score within 10 s", excluded=True),
+        Score(0.0, "error", "it raised", excluded=True),
+        Score(0.5, "ok", "no sandbox", excluded=True),
+        Score(1.0),
+    ]
+    notices.group([sampled(2, "stop")] * 4, scores, max_new_tokens=48)
+    notices.close()
+    assert lines == [
+        "rewards: 1 of 1 groups have equal scores and teach nothing (equal_groups)",
+        "rewards: 1 of 4 scores timed out; their responses are excluded: no score within 10 s",
+        "rewards: 1 of 4 scores failed; their responses are excluded: it raised",
+        "rewards: 1 of 4 responses were excluded by their reward: no sandbox",
     ]
 
 

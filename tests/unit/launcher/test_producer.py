@@ -14,8 +14,7 @@ from engine.launcher import producer
 from engine.launcher.pool.instance_client import Busy, InstanceFault, SamplingSettings
 from engine.launcher.producer import Producer
 from engine.types import Prompt, Score
-from engine.wire.codec import PackedResponse, pack_ids
-from engine.wire.sealed import open_group
+from engine.wire.columns import PackedResponse, open_prompt, pack_ids
 
 LIMIT_S = 0.3
 
@@ -69,7 +68,7 @@ class World:
         pass
 
     async def put(self, group):
-        self.groups.append(open_group(group).prompt.id)
+        self.groups.append(open_prompt(group).id)
 
     async def run(self, *prompts, epoch=0):
         made = Producer(

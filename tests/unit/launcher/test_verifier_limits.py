@@ -141,7 +141,7 @@ async def test_a_reward_with_too_many_processes_ends_with_all_of_them_by_name(re
 
 
 async def test_a_reward_may_start_as_many_processes_as_the_limit_says(reward, tmp_path):
-    spec = reward(BOMB.format(each=2, depth=3, notes=str(tmp_path), then=0.5))
+    spec = reward(BOMB.format(each=2, depth=3, notes=str(tmp_path), then=2))
     async with VerifierPool.of(Reward(function=spec, processes=30)) as pool:
         assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
     async with VerifierPool.of(Reward(function=spec, processes=29, on_error="zero")) as pool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from engine.model import experts
+from engine.trainer.micro_batches import micro_batches
 from support.policies import a_group, a_policy
 from support.tiny_models import save
 
@@ -29,7 +30,7 @@ def gradients(settings, folder, **changes):
     policy.start_step()
     group = a_group((4, 0, 16, 1), seed=2)
     policy.accumulate([group])
-    scores = policy._policy_scores(policy._frozen_scores(policy.packing.micro_batches([group])))[0]
+    scores = policy._policy_scores(policy._frozen_scores(micro_batches([group], policy.packing, policy.credit)))[0]
     return scores, {name: one.main_grad.clone() for name, one in policy.models.policy.named_parameters()}
 
 

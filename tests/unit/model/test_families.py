@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from engine.errors import BadInput
 from engine.model.families import FAMILIES, rules, settings
-from engine.model.shape import SUPPORTED, Experts, Llama3Scaling, ModelShape, read_shape
+from engine.model.shape import SUPPORTED, Experts, Llama3Scaling, ModelShape, end_of_sequence_ids, read_shape
 from support.tiny_models import LLAMA3_ROPE, save
 
 LLAMA = {  # Llama 3.2 1B as transformers 4 wrote it
@@ -194,3 +194,20 @@ def test_settings(tmp_path):
     assert moe["moe_layer_freq"] == [1] * 48
     assert moe["moe_router_pre_softmax"] is False
     assert settings(shape_of(tmp_path, MOE | {"norm_topk_prob": False}))["moe_router_pre_softmax"] is True
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [({"eos_token_id": 7}, {"eos_token_id": [8, 9]}, {7, 8, 9}), (None, {"eos_token_id": 8}, {8}), ({}, {}, set())],
+)
+def test_a_response_may_end_with_the_ids_of_both_configurations(tmp_path, generation, config, ids):
+    for name, content in (("generation_config.json", generation), ("config.json", config)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    assert end_of_sequence_ids(tmp_path) == ids
+
+
+def test_a_damaged_generation_config_is_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1,')
+    with pytest.raises(BadInput, match=r"generation_config\.json: not valid JSON"):
+        end_of_sequence_ids(tmp_path)

@@ -5,7 +5,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from engine.model import weight_gradients
-from engine.trainer import models
+from engine.ranks import models
 from support.policies import a_group, a_policy
 from support.tiny_models import save
 

@@ -9,7 +9,9 @@ import pytest
 
 from engine.launcher.verifier_pool import VerifierPool
 from engine.reward.answers import tidy
-from engine.reward.equality import canonical, number, same
+from engine.reward.canonical import canonical
+from engine.reward.equality import same
+from engine.reward.quantities import number
 from engine.reward.verifiers import math
 from engine.types import Prompt, Response
 from engine.verifier.reward_function import load_reward
@@ -17,6 +19,7 @@ from engine.verifier.worker import MEMORY
 from support.changed_answers import changed, value
 from support.hostile_strings import hostile
 from support.spellings import SPELLINGS, bare
+from support.verdicts import score
 
 ANSWERS = [
     "142",
@@ -67,15 +70,6 @@ ANSWERS = [
     "p - q",
 ]
 """One of each shape that the public problem sets have."""
-
-
-def score(answer, text):
-    return math(
-        Prompt("id", "", answer, ()),
-        Response(
-            token_ids=(), logprobs=(), versions=(), loss_mask=(), finish_reason="stop", text=text, seed=0, instance=""
-        ),
-    ).value
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -193,6 +187,35 @@ def test_other_answers(gold, found):
 
 
 @pytest.mark.parametrize(
+    ("chain", "backwards", "others"),
+    [
+        (r"1 < x \le 3", r"3 \ge x > 1", (r"3 \le x < 1", r"3 > x \ge 1", r"3 \ge x > 2")),
+        ("1<x<3", "3 > x > 1", ("3 < x < 1", "1 > x > 3", "0 < x < 3")),
+        ("a<b<c", "c > b > a", ("c<b<a", "a<c<b")),
+        (r"-1 \ge y \ge -5", r"-5 \le y \le -1", (r"-5 \ge y \ge -1", r"-5 \le y < -1")),
+    ],
+)
+def test_a_chain_of_relations_may_be_read_from_its_end_with_the_signs_turned(chain, backwards, others):
+    assert same(chain, backwards)
+    assert same(backwards, chain)
+    assert [other for other in others if same(chain, other)] == []
+
+
+@pytest.mark.parametrize(
+    ("gold", "found", "other"),
+    [
+        ("500000", r"5\text{ hundred thousand}", r"5\text{ thousand}"),
+        ("3000000000", r"3\text{ thousand million}", r"3\text{ million}"),
+        (r"-1\frac{1}{2}", "-1.5", "1.5"),
+        (r"-\frac{3}{2}", r"-1\frac{1}{2}", r"1\frac{1}{2}"),
+    ],
+)
+def test_number_words_multiply_and_mixed_numbers_keep_their_sign(gold, found, other):
+    assert same(gold, found)
+    assert not same(gold, other)
+
+
+@pytest.mark.parametrize(
     ("text", "found"),
     [
         ("Since $x=3$, the answer is 42.", "42"),
@@ -209,11 +232,17 @@ def test_answers_that_are_not_boxed(text, found):
     assert score("987654", text) == 0
 
 
+def test_a_formula_far_behind_the_word_answer_is_not_the_answer():
+    text = f"The answer is 42. {'We have looked at every case. ' * 5}Note that $7$ is prime."
+    assert score("42", text) == 1
+    assert score("7", text) == 0
+
+
 def test_canonical_and_number():
     assert canonical(r"\left( \dfrac12 ,\; \sqrt 3 \right) .") == r"(\frac{1}{2},\sqrt{3})"
     assert canonical(r"\pi r^{2}") == r"\pi r^2"
     assert canonical(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}") == r"\begin{pmatrix}1\\2\end{pmatrix}"
-    assert number("-3.50") == (-7 / 2, False)
+    assert number("-3.50") == (-7 / 2, False, True)
     assert number("1/0") is number("x") is number("") is number("9" * 10_000) is None
 
 

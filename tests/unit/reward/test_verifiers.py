@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from engine.reward.verifiers import exact, last_boxed, math
+from engine.reward.verifiers import exact, final_answer, last_boxed, math
 from engine.types import Prompt, Response
 
 
@@ -50,6 +50,9 @@ SPELLINGS = [
     (r"\frac{14}{3}", r"\boxed{4\frac{2}{3}}"),
     ("0.5", r"\boxed{\frac12}"),
     (r"\boxed{60}", "Therefore the answer is 60"),
+    (r"so it is \boxed{(1,2)}, as was to be shown", r"\boxed{(1, 2)}"),
+    (r"\boxed{\text{two lines}}", r"\boxed{\text{two lines}}"),
+    (r"\boxed{1, 2}", r"\boxed{2, 1}"),
     (r"\(7\)", r"\boxed{$7$}"),
     (r"90^\circ", r"\boxed{90}"),
     (r"\$42409", r"\boxed{42409}"),
@@ -102,6 +105,8 @@ def test_math_rejects_other_answers(answer, text):
         (r"\boxed{1}", "1"),
         (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x = 1 \right.} }", r"\left\{ x = 1 \right."),
+        (r"\boxed{x \in [0, 1\}} }", r"x \in [0, 1\}"),
         (r"{ \boxed {1}", "1"),
         (r"\boxed{1} \boxed{2", "1"),
         (r"\boxed 1", None),
@@ -110,6 +115,23 @@ def test_math_rejects_other_answers(answer, text):
 )
 def test_last_boxed(text, content):
     assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{1}", "1"),
+        (r"$x=\boxed{1}$ and $y = \boxed{2}$", "x=1 and y =2"),
+        (r"\boxed{1}, \boxed{2}, or \boxed{3}", "1 , 2 or 3"),
+        (r"\boxed{1}, \boxed{1}", "1"),
+        (r"\boxed{1}. \boxed{2}", "2"),
+        (r"\boxed{1} is wrong, but not \boxed{2}", "2"),
+        (r"\boxed{\boxed{5}}", r"\boxed{5}"),
+        ("", None),
+    ],
+)
+def test_boxes_with_only_a_separator_between_them_are_one_list(text, answer):
+    assert final_answer(text) == answer
 
 
 GARBAGE = ["\\boxed{" * 20_000, "{" * 100_000, "1 " * 50_000, "$" * 50_000, "answer is " * 10_000, "\\frac{" * 2_000]

@@ -1,11 +1,12 @@
 """What the environment of the trainer's ranks adds: on one node their collectives stay on loopback."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from engine.config.recipe import load
-from engine.run.commands import STORE_IS_HERE, trainer_environment
+from engine.run.commands import scorer_environment, store_command, trainer_environment
 
 NAMES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"}
 VLLM = ["rollout.engine=vllm"]
@@ -35,8 +36,55 @@ def test_what_the_user_has_set_stays(monkeypatch):
     assert "NCCL_SOCKET_IFNAME" not in trainer_environment(load(None), False)
 
 
-def test_the_ranks_beside_transferqueue_know_of_it():
-    elsewhere = ["queue.store=transferqueue", "queue.unauthenticated=true"]
-    assert STORE_IS_HERE in trainer_environment(load(None, elsewhere), False)
-    assert STORE_IS_HERE in trainer_environment(load(None, [*elsewhere, *SEVERAL]), False)
-    assert STORE_IS_HERE not in trainer_environment(load(None), False)
+EXPANDABLE = {"PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"}
+OLDER = "PYTORCH_CUDA_ALLOC_CONF"  # for CUDA torch reads it before PYTORCH_ALLOC_CONF
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "own", "added"),
+    [
+        (1, {}, EXPANDABLE),
+        (2, {}, EXPANDABLE | {CONNECTIONS}),
+        (2, {CONNECTIONS: "8"}, EXPANDABLE),
+        (1, {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF"}),
+        (1, {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_NPU_ALLOC_CONF"}),
+        (1, {OLDER: "max_split_size_mb:64"}, {"PYTORCH_NPU_ALLOC_CONF"}),
+    ],
+)
+def test_what_ranks_get_where_the_user_has_set_nothing(monkeypatch, tensor, own, added):
+    names = EXPANDABLE | {OLDER, CONNECTIONS}
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    layout = [f"parallel.tensor={tensor}"]
+    scorer = [f"stages.reference.tensor={tensor}", "algorithm.kl_coef=0.1"]
+    values = dict.fromkeys(EXPANDABLE, "expandable_segments:True") | {CONNECTIONS: "1"}
+    for found in (
+        trainer_environment(load(None, layout), False),
+        trainer_environment(load(None, [*layout, "parallel.data=2", *SEVERAL[1:]]), True),
+        scorer_environment(load(None, scorer), "reference"),
+    ):
+        assert {name: found[name] for name in names & found.keys()} == {name: values[name] for name in added}
+
+
+STORED = ["queue.store=transferqueue", "queue.unauthenticated=true"]
+CLUSTER = [*STORED, "queue.address=head:6379", "queue.units=3"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fetch"),
+    [([], False), (STORED, True), ([*STORED, *SEVERAL], False), (CLUSTER, True), ([*CLUSTER, *SEVERAL], True)],
+)
+def test_leaders_fetch_from_a_store_that_all_of_them_can_reach(overrides, fetch):
+    assert load(None, overrides).leaders_fetch == fetch
+
+
+def test_transferqueue_joins_a_cluster_where_an_address_is_given():
+    command = store_command(load(None, CLUSTER).queue, "metronome-run", Path("/place"))
+    assert command[3:] == [
+        *("--units", "3", "--name", "metronome-run", "--addresses", "/place/addresses", "--address", "head:6379")
+    ]
+    command = store_command(load(None, STORED).queue, "metronome-run", Path("/place"))
+    assert command[-2:] == ["--folder", "/place/ray"]

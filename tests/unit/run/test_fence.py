@@ -10,12 +10,9 @@ import pytest
 from engine.config import Config, Run
 from engine.errors import BadInput, MetronomeError, TakenOver
 from engine.launcher import launch
-from engine.launcher.pool.joining import serve_joining
-from engine.launcher.pool.pool import Pool
 from engine.run.fence import TAKEN_OVER, Fence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.wire.address import ADDRESS_FILE
 from support.run_folders import a_checkpoint, finished
 
 
@@ -91,9 +88,9 @@ async def test_a_launcher_stops_at_its_next_sign_of_life_also_where_no_step_ends
     folder.fence = Fence.begin(folder.path)
     launcher = launch._Launcher(config, folder, resume=False, replay=None)
     launcher._beating = asyncio.create_task(launcher._beat())
-    serving = asyncio.create_task(asyncio.sleep(60))
-    coordinator = SimpleNamespace(check=partial(asyncio.sleep, 0), failure=None)
-    waiting = asyncio.create_task(launcher._wait_for_trainer(SimpleNamespace(alive=True), serving, coordinator))
+    server = SimpleNamespace(bug=asyncio.get_running_loop().create_future())
+    plane = SimpleNamespace(check=partial(asyncio.sleep, 0), failure=None)
+    waiting = asyncio.create_task(launcher._wait_for_trainer(SimpleNamespace(alive=True), server, plane))
     await asyncio.sleep(0.7)
     assert not waiting.done()
     Fence.begin(folder.path)
@@ -101,7 +98,6 @@ async def test_a_launcher_stops_at_its_next_sign_of_life_also_where_no_step_ends
     with pytest.raises(TakenOver):
         await asyncio.wait_for(waiting, 5)
     assert folder.heartbeat.stat().st_mtime_ns == touched
-    serving.cancel()
 
 
 def test_the_exit_status_says_that_another_launcher_has_begun(tmp_path, monkeypatch, capsys):
@@ -113,13 +109,6 @@ def test_the_exit_status_says_that_another_launcher_has_begun(tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["launch", "--config", str(tmp_path / "config.toml")])
     assert launch.main() == TAKEN_OVER == 3
     assert capsys.readouterr().err.startswith("error: TakenOver: another launcher")
-
-
-async def test_the_older_launcher_leaves_the_newer_ones_address(tmp_path):
-    pool = Pool(Config(), tmp_path, tmp_path)
-    async with serve_joining(pool, Config(), tmp_path):
-        (tmp_path / ADDRESS_FILE).write_text("127.0.0.1:1\n")
-    assert (tmp_path / ADDRESS_FILE).read_text() == "127.0.0.1:1\n"
 
 
 def test_a_process_without_a_launcher_is_not_fenced_off(tmp_path):

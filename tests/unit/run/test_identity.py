@@ -1,12 +1,15 @@
 """A run's number: whose checkpoints it resumes from, and which places it does not begin in."""
 
 import json
+import time
+import uuid
+from datetime import timedelta
 
 import pytest
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.run.identity import claim, identity
+from engine.run.identity import began, claim, identity, known_number
 from tasks.input_checks import check_run_folder
 
 
@@ -31,6 +34,17 @@ def test_a_number_is_given_once(config):
     assert identity(config.folder) == first
 
 
+def test_a_number_says_when_its_run_began(config):
+    """To the millisecond, whatever the time is later."""
+    before = time.time()
+    claim(config.folder, config, resume=False)
+    number = identity(config.folder)
+    assert before - 0.001 <= began(number).timestamp() <= time.time()
+    assert uuid.UUID(number).version == 7
+    assert began(number).utcoffset() == timedelta(0)
+    assert began("") is None
+
+
 def test_a_run_does_not_begin_among_the_checkpoints_of_another(config, tmp_path):
     checkpoint(tmp_path / "place/nightly", 96, run="other")
     checkpoint(tmp_path / "place/nightly", 100, run="other")
@@ -53,8 +67,11 @@ def test_a_lost_run_folder_gets_the_number_of_the_newest_checkpoint(config, tmp_
     checkpoint(tmp_path / "place/nightly", 96, run="older")
     checkpoint(tmp_path / "place/nightly", 100, run="lost")
     check_run_folder(config, resume=True)
+    assert known_number(config) == "lost"
+    assert identity(config.folder) == ""
     claim(config.folder, config, resume=True)
     assert identity(config.folder) == "lost"
+    assert known_number(config) == "lost"
 
 
 def test_checkpoints_in_the_run_folder_say_who_it_is_before_those_of_the_place(config, tmp_path):

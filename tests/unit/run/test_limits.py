@@ -8,10 +8,11 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
-from engine.config import Algorithm, Checkpoint, Config, DryRun, Evaluate, Parallel, Platform, Rollout, Run, Train
+from engine.config import Algorithm, Checkpoint, Config, DryRun, Evaluate, Parallel, Platform, Rollout, Run, Train, tree
 from engine.errors import BadInput
 from engine.run import limits
 from support.run_folders import a_checkpoint
+from support.runs import config_of
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -51,6 +52,15 @@ def test_instances_that_join_are_counted_and_samples_of_an_evaluation(monkeypatc
     assert limits.open_files(more) > more.rollout.concurrency * 1024
     monkeypatch.setattr(limits, "reachable_limit", lambda: 1024)
     limits.check_open_files(Config())
+
+
+def test_the_ranks_of_a_scorer_are_counted(monkeypatch):
+    monkeypatch.setattr(tree, "usable_cores", lambda: [0])
+    with_scorer = config_of(
+        {"algorithm.kl_coef": 0.1, "stages.reference.tensor": 2, "stages.reference.data": 2, "platform.device": "cuda"}
+    )
+    assert limits.threads(with_scorer) - limits.threads(Config()) == 4 * (1 + limits.OWN_THREADS)
+    assert limits.shared_memory(with_scorer) == 4 * limits.RANK_SHARED
 
 
 def test_processes_are_counted(tmp_path, monkeypatch):

@@ -7,13 +7,11 @@ import pytest
 
 from engine.config import Config, Tracking, Train
 from engine.config import Run as RunTable
-from engine.config.recipe import load
 from engine.errors import BadInput
 from engine.run.folder import RunFolder
 from engine.tools.comparison import run_figures
 from engine.tools.comparison.verdict import differences
 from support.compared_runs import evaluation, step
-from support.last_release import write_old_config
 from support.simulated_runs import config, simulated_run, with_model
 from tasks.compare import compare, from_folder, from_mlflow
 from tasks.tracking import tracked_run
@@ -70,16 +68,6 @@ def test_a_folder_and_an_mlflow_run_read_the_same(stored):
     assert run_figures.elapsed(one) == run_figures.elapsed(other)
     for key in ("avg_at_k", "ci_low", "ci_high", "step", "weight_version", "benchmark"):
         assert one.evaluations[0][key] == other.evaluations[0][key]
-
-
-def test_a_folder_of_the_last_release_differs_in_nothing_but_its_settings(stored, tmp_path):
-    folder, run_id, uri = stored
-    config = load(folder / "config.toml")
-    (tmp_path / "steps.jsonl").write_text((folder / "steps.jsonl").read_text())
-    write_old_config(config, tmp_path / "config.toml", start="nightly")
-    assert differences([from_folder(tmp_path), from_mlflow(run_id, uri)]) == {}
-    write_old_config(load(folder / "config.toml", ["algorithm.bapo.share=0.4"]), tmp_path / "config.toml")
-    assert differences([from_folder(folder), from_folder(tmp_path)]) == {"algorithm.bapo.share": ["0.5", "0.4"]}
 
 
 def test_compare_takes_both_and_says_what_it_found(stored, tmp_path):

@@ -43,7 +43,7 @@ def test_a_deployed_flow_run_ends_as_crashed_without_mlflow(monkeypatch):
         raise TrackingAway("MLflow did not answer")
 
 
-def evaluated(config, model, version):
+def evaluated(config, model, version, seconds=1.0):
     """As an evaluation leaves it in the run folder, with one wrong response to each problem."""
     folder = RunFolder(config.folder)
     config = with_evaluation_context(config)
@@ -70,7 +70,7 @@ def evaluated(config, model, version):
             benchmark=benchmark,
             groups=groups,
             verifier=None,
-            more={"seconds": 1.0},
+            more={"seconds": seconds},
         )
     )
 
@@ -98,6 +98,10 @@ def test_what_a_run_has_evaluated_is_not_sampled_again(settings, tiny_model, mon
     for values in ({"run_seed": 1}, {"evaluate_samples": 2}, {"evaluate_problems": 5}, {"evaluate_max_context": 81}):
         assert done_before(changed(**values), folder.policy, 3, folder) is None, values
     assert done_before(changed(train_learning_rate=0.5), folder.policy, 3, folder) == [found]
+
+    again = evaluated(config, folder.policy, 3, seconds=2.0)
+    [found] = done_before(config, folder.policy, 3, folder)
+    assert found["seconds"] == again["seconds"] == 2.0  # the newest
 
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: pytest.fail("sampled"))
     assert evaluate.evaluate_once(config, folder.policy, 3) == found

@@ -91,5 +91,7 @@ def test_how_far_a_copy_is():
     done = [0]
     look = how_far.copied("uploaded", lambda: done[0], 4 * 2**30)
     assert look() == how_far.HowFar("uploaded: 0.0 MiB of 4.00 GiB", 0.0)
+    done[0] = 300 * 2**20
+    assert look() == how_far.HowFar("uploaded: 300.0 MiB of 4.00 GiB", 300 / 4096)
     done[0] = 2**30
     assert look() == how_far.HowFar("uploaded: 1.00 GiB of 4.00 GiB", 0.25)

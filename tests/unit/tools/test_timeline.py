@@ -48,10 +48,20 @@ def test_overlapping_spans_get_rows_of_their_own_and_rows_are_used_again():
 
 
 def test_lanes_are_ordered_by_role():
-    lanes = ["zebra", "verifier", "pool instance-0", "instances", "instance-1", "instance-0", "trainer-0"]
+    lanes = [
+        "zebra",
+        "verifier",
+        "pool instance-0",
+        "instances",
+        "instance-1",
+        "instance-0",
+        "scorer-reference-0",
+        "trainer-0",
+    ]
     spans = [span(lane, "train", 0, 1) for lane in lanes]
     assert lanes_of(spans) == [
         "trainer-0",
+        "scorer-reference-0",
         "instance-0",
         "instance-1",
         "instances",
@@ -101,6 +111,7 @@ def test_the_page_says_what_each_lane_and_colour_shows(page):
     assert lane("trainer-3 bubble") != lane("trainer-3") != lane("instance-0")
     assert lane("pool instance-0").startswith("the state")
     assert lane("a-guest-of-another-host") == lane("instance-0")
+    assert "frozen model" in lane("scorer-reference-0")
     assert legend(["instance-0", "instance-1"], []) == [("instance-0 … instance-1", lane("instance-0"))]
 
 

@@ -1,7 +1,9 @@
 """Losses of batch scope in the trainer: statistics over the whole step, whatever its windows and micro-batches."""
 
 import random
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens
 from engine.algorithm.losses import LOSSES
 from engine.errors import BadInput
-from engine.trainer.held_windows import check_scope
+from engine.run.trace import Trace, read_spans
+from engine.trainer.held_windows import HeldWindows, Scored, check_scope
 from support.policies import a_group, a_policy, gradients
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -136,13 +139,40 @@ def test_ones_own_batch_scope_is_refused_in_periodic():
     check_scope("grpo", LOSSES["grpo"], "periodic")
 
 
-def test_each_window_that_was_held_is_told_of_as_it_is_trained(settings, groups):
+def test_each_window_that_was_held_is_traced_and_a_sign_of_life_as_it_is_trained(settings, groups, tmp_path):
     policy = policy_of(settings, "bapo")
-    policy.start_step()
+    policy.trace = Trace(tmp_path, "trainer")
+    beats = []
+    policy.heartbeat = lambda: beats.append(time.time())
+    policy.start_step(4)
     for group in groups:
         policy.accumulate([group])
-    pieces = []
-    policy.reduce(12, lambda started, ended: pieces.append((started, ended)))
-    assert len(pieces) == 3
-    assert all(started <= ended for started, ended in pieces)
-    assert pieces == sorted(pieces)
+    assert beats == []
+    policy.update(12)
+    policy.trace.flush()
+    spans = [span for span in read_spans(tmp_path) if span["name"] in ("train", "update")]
+    assert [span["name"] for span in spans] == ["train"] * 6 + ["update"]
+    assert all(span["step"] == 4 for span in spans)
+    assert [span.get("groups") for span in spans[:3]] == [[0], [1], [2]]
+    assert [span["micro_batches"] for span in spans[:6]] == [0] * 3 + [1] * 3
+    assert [span["computed_tokens"] > 0 for span in spans[:6]] == [False] * 3 + [True] * 3
+    assert len(beats) == 3
+    assert all(span["end"] <= beat for span, beat in zip(spans[3:6], beats, strict=True))
+
+
+def window_of(*log_ratios):
+    """A window of one micro-batch, all of whose tokens have the advantage 1, and its log-ratios."""
+    ones = torch.ones(len(log_ratios))
+    return [Scored(SimpleNamespace(weights=ones, advantages=ones), None, None)], [torch.tensor(log_ratios)]
+
+
+def test_the_statistics_of_an_update_are_of_its_own_tokens():
+    """And not of those of the updates before it in the step."""
+    alone = SimpleNamespace(judges=True, gather=lambda tokens: [tokens])
+    windows = [window_of(0.1, 0.1, 0.1), window_of(0.1, 0.2, 0.3)]
+    found = HeldWindows(LOSSES["m2po"], BatchLossSettings(), alone)
+    for window, logs in windows:
+        found.add_log_ratios(window, logs)
+        fresh = HeldWindows(LOSSES["m2po"], BatchLossSettings(), alone)
+        fresh.add_log_ratios(window, logs)
+        assert found.statistics() == fresh.statistics()

@@ -1,99 +1,204 @@
-"""The loop around a policy and rollouts reduced to the order of their calls."""
+"""The loop around a trainer of plain Python, and rollouts reduced to the order of their calls."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
-import torch  # noqa: F401  (the trainer's modules need it)
+import torch
 
 from engine.config import Config
-from engine.errors import BadInput
+from engine.errors import BadInput, RatioGapError
 from engine.run.trace import Trace, read_spans
-from engine.trainer.loop import Loop
+from engine.trainer.loop import Loop, Trainer
+from engine.types import Landed
+from support.groups import numbered_group
 
 
-class Calls:
-    """Any method, noted by name; some return something, `failing` raises."""
+class Plain(Trainer):
+    """What the loop needs of a trainer, and no more."""
 
-    def __init__(self, failing="", at=1):
-        """`failing`: the method that raises, the `at`th time it is called."""
-        self.calls = []
+    def __init__(self, calls, failing=""):
+        self.calls = calls
         self.failing = failing
-        self.at = at
-        self.models = SimpleNamespace(copy_policy_to_old=lambda: self.calls.append("copy"))
-        self.metrics = SimpleNamespace(add_wait=lambda seconds: None, computed_tokens=0, micro_batches=0)
-        self.sent_bytes = 5
+        self.weight = torch.zeros(1)
 
-    def __getattr__(self, name):
-        def call(*arguments, **named):
-            self.calls.append(name)
-            if name == self.failing and self.calls.count(name) == self.at:
-                raise BadInput(f"{name} failed")
-            if name == "reduce":
-                self.metrics.computed_tokens += 30
-                self.metrics.micro_batches += 2
-                arguments[1](1.0, 2.0)  # a window that was held
-            return {"publish": 0.0, "work": iter(()), "update": (1.0, 0.1), "figures": {"wait_s": 0.01}}.get(name)
+    def tensors(self):
+        yield "weight", self.weight
 
-        return call
+    def probe(self, token_ids):
+        return [-1.0] * (len(token_ids) - 1)
+
+    def accumulate(self, window):
+        self.calls.append(("accumulate", *(group.index for group in window)))
+
+    def update(self, responses):
+        self.calls.append(("update", responses))
+        if self.failing == "update":
+            raise BadInput("update failed")
+        self.weight += 1
+        return {"loss": 0.5}
 
 
-def run(tmp_path, policy, rollouts, updates=1):
-    config = Config(train={"steps": 1, "updates": updates})
+class Hooked(Plain):
+    """A trainer with more to say."""
+
+    gap = 0.0
+    has_moved = False
+
+    def start_step(self, step):
+        self.calls.append(("start_step", step))
+
+    def score_early(self, landed):
+        self.calls.append(("score_early", *(one.number for one in landed)))
+
+    def add_wait(self, seconds):
+        self.calls.append("add_wait")
+
+    def worst_gap(self):
+        self.calls.append("worst_gap")
+        return self.gap
+
+    def figures(self):
+        self.calls.append("figures")
+        return {"wait_s": 0.01, "versions_seen": [7]}
+
+
+class Rollouts:
+    """Gives the work that it was made with, in every step."""
+
+    sent_bytes = 5
+
+    def __init__(self, calls, work=(), seconds=0.0):
+        """`seconds`: how long the comparison of weights takes."""
+        self.calls = calls
+        self._work = work
+        self._seconds = seconds
+
+    def begin(self, start):
+        self.calls.append(("begin", start))
+
+    def publish(self, model, version):
+        self.calls.append(("publish", version, float(dict(model.tensors())["weight"])))
+        return 0.25
+
+    def start(self, step):
+        self.calls.append(("start", step))
+
+    def verify(self, model, version):
+        self.calls.append(("verify", version, model.probe([1, 2])))
+        time.sleep(self._seconds)
+
+    def work(self, step):
+        yield from self._work
+
+    def settle(self):
+        self.calls.append("settle")
+
+    def failed(self, error):
+        self.calls.append(("failed", str(error)))
+
+
+def run(trainer, rollouts, trace=None, rollout=None, **train):
+    """The figures of each step, and at which steps a checkpoint was due; also where the loop raises."""
+    told = []
     saved = []
-    loop = Loop(
-        config=config,
-        policy=policy,
-        rollouts=rollouts,
-        trace=Trace(tmp_path, "trainer"),
-        report=lambda step, figures: None,
-        checkpoint=lambda step, figures: saved.append(step),
-    )
-    try:
-        loop.run(0)
-    finally:
-        policy.saved = saved
-    return saved
-
-
-def test_gradient_control_decides_before_anything_moves_and_held_windows_are_signs_of_life(tmp_path):
-    policy = Calls()
-    rollouts = Calls()
-    assert run(tmp_path, policy, rollouts) == [1]
-    assert policy.calls == ["start_step", "reduce", "decide", "copy", "update", "figures"]
-    assert rollouts.calls == ["publish", "start", "verify", "work", "settle", "heartbeat"]
-
-
-def test_the_time_blocked_in_the_comparison_of_weights_is_a_part_of_the_step_of_its_own(tmp_path):
-    policy = Calls()
-    rollouts = Calls()
-    told = []
-    rollouts.verify = lambda models, version: time.sleep(0.05)
+    trainer.saved = saved
     Loop(
-        config=Config(train={"steps": 1}),
-        policy=policy,
+        config=Config(train={"steps": 1, "prompts_per_step": 2, **train}, rollout={"group_size": 2, **(rollout or {})}),
+        trainer=trainer,
         rollouts=rollouts,
-        trace=Trace(tmp_path, "trainer"),
+        trace=trace,
         report=lambda step, figures: told.append(figures),
-        checkpoint=lambda step, figures: None,
+        checkpoint=lambda step, figures: saved.append((step, figures is not None)),
     ).run(0)
-    (figures,) = told
-    assert 0.05 <= figures["check_s"] <= figures["step_s"] - figures["update_s"]
-    assert figures["wait_ratio"] == 0.01 / figures["step_s"]
+    return told
 
 
-def test_a_step_takes_as_long_as_it_takes_also_when_the_machines_clock_is_set_back(tmp_path, monkeypatch):
-    told = []
+def a_window(*indices):
+    return list(map(numbered_group, indices))
+
+
+def test_four_methods_make_a_trainer(tmp_path):
+    calls = []
+    trainer = Plain(calls)
+    told = run(trainer, Rollouts(calls, [a_window(1), a_window(0)]), Trace(tmp_path, "trainer"))
+    assert calls == [
+        ("begin", 0),
+        ("publish", 0, 0.0),
+        ("start", 0),
+        ("verify", 0, [-1.0]),
+        ("accumulate", 1),
+        ("accumulate", 0),
+        "settle",
+        ("update", 4),
+    ]
+    assert trainer.saved == [(1, True)]
+    assert {key: told[0][key] for key in ("loss", "groups", "versions_seen", "reward_mean", "sync_s")} == {
+        "loss": 0.5,
+        "groups": [1, 0],
+        "versions_seen": [0],
+        "reward_mean": 1.0,
+        "sync_s": 0.25,
+    }
+    spans = read_spans(tmp_path)
+    assert [one["bytes"] for one in spans if one["name"] == "sync"] == [5]
+    assert {one["name"] for one in spans} == {"sync", "check", "wait"}
+
+
+def test_a_trainer_that_has_more_to_say_is_called_in_the_order_of_algorithm_1():
+    calls = []
+    landed = Landed(step=0, group=0, number=3, prompt=(1,), token_ids=(2,))
+    told = run(Hooked(calls), Rollouts(calls, [[landed], a_window(0, 1)]), updates=2)
+    assert calls == [
+        ("begin", 0),
+        ("start_step", 0),
+        ("publish", 0, 0.0),
+        ("start", 0),
+        ("verify", 0, [-1.0]),
+        "add_wait",
+        ("score_early", 3),
+        "add_wait",
+        ("accumulate", 0, 1),
+        "worst_gap",
+        "add_wait",
+        "settle",
+        ("update", 2),
+        "figures",
+    ]
+    assert told[0]["versions_seen"] == [7]  # the trainer's own figures count
+    assert told[0]["wait_ratio"] == 0.01 / told[0]["step_s"]
+
+
+def test_a_gap_to_the_instances_ends_the_step_before_its_update():
+    calls = []
+    trainer = Hooked(calls)
+    trainer.gap = float("nan")
+    with pytest.raises(RatioGapError, match="step 0.*max.ratio - 1. = nan"):
+        run(trainer, Rollouts(calls, [a_window(0)]))
+    assert trainer.saved == [(0, False)]
+    assert ("update", 4) not in calls
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_error_leaves_a_checkpoint_of_the_weights_before_the_step_unless_it_has_changed_them(moved):
+    calls = []
+    trainer = Hooked(calls, failing="update")
+    trainer.has_moved = moved
+    with pytest.raises(BadInput, match="update failed"):
+        run(trainer, Rollouts(calls))
+    assert trainer.saved == ([] if moved else [(0, False)])
+    assert calls[-1] == ("failed", "update failed")
+
+
+def test_the_time_blocked_in_the_comparison_of_weights_is_a_part_of_the_step_of_its_own():
+    (figures,) = run(Plain([]), Rollouts([], seconds=0.05))
+    assert 0.05 <= figures["check_s"] <= figures["step_s"]
+    assert figures["wait_s"] < 0.05
+
+
+def test_a_step_takes_as_long_as_it_takes_also_when_the_machines_clock_is_set_back(monkeypatch):
     now = iter(range(10**9, 0, -3600))
     monkeypatch.setattr("time.time", lambda: float(next(now)))
-    Loop(
-        config=Config(train={"steps": 2}),
-        policy=Calls(),
-        rollouts=Calls(),
-        trace=Trace(tmp_path, "trainer"),
-        report=lambda step, figures: told.append(figures),
-        checkpoint=lambda step, figures: None,
-    ).run(0)
+    told = run(Plain([]), Rollouts([]), steps=2)
     assert len(told) == 2
     for figures in told:
         assert 0 <= figures["step_s"] < 60
@@ -101,56 +206,9 @@ def test_a_step_takes_as_long_as_it_takes_also_when_the_machines_clock_is_set_ba
         assert figures["wait_ratio"] > 0
 
 
-def test_a_batch_that_an_earlier_step_started_took_longer_than_its_own_step(tmp_path):
-    told = []
-    rollouts = Calls()
-    rollouts.verify = lambda models, version: time.sleep(0.02)
-    Loop(
-        config=Config(train={"steps": 3, "mode": "one_step_off"}, rollout={"partial": True}),
-        policy=Calls(),
-        rollouts=rollouts,
-        trace=Trace(tmp_path, "trainer"),
-        report=lambda step, figures: told.append(figures),
-        checkpoint=lambda step, figures: None,
-    ).run(0)
+def test_a_batch_that_an_earlier_step_started_took_longer_than_its_own_step():
+    rollouts = Rollouts([], seconds=0.02)
+    told = run(Plain([]), rollouts, rollout={"partial": True}, steps=3, mode="one_step_off")
     whole = [figures["rollout_to_train_end_s"] for figures in told]
     assert whole[0] < told[0]["step_s"]  # without the publish before it
     assert all(time > figures["step_s"] + 0.02 for time, figures in zip(whole[1:], told[1:], strict=True))
-
-
-def test_a_users_control_that_fails_leaves_a_checkpoint_of_the_weights_before_the_step(tmp_path):
-    policy = Calls(failing="decide")
-    rollouts = Calls()
-    with pytest.raises(BadInput, match="decide failed"):
-        run(tmp_path, policy, rollouts)
-    assert policy.saved == [0]
-    assert "copy" not in policy.calls
-    assert "update" not in policy.calls
-    assert rollouts.calls[-1] == "failed"
-
-
-def test_each_update_of_a_step_is_reduced_decided_and_made_in_turn(tmp_path):
-    policy = Calls()
-    rollouts = Calls()
-    assert run(tmp_path, policy, rollouts, updates=2) == [1]
-    assert policy.calls == ["start_step", *["reduce", "decide", "copy", "update"] * 2, "figures"]
-    assert rollouts.calls == ["publish", "start", "verify", "work", "settle", "heartbeat", "heartbeat"]
-
-
-def test_the_trace_says_what_each_window_computed_and_what_was_sent(tmp_path):
-    run(tmp_path, Calls(), Calls(), updates=2)
-    spans = read_spans(tmp_path)
-    sizes = [(one["computed_tokens"], one["micro_batches"]) for one in spans if one["name"] == "train"]
-    assert sizes == [(30, 2), (30, 2)]
-    assert [one["bytes"] for one in spans if one["name"] == "sync"] == [5]
-
-
-@pytest.mark.parametrize("failing", ["reduce", "decide"])
-def test_an_error_after_the_first_update_leaves_no_checkpoint_of_half_a_step(tmp_path, failing):
-    policy = Calls(failing, at=2)
-    rollouts = Calls()
-    with pytest.raises(BadInput, match=f"{failing} failed"):
-        run(tmp_path, policy, rollouts, updates=2)
-    assert policy.saved == []
-    assert policy.calls.count("update") == 1
-    assert rollouts.calls[-1] == "failed"

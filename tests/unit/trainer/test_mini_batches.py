@@ -1,11 +1,13 @@
 """Several updates per batch (`train.updates`): each is what a step of its own on its mini-batch would be."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from engine.config import Config
+from engine.errors import BadInput
 from support.policies import a_group, a_policy
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -17,6 +19,15 @@ PLAIN = {
     "algorithm__kl_coef": 0,
     "algorithm__old_policy": "behavior",
 }
+
+
+BATCH_SCOPE = {
+    "algorithm__loss": "m2po",
+    "algorithm__old_policy": "rollout",
+    "algorithm__m2po__threshold": 0.3,
+    "train__mode": "sync",
+}
+"""With this threshold some of an update's outward tokens are masked, and others are not."""
 
 
 def batch():
@@ -31,7 +42,7 @@ def alone(groups):
 def update(policy, responses=8):
     policy.reduce(responses)
     policy.models.copy_policy_to_old()
-    return policy.update()
+    return policy.step_optimizer()
 
 
 def step_of(policy, windows, updates):
@@ -58,10 +69,7 @@ def assert_equal_weights(ours, theirs):
         ({}, {"algorithm__old_policy": "previous"}),
         ({"algorithm__loss": "dapo"}, {"algorithm__loss": "dapo", "algorithm__old_policy": "previous"}),
         ({"algorithm__advantage": "gpg"}, {"algorithm__advantage": "gpg", "algorithm__old_policy": "previous"}),
-        (
-            {"algorithm__loss": "m2po", "algorithm__old_policy": "rollout", "train__mode": "sync"},
-            {"algorithm__loss": "m2po", "algorithm__old_policy": "rollout", "train__mode": "sync"},
-        ),
+        (BATCH_SCOPE, BATCH_SCOPE),
     ],
     ids=["rollout", "behavior", "tokens", "gpg", "batch-scope"],
 )
@@ -73,6 +81,8 @@ def test_two_updates_of_a_step_are_two_steps_on_half_the_batch(settings, changes
     expected = [*step_of(theirs, [alone(groups[:2])], 1), *step_of(theirs, [alone(groups[2:])], 1)]
     assert found == expected  # norms and learning rates
     assert found[0][1] < found[1][1]  # the warm-up counts updates
+    assert ours._statistics == theirs._statistics
+    assert all(map(math.isfinite, ours._statistics))  # some token is masked, or batch-scope would show nothing
     assert_equal_weights(ours, theirs)
 
 
@@ -111,6 +121,45 @@ def test_figures_are_over_all_updates(settings):
     losses = [loss / 8 for loss in policy.metrics.losses]
     assert losses[0] != losses[1]
     assert figures["loss"] == pytest.approx(sum(losses) / 2)
+
+
+@pytest.mark.parametrize(("failing", "at"), [("", 0), ("decide", 1), ("decide", 2), ("reduce", 2)])
+def test_each_update_of_a_step_is_reduced_decided_and_made_in_turn(settings, monkeypatch, failing, at):
+    """The old policy gets the weights from before the update, and nothing has moved while a user's control may fail."""
+    policy = a_policy(settings, train__updates=2, **PLAIN)
+    calls = []
+
+    def note(owner, name):
+        real = getattr(owner, name)
+
+        def noted(*arguments):
+            calls.append(name)
+            if (name, calls.count(name)) == (failing, at):
+                raise BadInput("a mistake of the user's")
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("reduce", "decide", "step_optimizer"):
+        note(policy, name)
+    note(policy.models, "copy_policy_to_old")
+    whole = ["reduce", "decide", "copy_policy_to_old", "step_optimizer"] * 2
+    policy.start_step()
+    policy.accumulate(batch()[:2])
+    policy.accumulate(batch()[2:])
+    assert not policy.has_moved
+    if failing:
+        with pytest.raises(BadInput, match="a mistake of the user's"):
+            policy.update(8)
+        assert calls == whole[: len(calls)]
+        assert policy.has_moved == (at == 2)
+        return
+    figures = policy.update(8)
+    assert calls == whole
+    assert policy.has_moved
+    assert figures.keys() == {"update_s", "grad_norm", "learning_rate"}
+    policy.start_step()
+    assert not policy.has_moved
 
 
 def test_the_course_of_the_learning_rate_ends_with_the_last_update(settings):

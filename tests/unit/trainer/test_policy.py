@@ -58,6 +58,12 @@ def test_gradients_equal_hugging_face(settings, tiny_model, shared, temperature,
         assert policy.metrics.computed_tokens == 2 * 9 + 27 + 21
 
 
+def test_a_probe_is_scored_at_temperature_1_as_instances_score_prompts(settings):
+    found = [a_policy(settings, rollout__temperature=each).models.probe(range(3, 20)) for each in (1.0, 0.5)]
+    assert found[0] == found[1]
+    assert len(found[0]) == 16
+
+
 def test_masked_tokens_leave_the_gradient(settings, tiny_model):
     policy = a_policy(settings, algorithm__old_policy="behavior", algorithm__kl_coef=0)
     plain = a_group()
@@ -100,7 +106,7 @@ def test_previous_is_the_policy_before_the_last_update(settings):
     assert policy.metrics.old_ratio_max == pytest.approx(1.0, abs=1e-6)
     policy.reduce(4)
     policy.models.copy_policy_to_old()
-    policy.update()
+    policy.step_optimizer()
     after = dict(policy.models.policy.named_parameters())
     for name, old in policy.models.old.model().named_parameters():
         assert torch.equal(old, before[name])
@@ -189,7 +195,7 @@ def test_updates_are_adamw_with_schedule_and_clipping(settings):
             group["lr"] = rate
         twin.step()
         policy.reduce(4)
-        got_norm, got_rate = policy.update()
+        got_norm, got_rate = policy.step_optimizer()
         assert got_norm == pytest.approx(float(norm), rel=1e-4)
         assert got_norm > 0.05
         assert got_rate == pytest.approx(rate)
@@ -225,9 +231,9 @@ def test_truncated_responses_can_be_masked_and_over_long_ones_punished(settings)
 
     group = a_group()
     cut = replace(group, responses=(replace(group.responses[0], finish_reason="length"), *group.responses[1:]))
-    credit = a_policy(settings, algorithm__mask_truncated=True, algorithm__overlong_buffer=8).packing.credit
-    assert credit.weights(cut.responses[0]).tolist() == [0.0] * 7
-    assert credit.weights(cut.responses[1]).tolist() == pytest.approx([1 / 3] * 3)
+    credit = a_policy(settings, algorithm__mask_truncated=True, algorithm__overlong_buffer=8).credit
+    assert credit.weights(cut, 0).tolist() == [0.0] * 7
+    assert credit.weights(cut, 1).tolist() == pytest.approx([1 / 3] * 3)
     assert credit.tokens(cut) == 3 + 12 + 5
     plain = torch.tensor([score.value for score in group.scores])
     assert (credit.rewards(cut) - plain).tolist() == pytest.approx([0, 0, -0.5, 0])  # 12 of 16, free up to 8
@@ -241,7 +247,7 @@ def controlled_steps(policy, seeds):
         policy.accumulate([a_group(seed=seed)])
         policy.reduce(4)
         raw.append(torch.cat([buffer.grad_data.clone() for buffer in policy.ddp.buffers]))
-        policy.update()
+        policy.step_optimizer()
     return raw
 
 
@@ -340,7 +346,7 @@ def test_a_zero_gradient_is_no_measurement(settings):
         policy.start_step()
         policy.accumulate([group])
         policy.reduce(4)
-        policy.update()
+        policy.step_optimizer()
         assert len(policy.control.seen) == measured
         assert ("grad_cosine" in policy.figures()) == (group is not equal and measured > 0)
 
@@ -363,7 +369,7 @@ def test_a_tokens_mismatch_is_weighed_under_the_weights_that_sampled_it(settings
     first = replace(group.responses[0], versions=((0, 0), (3, 1)))
     second = replace(group.responses[1], versions=((0, 1),))
     policy._loss = lambda terms, coefficients: found.append(terms) or loss(terms, coefficients)
-    policy.packing = replace(policy.packing, credit=replace(policy.packing.credit, loss="grpo"))
+    policy.credit = replace(policy.credit, loss="grpo")
     policy.start_step()
     policy.accumulate([replace(group, step=1, responses=(first, second))])
     (terms,) = found

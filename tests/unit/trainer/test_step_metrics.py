@@ -1,6 +1,7 @@
 """What a step adds up."""
 
 import math
+from dataclasses import replace
 
 from engine.trainer.step_metrics import RankMetrics, StepMetrics
 from support.groups import group
@@ -50,6 +51,20 @@ def test_figures_of_several_ranks_are_sums_over_responses_and_mean_times_of_the_
     assert math.isnan(
         StepMetrics.merged([RankMetrics(first, True, 1), RankMetrics(follower, False, 1)], [4])["max_ratio_gap"]
     )
+
+
+def test_excluded_responses_are_counted_and_no_part_of_the_rewards_mean():
+    metrics = StepMetrics()
+    some = group(0, 0, rewards=(1.0, 9.0), statuses=("ok", "timeout"))
+    metrics.add_group(replace(some, scores=(some.scores[0], replace(some.scores[1], excluded=True))), 2, False)
+    other = StepMetrics()
+    other.add_group(replace(some, scores=tuple(replace(score, excluded=True) for score in some.scores)), 0, False)
+    ranks = [RankMetrics(metrics, True, 1), RankMetrics(other, True, 1)]
+    figures = StepMetrics.merged(ranks, [4])
+    assert (figures["reward_mean"], figures["reward_std"]) == (1.0, 0.0)
+    assert (figures["reward_excluded"], figures["reward_timeouts"], figures["equal_groups"]) == (3, 2, 2)
+    assert figures["response_length_mean"] == sum(metrics.lengths + other.lengths) / 4
+    assert StepMetrics.merged(ranks[1:], [4])["reward_mean"] == 0.0
 
 
 def test_nan_gaps_are_not_hidden_by_later_ones():

@@ -1,8 +1,12 @@
+from pathlib import Path
+
 import pytest
 
 from engine.errors import BadInput
 from engine.reward import per_response
+from engine.types import Prompt
 from engine.verifier.reward_function import load_reward
+from support.verifier_calls import response
 
 
 def test_built_ins_are_per_response():
@@ -32,6 +36,24 @@ def test_per_response_decorator_keeps_the_function():
 
     assert score(None, None) == 1.0
     assert score.per_response
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "value"),
+    [
+        ("1+1=", "<think>easy</think><answer>2</answer>", 1.0),
+        ("1+1=<think>\n", "easy\n</think>\n<answer>2</answer>", 1.0),  # the template has begun the thought
+        ("1+1=", "easy</think><answer>2</answer>", 0.0),
+        ("1+1=<think>\n", "easy", 0.0),
+    ],
+)
+def test_the_documented_reward_for_a_format_knows_what_the_prompt_has_begun(tmp_path, prompt, text, value):
+    page = (Path(__file__).resolve().parents[3] / "docs/data.md").read_text()
+    file = tmp_path / "my_format.py"
+    file.write_text(page[page.index("# my_format.py") :].partition("```")[0])
+    reward = load_reward(f"{file}:reward")
+    assert reward.per_response
+    assert reward.call(Prompt("id", "1+1=", "2", (), text=prompt), response(text)) == value
 
 
 @pytest.mark.parametrize("spec", ["maths", "", ":f", "file.py:", "file.py", "module:not a name"])

@@ -10,10 +10,9 @@ import time
 import pytest
 
 from engine.config import Config
-from engine.instance.embedded.server import Server
-from engine.launcher import http_server
-from engine.launcher.pool.joining import serve_joining
-from engine.launcher.pool.pool import Pool
+from engine.instance.embedded.server import EngineServer
+from engine.launcher import server as launcher_server
+from engine.launcher.server import Server as LauncherServer
 from engine.wire import connections
 from engine.wire.connections import Connections, OneRequest, RareMessages, most_connections
 
@@ -29,7 +28,7 @@ async def application(scope, receive, send):
 
 @contextlib.asynccontextmanager
 async def instance(folder):
-    server = Server(application, Connections(MOST, HEADERS_S))
+    server = EngineServer(application, Connections(MOST, HEADERS_S))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         task = asyncio.create_task(server.serve([listening]))
         yield listening.getsockname()[1]
@@ -39,9 +38,8 @@ async def instance(folder):
 
 @contextlib.asynccontextmanager
 async def launcher(folder):
-    pool = Pool(Config(), folder, folder)
-    async with serve_joining(pool, Config(), folder):
-        yield int((folder / "rollout.address").read_text().rpartition(":")[2])
+    async with LauncherServer(Config()).listening(folder) as address:
+        yield int(address.rpartition(":")[2])
 
 
 SERVERS = {"instance": instance, "launcher": launcher}
@@ -49,7 +47,7 @@ SERVERS = {"instance": instance, "launcher": launcher}
 
 @pytest.fixture(params=SERVERS)
 async def port(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(http_server, "Connections", lambda: Connections(MOST, HEADERS_S))
+    monkeypatch.setattr(launcher_server, "Connections", lambda: Connections(MOST, HEADERS_S))
     async with SERVERS[request.param](tmp_path) as found:
         yield found
 
@@ -119,6 +117,24 @@ async def test_headers_may_come_in_pieces_but_not_the_whole_request_for_ever():
     assert not transport.closing
     await asyncio.sleep(1.0)
     assert transport.closing
+
+
+async def test_a_client_that_is_trusted_may_take_its_time_for_further_requests():
+    inner = Inner()
+    guards = {}
+    found = Connections(most=3, headers_s=0.1)
+    one = OneRequest(inner, found, whole_s=0.3, guards=guards)
+    transport = Transport()
+    one.connection_made(transport)
+    one.data_received(GET)
+    guards[transport].trust()
+    await asyncio.sleep(0.5)
+    one.data_received(GET[:-2])
+    await asyncio.sleep(0.3)
+    assert not transport.closing
+    assert inner.data == GET + GET[:-2]
+    one.connection_lost(None)
+    assert not guards
 
 
 @pytest.mark.parametrize("sent", [b"", b"G", GET[:-2]])

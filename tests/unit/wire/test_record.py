@@ -1,20 +1,17 @@
-from array import array
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgpack
+import msgspec
 import pytest
 
-from engine.config import Algorithm, Config
-from engine.config.keys import RENAMED
+from engine.config import Config
 from engine.errors import BadInput
 from engine.trainer.replay import Replay
-from engine.types import BatchScores
-from engine.wire.codec import PackedLanded, pack_ids
+from engine.types import BatchScores, Landed
+from engine.wire.columns import PackedLanded, open_group, open_landed, pack_group, pack_ids
 from engine.wire.messages import EarlyWork, Window
 from engine.wire.record import RecordWriter, check, plan, read
-from engine.wire.sealed import open_group, seal_group
 from support.disk_order import disk_order
 from support.groups import numbered_group
 
@@ -27,7 +24,7 @@ HEADER = msgpack.packb({"plan": plan(CONFIG)})
 
 
 def group(index, step=0):
-    return seal_group(numbered_group(index, step))
+    return pack_group(numbered_group(index, step))
 
 
 def landed(step):
@@ -39,45 +36,44 @@ def recorded(path, steps=2, config=CONFIG, start=0):
     recorder = RecordWriter(path, config, start)
     for step in range(start, steps):
         recorder.add(
-            step,
             1,
             EarlyWork((landed(step),)),
         )
-        recorder.add(step, 0, Window((group(0, step),)))
-        recorder.add(step, 1, Window((group(2, step),)))
-        recorder.add(step, 1, Window((group(1, step),)))
+        recorder.add(0, Window(step, (group(0, step),)))
+        recorder.add(1, Window(step, (group(2, step),)))
+        recorder.add(1, Window(step, (group(1, step),)))
         recorder.flush()
     return path
 
 
-def indices(entries):
-    return [[group.index for group in entry.window()] or "landed" for entry in entries]
+def indices(works):
+    return [["landed" if isinstance(one, Landed) else one.index for one in work] for work in works]
 
 
 def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
     check(path, CONFIG)
     for step in (0, 1):
-        assert indices(Replay(path, 0, 3).entries(step)) == [[0]]
-        mine = list(Replay(path, 1, 3).entries(step))
-        assert indices(mine) == ["landed", [2], [1]]
-        assert mine[1].sealed == (group(2, step),)
-        assert mine[0].landed == (landed(step),)
+        assert indices(Replay(path, 0, 3, {}).work(step)) == [[0]]
+        mine = list(Replay(path, 1, 3, {}).work(step))
+        assert indices(mine) == [["landed"], [2], [1]]
+        assert mine[1] == [open_group(group(2, step))]
+        assert mine[0] == [open_landed(landed(step))]
 
 
 def test_the_scores_of_a_batch_come_back_with_its_window(tmp_path):
     path = tmp_path / "record.msgpack"
     recorder = RecordWriter(path, CONFIG, 0)
     scores = BatchScores(((1.0,),) * 3, ((2,),) * 3)
-    recorder.add(0, 0, Window((group(0), group(1), group(2)), scores))
+    recorder.add(0, Window(0, (group(0), group(1), group(2)), scores))
     recorder.flush()
-    (entry,) = Replay(path, 0, 3).entries(0)
-    assert [one.batch for one in entry.window()] == [scores] * 3
+    (window,) = Replay(path, 0, 3, {}).work(0)
+    assert [one.batch for one in window] == [scores] * 3
 
 
 def test_a_unit_that_got_nothing_gets_nothing(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
-    assert list(Replay(path, 2, 3).entries(0)) == []
+    assert list(Replay(path, 2, 3, {}).work(0)) == []
 
 
 def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
@@ -85,7 +81,7 @@ def test_a_resumed_run_keeps_the_steps_before_its_start(tmp_path):
     RecordWriter(path, CONFIG, 1)
     assert {entry.step for entry in read(path)} == {0}
     recorded(path, steps=3, start=1)
-    assert [indices(Replay(path, 1, 3).entries(step)) for step in range(3)] == [["landed", [2], [1]]] * 3
+    assert [indices(Replay(path, 1, 3, {}).work(step)) for step in range(3)] == [[["landed"], [2], [1]]] * 3
 
 
 def test_a_resumed_run_with_other_settings_can_not_go_on_with_its_record(tmp_path):
@@ -154,67 +150,14 @@ def test_the_steps_of_a_schedule_that_falls_belong_to_the_plan(tmp_path):
         check(path, Config(model=MODEL, train=falling | {"steps": 1}))
 
 
-def test_a_record_of_the_last_release_is_held_to_the_same_settings(tmp_path):
-    """Whose settings had other names."""
-    path = recorded(tmp_path / "record.msgpack")
-    header, *entries = msgpack.Unpacker(path.open("rb"))
-    then = {new: old for old, new in RENAMED.items()}
-    old = {"plan": {then.get(key, key): value for key, value in header["plan"].items()}}
-    assert {"algorithm.bapo_low", "algorithm.m2_threshold"} <= old["plan"].keys()
-    path.write_bytes(b"".join(map(msgpack.packb, [old, *entries])))
-    check(path, CONFIG)
-    other = CONFIG.model_copy(update={"algorithm": Algorithm(bapo={"share": 0.4})})
-    with pytest.raises(BadInput, match=r"algorithm\.bapo\.share is 0\.4, but the record was taken with 0\.5"):
-        check(path, other)
-    RecordWriter(path, CONFIG, 1)  # a resume keeps the first step, under the present names
-    assert next(msgpack.Unpacker(path.open("rb"))) == header
-    assert indices(Replay(path, 0, 3).entries(0)) == [[0]]
-
-
-def older_entry(index, step, **more):
-    """A window of one group as releases wrote it that packed a group when it was leased."""
-    response = {
-        "token_ids": array("i", [5, 6]).tobytes(),
-        "logprobs": array("f", [-0.5, -1.25]).tobytes(),
-        "versions": [[0, step]],
-        "loss_mask": b"\x01\x00",
-        "finish_reason": "stop",
-        "text": "añ",
-        "seed": 2**62,
-        "instance": "instance-0",
-    }
-    prompt = ["id", "1+1=", "2", array("i", [1, 2, 3]).tobytes()]
-    scores = [{"value": 1.0, "status": "ok", "detail": ""}]
-    group = {"step": step, "index": index, "prompt": prompt, "responses": [response], "scores": scores}
-    return msgpack.packb({"unit": 0, "step": step, "groups": [group | more]})
-
-
-def test_groups_of_an_older_record_are_replayed_as_those_of_a_new_one(tmp_path):
-    path = tmp_path / "record.msgpack"
-    batch = {"values": [[1.0], [0.0]], "lengths": [[2], [3]]}
-    rest = ({}, {"batch": batch}, {"advantages": [0.25], "mini_batch": 1})
-    path.write_bytes(HEADER + b"".join(older_entry(n, 0, **more) for n, more in enumerate(rest)))
-    check(path, CONFIG)
-    entries = list(Replay(path, 0, 3).entries(0))
-    for number, entry in enumerate(entries):
-        (opened,) = entry.window()
-        changed = {"batch": None, "advantages": None, "mini_batch": 0}
-        assert replace(opened, **changed) == open_group(group(number))
-    found = [entry.window()[0] for entry in entries]
-    assert found[1].batch == BatchScores(((1.0,), (0.0,)), ((2,), (3,)))
-    assert (found[2].advantages, found[2].mini_batch) == ((0.25,), 1)
-    RecordWriter(path, CONFIG, 1)  # a resume keeps them
-    assert list(Replay(path, 0, 3).entries(0)) == entries
-
-
 def test_a_step_that_was_cut_off_is_refused(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
     path.write_bytes(path.read_bytes()[:-10])  # in the middle of the last entry
     check(path, CONFIG)
-    assert indices(Replay(path, 0, 3).entries(0)) == [[0]]
+    assert indices(Replay(path, 0, 3, {}).work(0)) == [[0]]
     for step, groups in ((1, 2), (2, 0)):
         with pytest.raises(BadInput, match=f"holds {groups} groups of step {step}, train.prompts_per_step is 3"):
-            list(Replay(path, 0, 3).entries(step))
+            list(Replay(path, 0, 3, {}).work(step))
 
 
 DAMAGED = {
@@ -224,7 +167,7 @@ DAMAGED = {
     "another message": (msgpack.packb({"plan": 1}), "does not begin with a run's settings"),
     "bytes behind the header": (HEADER + b"\x07\x07", "entry 0 is damaged"),
     "no msgpack behind the header": (
-        HEADER + msgpack.packb({"unit": 0, "step": 0, "sealed": []}) + b"\xc1",
+        HEADER + msgpack.packb({"unit": 0, "step": 0, "rows": []}) + b"\xc1",
         "not a record",
     ),
     "an entry of something else": (HEADER + msgpack.packb({"step": 0}), "entry 0 is damaged"),
@@ -236,7 +179,9 @@ def test_a_group_with_a_flipped_byte_is_refused_by_step_and_group(tmp_path):
     data = bytearray(path.read_bytes())
     data[data.rindex(pack_ids([5, 6]))] ^= 4  # a token of the last window
     path.write_bytes(data)
-    with pytest.raises(BadInput, match=r"entry 7 is damaged \(the bytes of step 1, groups \[1\], are not those"):
+    with pytest.raises(
+        BadInput, match=r"entry 7 is damaged \(step 1, group 1: \['responses'\] are not what was recorded"
+    ):
         check(path, CONFIG)
 
 
@@ -252,7 +197,7 @@ def test_a_step_is_on_the_disk_when_it_is_flushed_and_a_record_before_it_has_its
     noted = disk_order(monkeypatch)
     recorder = RecordWriter(tmp_path / "record.msgpack", CONFIG, 0)
     assert noted == ["sync record.partial", "name record.msgpack", f"sync {tmp_path.name}"]
-    recorder.add(0, 0, Window((group(0),)))
+    recorder.add(0, Window(0, (group(0),)))
     recorder.flush()
     assert noted[3:] == ["sync record.msgpack"]
     assert len(list(read(tmp_path / "record.msgpack"))) == 1
@@ -264,7 +209,7 @@ def test_a_resume_leaves_out_what_a_power_cut_left_behind_the_steps_that_stay(tm
     path.write_bytes(path.read_bytes() + tail)
     RecordWriter(path, CONFIG, 2)
     check(path, CONFIG)
-    assert [indices(Replay(path, 1, 3).entries(step)) for step in range(2)] == [["landed", [2], [1]]] * 2
+    assert [indices(Replay(path, 1, 3, {}).work(step)) for step in range(2)] == [[["landed"], [2], [1]]] * 2
 
 
 def test_a_resume_names_a_record_that_is_damaged_before(tmp_path):
@@ -293,3 +238,10 @@ def test_an_empty_record_is_named_or_made_anew_where_all_steps_are_done_again(tm
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(BadInput, match="no such file"):
         check(tmp_path / "record.msgpack", CONFIG)
+
+
+def test_an_entry_of_another_release_is_refused_and_not_taken_for_an_empty_one(tmp_path):
+    path = recorded(tmp_path / "record.msgpack")
+    path.write_bytes(path.read_bytes() + msgspec.msgpack.encode({"unit": 0, "step": 0, "sealed": [b"group"]}))
+    with pytest.raises(BadInput, match=r"entry \d+ is damaged, or of another release: .*`sealed`"):
+        check(path, CONFIG)

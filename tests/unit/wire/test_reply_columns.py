@@ -13,7 +13,7 @@ from engine.instance.replies import Result, completion_columns, completion_reply
 from engine.launcher.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
 from engine.launcher.pool.reply_check import Asked, BrokenRule, checked
 from engine.types import Prompt
-from engine.wire.codec import open_response
+from engine.wire.columns import open_response
 from engine.wire.reply_columns import CONTENT_TYPE, read
 from engine.wire.rollout_messages import CompletionReply
 
@@ -48,10 +48,10 @@ def test_a_reply_with_any_flipped_bit_is_not_taken_or_says_the_same(at):
     body[at // 8] ^= 1 << at % 8
     try:
         found = CompletionReply.of_columns(bytes(body))
-        numbers = checked(found, ASKED)
+        response = open_response(checked(found, ASKED, 0, "instance-0"))
     except (ValueError, BrokenRule):  # msgspec.DecodeError is a ValueError
         return
-    assert (numbers.token_ids.tolist(), numbers.logprobs.tolist()) == (RESULT.token_ids, RESULT.logprobs)
+    assert (response.token_ids, response.logprobs) == (RESULT.token_ids, RESULT.logprobs)
     assert (found.choices[0].finish_reason, found.weight_versions) == ("length", ((0, 6), (2, 7)))
 
 

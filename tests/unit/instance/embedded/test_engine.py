@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.instance.embedded.engine import Conflict, Request
+from engine.instance.embedded.engine import Conflict, SamplingRequest
 from engine.instance.embedded.sampling import Sampling
 from support.sent import PROMPT, Sent, engine_of
 from support.tiny_models import EOS, VOCABULARY, reference, reference_logprobs, save
@@ -113,12 +113,17 @@ def test_recent_prompts_are_kept_within_their_limit(engine):
     for first in (1, 2, 3, 1, 3, 2):  # two prompts of five tokens fit; 1 is the least recent when 3 comes
         engine.prompts.get((first, 0, 0, 0, 0))
     assert engine.prompts.computed == 5
+    for first in (4, 5, 4, 6, 4):  # 5 goes when 6 comes: 4 was used after it
+        engine.prompts.get((first, 0, 0, 0, 0))
+    assert engine.prompts.computed == 5 + 3
 
 
 def test_requests_start_in_order_of_arrival(engine):
     order = []
     for number in range(9):
-        engine.submit(Request(PROMPT, Sampling(3, seed=number), lambda result, number=number: order.append(number)))
+        engine.submit(
+            SamplingRequest(PROMPT, Sampling(3, seed=number), lambda result, number=number: order.append(number))
+        )
     engine.step()
     assert engine.load() == {"running": 4, "waiting": 5, "prefills": 1, "generated_tokens": 4, "weight_version": 0}
     while engine.busy:

@@ -36,6 +36,7 @@ def test_top_k_and_top_p_restrict_but_leave_the_logprobs():
         ({"top_p": 0.75}, {0, 1}),
         ({"top_p": 0.81}, {0, 1, 2}),
         ({"top_k": 3, "top_p": 0.6}, {0, 1}),
+        ({"top_k": 2, "top_p": 0.6}, {0}),  # top_p is of what top_k leaves, as in vLLM: 5/8 and 3/8
         ({"top_p": 1e-9}, {0}),
         ({"top_k": 9}, {0, 1, 2, 3}),
     ):

@@ -1,11 +1,15 @@
-"""The parser of requests with text: whatever comes is either served as asked or refused by name."""
+"""Requests with text: whatever comes is either served as asked or refused by name; and the pieces of a stream."""
+
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.data.tokenizer import Tokenizer
+from engine.instance.embedded.text_replies import ReplyForm, SampledToken
 from engine.instance.embedded.text_requests import KEYS, MOST, ONLY, parse
+from engine.instance.embedded.text_routes import _pieces
 from engine.instance.protocol import SEEDS, RequestLimits
 from engine.instance.refusals import Refusal
 from engine.tools.quickstart_model.byte_tokenizer import build
@@ -55,6 +59,15 @@ def test_a_template_has_variables_but_none_of_the_programs_arguments(read):
             read(HELLO | {"chat_template_kwargs": {name: "{{ 1 }}"}})
 
 
+def test_a_template_that_fails_refuses_the_messages(tmp_path):
+    made = build(64)
+    made.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    made.save_pretrained(tmp_path)
+    with pytest.raises(Refusal, match="chat template of .* no system role") as refused:
+        parsed({"messages": [{"role": "system", "content": "hi"}]}, True, Tokenizer(tmp_path))
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
 def test_more_responses_than_the_limit_are_refused(read):
     assert len(read({"prompt": ["a"] * MOST}).completions) == MOST
     for body in ({"prompt": "a", "n": MOST + 1}, {"prompt": ["a", "b"], "n": MOST}):
@@ -84,3 +97,14 @@ def test_any_value_of_any_key_is_served_or_refused(tokenizer, data, chat):
     else:
         assert 1 <= len(asked.completions) <= MOST
         assert all(len(one.prompt) + one.max_tokens <= LIMITS.max_context for one in asked.completions)
+
+
+def test_the_offsets_of_streamed_tokens_are_those_of_their_text():
+    writer = SimpleNamespace(index=0, text="", tokens=[], reason="")
+    pieces = []
+    add = _pieces(ReplyForm(False, 1, "m"), writer, True, pieces.append)
+    for text in ("a", "bc", "d"):
+        writer.tokens.append(SampledToken(text, -1.0))
+        writer.text += text
+        add(text)
+    assert [(one["text"], one["logprobs"]["text_offset"]) for one in pieces] == [("a", [0]), ("bc", [1]), ("d", [3])]

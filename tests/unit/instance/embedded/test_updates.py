@@ -214,3 +214,28 @@ async def test_nothing_is_received_before_an_update_was_started_or_for_a_malform
     with pytest.raises(BadInput, match="init_info.transport"):
         await updates.connect({"transport": "smoke"})
     await updates.update(info)  # the update goes on
+
+
+async def test_an_update_that_begins_again_waits_for_the_bucket_that_is_being_loaded(served, folders, tmp_path, group):
+    """Else the tensors of that bucket would have come twice, or be loaded into the update after it."""
+    worker, updates = served
+    gate = threading.Event()
+    fetch = updates._receiver.fetch
+
+    def slowly(*arguments):
+        verify = fetch(*arguments)
+        return lambda: gate.wait(10) and verify()
+
+    updates._receiver.fetch = slowly
+    await begin(worker, updates)
+    first, *_ = sent_buckets = buckets(folders[1], tmp_path, transport="gloo")
+    await sent(first[0], group, updates, first[1])
+    again = asyncio.create_task(updates.start_update())
+    await asyncio.sleep(0.1)
+    assert not again.done()
+    gate.set()
+    await again
+    for bucket, info in sent_buckets:
+        await sent(bucket, group, updates, info)
+    await finish(worker, updates, 1)
+    assert await scores(worker) == pytest.approx(await expected(folders[1]), abs=1e-5)

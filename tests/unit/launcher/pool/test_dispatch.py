@@ -12,7 +12,7 @@ from engine.launcher.pool.circuit_breaker import LIMIT
 from engine.launcher.pool.instance_client import Refused, SamplingSettings
 from engine.launcher.producer import Producer
 from engine.types import Prompt, Score
-from engine.wire.sealed import open_group
+from engine.wire.columns import open_group
 from support.pool_world import PROMPTS, ROLLOUT, worlds
 from support.scripted import Scores, Scripted, until
 
@@ -38,9 +38,10 @@ async def test_every_response_comes_exactly_once_within_the_limits(world):
 
 async def test_groups_that_are_scored_as_a_whole(world):
     async with world() as w:
+        scores = Scores(per_response=False)
         w.producer = Producer(
             pool=w.pool,
-            verifier=Scores(per_response=False),
+            verifier=scores,
             sampling=SamplingSettings(max_new_tokens=16, temperature=1.0, top_p=1.0, top_k=0, vocabulary=1000),
             group_size=4,
             seed=0,
@@ -51,6 +52,7 @@ async def test_groups_that_are_scored_as_a_whole(world):
         bad.status = 500
         await w.run()
         w.check_complete()
+        assert scores.calls == [4] * len(PROMPTS)
 
 
 async def test_a_slow_instance_gets_less(world):
@@ -115,6 +117,17 @@ async def test_faults_are_sent_again_elsewhere_and_open_the_breaker(world):
         assert one.breaker.state == "open"
         assert len(bad.seeds) <= 8  # two groups; then no more
         assert one.state == "serving"
+
+
+async def test_requests_that_take_too_long_open_the_breaker(world):
+    """The instance answers everything but requests for responses: its health says nothing."""
+    async with world(timeout_s=0.2) as w:
+        hanging, one = await w.join("a")
+        hanging.delay_s = 60
+        running = asyncio.create_task(w.run(PROMPTS[:1]))
+        await until(lambda: one.breaker.state == "open", "the breaker")
+        assert one.state == "serving"
+        running.cancel()
 
 
 async def test_a_lone_instance_gets_its_trial_and_then_the_rest(world):

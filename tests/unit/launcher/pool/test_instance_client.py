@@ -20,7 +20,7 @@ from engine.launcher.pool.instance_client import (
     joined,
 )
 from engine.types import Prompt, Response
-from engine.wire.codec import open_ids, open_response, pack_response
+from engine.wire.columns import open_ids, open_response, pack_response
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import GetHealth, GetLoad, Health
 from support.scripted import Scripted, tokens_of, until

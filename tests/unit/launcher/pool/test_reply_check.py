@@ -60,7 +60,7 @@ def wrong(found):
     """What is wrong with a reply as the launcher reads it; "" if it is taken."""
     try:
         read = msgspec.json.decode(json.dumps(found).encode(), type=CompletionReply)
-        checked(read, ASKED)
+        checked(read, ASKED, 0, "instance-0")
     except (msgspec.DecodeError, BrokenRule) as error:
         return str(error)
     return ""
@@ -82,7 +82,7 @@ def test_a_reply_of_every_length_up_to_the_one_that_was_asked_for_is_taken(count
 def test_a_log_probability_is_a_finite_number_also_where_a_decoder_lets_others_pass(value):
     read = msgspec.convert(reply([1], [value], "length", [(0, 0)]), CompletionReply)
     with pytest.raises(BrokenRule, match="log-probability 0 is"):
-        checked(read, ASKED)
+        checked(read, ASKED, 0, "instance-0")
 
 
 def test_an_aborted_response_may_be_empty():
@@ -252,6 +252,6 @@ def test_the_check_costs_less_than_to_read_the_reply():
         return best
 
     parse_s = fastest(lambda: decoder.decode(raw))
-    check_s = fastest(lambda: checked(decoder.decode(raw), asked)) - parse_s
+    check_s = fastest(lambda: checked(decoder.decode(raw), asked, 0, "instance-0")) - parse_s
     print(f"8192 tokens: read {1e3 * parse_s:.2f} ms, check {1e3 * check_s:.2f} ms", file=sys.stderr)
     assert check_s < parse_s

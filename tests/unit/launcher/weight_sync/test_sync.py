@@ -10,7 +10,7 @@ from engine.errors import MetronomeError, WeightSyncError
 from engine.instance.receiver import OUTPUT
 from engine.launcher.pool.instance_client import InstanceFault, InstanceGone
 from engine.launcher.weight_sync.probe import probe
-from engine.wire.messages import OpenSync
+from engine.wire.sync_messages import ConnectSync, MeetingPlace, OpenSync
 from support.weights_double import TIMEOUT_S, Client, Model, base_folder, publisher, starting, weights
 
 
@@ -167,6 +167,23 @@ def test_one_that_errs_in_every_transfer_is_left_out(start, tmp_path):
     assert holds(launcher.clients[0], 5, 5)
 
 
+def test_one_that_errs_in_a_transfer_now_and_then_keeps_its_place(start, tmp_path):
+    erred = set()
+
+    async def once_a_version(route, body, count):
+        if route == UPDATE and count >= AFTER_TEST and (version := body["update_info"]["version"]) not in erred:
+            erred.add(version)
+            raise InstanceFault("answered 500")
+
+    launcher = start(2, b=once_a_version)
+    sender = publisher(launcher, "gloo", tmp_path)
+    for version in (1, 2, 3):
+        sender.publish(Model(version), version)
+    assert erred == {1, 2, 3}
+    assert not launcher.pool.reasons
+    assert all(holds(client, 3, 3) for client in launcher.clients)
+
+
 @pytest.mark.parametrize("transport", ["file", "gloo"])
 def test_a_bucket_that_one_instance_gets_corrupted_costs_it_its_place(start, tmp_path, transport):
     launcher = start(2, b=on(UPDATE, AFTER_TEST + 1, corrupt))
@@ -236,14 +253,22 @@ def test_without_a_member_the_publish_fails_with_the_pools_reason(start, tmp_pat
         sender.publish(Model(2), 2)
 
 
-def test_the_probes_tokens_differ_and_none_that_is_perturbed_is_an_input():
+def made(vocabulary, count, text):
+    return probe(vocabulary=vocabulary, count=count, max_context=64, dtype="float32", text=text)
+
+
+def test_the_probes_last_token_differs_and_none_that_is_perturbed_is_an_input():
     for vocabulary, count in ((61, 32), (151936, 32), (8, 32)):
-        found = probe(vocabulary, count, 64, "float32")
-        assert len(set(found.token_ids)) == len(found.token_ids) == min(count, vocabulary // 2)
-        assert found.perturb[0] == found.token_ids[-1]
-        assert not set(found.perturb) & set(found.token_ids[:-1])
-        assert max(found.perturb) < vocabulary
-        assert found == probe(vocabulary, count, 64, "float32")
+        for text in ([], [3, 1, 3, 3, 1], [3] * 99, list(range(8)) * 9):
+            found = made(vocabulary, count, text)
+            assert len(found.token_ids) == min(count, vocabulary // 2)
+            assert found.token_ids[: len(text)][:-1] == tuple(text)[: len(found.token_ids)][:-1]
+            assert found.perturb[0] == found.token_ids[-1]
+            assert not set(found.perturb) & set(found.token_ids[:-1])
+            assert max(found.perturb) < vocabulary
+            assert found == made(vocabulary, count, iter(text))
+        assert len(set(probe(vocabulary, count, 64, "float32").token_ids)) == min(count, vocabulary // 2)
+    assert made(99, 4, [7, 7, 9, 7, 9, 5]).token_ids == (7, 7, 9, 5)  # 7 and 9 are inputs
     assert probe(100, 32, 10, "float32").request().prompt == list(probe(100, 9, 99, "float32").token_ids)
     assert probe(100, 0, 64, "float32") is None
 
@@ -352,3 +377,24 @@ def test_a_late_instance_is_left_alone_when_the_publish_that_it_waits_for_begins
     sender.publish(Model(2), 2)
     catching_up.result(10)
     assert holds(launcher.clients[1], 2, 2)
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [((1, 1, 1), [1, 2, 3]), ((2, 1, 4), [1, 3, 4]), ((4, 4), [1, 5])])
+def test_instances_of_several_processes_get_as_many_ranks_of_the_group(start, sizes, ranks):
+    launcher = start(len(sizes))
+    given = {}
+
+    def members_of(client):
+        async def join(body):
+            info = body["init_info"]
+            given[client.name] = (info["rank"], info["world_size"])
+
+        return join
+
+    for client, size in zip(launcher.clients, sizes, strict=True):
+        client.world_size = size
+        client.init_weight_transfer_engine = members_of(client)
+    opened = launcher.ask(OpenSync(version=1))
+    assert (opened.connect, opened.world_size) == (True, 1 + sum(sizes))
+    launcher.ask(ConnectSync(version=1, transport="gloo", stages=(MeetingPlace("127.0.0.1", 1),)))
+    assert [given[name] for name in opened.members] == [(rank, 1 + sum(sizes)) for rank in ranks]

@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import MetronomeError, WeightSyncError
 from engine.launcher.pool.instance_client import InstanceGone
-from engine.launcher.weight_sync.probe import probe
+from engine.launcher.weight_sync.probe import LEAST, MOST, probe
 from support.weights_double import PROBE, Model, base_folder, publisher, starting
 
 COMPLETIONS = "/v1/completions"
@@ -56,21 +56,76 @@ class Apart(Model):
 COARSE = probe(64, 6, 64, "bfloat16")
 
 
-@pytest.mark.parametrize("shifts", [(0.019,) * 5, (-0.019, 0.019) * 2 + (0.019,), (0.0, 0.0, 0.095, 0.0, 0.0)])
-def test_bf16_may_be_apart_by_a_mean_of_0_02(start, tmp_path, shifts):
-    launcher = start(1, fixed=COARSE)
-    publisher(launcher, "file", tmp_path).publish(Apart(3, *shifts), 3)
-    assert launcher.sync.version == 3
+def base(*shifts):
+    """A trainer that holds the weights from which the instances were started, that far apart by rounding."""
+    return Apart(0, *shifts)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("noise", [0.0, 1e-6, 1e-3, 0.004])
+def test_later_versions_may_be_apart_by_three_times_what_version_0_is(start, tmp_path, dtype, noise):
+    """Whatever the model's and the engines' rounding is, down to a least limit."""
+    fixed = probe(64, 6, 64, dtype)
+    launcher = start(1, fixed=fixed)
+    sender = publisher(launcher, "file", tmp_path)
+    sender.publish(base(*[noise] * 5), 0)
+    assert launcher.sync.difference == pytest.approx(noise, abs=1e-6)
+    allowed = min(max(3 * noise, LEAST[dtype]), MOST[dtype])
+    sender.publish(Apart(4, *[-0.98 * allowed] * 5), 1)
+    assert launcher.sync.difference == pytest.approx(0.98 * allowed, abs=1e-6)
     assert launcher.clients[0].trusted
-
-
-@pytest.mark.parametrize("shifts", [(0.021,) * 5, (-0.021, 0.021) * 2 + (0.021,), (0.0, 0.0, 0.105, 0.0, 0.0)])
-def test_bf16_that_is_further_apart_fails_the_sync_by_name(start, tmp_path, shifts):
-    launcher = start(1, fixed=COARSE)
-    message = r"a: after the update to weight version 3 .* mean difference 0.021, limit 0.02"
-    with pytest.raises(WeightSyncError, match=message):
-        publisher(launcher, "file", tmp_path).publish(Apart(3, *shifts), 3)
+    with pytest.raises(WeightSyncError, match=r"a: after the update to weight version 2 .* was measured"):
+        sender.publish(Apart(5, *[1.02 * allowed] * 5), 2)
     assert not launcher.clients[0].trusted
+
+
+@pytest.mark.parametrize(
+    ("shifts", "fails"), [((0.29,) * 5, False), ((0.0, 0.0, 1.45, 0.0, 0.0), False), ((0.31,) * 5, True)]
+)
+def test_without_weights_that_both_hold_the_limit_is_what_rounding_never_makes(start, tmp_path, shifts, fails):
+    """A resumed run begins with a later version; so may a program's."""
+    launcher = start(1, fixed=COARSE)
+    sender = publisher(launcher, "file", tmp_path)
+    if fails:
+        with pytest.raises(WeightSyncError, match=r"mean difference 0.31, limit 0.3"):
+            sender.publish(Apart(3, *shifts), 3)
+    else:
+        sender.publish(Apart(3, *shifts), 3)
+    assert launcher.clients[0].trusted is not fails
+
+
+def test_nothing_is_measured_with_weights_that_are_not_version_0(start, tmp_path):
+    """A later version may be close to the first weights, and the difference is then no rounding."""
+    launcher = start(1, fixed=probe(64, 6, 64, "float32"))
+    with pytest.raises(WeightSyncError, match="largest difference 0.002, limit 0.0001;"):
+        publisher(launcher, "file", tmp_path).publish(base(*[0.002] * 5), 3)
+
+
+@pytest.mark.parametrize("recorded", [0.0, 0.002])
+def test_a_resumed_run_knows_what_was_measured_before(start, tmp_path, recorded):
+    launcher = start(1, fixed=probe(64, 6, 64, "float32", recorded=recorded))
+    sender = publisher(launcher, "file", tmp_path)
+    if not recorded:
+        with pytest.raises(WeightSyncError, match="largest difference 0.002, limit 0.0001"):
+            sender.publish(Apart(3, *[0.002] * 5), 3)
+        return
+    sender.publish(Apart(3, *[0.002] * 5), 3)
+    with pytest.raises(WeightSyncError, match="largest difference 0.0065, limit 0.006"):
+        sender.publish(Apart(4, *[0.0065] * 5), 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_version_0_that_arrives_changed_is_seen_although_nothing_was_measured_before(start, tmp_path, dtype):
+    """The trainer agrees with what the instance computed before the sync, not with what it computes after it."""
+    launcher = start(1, fixed=probe(64, 6, 64, dtype))
+    sender = publisher(launcher, "file", tmp_path)
+
+    class Changed(Model):
+        def probe(self, token_ids):
+            return Model(0).probe(token_ids)
+
+    with pytest.raises(WeightSyncError, match="a: after the update to weight version 0"):
+        sender.publish(Changed(1), 0)
 
 
 @pytest.mark.parametrize("staged", [False, True])

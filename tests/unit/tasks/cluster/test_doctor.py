@@ -151,6 +151,39 @@ def test_cann_is_found_where_its_set_env_points(monkeypatch, tmp_path):
     assert doctor.cann_version() == "9.1.0"
 
 
+@pytest.mark.parametrize(
+    ("driver", "line"),
+    [
+        ("Kernel Module  580.65.06  Sun", "ok        NVIDIA driver 580.65.06"),
+        ("Open Kernel Module for aarch64  595.91  Release Build", "ok        NVIDIA driver 595.91"),
+        (
+            "Kernel Module  570.86.15  Fri",
+            "warning   NVIDIA driver 570.86.15: torch for CUDA 13 needs 580 or newer, or cuda-compat",
+        ),
+        (
+            "Kernel",
+            "warning   NVIDIA driver of unknown version: torch for CUDA 13 needs 580 or newer, or cuda-compat",
+        ),
+    ],
+)
+def test_the_driver_and_what_triton_compiles_with(monkeypatch, tmp_path, driver, line):
+    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", tmp_path / "version")
+    assert doctor._nvidia() == []
+    (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 {driver}\nGCC version:  gcc version 14.2.0\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    first, compiler, headers = doctor._nvidia()
+    assert first == line
+    assert compiler.startswith("warning   no C compiler")
+    assert headers.startswith(f"warning   no {tmp_path / 'include' / 'Python.h'}")
+    (tmp_path / "clang").touch(mode=0o755)
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include/Python.h").touch()
+    assert doctor._nvidia() == [line]
+    assert line in doctor.findings()[0]
+
+
 @pytest.mark.parametrize(("status", "fine"), [("ok", True), ("skipped", True), ("failed", False)])
 def test_the_device_check_prints_its_report_and_writes_it_as_json(tmp_path, monkeypatch, capsys, status, fine):
     def check(settings, folder, only, installed, say):

@@ -90,6 +90,16 @@ def test_the_list_in_the_documentation_works(tmp_path):
     assert defaults(template("kubernetes-ascend-rollout", pools)[1])["resources"] == {"huawei.com/ascend-1980": 16}
 
 
+def test_the_list_for_a3_in_the_documentation_gives_all_sixteen_devices(tmp_path):
+    page = (ROOT / "docs/ascend.md").read_text()
+    [example] = [block for block in page.split("```\n") if block.startswith("[ascend-train.")]
+    pools = own(tmp_path, example)
+    for pool in ("ascend-train", "ascend-rollout"):
+        found, shipped = (defaults(template(pool, one)[1])["env"] for one in (pools, None))
+        assert found == shipped | {"ASCEND_RT_VISIBLE_DEVICES": ",".join(map(str, range(16)))}
+        assert defaults(template(f"kubernetes-{pool}", pools)[1])["resources"] == {"huawei.com/Ascend910": 16}
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -10,9 +10,8 @@ from engine.config.recipe import find, load
 from engine.data.loader import PromptLoader, sampling_seed
 from engine.errors import BadInput
 from engine.run.folder import dump
-from engine.run.start import FILE, RunStart
+from engine.run.start import RunStart
 from engine.types import Prompt
-from support.last_release import write_old_config
 from support.runs import config_of
 from tasks.tracking import tracked_run
 from tasks.tracking.registered_policies import START_TAG, model_folder, registered_name, started_from
@@ -87,12 +86,6 @@ def test_nights_in_a_row(config, capsys):
         registered_name(str(config.folder / "config.toml"), config) == "metronome-nightly"
     )  # as the recipe of another run
 
-    old = {"start": start.start, "continued_from": start.continued_from}
-    write_old_config(begun, config.folder / "config.toml", **old)  # the same begun by the last release
-    (config.folder / FILE).unlink()
-    assert started_from(begun, RECIPE, "latest") == (begun, start)
-    assert started_from(begun, "", "latest") == (begun, RunStart(**old))
-
     (config.folder / "config.toml").unlink()
     shutil.rmtree(output / "mlartifacts")
     shutil.rmtree(output / "models")
@@ -111,7 +104,8 @@ def test_runs_on_other_data_than_the_recipes_have_a_registered_model_of_their_ow
 
     assert named(load(recipe).data.train) == "metronome-quickstart"
     assert named(str(find(load(recipe).data.train).resolve())) == "metronome-quickstart"
-    assert named("my data/my train.jsonl") == "metronome-quickstart-my-train"
+    assert named("my data/my-train.jsonl") == "metronome-quickstart-my-train"
+    assert named("my data/my train.jsonl") == "metronome-quickstart-my-train-990062"  # another set than that
     assert named("s3://bucket/sums.parquet") == "metronome-quickstart-sums"
     assert named("agentica/DeepScaleR:train") == "metronome-quickstart-DeepScaleR"
 

@@ -16,6 +16,7 @@ from engine.run.lock import hold_lock
 from engine.types import StepReport
 from flows.here import train_here
 from tasks.tracking import evaluations, metric_log, mlflow_run, retry, tracked_run, write_queue
+from tasks.tracking.metric_names import metric_name
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_every_number_of_every_step_is_a_metric(run):
 
 
 def test_evaluations_are_metrics_under_their_benchmark(run):
-    assert run.data.metrics["aime_24/avg_at_k"] == 0.5
+    assert run.data.metrics[f"{metric_name('aime@24')}/avg_at_k"] == 0.5
 
 
 def test_parameters_are_the_flat_config(run):

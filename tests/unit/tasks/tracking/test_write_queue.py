@@ -1,4 +1,5 @@
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 import mlflow
 import pytest
 import requests
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from engine.config import Config, Data, Run, Tracking, Train
 from tasks.tracking import mlflow_run, tracked_run, write_queue
@@ -133,7 +136,15 @@ def test_figures_of_a_row():
         "flag": 1.0,
         "skipped/too long": 4.0,
     }
-    assert metric_name("aime@24/(x)") == "aime_24__x_"
+
+
+@given(st.sets(st.text("ab@:/_ -.", min_size=1, max_size=6), min_size=2))
+@example({"aime@24", "aime_24", "aime:24"})
+def test_names_of_different_texts_are_different_and_mlflow_takes_them(texts):
+    names = list(map(metric_name, texts))
+    assert len(set(names)) == len(texts)
+    assert not any(re.search(r"[^\w.\- ]", name) for name in names)
+    assert metric_name("my set-1.0_b") == "my set-1.0_b"
 
 
 def test_a_long_parameter_is_cut_and_says_so():

@@ -41,7 +41,7 @@ def test_states_are_what_the_trainer_allocates(settings, dtype):
     policy = Policy(config, platform.get("cpu"))
     policy.start_step()
     policy.reduce(1)
-    policy.update()  # Adam makes its moments at the first step
+    policy.step_optimizer()  # Adam makes its moments at the first step
     terms = {term.name: term.bytes for term in _states(rank_parameters(policy.models.shape, Parallel(), 0), config)}
     buffers = policy.ddp.buffers + policy.ddp.expert_parallel_buffers
     assert terms["weights"] == size(policy.models.policy.parameters())

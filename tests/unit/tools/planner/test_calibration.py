@@ -35,6 +35,11 @@ def test_a_runs_costs_predict_other_settings_of_it(tmp_path):
         assert predicted == pytest.approx(real, rel=0.04)
 
 
+def test_an_update_costs_what_one_of_a_steps_updates_takes(tmp_path):
+    found = fitted([read_run(simulated_run(config("a", tmp_path, updates=4)))])
+    assert found.update == pytest.approx(COSTS.update)
+
+
 def test_one_run_predicts_itself(tmp_path):
     made = config("a", tmp_path)
     found = fitted([read_run(simulated_run(made))])

@@ -12,7 +12,7 @@ from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.page import WIDTH, write
 from engine.tools.planner.planning import planned, prior_model, sensitivity
 from engine.tools.planner.priors import DEVICES, on_cores, prior, scaled
-from engine.tools.planner.search import bound_s, changed, search, settings
+from engine.tools.planner.search import Ranked, bound_s, changed, search, settings
 from engine.tools.planner.simulation import simulate
 from tasks.plan import make_plan
 
@@ -55,6 +55,19 @@ def test_the_best_is_the_fastest_of_all_that_fit(recipe, shape):
     assert all(one.candidate.bound_s <= one.step_s * 1.1 for one in best)
     with pytest.raises(BadInput, match="--devices 1: none of 0 settings works: there is no layout of so few"):
         search(recipe, shape, 1, costs_of=lambda config: prior(shape, config, device), lengths=LENGTHS)
+
+
+def test_the_settings_that_are_simulated_are_those_of_the_best_bounds(recipe, shape, monkeypatch):
+    monkeypatch.setattr("engine.tools.planner.search.ranked_of", lambda one, *_: Ranked(one, one.bound_s, None))
+    monkeypatch.setattr("engine.tools.planner.search.plan", lambda config: None)  # all fit
+    few, many = (
+        search(
+            recipe, shape, 8, costs_of=lambda config: prior(shape, config, DEVICES["910b"]), lengths=LENGTHS, kept=kept
+        )[0]
+        for kept in (6, 10**6)
+    )
+    assert [one.step_s for one in few] == [one.step_s for one in many[:6]]
+    assert len(many) > 50
 
 
 def test_a_layout_that_does_not_fit_into_memory_is_left_out(recipe, shape):

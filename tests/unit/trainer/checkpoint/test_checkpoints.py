@@ -37,7 +37,7 @@ CONTROLLED = [GAC, GAC | {"train__dtype": "bfloat16", "train__distributed_optimi
 
 @pytest.mark.parametrize("saved", [*KINDS, {"train__offload": True}, *CONTROLLED])
 def test_a_resumed_run_is_the_run_bit_for_bit(build, saved):
-    saved = saved | {"train__warmup_steps": 5}
+    saved = saved | {"train__warmup_steps": 5, "train__steps": 9}
     policy, checkpoints = build(**saved)
     train(policy, 1), train(policy, 2)
     torch.rand(3)
@@ -108,7 +108,7 @@ def plain(folder):
 
 def test_what_is_in_the_files(build):
     """Each tensor against the optimizer's and models' own, and what is in no tensor."""
-    policy, checkpoints = build(train__dtype="bfloat16", train__warmup_steps=4)
+    policy, checkpoints = build(train__dtype="bfloat16", train__warmup_steps=4, train__steps=9)
     train(policy, 1), train(policy, 2)
     folder = save(checkpoints, 2, reward_mean=0.25, versions_seen=[1], truncated=3)
     there = plain(folder)

@@ -156,3 +156,11 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(pipe)
     with pytest.raises(BadInput, match="cannot be read: not a regular file"):
         BucketFile(pipe)
+
+
+def test_a_file_that_is_written_over_a_longer_one_is_no_longer_than_a_new_one(tmp_path):
+    for name, shapes in (("again", [[9, 9], [7]]), ("again", [[3]]), ("new", [[3]])):
+        (bucket,) = pack(named(shapes).items(), None, 10_000, Buffers(1, 1.0))
+        bucket_file.write(tmp_path / name, bucket, bucket.wire())
+    assert (tmp_path / "again").read_bytes() == (tmp_path / "new").read_bytes()
+    assert torch.equal(load_file(tmp_path / "again")["t0"], named([[3]])["t0"])

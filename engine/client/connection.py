@@ -1,0 +1,73 @@
+"""A stage's connection to the plane: requests to POST /ask of the launcher's server, each with a deadline."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import httpx
+import msgspec
+
+from engine.errors import DeadlineError, MetronomeError
+from engine.wire.access_token import authorization
+from engine.wire.certificate import client_context
+from engine.wire.message import Answer, Failure, Request, pack
+from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_HEADER, read_message
+
+
+class Connection:
+    """Asks one launcher. It may be used by several threads, and keeps connections open between requests."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        name: str,
+        timeout_s: float,
+        certificate: str | None = None,
+        ours: bool = False,
+    ) -> None:
+        """`url`: http(s)://host:port; `name`: of the process that asks, for messages; `timeout_s`: seconds to wait for
+        a reply; `certificate`: the server's (PEM), with https; `ours`: whether a rank of the run's own asks."""
+        self.url = url
+        self.timeout_s = timeout_s
+        self._name = name
+        self._http = httpx.Client(
+            headers={
+                **authorization(token),
+                "Content-Type": CONTENT_TYPE,
+                PROTOCOL_HEADER: str(PROTOCOL),
+                **({OURS_HEADER: "1"} if ours else {}),
+            },
+            verify=client_context(certificate) if certificate is not None else url.startswith("https:"),
+            trust_env=False,  # a proxy of the machine's does not lead to the launcher
+            limits=httpx.Limits(keepalive_expiry=None),
+        )
+
+    def ask(self, request: Request[Answer]) -> Answer:
+        """Send a request and return its reply.
+
+        Raises DeadlineError without a reply in time, MetronomeError if the launcher is not reached, and the error with
+        which it answers.
+        """
+        what = type(request).__name__
+        try:
+            answer = self._http.post(f"{self.url}/ask", content=pack(request), timeout=self.timeout_s)
+        except httpx.TimeoutException:
+            raise DeadlineError(
+                f"{self._name}: no answer from the launcher at {self.url} to {what} in {self.timeout_s:.0f} s"
+            ) from None
+        except httpx.TransportError as error:
+            raise MetronomeError(f"{self._name}: the launcher at {self.url} is not reached: {error}") from None
+        try:
+            reply = read_message(answer.content)
+        except msgspec.DecodeError:
+            raise MetronomeError(
+                f"{self._name}: {self.url} answered {answer.status_code} to {what} with no message of the plane"
+            ) from None
+        if isinstance(reply, Failure):
+            raise reply.error()
+        return cast(Answer, reply)
+
+    def close(self) -> None:
+        """Close the connections; requests under way end."""
+        self._http.close()

@@ -1,0 +1,372 @@
+"""The trainer's side of a weight sync: each pipeline stage gathers its tensors bucket by bucket, while earlier buckets
+are sent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from engine.client.connection import Connection
+from engine.client.publish.background import Background
+from engine.client.publish.send_pipeline import SendPipeline
+from engine.client.publish.transports import Snapshots, Transport, open_transport
+from engine.client.ranks import Ranks
+from engine.config import Config
+from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
+from engine.wire.message import Done, Failure
+from engine.wire.sync_messages import (
+    AbortSync,
+    BucketInfo,
+    ConnectSync,
+    FinishSync,
+    MeetingPlace,
+    OpenSync,
+    Proceed,
+    SendBucket,
+    SyncOpened,
+    VerifySync,
+)
+from engine.wire.weights.buckets import DTYPES, Bucket, Buffers, pack, small_first, span
+
+ATTEMPTS = 6
+"""Attempts of a publish; the run stops if an instance fails in each of them."""
+UNDER_WAY = 3
+"""Buckets in memory: one that is gathered, one that is written or sent, one that the instances load."""
+UNWRITTEN = "a snapshot of the weights was not written"
+"""Message of the DeadlineError of a snapshot, before the seconds."""
+
+
+class PublishedModel(Protocol):
+    """The model whose weights are published (engine.model.tri_model)."""
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield this pipeline stage's whole tensors under Hugging Face names, valid until the parameters change.
+
+        A collective of the ranks that share them.
+        """
+
+    def probe(self, token_ids: list[int]) -> list[float]:
+        """Return the log-probabilities (temperature 1) of the tokens after the first, [] before the last stage.
+
+        A collective of each replica.
+        """
+
+
+class Retry(TransferError):
+    """An instance failed, so the launcher asks for the publish to begin again."""
+
+
+class RankRole(msgspec.Struct):
+    """A rank's part in an export."""
+
+    stage: int
+    exports: bool
+
+
+class Outcome(msgspec.Struct):
+    """The result of a rank's part of an attempt; without `retry` and `failure` it succeeded."""
+
+    retry: bool = False
+    """Whether the publish must begin again."""
+    failure: Failure | None = None
+    stage: int = 0
+    meeting: MeetingPlace | None = None
+    """Where the stage's group will meet; from the rank that sends the stage."""
+
+
+class ProbeLogprobs(msgspec.Struct):
+    """A rank's log-probabilities of the probe's tokens."""
+
+    values: list[float]
+    """Empty before the last pipeline stage."""
+
+
+class Publisher:
+    """Publishes weight versions. The launcher tells the instances what to do (engine.launcher.weight_sync.sync).
+
+    Built by all ranks at once.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        ranks: Ranks,
+        transport: Callable[[Snapshots], Transport],
+        folder: Path,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        """`folder`: for snapshots, shared with the instances;
+        `dtype`: of the instances' weights; `timeout_s`: deadline of a bucket, longer than the launcher's."""
+        self._connection = connection
+        self._ranks = ranks
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        roles = ranks.gather(RankRole(ranks.stage, ranks.exports))
+        self._stages = 1 + max(role.stage for role in roles)
+        self._alone = sum(role.exports and role.stage == ranks.stage for role in roles) == 1
+        """Whether this stage's tensors can be gathered without any other rank."""
+        self._snapshots = Snapshots(folder, self._stages)
+        self._transport = transport(self._snapshots)
+        self._buffers = Buffers(UNDER_WAY if ranks.writes else 0, timeout_s, self._transport.device)
+        self._pipeline = self._make_pipeline() if ranks.writes else None
+        self._probed: tuple[int, ...] = ()
+        """Token ids of the probe, from the launcher."""
+        self._sending: list[BucketInfo] = []
+        """The info of each bucket that this stage sends."""
+        self._sent_bytes = 0
+        self._snapshot: Background | None = None
+        """The work that completes the last version's snapshot."""
+        self._outlived = threading.Event()
+        """Set if the parameters are about to change before `_write_snapshot` has ended."""
+
+    @classmethod
+    def of(cls, config: Config, connection: Connection, ranks: Ranks, folder: Path, device: torch.device) -> Publisher:
+        """That of a run's recipe. `device`: of the model."""
+        weights = config.weights
+        return cls(
+            connection=connection,
+            ranks=ranks,
+            transport=partial(open_transport, weights.transport, config.rollout.timeout_s, device),
+            folder=folder,
+            dtype=DTYPES[config.model.dtype],
+            bucket_bytes=weights.bucket_mb * 2**20,
+            timeout_s=config.transfer_timeout_s,
+        )
+
+    def _make_pipeline(self) -> SendPipeline:
+        if self._transport.groups:
+            steps = [self._announce] if self._alone else [self._announce, self._snapshots.write]
+            counted = 1
+        else:
+            steps = [self._transport.write, self._announce]
+            counted = 2
+        return SendPipeline(steps, lambda bucket: self._buffers.give(bucket.buffer), counted, self._timeout_s)
+
+    def publish(self, model: PublishedModel, version: int) -> float:
+        """Give every instance exactly this version; `verify` must follow. Returns the seconds that it took.
+
+        The instances then serve the version. Where they take staged weights over in the background, they hold it and
+        serve it later. A collective of all ranks. Raises WeightSyncError and the launcher's errors on all of them.
+        """
+        started = time.perf_counter()
+        for _ in range(ATTEMPTS):
+            self._all_succeeded(self._outcome_of(self._end_last_attempt))
+            opened = self._ranks.from_first(lambda: self._open_sync(version))
+            if self._send_stages(model, version, opened):
+                self._probed = opened.probe
+                self._ranks.from_first(partial(self._finish_sync, version))
+                if not self._snapshot_after_sync:
+                    self._complete_snapshot(version)
+                return time.perf_counter() - started
+        raise WeightSyncError(
+            f"weight version {version} could not be sent: instances failed in each of {ATTEMPTS} attempts"
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of the weights that this rank sent in the last publish."""
+        return self._sent_bytes
+
+    def verify(self, model: PublishedModel, version: int) -> None:
+        """Have the launcher compare the log-probabilities of a few fixed tokens, the instances' with the policy's.
+
+        After `publish`; the instances sample meanwhile, but the launcher holds an instance's responses back until its
+        comparison has passed. A collective of all ranks. Raises WeightSyncError and the launcher's errors on all ranks.
+        """
+        verify = VerifySync(expected=self._probe(model, self._probed))
+        self._ranks.from_first(lambda: self._connection.ask(verify))
+        if self._snapshot_after_sync:
+            self._outlived.clear()
+            self._snapshot = Background(lambda: self._write_snapshot(model, version), UNWRITTEN)
+
+    def settle(self) -> None:
+        """Wait until the last version's snapshot is written, before the parameters change. After `timeout_s` it is
+        dropped.
+
+        Raises nothing: the next `publish` raises the error on all ranks.
+        """
+        if self._pipeline is not None:
+            self._pipeline.idle()
+        if self._snapshot is not None and not self._snapshot.wait(self._timeout_s):
+            self._outlived.set()
+
+    def _end_last_attempt(self) -> None:
+        """Wait until nothing of the last version, or of a failed attempt, is under way. Raises the snapshot's error."""
+        if self._snapshot is not None:
+            self._snapshot.result(self._timeout_s)
+            self._snapshot = None
+        if self._pipeline is not None:
+            self._pipeline.restart()
+
+    def _open_sync(self, version: int) -> SyncOpened:
+        self._snapshots.begin(version)
+        return self._connection.ask(OpenSync(version=version))
+
+    def _finish_sync(self, version: int) -> Done:
+        return self._connection.ask(FinishSync(version=version, snapshot=str(self._snapshots.place(version))))
+
+    def _send_stages(self, model: PublishedModel, version: int, opened: SyncOpened) -> bool:
+        """Send all stages, one after the other. Return False to begin again."""
+        if self._transport.groups and opened.connect and not self._connect(version, opened):
+            return False
+        for stage in range(self._stages):
+            self._gather_buckets(model, version, stage)
+            if not self._all_succeeded(self._wait_until_sent(stage)):
+                return False
+        return True
+
+    # groups ---------------------------------------------------------------------------------------
+
+    def _connect(self, version: int, opened: SyncOpened) -> bool:
+        """Make the stages' groups with the instances. Return False to begin again."""
+        meetings = self._ranks.gather(self._open_meeting(opened.local))
+        if not _all_succeeded(meetings):
+            return False
+        by_stage = sorted((one for one in meetings if one.meeting is not None), key=lambda one: one.stage)
+        connect = ConnectSync(
+            version=version,
+            transport=self._transport.name,
+            stages=tuple(one.meeting for one in by_stage if one.meeting is not None),
+        )
+        gather = partial(self._transport.gather, opened.world_size)
+        late = "the groups of the weight transfer were not made"
+        joining = Background(gather, late) if self._ranks.writes else None
+        retry = self._ranks.from_first(
+            lambda: self._connection.ask(connect) if opened.world_size > 1 else Proceed()
+        ).retry
+        if retry and joining is not None:
+            self._transport.call_off()
+        outcome = self._outcome_of(lambda: joining.result(self._timeout_s)) if joining is not None else Outcome()
+        return self._all_succeeded(Outcome(retry=True) if retry else outcome)
+
+    def _open_meeting(self, local: bool) -> Outcome:
+        outcome = Outcome(stage=self._ranks.stage)
+
+        def meet() -> None:
+            outcome.meeting = self._transport.meet(local)
+
+        if not self._ranks.writes:
+            return outcome
+        failed = self._outcome_of(meet)
+        return failed if failed.failure is not None or failed.retry else outcome
+
+    # buckets --------------------------------------------------------------------------------------
+
+    def _gather_buckets(self, model: PublishedModel, version: int, stage: int) -> None:
+        """Hand each full bucket of the stage to the send pipeline. A collective of the stage's ranks that export."""
+        if self._ranks.stage != stage or not self._ranks.exports:
+            return
+        tensors = model.tensors()
+        if self._pipeline is None:
+            for _ in tensors:
+                pass  # gives its shards to the rank that sends
+            return
+        self._sending = []
+        self._sent_bytes = 0
+        for bucket in self._packed_buckets(tensors):
+            info = BucketInfo(
+                transport=self._transport.name, version=version, stage=stage, bucket=bucket.number, **bucket.wire()
+            )
+            self._sending.append(info)
+            self._sent_bytes += span(bucket.specs)
+            self._pipeline.put(bucket, info)
+
+    def _packed_buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+        return pack(small_first(tensors, self._bucket_bytes), self._dtype, self._bucket_bytes, self._buffers)
+
+    def _wait_until_sent(self, stage: int) -> Outcome:
+        """Wait until this rank has sent the stage, and return the result."""
+        pipeline = self._pipeline
+        if self._ranks.stage != stage or pipeline is None:
+            return Outcome()
+        outcome = self._outcome_of(pipeline.wait)
+        if outcome != Outcome():
+            self._transport.call_off()
+        return outcome
+
+    def _announce(self, bucket: Bucket, info: BucketInfo) -> None:
+        """Send a bucket, while the launcher has all instances receive it. Raises Retry if that fails."""
+        sent = self._transport.send(bucket)
+        if self._connection.ask(SendBucket(info=info)).retry:
+            raise Retry("an instance failed")
+        try:
+            sent.wait()
+        except (TransferError, DeadlineError) as error:
+            self._connection.ask(AbortSync(version=info.version, reason=f"{error} ({info.title})"))
+            raise Retry(str(error)) from None
+
+    @property
+    def _snapshot_after_sync(self) -> bool:
+        """Whether the snapshot is written after the sync, which then has cores and memory to itself.
+
+        This needs a transport with groups, and a stage whose tensors one rank gathers alone. Else the buckets are
+        written while the stage is sent, or in the background after it.
+        """
+        return self._alone and self._transport.groups and self._pipeline is not None
+
+    def _write_snapshot(self, model: PublishedModel, version: int) -> None:
+        """Gather the sent buckets again and write them. `settle` keeps the parameters unchanged meanwhile."""
+        for bucket, info in zip(self._packed_buckets(model.tensors()), self._sending, strict=True):
+            self._snapshots.write(bucket, info)
+            self._buffers.give(bucket.buffer)
+            if self._outlived.is_set():
+                print(
+                    f"the snapshot of weight version {version} is dropped: it took more than {self._timeout_s:g} s",
+                    flush=True,
+                )
+                return
+        self._snapshots.stage_done(version, self._ranks.stage)
+
+    def _complete_snapshot(self, version: int) -> None:
+        """Mark this stage as written, in the background, once all buckets are through the send pipeline."""
+        pipeline = self._pipeline
+        stage = self._ranks.stage
+        if pipeline is None:
+            return
+
+        def complete() -> None:
+            pipeline.drain()
+            self._snapshots.stage_done(version, stage)
+
+        self._snapshot = Background(complete, UNWRITTEN)
+
+    def _probe(self, model: PublishedModel, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+        """Return the policy's log-probabilities of the probe on all ranks; () without a probe."""
+        if not token_ids:
+            return ()
+        gathered = self._ranks.gather(ProbeLogprobs(model.probe(list(token_ids))))
+        return next((tuple(one.values) for one in gathered if one.values), ())
+
+    # agreement ------------------------------------------------------------------------------------
+
+    def _outcome_of(self, act: Callable[[], None]) -> Outcome:
+        """Call `act` and return the outcome, which holds the MetronomeError of `act` if it failed."""
+        try:
+            act()
+        except TransferError:
+            return Outcome(retry=True)
+        except MetronomeError as error:
+            return Outcome(failure=Failure.of(error))
+        return Outcome()
+
+    def _all_succeeded(self, outcome: Outcome) -> bool:
+        """Return whether all ranks succeeded, False to begin again. Raises a rank's error on all of them."""
+        return _all_succeeded(self._ranks.gather(outcome))
+
+
+def _all_succeeded(outcomes: list[Outcome]) -> bool:
+    for outcome in outcomes:
+        if outcome.failure is not None:
+            raise outcome.failure.error()
+    return not any(outcome.retry for outcome in outcomes)

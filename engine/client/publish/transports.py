@@ -1,0 +1,203 @@
+"""The ways in which a pipeline stage's sender gets buckets to the instances."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from engine.errors import MetronomeError
+from engine.wire.sync_messages import BucketInfo, MeetingPlace
+from engine.wire.weights import bucket_file
+from engine.wire.weights.backends import group_device, use_device
+from engine.wire.weights.buckets import Bucket
+from engine.wire.weights.groups import BroadcastGroup, Rendezvous, Transfer, own_address
+
+
+class Transport(Protocol):
+    """The sender's side of one pipeline stage. `meet`, `gather` and `call_off` are for transports with groups."""
+
+    name: str
+    """The name in `weights.transport` and update_info."""
+    groups: bool
+    """Whether the instances must be in a group with the sender."""
+    device: torch.device
+    """Device on which buckets must lie."""
+
+    def meet(self, local: bool) -> MeetingPlace | None:
+        """Open the place where the stage's group will meet. `local`: whether all instances are on this machine."""
+
+    def gather(self, world: int) -> None:
+        """Wait until all `world` ranks of the group are there. Raises TransferError, DeadlineError."""
+
+    def call_off(self) -> None:
+        """End a `gather` that is under way, and leave the group."""
+
+    def write(self, bucket: Bucket, info: BucketInfo) -> None:
+        """Prepare the bucket and complete `info`, before the instances are told of it."""
+
+    def send(self, bucket: Bucket) -> Sent:
+        """Begin to send the bytes, while the instances are told of the bucket."""
+
+
+class Sent(Protocol):
+    """A bucket's bytes on their way."""
+
+    def wait(self) -> None:
+        """Wait until the bytes are sent. Raises TransferError, DeadlineError."""
+
+
+class Snapshots:
+    """Versions of the weights in a folder that trainer and instances share: a folder of bucket files for each.
+
+    The newest complete version stays, so that a late instance can load it without the ranks. The files of the version
+    before are overwritten by the next one, since new memory costs four times as much as writing to old memory. The
+    senders of several stages may write at once.
+    """
+
+    def __init__(self, folder: Path, stages: int) -> None:
+        """`stages`: number of pipeline stages; a version is complete when the senders of all have written theirs."""
+        self.folder = folder
+        self.stages = stages
+        self._written: dict[int, set[str]] = {}
+        """Names of the files that this rank's stage has written, by version."""
+
+    def place(self, version: int) -> Path:
+        """Return the folder of the version, which is there once the version is complete."""
+        return self.folder / f"version-{version:08d}"
+
+    def begin(self, version: int) -> None:
+        """Make the folder of a version, from that of an unused one if there is one. By one rank, before any writes."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        patterns = ("version-*.partial", "version-*.old", self.place(version).name)
+        unused = [folder for pattern in patterns for folder in self.folder.glob(pattern)]
+        for other in unused[1:]:
+            shutil.rmtree(other)
+        for first in unused[:1]:
+            for done in first.glob("*.done"):
+                done.unlink()
+            first.rename(self._partial_folder(version))
+        self._partial_folder(version).mkdir(exist_ok=True)
+
+    def write(self, bucket: Bucket, info: BucketInfo) -> Path:
+        """Write a bucket of the version that was begun, and return its file. Raises MetronomeError."""
+        if info.bucket == 0:  # a new attempt begins
+            self._written[info.version] = set()
+        path = self._partial_folder(info.version) / f"stage-{info.stage:03d}-bucket-{info.bucket:05d}.safetensors"
+        tensors = {"names": info.names, "dtypes": info.dtypes, "shapes": info.shapes, "checksums": info.checksums}
+        try:
+            bucket_file.write(path, bucket, tensors)
+            self._written[info.version].add(path.name)
+        except OSError as error:
+            raise MetronomeError(f"{path}: weights could not be written: {error.strerror}") from None
+        return path
+
+    def stage_done(self, version: int, stage: int) -> None:
+        """Mark a stage as written. The last stage puts the version in the place of the one before."""
+        partial = self._partial_folder(version)
+        place = self.place(version)
+        written = self._written.pop(version, set())
+        self._written.clear()
+        for file in partial.glob(f"stage-{stage:03d}-*"):
+            if file.name not in written:
+                file.unlink()
+        (partial / f"stage-{stage:03d}.done").touch()
+        with contextlib.suppress(FileNotFoundError):  # another stage's sender does the same at the same time
+            if len(list(partial.glob("*.done"))) < self.stages:
+                return
+            for old in self.folder.glob("version-????????"):
+                if old != place:
+                    old.rename(old.with_suffix(".old"))
+            partial.rename(place)
+
+    def _partial_folder(self, version: int) -> Path:
+        return self.place(version).with_suffix(".partial")
+
+
+class _AlreadySent:
+    """Bytes that are there already: nothing is on its way."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class FileTransport:
+    """Each bucket is a file of the version's snapshot, which the instances read."""
+
+    name = "file"
+    groups = False
+    device = torch.device("cpu")
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self._snapshots = snapshots
+
+    def meet(self, local: bool) -> None:
+        """Do nothing: files need no group."""
+
+    def gather(self, world: int) -> None:
+        """Do nothing: files need no group."""
+
+    def call_off(self) -> None:
+        """Do nothing: files need no group."""
+
+    def write(self, bucket: Bucket, info: BucketInfo) -> None:
+        """Write the file, and its path to `info`."""
+        info.path = str(self._snapshots.write(bucket, info))
+
+    def send(self, bucket: Bucket) -> Sent:
+        """Do nothing: the file is there already."""
+        return _AlreadySent()
+
+
+class GroupTransport:
+    """Broadcasts to all instances: gloo between hosts' memories, nccl and hccl between devices."""
+
+    groups = True
+
+    def __init__(self, backend: str, timeout_s: float, device: torch.device) -> None:
+        """`timeout_s`: deadline of the meeting and of each bucket; `device`: the device of this rank's model. Raises
+        BadInput if the backend cannot send from there."""
+        self.name = backend
+        self.device = group_device(backend, device)
+        self._timeout_s = timeout_s
+        self._meeting: Rendezvous | None = None
+        """Kept after it was called off, until the next one: an instance that comes late learns of it there."""
+        self._group: BroadcastGroup | None = None
+
+    def meet(self, local: bool) -> MeetingPlace:
+        """Leave the last group, and open a store on this machine."""
+        self.call_off()
+        self._meeting = Rendezvous(own_address(local), self.name, self._timeout_s, self.device)
+        return MeetingPlace(self._meeting.host, self._meeting.port)
+
+    def gather(self, world: int) -> None:
+        """Wait for the instances. In a world of one there is none, and so no group."""
+        if self._meeting is None:
+            raise MetronomeError("the weight transfer has no meeting place: `meet` must come before `gather`")
+        self._group = self._meeting.gather(world) if world > 1 else None
+
+    def call_off(self) -> None:
+        """Call the meeting off, and leave the group."""
+        if self._meeting is not None:
+            self._meeting.call_off()
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+    def write(self, bucket: Bucket, info: BucketInfo) -> None:
+        """Do nothing: the bytes are sent from where they lie."""
+
+    def send(self, bucket: Bucket) -> Transfer | _AlreadySent:
+        """Broadcast the tensors one by one, from where they lie."""
+        use_device(self.device)
+        return self._group.broadcast(*bucket.pieces()) if self._group is not None else _AlreadySent()
+
+
+def open_transport(name: str, timeout_s: float, device: torch.device, snapshots: Snapshots) -> Transport:
+    """Return the transport of this name in `weights.transport`, for a rank whose model is on `device`."""
+    if name == "file":
+        return FileTransport(snapshots)
+    return GroupTransport(name, timeout_s, device)

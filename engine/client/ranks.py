@@ -1,0 +1,169 @@
+"""Trainers of one process, and of several data-parallel processes of plain torch, as the plane's client needs them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, TypeVar, cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from engine.errors import MetronomeError
+from engine.wire.message import Failure, Message, pack
+from engine.wire.messages import read_message
+
+M = TypeVar("M", bound=Message)
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Ranks(Protocol):
+    """A rank of a trainer, and the channel on the host on which its ranks agree. Waiting is never in a device
+    collective."""
+
+    name: str
+    """The rank's name in messages and traces."""
+    unit: int
+    """Number of the unit that the rank belongs to: the ranks that take windows together."""
+    units: int
+    leader: bool
+    """Whether this rank talks to the launcher for its unit."""
+    exports: bool
+    """Whether this rank takes part in an export of the weights: all other ranks hold copies."""
+    writes: bool
+    """Whether this rank sends its pipeline stage's tensors."""
+    stage: int
+    """Number of its pipeline stage."""
+
+    def from_leader(self, act: Callable[[], M]) -> M:
+        """Return the leader's result of `act` on every rank of its unit, or raise its MetronomeError on all of them."""
+
+    def from_first(self, act: Callable[[], M]) -> M:
+        """Return rank 0's result of `act` on every rank, or raise its MetronomeError on all of them."""
+
+    def gather(self, message: S) -> list[S]:
+        """Return every rank's message, in rank order, on every rank. All messages have one type."""
+
+
+class OneRank:
+    """A trainer of one process."""
+
+    name = "trainer"
+    unit = 0
+    units = 1
+    leader = True
+    exports = True
+    writes = True
+    stage = 0
+
+    def from_leader(self, act: Callable[[], M]) -> M:
+        """The result of `act`."""
+        return act()
+
+    def from_first(self, act: Callable[[], M]) -> M:
+        """The result of `act`."""
+        return act()
+
+    def gather(self, message: S) -> list[S]:
+        """The one rank's message."""
+        return [message]
+
+
+class HostRanks:
+    """The ranks of torch.distributed's default group as data-parallel replicas: each is a unit of its own, and rank 0
+    sends the weights. The channel between them is gloo on the host. Built by all ranks at once.
+
+    `engine.ranks.rank_group` has the layouts of Megatron on top.
+    """
+
+    def __init__(self, timeout_s: float = 600.0) -> None:
+        """`timeout_s`: seconds without a message on the channel after which a rank fails."""
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
+        self.unit = self.rank
+        self.units = self.world
+        self.leader = True
+        self.exports = self.rank == 0
+        self.writes = self.rank == 0
+        self.stage = 0
+        self._wait = timedelta(seconds=timeout_s)
+        self._everyone = dist.new_group(backend="gloo", timeout=self._wait) if self.world > 1 else None
+        self._leaders: list[int] = list(range(self.world)) if self.world > 1 else []
+        """Ranks of the leaders, by unit; empty with a single rank."""
+        self._unit: dist.ProcessGroup | None = None
+        """The group of this rank's unit; None where the rank is alone in it."""
+
+    @property
+    def name(self) -> str:
+        """The rank's name in messages and traces."""
+        return f"trainer-{self.rank}"
+
+    def from_leader(self, act: Callable[[], M]) -> M:
+        """Return the leader's result of `act` on every rank of its unit, or raise its MetronomeError on all of them."""
+        leader = self._leaders[self.unit] if self._unit is not None else None
+        return self._act_and_broadcast(act, self.leader, leader, self._unit)
+
+    def from_first(self, act: Callable[[], M]) -> M:
+        """Return rank 0's result of `act` on every rank, or raise its MetronomeError on all of them."""
+        return self._act_and_broadcast(act, self.rank == 0, 0, self._everyone)
+
+    def _act_and_broadcast(
+        self, act: Callable[[], M], speaks: bool, source: int | None, group: dist.ProcessGroup | None
+    ) -> M:
+        if group is None:
+            return act()
+        data = b""
+        failure: MetronomeError | None = None
+        if speaks:
+            try:
+                data = pack(act())
+            except MetronomeError as error:
+                failure = error
+                data = pack(Failure.of(error))
+        message = read_message(_broadcast(data, source, group))
+        if failure is not None:
+            raise failure
+        if isinstance(message, Failure):
+            raise message.error()
+        return cast(M, message)
+
+    def gather(self, message: S) -> list[S]:
+        """Return every rank's message, in rank order, on every rank. All messages have one type."""
+        if self._everyone is None:
+            return [message]
+        data = pack(message)
+        sizes = torch.empty(self.world, dtype=torch.long)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(data)]), group=self._everyone)
+        longest = int(sizes.max())
+        padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        rows = torch.empty(self.world * longest, dtype=torch.uint8)
+        dist.all_gather_into_tensor(rows, padded, group=self._everyone)
+        found = zip(rows.view(self.world, longest), sizes, strict=True)
+        decoder = msgspec.msgpack.Decoder(type(message))
+        return [decoder.decode(row[: int(size)].numpy().tobytes()) for row, size in found]
+
+    def worst(self, value: float, everyone: bool = False) -> float:
+        """Return the largest value in the unit, or of all ranks. NaN counts as infinite, so that it can't hide."""
+        group = self._everyone if everyone else self._unit
+        mine = torch.tensor([math.inf if math.isnan(value) else value], dtype=torch.float64)
+        if group is None:
+            return float(mine)
+        found = mine.new_empty(group.size())
+        # gathered and not reduced: MindSpeed drops the result of an all_reduce of float64
+        dist.all_gather_into_tensor(found, mine, group=group)
+        return float(found.max())
+
+    def barrier(self) -> None:
+        """Wait on the host until every rank is here."""
+        self.worst(0.0, everyone=True)
+
+
+def _broadcast(data: bytes, source: int | None, group: dist.ProcessGroup) -> bytes:
+    """Return the source's bytes on every rank of the group."""
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, source, group=group)
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(buffer, source, group=group)
+    return buffer.numpy().tobytes()

@@ -1,0 +1,217 @@
+"""What is put into the plane: prompts to sample responses to, and groups that programs have sampled and scored."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.config import Config
+from engine.data.prompts import prompt_id
+from engine.errors import BadInput, ServiceConflict, ServiceFull
+from engine.launcher.batches import Batch, BatchGenerator
+from engine.launcher.batches_in_flight import BatchesInFlight
+from engine.launcher.rollout_service import RolloutService
+from engine.launcher.row_check import RowCheck
+from engine.launcher.run_state import RunState
+from engine.launcher.table import RowTable
+from engine.launcher.weight_sync.publish_requests import PublishRequests
+from engine.model.shape import read_shape
+from engine.schedule import Schedule
+from engine.types import Prompt
+from engine.wire.columns import Row, open_ids
+from engine.wire.messages import Engines, InitEngines, PromptData, PutPrompts, PutRow, Sampled, SampleResponses, Taken
+
+SAMPLED_AT_ONCE = 8
+"""Groups of programs outside that are sampled or wait for it, as a multiple of the instances' places."""
+
+Generate = Callable[[Batch, Sequence[tuple[int, Prompt]] | None], Coroutine[Any, Any, None]]
+
+
+class Experience:
+    """Begins steps: from prompts, or with the first group that a program puts. What is put twice is there once."""
+
+    def __init__(
+        self,
+        config: Config,
+        service: RolloutService,
+        run_state: RunState,
+        table: RowTable,
+        generator: BatchGenerator,
+        batches: BatchesInFlight,
+        publishing: PublishRequests,
+        generate: Generate,
+        started: Callable[[], None],
+        weights: Path,
+        trains: bool,
+    ) -> None:
+        """`generate`: makes the task that fills a batch; `started`: called when a step has begun; `weights`: folder for
+        weights on their way to the instances; `trains`: whether the trainer is ours."""
+        self._config = config
+        self._service = service
+        self._run_state = run_state
+        self._table = table
+        self._generator = generator
+        self._batches = batches
+        self._publishing = publishing
+        self._generate = generate
+        self._started = started
+        self._weights = weights
+        self._trains = trains
+        self._schedule = Schedule.of(config.train, config.rollout.partial)
+        self._check = RowCheck(config, read_shape(Path(config.model.path)).vocabulary)
+        self._max_bytes = config.service.max_mib * 2**20
+        self._prompts: dict[int, bytes] = {}
+        """By step: the digest of its prompts."""
+        self._bytes: dict[int, int] = {}
+        """By step: bytes that programs have put."""
+        self._over = -1
+        """The newest step that is over."""
+        self._sampling = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of groups and prompts from outside that are not trained yet."""
+        return sum(self._bytes.values())
+
+    def forget(self, step: int) -> None:
+        """A step is over."""
+        self._over = max(self._over, step)
+        self._prompts.pop(step, None)
+        self._bytes.pop(step, None)
+
+    async def init_engines(self, request: InitEngines) -> Engines:
+        """Tell a program what it uses."""
+        return Engines(self._config.model_dump_json(), str(self._weights), self._publishing.verified)
+
+    def _check_step(self, step: int) -> int:
+        """Return the newest version. Raises ServiceConflict unless the schedule lets the step be sampled with it."""
+        version = self._publishing.version
+        if version is None:
+            raise ServiceConflict(f"step {step}: no weight version was published yet")
+        last = version + self._schedule.ahead
+        if not version <= step <= last:
+            raise ServiceConflict(
+                f"step {step}: with weight version {version} mode {self._config.train.mode!r} takes "
+                + (f"step {last}" if last == version else f"steps {version} to {last}")
+            )
+        if step <= self._over:
+            raise ServiceConflict(f"step {step} is over")
+        return version
+
+    def _check_room(self, size: int) -> None:
+        if self.held_bytes + size > self._max_bytes:
+            raise ServiceFull(
+                f"the service holds {self.held_bytes:,} bytes that are not trained yet, and {size:,} more would exceed "
+                f"{self._max_bytes:,} (service.max_mib)"
+            )
+
+    # prompts --------------------------------------------------------------------------------------
+
+    async def put_prompts(self, request: PutPrompts) -> Taken:
+        """Start a step: its responses are sampled and scored in the background."""
+        self._run_state.check()
+        step = request.step
+        encoded = msgspec.msgpack.encode(request)
+        digest = hashlib.sha256(encoded).digest()
+        if self._prompts.get(step) == digest:
+            return Taken(new=False)
+        self._check_step(step)
+        if self._batches.get(step) is not None:
+            other = "other prompts already" if step in self._prompts else "groups from outside already"
+            raise ServiceConflict(f"step {step} has {other}, so it takes no prompts")
+        prompts = None
+        if request.prompts is not None:
+            self._check_room(len(encoded))
+            prompts = [(step, prompt) for prompt in self._own_prompts(request.prompts)]
+            self._bytes[step] = len(encoded)
+        self._prompts[step] = digest
+        batch = self._generator.begin(step)
+        self._batches.start(batch, self._generate(batch, prompts))
+        self._started()
+        return Taken(new=True)
+
+    def _own_prompts(self, given: tuple[PromptData, ...]) -> list[Prompt]:
+        expected = self._config.train.prompts_per_step
+        more = self._config.algorithm.dynamic_sampling
+        if len(given) < expected or (len(given) > expected and not more):
+            least = " or more" if more else ""
+            raise BadInput(f"{len(given)} prompts, expected {expected}{least} (train.prompts_per_step)")
+        return [self._own_prompt(number, data) for number, data in enumerate(given)]
+
+    def _own_prompt(self, number: int, data: PromptData) -> Prompt:
+        prompt = Prompt(
+            id=prompt_id(data.problem, data.answer),
+            problem=data.problem,
+            answer=data.answer,
+            token_ids=_ids(data.token_ids),
+            columns=data.columns,
+            text=data.text,
+        )
+        if wrong := self._check.problem_of_prompt(prompt):
+            raise BadInput(f"prompt {number}: {wrong}")
+        return prompt
+
+    # groups ---------------------------------------------------------------------------------------
+
+    async def put_row(self, request: PutRow) -> Taken:
+        """Take a group from outside into the table. The first group of a step begins it."""
+        self._run_state.check()
+        row = request.row
+        if self._trains and not self._config.data.pushed:
+            raise ServiceConflict(
+                f"step {row.step}: this run samples its groups from prompts; data.pushed = true lets programs put them"
+            )
+        if (known := self._known(row)) is not None and all(column in known.columns for column in row.columns):
+            return Taken(new=False)  # also a step that is not due any more
+        newest = self._check_step(row.step)
+        await asyncio.to_thread(self._check.check, row, newest)
+        self._check_step(row.step)  # the version may have moved meanwhile
+        if row.step in self._prompts:
+            raise ServiceConflict(f"step {row.step} has prompts, and its groups are sampled here")
+        if self._known(row) is None:
+            self._check_room(row.bytes)
+        if (batch := self._batches.get(row.step)) is None:
+            batch = self._generator.begin(row.step)
+            self._batches.keep(batch)
+            self._started()
+        if new := self._table.put(row):
+            self._bytes[row.step] = self._bytes.get(row.step, 0) + row.bytes
+            batch.keep_sample(row)
+            await self._run_state.notify()
+        return Taken(new)
+
+    def _known(self, row: Row) -> Row | None:
+        return self._table.find(row.step, row.index) if row.step in self._table.steps else None
+
+    async def sample(self, request: SampleResponses) -> Sampled:
+        """Sample responses to a prompt. Raises ServiceFull while too many wait for that."""
+        self._run_state.check()
+        version = self._publishing.version
+        if version is None:
+            raise ServiceConflict("no weight version was published yet, so no instance samples")
+        prompt = Prompt("outside", "", "", _ids(request.prompt))
+        most = self._config.rollout.group_size
+        if wrong := self._check.problem_of_prompt(prompt):
+            raise BadInput(wrong)
+        if not 0 < len(request.seeds) <= most or any(not 0 <= seed < 2**63 for seed in request.seeds):
+            raise BadInput(f"seeds: expected 1 to {most} (rollout.group_size) numbers of 0 to 2^63 - 1")
+        places = self._config.rollout.concurrency * max(1, self._service.pool.size)
+        if self._sampling >= SAMPLED_AT_ONCE * places:
+            raise ServiceFull(f"{self._sampling} groups are being sampled for programs outside; ask again later")
+        self._sampling += 1
+        try:
+            return Sampled(tuple(await self._service.producer.sample(version, prompt, request.seeds)))
+        finally:
+            self._sampling -= 1
+
+
+def _ids(buffer: bytes) -> Sequence[int]:
+    try:
+        return open_ids(buffer)
+    except ValueError:
+        raise BadInput(f"token ids: length {len(buffer)} is not a multiple of 4 (expected int32)") from None

@@ -1,0 +1,149 @@
+"""Packing a window's groups into rows of native length, one for each micro-batch.
+
+The rows are a function of the groups alone, so the order and time of arrival can't change them (docs/architecture.md,
+Asynchrony changes no number). The trainer and the scorers pack alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.model.layout import Layout, layout, split
+from engine.types import Group, Prompt, Response
+from engine.wire.numbers import Numbers
+
+
+@dataclass(frozen=True)
+class GroupPart:
+    """Some responses of one group. A row computes them together, with their prompt."""
+
+    group: Group
+    numbers: tuple[int, ...]
+    """Numbers of the responses in the group, ascending."""
+    size: int
+    """Tokens that a row computes for it."""
+
+    @property
+    def responses(self) -> list[Response]:
+        """The responses."""
+        return [self.group.responses[number] for number in self.numbers]
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """What one forward pass computes."""
+
+    parts: tuple[GroupPart, ...]
+    layout: Layout
+    """This rank's shard of the row."""
+
+    @property
+    def members(self) -> list[tuple[Group, int]]:
+        """(group, number of the response in it) of each response, in the order of the row."""
+        return [(part.group, number) for part in self.parts for number in part.numbers]
+
+    @property
+    def responses(self) -> list[Response]:
+        """The responses, in the order of the row."""
+        return [response for part in self.parts for response in part.responses]
+
+    def joined(self, pieces: Iterable[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return pieces, [tokens] for each response, as [T]: this rank's part of them, on the layout's device."""
+        whole = torch.cat([torch.zeros(0, dtype=dtype), *pieces])
+        own = whole if self.layout.shards == 1 else whole[self.layout.kept.cpu()]
+        return own.to(self.layout.rows.device)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How groups become rows on this rank."""
+
+    budget: int
+    """Token budget of a row; a single response may exceed it."""
+    shared_prompt: bool = True
+    multiple: int = 1
+    """Rows are filled up to a multiple of this (engine.model.build.row_multiple)."""
+    context: tuple[int, int] = (0, 1)
+    """(rank, size) of context parallelism: this rank's part of each row."""
+    share: tuple[int, int] = (0, 1)
+    """(number of this replica, count) among the replicas that compute a window together."""
+    device: torch.device = torch.device("cpu")
+
+    def rows(self, window: Sequence[Group]) -> list[PackedRow]:
+        """Return this replica's rows of a window.
+
+        A group above the budget is split, and each part computes the prompt again. Replicas in lockstep take the rows
+        in turn and all compute equally many: a replica that would have one less gets FILLER.
+        """
+        packed = list(pack_parts([part for group in window for part in self._parts(group)], self.budget))
+        number, count = self.share
+        mine = packed[number::count]
+        fillers = -(-len(packed) // count) - len(mine)
+        return [self._packed(parts) for parts in mine] + [self._packed([FILLER])] * fillers
+
+    def _parts(self, group: Group) -> Iterator[GroupPart]:
+        prompt = len(group.prompt.token_ids)
+        lengths = [len(response.token_ids) for response in group.responses]
+        for numbers in split(prompt, lengths, self.budget, self.shared_prompt):
+            size = sum(lengths[i] for i in numbers) + prompt * (1 if self.shared_prompt else len(numbers))
+            yield GroupPart(group, tuple(numbers), size)
+
+    def _packed(self, parts: Sequence[GroupPart]) -> PackedRow:
+        groups = [(part.group.prompt.token_ids, [one.token_ids for one in part.responses]) for part in parts]
+        return PackedRow(tuple(parts), self.layout(groups))
+
+    def layout(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Layout:
+        """Return this rank's shard of the row that holds these (prompt, responses) token ids."""
+        ids = [
+            (tensor_of(prompt, torch.long), [tensor_of(response, torch.long) for response in responses])
+            for prompt, responses in groups
+        ]
+        row = layout(ids, self.shared_prompt).aligned(self.multiple)
+        rank, size = self.context
+        return (row.shard(rank, size) if size > 1 else row).to(self.device)
+
+
+FILLER = GroupPart(Group(step=-1, index=-1, prompt=Prompt("", "", "", (0,)), responses=(), scores=()), (), 1)
+"""A part of one token without a response: it trains nothing."""
+
+
+class Sized(Protocol):
+    """Something that fills a part of a row."""
+
+    @property
+    def size(self) -> int:
+        """Tokens that a row computes for it."""
+
+
+P = TypeVar("P", bound=Sized)
+
+
+def pack_parts(parts: Sequence[P], budget: int) -> Iterator[list[P]]:
+    """Yield the parts of each row, in their order: as many as fit into the budget, at least one."""
+    packed: list[P] = []
+    used = 0
+    for part in parts:
+        if packed and used + part.size > budget:
+            yield packed
+            packed = []
+            used = 0
+        packed.append(part)
+        used += part.size
+    if packed:
+        yield packed
+
+
+def tensor_of(numbers: Sequence[Any] | NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """Return numbers as a tensor on the host: a copy of their buffer where they are an array or a view of one
+    (`Numbers`). No number of a response is rounded on the way."""
+    found = np.array(numbers.view if isinstance(numbers, Numbers) else numbers, order="C")
+    if found.dtype == np.bool_:
+        found = found.view(np.uint8) != 0  # a byte of a mask may be any number, and torch knows 0 and 1 only
+    return torch.from_numpy(found).to(dtype)

@@ -1,0 +1,105 @@
+"""What the processes of all ranks have in common, those of the trainer and of the scorers: how they begin and end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+from engine import platform
+from engine.client.connection import Connection
+from engine.config import Config, Parallel
+from engine.errors import MetronomeError
+from engine.run.disk import named_disk_errors
+from engine.wire import messages
+from engine.wire.access_token import access_token
+from engine.wire.certificate import own_certificate
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torch's agent looks for a rank's error."""
+
+
+class WholeErrorFile(ErrorHandler):
+    """Leaves the traceback of an unexpected error for the agent, in a file that appears when it is complete.
+
+    When a rank dies the agent ends the others, which may be writing their errors just then. torch's agent fails on half
+    a file, and nobody would hear which rank died.
+    """
+
+    def record_exception(self, e: BaseException) -> None:
+        """Write the error as torch does, beside the file; then rename it."""
+        file = os.environ.get(ERROR_FILE)
+        if file is None:
+            super().record_exception(e)
+            return
+        partial = f"{file}.partial"
+        os.environ[ERROR_FILE] = partial
+        try:
+            super().record_exception(e)
+        finally:
+            os.environ[ERROR_FILE] = file
+        os.replace(partial, file)
+
+
+def run_recorded(main: Callable[[], int]) -> int:
+    """Run a rank's `main` and return its exit code. The message of an unexpected error reaches the agent."""
+    return record(main, WholeErrorFile())() or 0
+
+
+def own_share(cores: Sequence[int], ranks: int) -> list[int]:
+    """Return this rank's share of the cores that the `ranks` ranks of this node have."""
+    share = len(cores) // ranks
+    first = int(os.environ["LOCAL_RANK"]) * share
+    return list(cores[first : first + share])
+
+
+def open_session(config: Config, layout: Parallel) -> AbstractContextManager[torch.device]:
+    """Return `platform.session` for this rank of the layout."""
+    machine = platform.get(config.platform.device)
+    if config.train.deterministic:
+        machine.make_deterministic()
+    return platform.session(
+        machine,
+        config.run.seed,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        context=layout.context,
+        expert=layout.expert,
+        timeout_s=config.train.timeout_s,
+    )
+
+
+def connect(config: Config, url: str, name: str) -> Connection:
+    """Return a rank's connection to the plane at `url`. `name`: of the rank, for messages."""
+    return Connection(
+        url=url,
+        token=access_token(),
+        name=name,
+        timeout_s=config.transfer_timeout_s,
+        certificate=own_certificate(),
+        ours=True,
+    )
+
+
+def run_rank(
+    folder: Path,
+    plane: Connection,
+    stage: str,
+    session: Callable[[], AbstractContextManager[torch.device]],
+    work: Callable[[], None],
+) -> int:
+    """Do a rank's work inside its session. Return 0, or 1 after a MetronomeError, which the plane is told as the
+    stage's. `folder`: the run folder."""
+    try:
+        with named_disk_errors(folder), session():
+            work()
+        return 0
+    except MetronomeError as error:
+        plane.ask(messages.StageFailed(error=messages.Failure.of(error), stage=stage))
+        return 1
+    finally:
+        plane.close()

@@ -1,0 +1,198 @@
+r"""Rewrites an answer to one spelling: typed characters as LaTeX, one command of several, no layout, units as
+`\text`."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from functools import lru_cache
+
+from engine.reward.answers import strip_delimiters
+from engine.reward.structure import closed, split
+
+_SIZES = r"left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad"
+_SOFT = re.compile(rf"\\(?:{_SIZES})(?![a-zA-Z])\s*|(?<!\\)\\[!,;: ]|~")
+_TEXT = re.compile(r"\\(?:mbox|textnormal|textrm|textbf|textit|textsf)(?=\s*\{)")
+_FONT = re.compile(
+    r"\\(?:mathrm|mathbf|mathit|mathsf|mathnormal|operatorname|boldsymbol|bm)\*?\s*"
+    r"(?:\{((?:[^{}]|\{[^{}]*\})*)\}|([a-zA-Z])(?![a-zA-Z]))"
+)
+_OLD_FONT = re.compile(r"\{\s*\\(?:rm|bf|it|sf)(?![a-zA-Z])\s*([^{}]*)\}")
+_CONSTANT = re.compile(r"\\text\s*\{\s*(e|i|\\?pi|\\imath)\s*\}|\\(?:imath|mathbbm?\{i\})(?![a-zA-Z])")
+_PI = re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])")
+_TEXT_NUMBER = re.compile(r"\\text\s*\{\s*([-+]?[\d.,]*\d)\s*([^{}\d]*)\}")
+_PER_CENT = re.compile(r"\s*\\text\s*\{\s*per ?cent\s*\}|(?<=[\d}])\s*per ?cent$")
+_TYPED_AND = re.compile(r"(?<![a-zA-Z\\])(and|or)(?![a-zA-Z]|[^{}]*\})")
+_DOTS = re.compile(r"\\(?:[lc]dots|dots[cbim]?)(?![a-zA-Z])|\.\.\.+")
+_REPLACED = {
+    "\\dfrac": "\\frac",
+    "\\tfrac": "\\frac",
+    "\\cfrac": "\\frac",
+    "\\leq": "\\le",
+    "\\geq": "\\ge",
+    "\\leqslant": "\\le",
+    "\\geqslant": "\\ge",
+    "<=": "\\le ",
+    ">=": "\\ge ",
+    "\\lt": "<",
+    "\\gt": ">",
+    "\\neq": "\\ne",
+    "!=": "\\ne ",
+    "\\times": "\\cdot",
+    "\\degree": "^\\circ",
+    "\\degrees": "^\\circ",
+    "\\varnothing": "\\emptyset",
+    "\\lbrace": "\\{",
+    "\\rbrace": "\\}",
+    "\\lvert": "|",
+    "\\rvert": "|",
+    "\\vert": "|",
+    "\\%": "%",
+    "^{\\circ}": "^\\circ",
+    "{,}": ",",
+    "**": "^",
+}
+_KEYS = (re.escape(key) + ("(?![a-zA-Z])" if key[-1].isascii() and key[-1].isalpha() else "") for key in _REPLACED)
+_REPLACE = re.compile("|".join(_KEYS))
+_SIGNS = str.maketrans(
+    {
+        "−": "-",
+        "–": "-",
+        "—": "-",
+        "‐": "-",
+        "‑": "-",
+        "×": "\\times ",
+        "·": "\\cdot ",
+        "⋅": "\\cdot ",
+        "÷": "\\div ",
+        "±": "\\pm ",
+        "∓": "\\mp ",
+        "∞": "\\infty ",
+        "∪": "\\cup ",
+        "∩": "\\cap ",
+        "∈": "\\in ",
+        "∅": "\\emptyset ",
+        "≤": "\\le ",
+        "≥": "\\ge ",
+        "≠": "\\ne ",
+        "≈": "\\approx ",
+        "∠": "\\angle ",
+        "°": "^\\circ ",
+        "∶": ":",
+        "⁄": "/",
+        "、": ",",
+        "。": ".",
+        "…": "\\dots ",
+        "⋯": "\\dots ",
+        "′": "'",
+    }
+)
+_EARLY = re.compile(r"(?P<up>[⁰¹²³⁴-⁹⁺⁻ⁿ]+)|(?P<down>[₀-₉₊₋]+)|(?P<part>[¼-¾⅐-⅞])|(?P<set>[ℕℤℚℝℂ])|(?P<circle>º)")
+_ROOT = re.compile(r"([√∛∜])\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]|\\[a-zA-Z]+))")
+_INDEX = {"√": "", "∛": "[3]", "∜": "[4]"}
+_IDEOGRAPHS = re.compile(r"(?<=[\d}%)])\s*([\u4e00-\u9fff]+)$")
+
+_FUNCTIONS = (
+    "sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|frac|mod|arcsin|arccos|arctan|sinh|cosh|tanh|and|or|over|choose|times"
+)
+_TYPED_UNIT = re.compile(
+    rf"(?<=[\d}}])(?:\s+((?!(?:{_FUNCTIONS})(?![a-zA-Z]))(?:[a-zA-Z]{{4,}}|a\.?m\.?|p\.?m\.?|sq\.?|cu\.?|[cmkn]m|[km]g|m[lL]|ft|in|"
+    r"mi|yd|oz|lbs?|min|sec|hrs?|mph|kph|km/h|m/s|day|men)(?:(?: +|/)(?!(?:and|or)(?![a-zA-Z]))[a-zA-Z.]+)*)"
+    r"|\s*([cmk]m|kg|mph))(\^\{?[23]\}?)?\.?$"
+)
+"""A unit that is typed without `\\text`: known short ones, and words, behind a number. One letter is a variable."""
+_GROUPED = re.compile(r"(?<=\d)(?:,?\s*\\[!,]\s*|\{,\})(?=\d{3}(?!\d))")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+_SCIENTIFIC = re.compile(r"((?:^|[,;(\[{=<>\s])[+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d{1,4})(?=\s*(?:$|[,;)\]}=<>%]|\\))")
+
+
+@lru_cache(maxsize=1024)
+def canonical(latex: str) -> str:
+    r"""One spelling of the same LaTeX: no layout, no blanks, \frac{a}{b}, \sqrt{a}, x^2, no full stop at the end.
+
+    A number such as 3e6 becomes 3E6, which no formula is (`quantities.number`).
+    """
+    text = _DOTS.sub(r"\\dots ", _typed(latex)).strip().rstrip(".,;").strip()
+    text = _SCIENTIFIC.sub(r"\1E\2", strip_delimiters(text))
+    text = _IDEOGRAPHS.sub(r"\\text{\1}", _words(text))
+    text = _SOFT.sub(" ", _GROUPED.sub("", text)).strip()
+    text = _TYPED_UNIT.sub(lambda match: f"\\text{{{match[1] or match[2]}}}{match[3] or ''}", text)
+    text = _REPLACE.sub(lambda match: _REPLACED[match[0]], text)
+    if not re.search(r"[(\[]", text):  # in brackets a comma separates entries
+        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    return _dense(_PI.sub(r"\\pi ", text)).rstrip(".,;")
+
+
+def _typed(text: str) -> str:
+    """Characters that people type, in LaTeX: x² → x^{2}, ½ → \\frac{1}{2}, √2 → \\sqrt{2}, full-width signs, α."""
+    if text.isascii():
+        return text
+    text = unicodedata.normalize("NFKC", _EARLY.sub(_early, text).replace("…", "\\dots "))
+    text = "".join(map(_ascii, text.translate(_SIGNS)))
+    return _ROOT.sub(lambda match: f"\\sqrt{_INDEX[match[1]]}{{{match[2] or match[3] or match[4]}}}", text)
+
+
+def _early(match: re.Match[str]) -> str:
+    """What compatibility normalization would merge with its neighbours: x² would become x2."""
+    plain = unicodedata.normalize("NFKC", match[0]).replace("−", "-")
+    if match.lastgroup in ("up", "down"):
+        return f"{'^' if match['up'] else '_'}{{{plain}}}"
+    if match["part"]:
+        above, _, below = plain.partition("⁄")
+        return f"\\frac{{{above}}}{{{below}}}"
+    return f"\\mathbb{{{plain}}}" if match["set"] else "^\\circ "
+
+
+def _ascii(character: str) -> str:
+    """Digits of any script, and Greek letters as commands."""
+    if character.isascii():
+        return character
+    if (digit := unicodedata.decimal(character, None)) is not None:
+        return str(digit)
+    kind, _, letter = unicodedata.name(character, "").replace("LAMDA", "LAMBDA").partition(" LETTER ")
+    if kind not in ("GREEK SMALL", "GREEK CAPITAL") or not letter.isalpha():
+        return character
+    return f"\\{letter.lower() if kind.endswith('SMALL') else letter.capitalize()} "
+
+
+def _words(text: str) -> str:
+    r"""All words as \text{…}; the constants e, i and \pi, and numbers, as what they are in any font."""
+    text = _OLD_FONT.sub(r"{\\mathrm{\1}}", text) if "{" in text else text
+    text = _FONT.sub(_upright, _TEXT.sub(r"\\text", text))
+    text = _CONSTANT.sub(lambda match: "\\pi " if (match[1] or "").endswith("pi") else (match[1] or "i")[-1:], text)
+    text = _TYPED_AND.sub(r"\\text{\1}", _PER_CENT.sub("%", text))
+    return _TEXT_NUMBER.sub(lambda match: match[1] + (f"\\text{{{match[2]}}}" if match[2].strip() else ""), text)
+
+
+def _upright(match: re.Match[str]) -> str:
+    """A formula in another font is the formula; letters are words, except for one letter that is no unit."""
+    inner = (match[1] if match[1] is not None else match[2]).strip()
+    if inner in ("e", "i", "pi", "\\pi", "\\imath"):
+        return f"\\text{{{inner}}}"
+    if inner.isalpha() and len(inner) == 1 and inner not in "mgshlLF":
+        return inner if inner.islower() else f"\\text{{{inner}}}"
+    return f"\\text{{{inner}}}" if re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", inner)) else inner
+
+
+def _dense(text: str) -> str:
+    """Without blanks, and with braces where LaTeX lets one leave them out."""
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", lambda match: f"\\text{{{'~'.join(match[1].split())}}}", text)
+    text = re.sub(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", r"\1~", text)  # \pi r is not \pir
+    text = re.sub(r"(\^|(?<!\\log)_)\s*(-(?:\d+|[a-zA-Z])|\d+)", r"\1{\2}", text)  # 10^-5 is typed for 10^{-5}
+    text = re.sub(r"\s+", "", text).replace("~", " ")
+    text = re.sub(r"\\frac ?(\d|[a-zA-Z]|\\pi(?![a-z]))(?=.)", r"\\frac{\1}", text)
+    text = re.sub(r"(\\frac\{[^{}]*\}) ?(\d|[a-zA-Z]|\\pi(?![a-z]))", r"\1{\2}", text)
+    text = re.sub(r"\\sqrt ?(\d|[a-zA-Z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<=[\w)}])\*(?=[\w(\\{])", r"\\cdot ", text)
+    text = re.sub(r"([\^_])\{(\w|\\circ)\}(?!\d)", r"\1\2", text)
+    text = re.sub(r"\\cdot (?![a-zA-Z])", r"\\cdot", text)
+    return "\\emptyset" if text in ("\\{\\}", "{}") else _unbraced(text)
+
+
+def _unbraced(text: str) -> str:
+    """{1, 2} is typed for the set; other braces around the whole say nothing."""
+    while text.startswith("{") and text.endswith("}") and closed(text[1:-1]):
+        if len(split(text[1:-1], ",")) > 1:
+            return f"\\{text[:-1]}\\}}"
+        text = text[1:-1]
+    return text

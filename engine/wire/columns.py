@@ -1,0 +1,398 @@
+"""Rows and columns: a group on its way from the instances to the trainer (docs/architecture.md, The plane).
+
+A row is a group: a step, and the group's index in it. A column is a named value of a row, packed once, with a digest
+that tells a damaged one from a whole one. Numbers are raw buffers all the way: `open_group` gives users' code a view
+that reads them when it is asked.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace as replaced
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import xxhash
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from engine.errors import TransferError
+from engine.types import BatchScores, Group, Landed, Prompt, Response, Score
+from engine.wire.numbers import FLAGS, IDS, REALS, Numbers
+
+PROMPT = "prompt"
+"""The column of a row's prompt: `PromptColumn`."""
+RESPONSES = "responses"
+"""The column of its responses' tokens: `ResponsesColumn`."""
+LOGPROBS = "logprobs"
+"""The column of the instances' log-probabilities of these tokens: values, [tokens] fp32."""
+SCORES = "scores"
+"""The column of the reward: a `Score` for each response."""
+REFERENCE = "reference_logprobs"
+"""The column of the reference's log-probabilities, where a stage of its own computes them: values, [tokens] fp32."""
+GENERATED = (PROMPT, RESPONSES, LOGPROBS)
+"""Columns that the stage `generate` gives."""
+OWN = (*GENERATED, SCORES)
+"""Columns that the launcher's own stages, `generate` and `reward`, give."""
+ID_BYTES = 4
+"""Bytes of a token id (int32)."""
+
+Decode = Callable[[Sequence[int]], str]
+"""Gives the text of token ids."""
+
+
+class Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A named value of a row as bytes."""
+
+    name: str
+    digest: bytes
+    """XXH3 (128 bits) of the body."""
+    body: bytes
+    """msgpack. Empty where the body lies in a store outside the launcher."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the body is the one that was packed."""
+        return xxhash.xxh3_128_digest(self.body) == self.digest
+
+
+class Row(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A group as the plane keeps it: a few numbers that the table reads, and the columns."""
+
+    step: int
+    index: int
+    """Position of the prompt in the step's batch, 0 … B−1."""
+    tokens: int
+    """Number of tokens, those of the prompt counted once."""
+    lengths: tuple[int, ...]
+    """[G] tokens of each response."""
+    columns: tuple[Column, ...]
+    mini_batch: int = 0
+    """Number of the step's update that trains it. The table sets it."""
+
+    def column(self, name: str) -> Column:
+        """Return a column. Raises KeyError if the row does not have it."""
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(name)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of its columns."""
+        return frozenset(column.name for column in self.columns)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the columns' bodies."""
+        return sum(len(column.body) for column in self.columns)
+
+    def only(self, names: Iterable[str]) -> Row:
+        """The row with these of its columns."""
+        wanted = frozenset(names)
+        return replace(self, columns=tuple(column for column in self.columns if column.name in wanted))
+
+    def with_columns(self, columns: Iterable[Column]) -> Row:
+        """The row with these columns, which replace those of the same names."""
+        new = {column.name: column for column in columns}
+        return replace(self, columns=tuple({**{one.name: one for one in self.columns}, **new}.values()))
+
+
+class PromptColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A prompt. The columns of its row in the data file are left out: only the reward reads them."""
+
+    id: str
+    problem: str
+    answer: str
+    token_ids: bytes
+    """int32."""
+
+
+class ResponsesColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The responses of a group. Buffers hold the numbers of all responses, one response after the other."""
+
+    lengths: tuple[int, ...]
+    """[G] tokens of each response."""
+    token_ids: bytes
+    """[sum of lengths] int32."""
+    loss_mask: bytes
+    """[sum of lengths] one byte for each token."""
+    versions: tuple[tuple[tuple[int, int], ...], ...]
+    """[G] as of engine.types.Response; so are the next three."""
+    finish_reasons: tuple[str, ...]
+    seeds: tuple[int, ...]
+    instances: tuple[str, ...]
+
+
+NO_RESPONSES = ResponsesColumn(
+    lengths=(), token_ids=b"", loss_mask=b"", versions=(), finish_reasons=(), seeds=(), instances=()
+)
+
+
+class ValuesColumn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An array of numbers: one for each response, or one for each token of all responses laid end to end."""
+
+    dtype: str
+    """numpy's name: "float32", "int64", …"""
+    shape: tuple[int, ...]
+    data: bytes
+    """In C order, little-endian."""
+
+
+class PackedResponse(msgspec.Struct, frozen=True):
+    """An engine.types.Response as it came from an instance: its numbers as buffers, and no text, which is decoded where
+    it is read."""
+
+    token_ids: bytes
+    """int32."""
+    logprobs: bytes
+    """fp32."""
+    versions: tuple[tuple[int, int], ...]
+    loss_mask: bytes
+    """One byte for each token."""
+    finish_reason: str
+    seed: int
+    instance: str
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids) // ID_BYTES
+
+
+class PackedLanded(msgspec.Struct, frozen=True, array_like=True):
+    """An engine.types.Landed, its numbers packed as buffers."""
+
+    step: int
+    group: int
+    number: int
+    prompt: bytes
+    """int32."""
+    token_ids: bytes
+    """int32."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the response and its prompt."""
+        return (len(self.prompt) + len(self.token_ids)) // ID_BYTES
+
+
+_PROMPT: msgspec.msgpack.Decoder[PromptColumn] = msgspec.msgpack.Decoder(PromptColumn)
+_RESPONSES: msgspec.msgpack.Decoder[ResponsesColumn] = msgspec.msgpack.Decoder(ResponsesColumn)
+_SCORES: msgspec.msgpack.Decoder[tuple[Score, ...]] = msgspec.msgpack.Decoder(tuple[Score, ...])
+_VALUES: msgspec.msgpack.Decoder[ValuesColumn] = msgspec.msgpack.Decoder(ValuesColumn)
+
+
+# packing ------------------------------------------------------------------------------------------
+
+
+def pack_column(name: str, value: Any) -> Column:  # noqa: ANN401
+    """Pack a value that msgpack can encode."""
+    body = msgspec.msgpack.encode(value)
+    return Column(name, xxhash.xxh3_128_digest(body), body)
+
+
+def pack_values(name: str, values: NDArray[Any]) -> Column:
+    """Pack an array of numbers."""
+    whole = np.ascontiguousarray(values)
+    little = whole.astype(whole.dtype.newbyteorder("<"), copy=False)
+    return pack_column(name, ValuesColumn(whole.dtype.name, whole.shape, little.tobytes()))
+
+
+def pack_row(step: int, index: int, prompt: Prompt, responses: Sequence[PackedResponse]) -> Row:
+    """Pack a group whose responses are complete: the columns of the stage `generate`.
+
+    Lone surrogates (half a character) in the prompt's texts become "?", because UTF-8 has none.
+    """
+    lengths = tuple(response.length for response in responses)
+    prompt_column = PromptColumn(
+        id=prompt.id,
+        problem=_without_surrogates(prompt.problem),
+        answer=_without_surrogates(prompt.answer),
+        token_ids=pack_ids(prompt.token_ids),
+    )
+    sampled = ResponsesColumn(
+        lengths=lengths,
+        token_ids=b"".join(response.token_ids for response in responses),
+        loss_mask=b"".join(response.loss_mask for response in responses),
+        versions=tuple(response.versions for response in responses),
+        finish_reasons=tuple(response.finish_reason for response in responses),
+        seeds=tuple(response.seed for response in responses),
+        instances=tuple(response.instance for response in responses),
+    )
+    logprobs = ValuesColumn("float32", (sum(lengths),), b"".join(response.logprobs for response in responses))
+    return Row(
+        step=step,
+        index=index,
+        tokens=len(prompt.token_ids) + sum(lengths),
+        lengths=lengths,
+        columns=(pack_column(PROMPT, prompt_column), pack_column(RESPONSES, sampled), pack_column(LOGPROBS, logprobs)),
+    )
+
+
+def pack_scores(scores: Sequence[Score]) -> Column:
+    """Pack a group's scores: the column of the stage `reward`."""
+    return pack_column(SCORES, tuple(replaced(score, detail=_without_surrogates(score.detail)) for score in scores))
+
+
+def pack_group(group: Group) -> Row:
+    """Pack a group of opened responses with its scores and further columns. Its batch's scores are not part of it."""
+    row = pack_row(group.step, group.index, group.prompt, tuple(map(pack_response, group.responses)))
+    further = [pack_values(name, np.asarray(values)) for name, values in group.columns.items()]
+    return row.with_columns([pack_scores(group.scores), *further])
+
+
+def pack_response(response: Response) -> PackedResponse:
+    """Pack a response: token ids as int32 buffers, log-probabilities as fp32 buffers, which loses nothing."""
+    return PackedResponse(
+        token_ids=_packed(response.token_ids, IDS),
+        logprobs=_packed(response.logprobs, REALS),
+        versions=response.versions,
+        loss_mask=_packed(response.loss_mask, FLAGS),
+        finish_reason=response.finish_reason,
+        seed=response.seed,
+        instance=response.instance,
+    )
+
+
+def _packed(numbers: Sequence[Any], kind: str) -> bytes:
+    if isinstance(numbers, Numbers):
+        return numbers.view.tobytes()
+    return bytes(numbers) if kind == FLAGS else array(kind, numbers).tobytes()
+
+
+def pack_ids(token_ids: Sequence[int]) -> bytes:
+    """Token ids as an int32 buffer."""
+    return _packed(token_ids, IDS)
+
+
+# opening ------------------------------------------------------------------------------------------
+
+
+def open_prompt(row: Row) -> Prompt:
+    """Return the row's prompt. Raises TransferError for damaged bytes."""
+    column = _PROMPT.decode(_whole(row, PROMPT).body)
+    return Prompt(column.id, column.problem, column.answer, open_ids(column.token_ids))
+
+
+def open_scores(row: Row) -> tuple[Score, ...]:
+    """Return the row's scores. Raises TransferError for damaged bytes."""
+    return _SCORES.decode(_whole(row, SCORES).body)
+
+
+def open_values(row: Row, name: str) -> NDArray[Any]:
+    """Return an array of numbers, read-only. Raises TransferError for damaged bytes."""
+    column = _VALUES.decode(_whole(row, name).body)
+    return np.frombuffer(column.data, np.dtype(column.dtype).newbyteorder("<")).reshape(column.shape)
+
+
+def open_group(
+    row: Row,
+    batch: BatchScores | None = None,
+    decode: Decode | None = None,
+    reward_weights: Mapping[str, float] | None = None,
+) -> Group:
+    """Return a view of a row as a group; texts are those of `decode`, else empty. The prompt's own columns are not
+    there, and numbers are read when they are asked for.
+
+    A row without one of the columns gives a group without what that holds. `batch`: the scores of the step's whole
+    batch, where the advantages depend on them; `reward_weights`: by column, the weight with which it enters the reward.
+    Raises TransferError if a column's bytes are not those that were packed.
+    """
+    names = row.names
+    sampled = _RESPONSES.decode(_whole(row, RESPONSES).body) if RESPONSES in names else NO_RESPONSES
+    logprobs = _VALUES.decode(_whole(row, LOGPROBS).body).data if LOGPROBS in names else b""
+    token_ids = Numbers(sampled.token_ids, IDS)
+    reals = Numbers(logprobs, REALS)
+    mask = Numbers(sampled.loss_mask, FLAGS)
+    responses = tuple(
+        Response(
+            token_ids=token_ids[first:end],
+            logprobs=reals[first:end],
+            versions=sampled.versions[number],
+            loss_mask=mask[first:end],
+            finish_reason=sampled.finish_reasons[number],
+            text=decode(token_ids[first:end]) if decode is not None else "",
+            seed=sampled.seeds[number],
+            instance=sampled.instances[number],
+        )
+        for number, (first, end) in enumerate(pairwise(accumulate(sampled.lengths, initial=0)))
+    )
+    return Group(
+        step=row.step,
+        index=row.index,
+        prompt=open_prompt(row) if PROMPT in names else Prompt("", "", "", ()),
+        responses=responses,
+        scores=_rewards(row, reward_weights or {}) if SCORES in names else (),
+        batch=batch,
+        mini_batch=row.mini_batch,
+        columns={column.name: open_values(row, column.name) for column in row.columns if column.name not in OWN},
+    )
+
+
+def _rewards(row: Row, weights: Mapping[str, float]) -> tuple[Score, ...]:
+    """The row's scores, to which the columns with a weight are added."""
+    scores = open_scores(row)
+    for name, weight in weights.items():
+        pairs = zip(scores, open_values(row, name), strict=True)
+        scores = tuple(replaced(score, value=score.value + weight * float(value)) for score, value in pairs)
+    return scores
+
+
+def batch_scores(rows: Sequence[Row], reward_weights: Mapping[str, float] | None = None) -> BatchScores:
+    """The scores of all rows of a step, which may be given in any order; `reward_weights` as of `open_group`."""
+    ordered = sorted(rows, key=lambda row: row.index)
+    values = tuple(
+        tuple(None if score.excluded else score.value for score in _rewards(row, reward_weights or {}))
+        for row in ordered
+    )
+    return BatchScores(values, tuple(row.lengths for row in ordered))
+
+
+def open_response(packed: PackedResponse, decode: Decode | None = None) -> Response:
+    """Return a view of a packed response; the text is that of `decode`, else empty."""
+    token_ids = Numbers(packed.token_ids, IDS)
+    return Response(
+        token_ids=token_ids,
+        logprobs=Numbers(packed.logprobs, REALS),
+        versions=packed.versions,
+        loss_mask=Numbers(packed.loss_mask, FLAGS),
+        finish_reason=packed.finish_reason,
+        text=decode(token_ids) if decode is not None else "",
+        seed=packed.seed,
+        instance=packed.instance,
+    )
+
+
+def open_landed(packed: PackedLanded) -> Landed:
+    """Return a view of a response that is scored early."""
+    return Landed(
+        step=packed.step,
+        group=packed.group,
+        number=packed.number,
+        prompt=open_ids(packed.prompt),
+        token_ids=open_ids(packed.token_ids),
+    )
+
+
+def open_ids(buffer: bytes) -> Numbers:
+    """The token ids of an int32 buffer. Raises ValueError for a length that is no multiple of 4."""
+    return Numbers(buffer, IDS)
+
+
+def _whole(row: Row, name: str) -> Column:
+    column = row.column(name)
+    if not column.is_whole:
+        raise TransferError(
+            f"step {row.step}, group {row.index}: the {len(column.body)} bytes of its column {name!r} are not those "
+            "that were packed (their digest is another one); a part of this machine's memory or network is faulty"
+        )
+    return column
+
+
+def _without_surrogates(text: str) -> str:
+    """Return the text with "?" for each lone surrogate (half a character), which UTF-8 can't encode."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -1,0 +1,73 @@
+"""What all messages of the plane have in common: requests, replies, failures on their way to another process."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from engine import errors
+from engine.errors import MetronomeError
+
+ERRORS = {
+    kind.__name__: kind
+    for kind in (
+        errors.BadInput,
+        errors.StaleRolloutError,
+        errors.RatioGapError,
+        errors.Stopped,
+        errors.DeadlineError,
+        errors.TooManyFiles,
+        errors.RewardError,
+        errors.TakenOver,
+        errors.CheckpointError,
+        errors.DamagedCheckpointError,
+        errors.DiskError,
+        errors.ProcessDied,
+        errors.StoreError,
+        errors.TransferError,
+        errors.ServiceConflict,
+        errors.ServiceFull,
+        errors.WeightSyncError,
+        errors.MetronomeError,
+    )
+}
+"""By name: the errors that a `Failure` can carry to another process."""
+
+Answer = TypeVar("Answer")
+
+
+class Request(msgspec.Struct, Generic[Answer], kw_only=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A request of a stage. Its reply is an `Answer` or a `Failure`."""
+
+    unit: int | None = None
+    """The unit of a run's own ranks that asks; None if rank 0 asks for all units, or a program does."""
+
+
+class Message(msgspec.Struct, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A reply of the launcher, or a message from one rank of a stage to the others."""
+
+
+class Failure(Message):
+    """A MetronomeError on its way to another process."""
+
+    kind: str
+    """A key of ERRORS."""
+    message: str
+
+    @staticmethod
+    def of(error: MetronomeError) -> Failure:
+        """Return the error as a message. A class that is not in ERRORS becomes its nearest base class that is."""
+        return Failure(next(one.__name__ for one in type(error).__mro__ if one in ERRORS.values()), str(error))
+
+    def error(self) -> MetronomeError:
+        """Return the error, to be raised in this process."""
+        return ERRORS[self.kind](self.message)
+
+
+class Done(Message):
+    """What was asked for is done."""
+
+
+pack = msgspec.msgpack.encode
+"""Encode a message as bytes."""

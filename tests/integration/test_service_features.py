@@ -1,0 +1,144 @@
+"""What works behind the service as in a run: dynamic sampling, staged weights, early scoring, evaluation in the drain,
+publishing from several ranks; and pushed experience that our own ranks train."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from docs.examples.hf_trainer import HuggingFaceTrainer
+from docs.examples.push_experience import Additions
+from engine.client.service import ServiceClient
+from engine.run.files import read_lines
+from engine.trainer.loop import Loop
+from engine.trainer.rollouts import LiveRollouts
+from support.runs import ROOT, config_of, wait_for, write_config
+from support.whole_runs import run, same, steps, weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TWO_RANKS = """
+import json, sys, torch.distributed as dist
+from docs.examples.hf_trainer import HuggingFaceTrainer
+from engine.client.ranks import HostRanks
+from engine.client.service import ServiceClient
+from engine.trainer.loop import Loop
+from engine.trainer.rollouts import LiveRollouts
+
+class Replica(HuggingFaceTrainer):
+    def update(self, responses):
+        for parameter in self.policy.parameters():
+            if parameter.grad is None:
+                parameter.grad = parameter.new_zeros(parameter.shape)
+            dist.all_reduce(parameter.grad)
+        return super().update(responses)
+
+dist.init_process_group("gloo")
+with ServiceClient.init_engines(sys.argv[1]) as service:
+    trainer = Replica(service.config)
+    ranks = HostRanks(60.0)
+    with open(f"{sys.argv[2]}/rank-{dist.get_rank()}.jsonl", "w") as lines:
+        told = lambda step, figures: print(json.dumps(figures), file=lines)
+        Loop(service.config, trainer, LiveRollouts.of(service, ranks), told).run()
+"""
+
+
+@pytest.fixture
+def seeded(settings):
+    return settings | {"train.steps": 2, "train.consume": "prompt_order", "rollout.deterministic": True}
+
+
+def served(settings, trainer=HuggingFaceTrainer):
+    """The figures of each step of a trainer outside, and the folder of its service."""
+    rows = []
+    with ServiceClient.init_engines(config_of(settings)) as service:
+        report = lambda step, figures: rows.append({"step": step, **figures})  # noqa: E731
+        Loop(service.config, trainer(service.config), LiveRollouts.of(service), report).run()
+        return rows, service.config.folder
+
+
+def assert_as_our_own(settings, folder, key="reward_mean"):
+    run(settings | {"run.name": "own"}, folder)
+    rows, _ = served(settings | {"run.name": "outside"})
+    assert [row[key] for row in rows] == pytest.approx([row[key] for row in steps(folder, "own")], rel=1e-4)
+    return rows
+
+
+@pytest.mark.nightly
+def test_dynamic_sampling_chooses_the_groups_of_a_run(seeded, tmp_path):
+    rows = assert_as_our_own(seeded | {"algorithm.dynamic_sampling": True}, tmp_path)
+    assert [row["groups"] for row in rows] == [list(range(6))] * 2
+
+
+@pytest.mark.nightly
+def test_staged_weights_are_swapped_in_behind_a_trainer_that_goes_on(seeded, tmp_path):
+    off = {"train.mode": "one_step_off", "weights.staged": True, "train.steps": 3}
+    rows = assert_as_our_own(seeded | off, tmp_path)
+    assert [row["versions_seen"] for row in rows] == [[0], [0], [1]]
+
+
+def test_responses_are_offered_for_early_scoring(settings):
+    landed = []
+
+    class Early(HuggingFaceTrainer):
+        def score_early(self, ones):
+            landed.extend((one.group, one.number) for one in ones)
+
+    config = settings | {"train.score_early": True, "train.steps": 2, "rollout.concurrency": 1}
+    rows = []
+    with ServiceClient.init_engines(config_of(config)) as service:
+        rollouts = LiveRollouts.of(service)
+        Loop(service.config, Early(service.config), rollouts, lambda step, figures: rows.append(figures)).run()
+    assert landed
+    assert [sorted(row["groups"]) for row in rows] == [list(range(6))] * 2
+
+
+def test_evaluations_run_in_the_drain(seeded):
+    more = {"evaluate.every": 1, "evaluate.problems": 3, "evaluate.max_new_tokens": 4, "train.steps": 3}
+    rows, folder = served(seeded | more)
+    assert len(rows) == 3
+    assert [row["weight_version"] for row in read_lines(folder / "evaluations.jsonl")] == [0, 1]
+
+
+def test_two_ranks_of_plain_torch_publish_and_train_as_one(seeded, tmp_path):
+    alone, _ = served(seeded | {"run.name": "alone"})
+    script = tmp_path / "two.py"
+    script.write_text(TWO_RANKS)
+    with ServiceClient.init_engines(config_of(seeded | {"run.name": "two"})) as service:
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+        done = subprocess.run(
+            [sys.executable, *command, str(service.config.folder), str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    of_rank = [list(read_lines(tmp_path / f"rank-{rank}.jsonl")) for rank in range(2)]
+    for row, one, other in zip(alone, *of_rank, strict=True):
+        assert sorted(one["groups"] + other["groups"]) == row["groups"], "each group is trained by one of the ranks"
+        assert one["grad_norm"] == other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-3)
+
+
+def test_our_own_ranks_train_pushed_experience(seeded, tmp_path):
+    pushed = seeded | {"data.pushed": True}
+    for name in ("first", "again"):
+        config = write_config(pushed | {"run.name": name}, tmp_path)
+        with open(tmp_path / f"{name}.log", "w") as log:
+            command = [sys.executable, "-m", "engine.launcher.launch", "--config", str(config)]
+            launcher = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        try:
+            wait_for((tmp_path / name / "rollout.address").exists, "the run's address")
+            with ServiceClient.init_engines(tmp_path / name) as plane, ThreadPoolExecutor(1) as pool:
+                additions = Additions(plane)
+                assert [additions.push(step, pool) for step in range(2)] == [6, 6]
+            assert launcher.wait(100) == 0, (tmp_path / f"{name}.log").read_text()
+        finally:
+            launcher.kill()
+            launcher.wait()
+        assert [row["versions_seen"] for row in steps(tmp_path, name)] == [[0], [1]]
+    assert same(weights(tmp_path, "first"), weights(tmp_path, "again"))

@@ -1,0 +1,150 @@
+"""Runs whose columns lie in TransferQueue's units on the nodes of a Ray cluster: three nodes on this machine."""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from engine.launcher.launch import launch as launch_here
+from support.ports import two_neighbours
+from support.runs import ROOT, Tree, config_of, wait_for, write_config
+from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed, reads, starts
+from support.whole_runs import run, same, steps, weights
+
+pytestmark = MARKS
+NODES = 3
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A user's cluster, which asks for the token that is in the environment of the run."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")
+    from ray.cluster_utils import Cluster
+
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path: sockets lie in it
+    (folder / "ray").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(folder))
+    found = Cluster()
+    try:
+        found.add_node(include_dashboard=False, object_store_memory=80_000_000)
+        for _ in range(NODES - 1):
+            found.add_node(object_store_memory=80_000_000)
+        yield found
+    finally:
+        found.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def exact(settings):
+    return settings | EXACT | {"train.steps": 2, "train.mode": "sync"}
+
+
+def on(cluster, name):
+    return ELSEWHERE | {"run.name": name, "queue.address": cluster.address, "queue.units": NODES}
+
+
+def actors(cluster):
+    """The actors that live in the cluster, as (class, id of the node)."""
+    return [
+        (actor["ActorClassName"], actor["Address"]["NodeID"])
+        for actor in cluster.global_state.actor_table(None, None, None).values()
+        if actor["State"] == "ALIVE"
+    ]
+
+
+def is_left_alone(cluster):
+    """Whether all nodes are alive, and no actor is left."""
+    alive = [node for node in cluster.global_state.node_table() if node["Alive"]]
+    return len(alive) == NODES and not actors(cluster)
+
+
+def in_launcher(exact, folder):
+    """Weights of the run whose columns lie in the launcher."""
+    run(exact | {"run.name": "launcher"}, folder)
+    return weights(folder, "launcher")
+
+
+def test_units_on_three_nodes_give_the_same_bits_and_the_cluster_is_left_as_it_was(
+    exact, tmp_path, cluster, monkeypatch
+):
+    expected = in_launcher(exact, tmp_path)
+    read = reads(monkeypatch)
+    started = starts(monkeypatch)
+    lived = []
+    disturbed(monkeypatch, lambda store: lived.extend(actors(cluster)))
+    launch_here(config_of(exact | on(cluster, "cluster")))
+    assert same(weights(tmp_path, "cluster"), expected)
+    assert read == []  # the leader fetched all from the units
+    nodes = {node["NodeID"] for node in cluster.global_state.node_table()}
+    (addresses,) = started
+    assert {unit.node for unit in addresses.units} == nodes
+    assert {node for kind, node in lived if kind == "SimpleStorageUnit"} == nodes
+    assert len(lived) == NODES + 1
+    wait_for(lambda: is_left_alone(cluster), "the end of the run's actors", 30)
+
+
+def test_the_columns_on_a_node_that_dies_are_generated_again_with_the_same_bits(exact, tmp_path, cluster, monkeypatch):
+    expected = in_launcher(exact, tmp_path)
+    started = starts(monkeypatch)
+
+    def kill(store):
+        here = store.addresses.controller.node
+        node = next(node for node in cluster.worker_nodes if node.node_id != here)
+        killed.append(node.node_id)
+        (raylet,) = node.all_processes["raylet"]
+        workers = Tree(raylet.process.pid).processes
+        cluster.remove_node(node, allow_graceful=False)
+        for process in workers:  # they would outlive Ray's processes by some seconds
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    killed = []
+    called = disturbed(monkeypatch, kill)
+    launch_here(config_of(exact | on(cluster, "killed")))
+    assert same(weights(tmp_path, "killed"), expected)
+    first, second = started
+    assert killed[0] in {unit.node for unit in first.units}
+    assert killed[0] not in {unit.node for unit in second.units}
+    assert len(second.units) == NODES
+    assert 0 < called[0].generated_again < 6  # those of the node, and not those of the other two
+
+
+def test_a_killed_run_leaves_no_actor_in_the_cluster(exact, tmp_path, cluster):
+    settings = exact | on(cluster, "run")
+    config = write_config(settings, tmp_path)
+    process = subprocess.Popen([sys.executable, "-m", "engine.launcher.launch", "--config", str(config)], cwd=ROOT)
+    try:
+        wait_for(lambda: len(steps(tmp_path, "run")) >= 1, "the first step", timeout_s=300)
+        assert len(actors(cluster)) == NODES + 1
+    finally:
+        process.kill()
+        process.wait()
+    wait_for(lambda: is_left_alone(cluster), "the end of the run's actors", 60)
+
+
+def test_the_leaders_of_all_training_nodes_fetch_from_the_units(exact, tmp_path, cluster, monkeypatch):
+    two = exact | {"parallel.data": 2}
+    expected = in_launcher(two, tmp_path)
+    read = reads(monkeypatch)
+    nodes = {"parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
+    node = subprocess.Popen(
+        [sys.executable, "-m", "engine.ranks.nodes", str(tmp_path / "nodes"), "--wait", "300"], cwd=ROOT
+    )
+    try:
+        launch_here(config_of(two | nodes | on(cluster, "nodes")))
+        assert node.wait(60) == 0
+    finally:
+        node.kill()
+        node.wait()
+    assert same(weights(tmp_path, "nodes"), expected)
+    assert read == []

@@ -1,0 +1,169 @@
+"""[stages.NAME]: what a recipe may declare, what follows from it, and how its mistakes are named."""
+
+import pytest
+
+from engine.config import Config, Stage
+from engine.config.recipe import load
+from engine.config.reference import reference
+from engine.config.stages import OWN_COLUMNS, REFERENCE_COLUMN
+from engine.config.table import keys_in
+from engine.config.tree import Tree
+from engine.errors import BadInput
+from engine.run.folder import dump
+from engine.wire import columns
+
+QUALITY = {"gives": ["quality"]}
+KL = {"kl_coef": 0.1}
+RECIPE = """
+[algorithm]
+kl_coef = 0.1
+[stages.judge]
+needs = ["prompt", "responses", "reference_logprobs"]
+gives = ["quality"]
+reward_weight = -0.5
+[stages.language]
+gives = ["language", "script"]
+[stages.reference]
+data = 2
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    (tmp_path / "mine.toml").write_text(RECIPE)
+    return tmp_path / "mine.toml"
+
+
+def test_the_columns_are_those_of_the_plane():
+    assert set(OWN_COLUMNS) == set(columns.OWN)
+    assert REFERENCE_COLUMN == columns.REFERENCE
+
+
+def test_a_recipe_with_stages_is_read_changed_by_set_and_written_as_it_is(recipe, tmp_path):
+    config = load(recipe, ["stages.judge.reward_weight=0.5", "stages.reference.tensor=2", "run.name=x"])
+    assert config.stages["judge"] == Stage(
+        needs=["prompt", "responses", "reference_logprobs"], gives=["quality"], reward_weight=0.5
+    )
+    assert config.reward_weights == {"quality": 0.5}
+    assert config.reference_stage.ranks == 4
+    dump(config, tmp_path / "config.toml")
+    assert load(tmp_path / "config.toml") == config
+
+
+def test_a_recipe_without_stages_takes_one_by_set_and_is_written_as_it_is(tmp_path):
+    dump(load(None, ["run.name=x"]), tmp_path / "config.toml")
+    without = load(tmp_path / "config.toml")
+    assert (without.stages, without.reward_weights, without.reference_stage) == ({}, {}, None)
+    given = ['stages.judge={gives=["quality"]}', "stages.judge.reward_weight=2"]
+    assert load(tmp_path / "config.toml", given).reward_weights == {"quality": 2.0}
+
+
+def test_cores_are_shared_evenly_with_the_ranks_of_the_reference(monkeypatch):
+    monkeypatch.setattr("engine.config.tree.usable_cores", lambda: set(range(12)))
+    alone = Tree(parallel={"data": 2})
+    assert (alone.trainer_threads, alone.instance_threads) == (4, 4)
+    beside = Tree(parallel={"data": 2}, stages={"reference": {"pipeline": 3}})
+    assert (beside.trainer_threads, beside.instance_threads, beside.scorer_threads) == (2, 2, 2)
+    own = Tree(stages={"reference": {"context": 2, "devices": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]}})
+    assert own.scorer_threads == 5
+
+
+@pytest.mark.parametrize(
+    ("stages", "said"),
+    [
+        ({"Judge": QUALITY}, r"\[stages.Judge\]: the name of a stage is a small letter"),
+        ({"reward": QUALITY}, r"every run has a stage of this name \(generate, reward, train\)"),
+        ({"judge": {}}, 'stages.judge.gives must name at least one column, for example gives = ."judge"'),
+        ({"judge": {**QUALITY, "needs": []}}, 'stages.judge.needs must name .* needs = ."responses"'),
+        ({"judge": {"gives": ["Quality"]}}, "stages.judge.gives: 'Quality': the name of a column is a small letter"),
+        ({"judge": {"gives": ["scores"]}}, "stages.judge.gives: scores is a column of Metronome's own"),
+        ({"judge": {"gives": ["reference_logprobs"]}}, "reference_logprobs is a column of Metronome's own"),
+        (
+            {"judge": {"gives": ["a", "b"], "reward_weight": 1}},
+            "needs exactly one column, and stages.judge.gives has 2",
+        ),
+        ({"judge": {**QUALITY, "tensor": 2}}, r"stages.judge.tensor is read for \[stages.reference\] only"),
+        ({"judge": {**QUALITY, "restarts": 0}}, "stages.judge.restarts is read for"),
+        ({"a": QUALITY, "b": QUALITY}, "column quality is given twice, by stages.a and stages.b"),
+        ({"a": {"gives": ["x", "x"]}}, "column x is given twice, by stages.a and stages.a"),
+        (
+            {"judge": {**QUALITY, "needs": ["text"]}},
+            "stages.judge.needs: no stage gives text; there are prompt, responses, logprobs, scores, quality",
+        ),
+        (
+            {"judge": {**QUALITY, "needs": ["reference_logprobs"]}},
+            r"no stage gives reference_logprobs; .* needs a table \[stages.reference\]",
+        ),
+        (
+            {
+                "a": {"gives": ["x"], "needs": ["y"]},
+                "b": {"gives": ["y"], "needs": ["scores", "z"]},
+                "c": {"gives": ["z"], "needs": ["x"]},
+            },
+            "in a circle: (a → b → c → a|b → c → a → b|c → a → b → c) ",
+        ),
+        ({"a": {"gives": ["x"], "needs": ["x"]}}, "in a circle: a → a "),
+        ({"reference": {}}, "set algorithm.kl_coef above 0, or leave the stage out"),
+    ],
+)
+def test_a_stage_that_can_not_be_is_refused_with_what_would_be_right(stages, said):
+    with pytest.raises(ValueError, match=said):
+        Config(stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        (QUALITY, "stages.reference.gives can't be changed: .* gives reference_logprobs"),
+        ({"reward_weight": 1}, "stages.reference.reward_weight can't be changed"),
+        ({"needs": ["responses"]}, "stages.reference.needs can't be changed"),
+        ({"devices": [4096]}, r"stages.reference.devices names cores \[4096\]"),
+        ({"devices": [0], "data": 2}, "names 1 cores or devices, which 2 ranks can't share evenly"),
+    ],
+)
+def test_the_references_stage_has_columns_and_cores_of_its_own(stage, said):
+    with pytest.raises(ValueError, match=said):
+        Config(algorithm=KL, stages={"reference": stage})
+    assert Config(algorithm=KL, stages={"reference": {"devices": [0]}}).reference_stage.devices == [0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"stages": {"judge": {**QUALITY, "reward_weight": 1}}},
+            "with stages.judge.reward_weight: it selects groups by the scores of reward.function alone",
+        ),
+        ({"data": {"pushed": True}}, "does not go with data.pushed: the run samples nothing"),
+    ],
+)
+def test_dynamic_sampling_needs_groups_and_rewards_of_the_runs_own(settings, said):
+    with pytest.raises(ValueError, match=said):
+        Config(algorithm={"dynamic_sampling": True}, **settings)
+    Config(**settings, evaluate={"every": 1})
+    assert Config(algorithm={"dynamic_sampling": True}, stages={"judge": QUALITY}).reward_weights == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("stages.judge.reward_weigth=1", "unknown key stages.judge.reward_weigth; did you mean stages.judge.reward_w"),
+        ("stage.judge.reward_weight=1", "unknown key stage; did you mean stages?"),
+        ("stages.judge.reward_weight=much", "stages.judge.reward_weight = 'much': must be a number"),
+        ("stages.judge.lease_s=0", "stages.judge.lease_s = 0: must be greater than 0"),
+        ("stages.judge.gives=quality", "stages.judge.gives = 'quality': must be a list"),
+        ("stages.judge.gives=[1]", "stages.judge.gives.0 = 1: must be a text"),
+        ("stages.other=3", "stages.other = 3: must be a table"),
+        ("stages.gives=1", "stages.gives = 1: must be a table"),
+    ],
+)
+def test_a_mistake_in_a_stage_names_its_key(recipe, override, said):
+    with pytest.raises(BadInput) as error:
+        load(recipe, [override])
+    assert str(error.value).startswith(f"--set: {said}")
+
+
+def test_the_reference_page_has_the_keys_of_a_stage():
+    assert {f"stages.NAME.{key}" for key in Stage.model_fields} <= set(keys_in(Config))
+    assert "## stages.NAME\n" in reference()
+    assert "| `stages.NAME.reward_weight` | `0.0` | number |" in reference()

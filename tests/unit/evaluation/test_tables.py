@@ -1,0 +1,67 @@
+"""Which evaluations are compared, and what their rows say of the responses."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from engine.config import Config
+from engine.evaluation.benchmarks import EncodedBenchmark
+from engine.evaluation.results import Subject, record
+from engine.evaluation.tables import differing, protocol
+from engine.run.folder import RunFolder
+from engine.types import Prompt
+from support.groups import numbered_group
+
+
+def prompts(*names):
+    return tuple(Prompt(name, "", "", (1,)) for name in names)
+
+
+def test_the_same_problems_are_comparable_in_any_order_and_others_are_not():
+    one = protocol(Config(), "mine", prompts("a", "b", "c"))
+    assert differing(one, protocol(Config(), "mine", prompts("c", "a", "b"))) == []
+    for others in (prompts("a", "b"), prompts("a", "b", "d"), prompts("a", "b", "c", "c")):
+        assert [key.split()[0] for key in differing(one, protocol(Config(), "mine", others))] == ["problems_hash"]
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A function that records an evaluation of a version: of a response for each (number of tokens, finish_reason)."""
+    config = Config(run={"name": "run", "output": str(tmp_path)}, evaluate={"max_new_tokens": 4})
+    folder = RunFolder(config.folder)
+    folder.create(config, resume=False)
+
+    def of(version, lengths=((1, "stop"),)):
+        whole = numbered_group(0)
+        responses = tuple(
+            replace(whole.responses[0], token_ids=(5,) * count, finish_reason=reason) for count, reason in lengths
+        )
+        group = replace(whole, responses=responses, scores=whole.scores * len(responses))
+        benchmark = EncodedBenchmark("mine", (whole.prompt,), {})
+        row = record(
+            config=config,
+            folder=folder,
+            subject=Subject("m", version),
+            benchmark=benchmark,
+            groups=[group],
+            verifier=None,
+            more={},
+        )
+        return asyncio.run(row), folder
+
+    return of
+
+
+def test_a_response_that_max_new_tokens_cut_is_not_one_that_the_context_cut(recorded):
+    row, _ = recorded(0, [(4, "length"), (4, "stop"), (3, "length"), (1, "stop")])
+    assert (row["response_length_mean"], row["truncated"], row["context_cut"]) == (3.0, 2, 1)
+
+
+def test_an_evaluation_is_compared_with_the_first_one_whose_table_is_there(recorded):
+    first, folder = recorded(0)
+    assert "against" not in first
+    assert recorded(1)[0]["against"]["weight_version"] == 0
+    assert recorded(2)[0]["against"]["weight_version"] == 0
+    (folder.path / first["table"]).unlink()
+    assert recorded(3)[0]["against"]["weight_version"] == 1
