@@ -28,6 +28,8 @@ def unfit_rollouts(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f'rollout.engine = "embedded" does not run {shape.architecture}, only {", ".join(EMBEDDED)}'
     if rollout.engine == "vllm" and shape.heads % rollout.tensor:
         yield f"rollout.tensor = {rollout.tensor} does not divide the model's {shape.heads} attention heads"
+    if config.algorithm.routing_replay and not shape.experts:
+        yield "algorithm.routing_replay is for mixtures of experts, and this model is dense: set it to false"
     for key, context in (
         ("rollout.max_context", rollout.max_context),
         ("evaluate.max_context", config.evaluate.max_context),
