@@ -68,7 +68,9 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
         }
     elif mine:
         environment[VISIBLE[device]] = ",".join(map(str, mine))
-    return [python, "-m", "engine.instance.vllm", *(part for pair in pairs.items() for part in pair)], environment
+    flags = ["--routes"] if config.algorithm.routing_replay else []
+    arguments = [*(part for pair in pairs.items() for part in pair), *flags]
+    return [python, "-m", "engine.instance.vllm", *arguments], environment
 
 
 def interpreter() -> str:

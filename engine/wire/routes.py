@@ -8,6 +8,7 @@ responses laid end to end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -44,21 +45,25 @@ def open_routes(values: NDArray[Any]) -> NDArray[np.int16]:
     return found
 
 
-def problem_of_routes(values: NDArray[Any], tokens: int, experts: Experts, unknown: bool = False) -> str:
-    """Say what is wrong with the routes of so many tokens; "" if nothing is. `unknown`: whether tokens may lack
-    them."""
-    expected = (tokens, len(experts.layers), experts.per_token)
-    kind = route_type(experts.count)
-    if values.dtype != kind or values.shape != expected:
+def problem_of_form(dtype: str, shape: Sequence[int], tokens: int, experts: Experts) -> str:
+    """Say how the type or the shape of the routes of so many tokens is wrong; "" if they are right."""
+    expected = [tokens, len(experts.layers), experts.per_token]
+    kind = route_type(experts.count).name
+    if (dtype, list(shape)) != (kind, expected):
         return (
-            f"routes {values.dtype.name} {list(values.shape)}, expected {kind.name} {list(expected)} (tokens, layers "
-            "with experts, experts per token)"
+            f"routes {dtype:.20} {list(shape)!r:.100}, expected {kind} {expected} (tokens, layers with experts, "
+            "experts per token)"
         )
+    return ""
+
+
+def problem_of_routes(values: NDArray[Any], experts: Experts, unknown: bool = False) -> str:
+    """Say what is wrong with routes of the right form; "" if nothing is. `unknown`: whether tokens may lack them."""
     if unknown:
-        values = values[(values != np.iinfo(kind).max).any(axis=(1, 2))]
+        values = values[(values != np.iinfo(values.dtype).max).any(axis=(1, 2))]
     if values.size and (largest := int(values.max())) >= experts.count:
         return f"routes to expert {largest}, the model has {experts.count} in a layer"
-    ordered = np.sort(values, axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
+    chosen = np.ascontiguousarray(values.reshape(-1, experts.per_token).T)
+    if any((one == other).any() for one, other in combinations(chosen, 2)):
         return "routes that send a token to one expert twice"
     return ""

@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tensor", type=int, default=1, help="devices (processes on a CPU) that share the model")
     parser.add_argument("--transport", default="file", help="weights.transport of the run")
+    parser.add_argument("--routes", action="store_true", help="keep the experts of each token (routing replay)")
     return parser
 
 
@@ -159,6 +160,7 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
         "--disable-fastapi-docs",
+        *(["--enable-return-routed-experts"] if options.routes else []),
     ]
     if options.device == "cpu":
         pairs["--block-size"] = "32"  # the CPU's default of 128 lets few prompts share their cache
