@@ -122,6 +122,17 @@ def test_the_load_of_the_busiest_expert_is_reported(settings, folder):
     assert 1 <= policy.figures()["expert_load_max"] < 2.0
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_routers_compute_in_the_type_of_the_key(settings, folder, kind):
+    changes = {"train__dtype": "bfloat16", "train__router_dtype": kind}
+    policy, found, routed = trained(settings, folder, a_group(LENGTHS, seed=2), **changes)
+    for logits, _, shares, _ in (one for passes in routed.values() for one in passes):
+        assert logits.dtype == shares.dtype == getattr(torch, kind)
+    router = policy.models.policy.decoder.layers[1].mlp.router
+    assert router.weight.main_grad.abs().max() > 1e-4
+    assert torch.isfinite(found[0]).all()
+
+
 def test_a_dense_model_has_no_balance(settings, tmp_path):
     policy = a_policy(settings, model__path=save(tmp_path, vocab_size=256), train__ratio_gap_limit=0)
     policy.start_step()
