@@ -14,7 +14,7 @@ from engine.errors import BadInput
 from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape, read_shape
 from engine.run.limits import check_limits, stored_parameters
-from engine.run.vllm_command import check_cores, device_of, interpreter, visible_devices
+from engine.run.vllm_command import check_for_cpu, device_of, interpreter, visible_devices
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures that the embedded engine runs: those of `engine.instance.embedded.rollout_model.SUPPORTED`, which takes
@@ -90,7 +90,7 @@ def check_instances(config: Config) -> None:
         return
     device = device_of(interpreter(), config.platform.device)
     if device == "cpu":
-        check_cores(config)
+        check_for_cpu(config)
         return
     visible = visible_devices(device)
     if all(map(str.isdigit, visible)) and (wrong := list(overlaps(config, list(map(int, visible))))):  # not UUIDs

@@ -54,6 +54,9 @@ def test_routes_are_replayed_for_mixtures_only(tmp_path, monkeypatch):
     config = a_config(tmp_path / "mixture", **replaying)
     check_rollouts(config)
     an_environment(tmp_path, monkeypatch, "cpu")
+    with pytest.raises(BadInput, match=r"algorithm.routing_replay: vLLM on a CPU"):
+        check_instances(config)
+    an_environment(tmp_path, monkeypatch, "cuda")
     arguments, _ = instance_command(
         config=config, model=tmp_path / "mixture", name="i", number=0, port_file=tmp_path / "port"
     )
