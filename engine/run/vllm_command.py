@@ -113,8 +113,7 @@ def check_for_cpu(config: Config) -> None:
     (rollout.devices are cores there)."""
     if config.algorithm.routing_replay:
         raise BadInput(
-            "algorithm.routing_replay: vLLM on a CPU does not keep which experts compute a token; "
-            "set it to false"
+            "algorithm.routing_replay: vLLM on a CPU does not keep which experts compute a token; set it to false"
         )
     if wrong := foreign_cores("rollout.devices", config.rollout.devices):
         raise BadInput(wrong)
