@@ -270,6 +270,7 @@ def _check_embedded_engine(config: Tree) -> None:
     for key, value, allowed in (
         ("model.dtype", config.model.dtype, ("float32",)),
         ("rollout.tensor", config.rollout.tensor, (1,)),
+        ("rollout.vllm", config.rollout.vllm, ({},)),
         ("weights.transport", config.weights.transport, ("file", "gloo")),
     ):
         if value not in allowed:

@@ -300,7 +300,7 @@ class Parallel(Table):
 
 
 class Platform(Table):
-    """The devices of the trainer, and the sizes that only the dry run and the rollout pool's nodes need."""
+    """The devices of the trainer, and sizes of theirs that the dry run, the rollout pool's nodes and `mfu` need."""
 
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Kind of device that the trainer computes on. "auto": an NPU if there is one, else a CUDA device, else the CPU."""
@@ -312,6 +312,9 @@ class Platform(Table):
     pool takes. 8 is usual; 16 for Atlas A3."""
     memory_gib: PositiveFloat = 64.0
     """Memory of one accelerator in GiB, read by `run.dry`. 64 is that of an Ascend 910B (Periodic Asynchrony §6)."""
+    peak_tflops: float = Field(default=0.0, ge=0)
+    """Dense TFLOP/s of one of the trainer's devices at the most (10¹² operations per second), for `mfu` in steps.jsonl.
+    0: the published bf16 peak of devices that are known by name (engine/model/flops.py); others have no `mfu`."""
 
 
 class Checkpoint(Table):

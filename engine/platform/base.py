@@ -46,6 +46,10 @@ class Platform(ABC):
         """Make the device of that rank the process's current device, and return it."""
 
     @abstractmethod
+    def device_name(self, number: int) -> str:
+        """Return the name of this machine's device with that number, as torch reports it, or "CPU"."""
+
+    @abstractmethod
     def adapt_megatron(self) -> None:
         """Make megatron-core run on this platform. Needed before a model is built; further calls are harmless."""
 
@@ -136,6 +140,10 @@ class Accelerator(Platform):
         device = self.device(local_rank)
         self.api().set_device(device)
         return device
+
+    def device_name(self, number: int) -> str:
+        """Return what torch calls the device."""
+        return str(self.api().get_device_name(number))
 
     def synchronize(self) -> None:
         """Wait for all streams of the device."""

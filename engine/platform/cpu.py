@@ -35,6 +35,10 @@ class Cpu(Platform):
         """Return the CPU; there is nothing to set."""
         return torch.device("cpu")
 
+    def device_name(self, number: int) -> str:
+        """Return "CPU"."""
+        return "CPU"
+
     def adapt_megatron(self) -> None:
         """Give megatron-core the view of torch of `engine.platform.host_view`."""
         host_view.install()

@@ -20,8 +20,8 @@ ENGINE_GIB = 3.0
 """Allowance on a rollout device, which includes the peak of vLLM's own profiling run. It is an estimate, not
 measured."""
 ENGINE_SHARE = 0.9
-"""Share of a device's memory that vLLM takes. It is a little less than vLLM's default (gpu_memory_utilization, 0.92 in
-vLLM 0.32)."""
+"""Share of a device's memory that vLLM takes, where rollout.vllm has no gpu_memory_utilization. It is a little less
+than vLLM's default (0.92 in vLLM 0.32)."""
 CHUNK_BYTES = 2**28
 CHUNKS = 3
 """Log-probabilities are computed in chunks of `CHUNK_BYTES`, up to three at a time (engine.model.logprobs)."""
@@ -200,7 +200,7 @@ def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
     per_token = 2 * shape.layers * heads * shape.head_dim * size
     wanted = rollout.concurrency * rollout.group_size * rollout.max_context
     vllm = rollout.engine == "vllm"
-    share = ENGINE_SHARE if vllm else 1.0
+    share = float(rollout.vllm.get("gpu_memory_utilization", ENGINE_SHARE)) if vllm else 1.0
     least = rollout.max_context if vllm else wanted
     terms = (
         Term("weights", weights, f"{weights / size / 1e6:,.1f} M parameters × {size} bytes"),
