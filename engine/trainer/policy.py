@@ -12,6 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine.algorithm.losses import Terms
 from engine.config import Config
@@ -78,7 +79,7 @@ class Policy(Trainer):
         )
         self._pipelined = config.parallel.pipeline > 1
         self._busy = ComputeTimer()
-        self.models.policy.config.timers = self._busy if self._pipelined else None
+        self.models.policy.config.timers = self._busy if self._pipelined or config.train.profile else None
         self.optimizer = optimizer_of(config, self.ddp)
         self.control = (
             GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
@@ -171,7 +172,8 @@ class Policy(Trainer):
         The forward-only passes run before the pipeline's schedule (1F1B) of the window.
         """
         started = time.perf_counter()
-        old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
+        with record_function("score"):
+            old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
         self.metrics.score_s += time.perf_counter() - started
         return list(map(Scored, batches, old, reference))
 
@@ -343,7 +345,8 @@ class Policy(Trainer):
         denominator = self._denominator(responses)
         self.sums.denominators.append(denominator)
         self.ddp.scale_gradients(1.0 / denominator)
-        finalize_model_grads([self.ddp], None)
+        with record_function("reduce"):
+            finalize_model_grads([self.ddp], None)
         if self.ranks.worst(0.0 if is_finite(self.ddp) else 1.0, everyone=True):
             updates = self.config.train.updates
             name = "the update" if updates == 1 else f"update {update + 1} of {updates}"
@@ -377,7 +380,8 @@ class Policy(Trainer):
         rate = float(self.optimizer.param_groups[0]["lr"])
         if not self._decided:
             return float(self.optimizer.get_grad_norm()), rate
-        _, norm, _ = self.optimizer.step()
+        with record_function("optimizer"):
+            _, norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         return float(norm), rate
 

@@ -114,6 +114,14 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
             {"queue": OPEN, "stages": {"judge": {"gives": ["judged"]}}},
             r"with \[stages.judge\] needs rollout.deterministic: a lost group",
         ),
+        *(
+            (
+                {"train": {"steps": 6, "profile": steps}},
+                r"profile = \[.*\]: expected the first and the last .* of 0 to 5",
+            )
+            for steps in ([1], [3, 2], [5, 6])
+        ),
+        ({"train": {"profile": [-1, 2]}}, "greater than or equal to 0"),
         ({"queue": OPEN, "algorithm": {"dynamic_sampling": True}}, "might then not be one that is selected"),
         (
             {"queue": OPEN, "algorithm": {"advantage": "reinforce_plus_plus"}, "train": {"mode": "sync"}},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.config import WINDOW_PER_STAGE, Config
 from engine.config.training import Parallel
 from engine.model.shape import ModelShape
-from engine.tools.dry_run.sizes import Parameters, layer_elements, rank_parameters
+from engine.run.sizes import Parameters, layer_elements, rank_parameters
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -27,6 +27,22 @@ CHUNKS = 3
 """Log-probabilities are computed in chunks of `CHUNK_BYTES`, up to three at a time (engine.model.logprobs)."""
 BUCKETS = 3
 """Number of buckets of `weights.bucket_mb` in memory during a weight sync (engine.client.publish.publisher)."""
+
+
+LOWERED_BY = {
+    "weights": ("parallel.tensor", "parallel.pipeline"),
+    "gradients": ("parallel.tensor", "parallel.pipeline"),
+    "optimizer": ("train.distributed_optimizer", "parallel.data", "parallel.tensor"),
+    "frozen": ("train.offload", "algorithm.old_policy", "algorithm.kl_coef"),
+    "last gradient": ("algorithm.gradient_control",),
+    "activations": ("train.recompute", "train.micro_batch_tokens", "parallel.sequence", "parallel.context"),
+    "logits": ("train.micro_batch_tokens", "parallel.tensor", "parallel.context"),
+    "one layer's backward": ("train.micro_batch_tokens", "parallel.tensor", "parallel.context"),
+    "sync buckets": ("weights.bucket_mb",),
+}
+"""Name of a trainer's term → the keys on which it depends."""
+STATES = ("weights", "gradients", "optimizer", "frozen", "last gradient")
+"""Names of the terms that are held between two steps."""
 
 
 def readable(amount: float) -> str:
@@ -61,6 +77,10 @@ class Need:
     def fits(self) -> bool:
         """Whether the sum fits into the memory."""
         return self.total <= self.available
+
+    def part(self, states: bool) -> tuple[Term, ...]:
+        """The terms that are held between two steps, or else those of a working step; without the allowances."""
+        return tuple(term for term in self.terms if term.name in LOWERED_BY and (term.name in STATES) == states)
 
     def summed(self) -> str:
         """The sum, written out in GiB."""
