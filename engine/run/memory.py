@@ -186,9 +186,10 @@ def _peak(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
     layer = tokens * (again + 4 * shape.intermediate // parallel.tensor) * size
     width = -(-shape.vocabulary // parallel.tensor)
     chunks = CHUNKS * min(CHUNK_BYTES, tokens * width * 4)
-    head = tokens * size * (2 * width + 3 * shape.hidden) + chunks if stage == parallel.pipeline - 1 else 0
+    kept = max(size, BYTES["float32"] if config.model.head_dtype == "float32" else 0)
+    head = tokens * (2 * width * kept + 3 * shape.hidden * size) + chunks if stage == parallel.pipeline - 1 else 0
     if head >= layer:
-        formula = f"{tokens:,} tokens × 2 × {width:,} × {size} bytes, hidden states, fp32 chunks"
+        formula = f"{tokens:,} tokens × 2 × {width:,} × {kept} bytes, hidden states, fp32 chunks"
         yield Term("logits", head, formula)
     else:
         yield Term("one layer's backward", layer, f"{tokens:,} tokens × its elements × {size} bytes")

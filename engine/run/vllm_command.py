@@ -51,6 +51,7 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
         "--slots": str(rollout.concurrency * rollout.group_size),
         "--max-context": str(rollout.max_context),
         "--dtype": config.model.dtype,
+        "--head-dtype": config.model.head_dtype,
         "--device": device,
         "--tensor": str(rollout.tensor),
         "--transport": config.weights.transport,

@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 from engine.errors import BadInput, MetronomeError
@@ -37,6 +38,8 @@ vllm/distributed/device_communicators/shm_broadcast.py) for up to a second, whic
 processes that compute. With naps a step of the quickstart with two instances on two cores took 4.0 s, without them 8.2
 (8 steps each, one run each).
 """
+HEAD_DTYPE = (0, 32)
+"""The first release of ours whose models that generate have an output layer of another dtype."""
 NAP_LIMIT_S = 0.01
 """Longest nap in seconds. A token needs several messages, so longer naps cost more time than they save."""
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -97,6 +100,7 @@ def _exit_now(code: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.parser("engine.instance.vllm", __doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--head-dtype", choices=("model", "float32"), default="model", help="type of the logits")
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "npu"), default="cpu", help="device that this vLLM was built for"
     )
@@ -114,6 +118,9 @@ def _check_options(options: argparse.Namespace) -> None:
     command_line.check(options)
     if importlib.util.find_spec("vllm") is None:
         raise BadInput(f"{sys.executable} has no vllm; run this in the environment that `make vllm` builds")
+    release = version("vllm")
+    if options.head_dtype != "model" and tuple(map(int, release.split(".")[:2])) < HEAD_DTYPE:
+        raise BadInput(f'model.head_dtype = "{options.head_dtype}": vLLM {release} keeps logits in the model\'s dtype')
 
 
 def _check_environment() -> None:
@@ -168,7 +175,10 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         pairs["--block-size"] = "32"  # the CPU's default of 128 lets few prompts share their cache
         flags.append("--enforce-eager")
     own = [part for pair in pairs.items() for part in pair] + flags
-    return [*own, *(part for name, value in options.vllm.items() for part in _as_vllm_takes(_flag(name), value))]
+    theirs = dict(options.vllm)
+    if options.head_dtype != "model":
+        theirs["hf_overrides"] = {**theirs.get("hf_overrides", {}), "head_dtype": options.head_dtype}
+    return [*own, *(part for name, value in theirs.items() for part in _as_vllm_takes(_flag(name), value))]
 
 
 def _flag(name: str) -> str:
