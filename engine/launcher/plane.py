@@ -169,6 +169,7 @@ class Plane:
             messages.AbortSync: publishing.abort,
             messages.FinishSync: publishing.finish,
             messages.VerifySync: publishing.verify,
+            messages.IsSnapshotWanted: publishing.sync.is_snapshot_wanted,
         }
 
     async def answer(self, request: Request[Any], ours: bool = True) -> Message:
