@@ -110,9 +110,8 @@ class Publisher:
         timeout_s: float,
         device: torch.device = HOST,
     ) -> None:
-        """`folder`: for snapshots, shared with the instances;
-        `dtype`: of the instances' weights; `timeout_s`: deadline of a bucket, longer than the launcher's; `device`: of
-        the model."""
+        """`folder`: for snapshots, shared with the instances; `dtype`: of the instances' weights; `timeout_s`: deadline
+        of a bucket, longer than the launcher's; `device`: of the model."""
         self._connection = connection
         self._ranks = ranks
         self._dtype = dtype
@@ -345,11 +344,8 @@ class Publisher:
                 copies.copy(bucket, info)
                 self._buffers.give(bucket.buffer)
                 if self._outlived.is_set():
-                    print(
-                        f"the snapshot of weight version {version} is dropped: its copy took more than "
-                        f"{self._timeout_s:g} s",
-                        flush=True,
-                    )
+                    limit = f"it took more than {self._timeout_s:g} s to copy"
+                    print(f"the snapshot of weight version {version} is dropped: {limit}", flush=True)
                     return
         copies.complete(version)
 

@@ -75,7 +75,8 @@ def test_a_launcher_that_does_not_answer_is_named_with_the_request():
 
 
 def test_a_node_of_another_protocol_is_refused_by_name(tmp_path):
-    ours, theirs = messages.PROTOCOL, messages.PROTOCOL + 1
+    ours = messages.PROTOCOL
+    theirs = ours + 1
     (tmp_path / INVITATION).write_text(json.dumps({"run_id": "a", "protocol": theirs}))
     with pytest.raises(BadInput, match=f"version {ours} of the plane's protocol, the run's launcher version {theirs}"):
         wait_for_invitation(tmp_path, "", 1.0)

@@ -83,11 +83,8 @@ def test_the_newest_version_stays_as_a_snapshot(start, tmp_path, transport):
     if transport == "file":
         wait_for(whole.is_dir, "the snapshot", timeout_s=5)
     assert whole.is_dir() == (transport == "file")
-    late = Client("late", launcher.clients[0].base)
-    launcher.pool.instances.append(one := type(launcher.pool.instances[0])(late))
-    launcher.clients.append(late)
-    launcher.run(launcher.sync.catch_up(one))
-    assert holds(late, 1, 1)
+    launcher.run(launcher.sync.catch_up(one := launcher.late()))
+    assert holds(one.client, 1, 1)
     assert [path.name for path in (tmp_path / "weights").glob("version-????????")] == [whole.name]
     assert one.version == 1
     assert one.state == "starting"  # the pool lets it serve
