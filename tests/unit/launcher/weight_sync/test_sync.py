@@ -12,7 +12,7 @@ from engine.launcher.pool.instance_client import InstanceFault, InstanceGone
 from engine.launcher.weight_sync.probe import probe
 from engine.wire.sync_messages import ConnectSync, MeetingPlace, OpenSync
 from support.runs import wait_for
-from support.weights_double import TIMEOUT_S, Client, Model, base_folder, publisher, starting, weights
+from support.weights_double import TIMEOUT_S, Model, base_folder, publisher, starting, weights
 
 
 @pytest.fixture
