@@ -53,9 +53,9 @@ class Sent(Protocol):
 class Snapshots:
     """Versions of the weights in a folder that trainer and instances share: a folder of bucket files for each.
 
-    The newest complete version stays, so that a late instance can load it without the ranks. The files of the version
-    before are overwritten by the next one, since new memory costs four times as much as writing to old memory. The
-    senders of several stages may write at once.
+    The newest complete version stays, so that a late instance can load it without the ranks. After `begin` the files of
+    the version before are overwritten by the next one, since new memory costs four times as much as writing to old
+    memory; a version that is not begun gets a new folder. The senders of several stages may write at once.
     """
 
     def __init__(self, folder: Path, stages: int) -> None:
@@ -80,15 +80,19 @@ class Snapshots:
             for done in first.glob("*.done"):
                 done.unlink()
             first.rename(self._partial_folder(version))
-        self._partial_folder(version).mkdir(exist_ok=True)
+
+    def clear(self) -> None:
+        """Remove all versions. One that is being written meanwhile is not complete, or is removed the next time."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, bucket: Bucket, info: BucketInfo) -> Path:
-        """Write a bucket of the version that was begun, and return its file. Raises MetronomeError."""
+        """Write a bucket of a version, and return its file. Raises MetronomeError."""
         if info.bucket == 0:  # a new attempt begins
             self._written[info.version] = set()
         path = self._partial_folder(info.version) / f"stage-{info.stage:03d}-bucket-{info.bucket:05d}.safetensors"
         tensors = {"names": info.names, "dtypes": info.dtypes, "shapes": info.shapes, "checksums": info.checksums}
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             bucket_file.write(path, bucket, tensors)
             self._written[info.version].add(path.name)
         except OSError as error:
@@ -101,11 +105,11 @@ class Snapshots:
         place = self.place(version)
         written = self._written.pop(version, set())
         self._written.clear()
-        for file in partial.glob(f"stage-{stage:03d}-*"):
-            if file.name not in written:
-                file.unlink()
-        (partial / f"stage-{stage:03d}.done").touch()
-        with contextlib.suppress(FileNotFoundError):  # another stage's sender does the same at the same time
+        with contextlib.suppress(FileNotFoundError):  # it was cleared, or another stage's sender does the same
+            for file in partial.glob(f"stage-{stage:03d}-*"):
+                if file.name not in written:
+                    file.unlink()
+            (partial / f"stage-{stage:03d}.done").touch()
             if len(list(partial.glob("*.done"))) < self.stages:
                 return
             for old in self.folder.glob("version-????????"):
