@@ -54,7 +54,8 @@ class Rollout(Table):
     """Cut responses under way when new weights come, and continue them under the new weights, so that a long response
     delays no update. Each token keeps its version. Only in modes "one_step_off" and "bounded" (docs/modes.md)."""
     timeout_s: PositiveFloat = 600.0
-    """Longest time in seconds of one request, of one weight update, and of the start of an instance."""
+    """Longest time in seconds of one request, of one weight update, of the start of an instance, and of the wait for
+    the first one to join: from when the trainer is ready. An instance that is started before its run waits as long."""
     restarts: int = Field(default=2, ge=0)
     """Number of times that each of the run's own instances is started again after it died. An hour without a fault
     gives all of them back. 0: never."""
@@ -62,7 +63,8 @@ class Rollout(Table):
     """Seconds without an answer after which an instance gets no prompts, and what it holds is sent to other instances,
     until it answers again."""
     wait_s: PositiveFloat = 60.0
-    """Seconds that a run without any living instance waits for one before it stops with a checkpoint."""
+    """Seconds that a run whose last instance died or left waits for another before it stops with a checkpoint, and that
+    an instance which joined waits for a launcher that does not answer."""
     listen: str = "127.0.0.1:0"
     """Address host:port of the run's server: instances join there, stages and programs outside ask there, and it serves
     /status and /metrics. Port 0 takes a free port. An address other than loopback needs METRONOME_TOKEN to be set."""

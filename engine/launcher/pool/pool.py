@@ -65,7 +65,7 @@ class Pool:
         self.needed: Callable[[], bool] = lambda: True
         """Whether the run needs an instance now. While its trainer loads it needs none, and no time runs."""
         self.lived = False
-        """Whether any instance ever lived. The health monitor sets it."""
+        """Whether any instance ever lived: one of the run's own once it serves, another once it has answered."""
         self.how_to_join = ""
         """A command that starts an instance which joins; empty where the pipeline starts them."""
         self.instances: list[Instance] = []
@@ -132,6 +132,7 @@ class Pool:
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), headers=token)
         client = InstanceClient(name, url, self._session, self.config.rollout.timeout_s)
         instance = Instance(client, declared, self._trace)
+        self.lived |= declared is not None
         if declared is None:
             self._say("joins", f"{name} has joined from {url}")
         elif declared.restarts:
