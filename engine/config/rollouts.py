@@ -103,6 +103,10 @@ class Weights(Table):
     staged: bool = False
     """Send the weights to the instances' host memory in the background, and swap them in at the step's boundary
     (AsyncFlow §4.2.3). With "nccl" and "hccl" it needs `rollout.tensor` = 1."""
+    interface: str = ""
+    """Network interface of a trainer's node, "eth0" for example, on whose address instances on other machines meet the
+    sender of the weights ("gloo", "nccl", "hccl"). Empty: the address of the host's name, or, where that is a loopback,
+    that by which the node reaches `parallel.rendezvous` or listens for instances (`rollout.listen`)."""
     bucket_mb: PositiveInt = 256
     """Size in MiB of one bucket, the piece of the weights that is gathered and sent at a time. Up to three buckets are
     in the trainer's memory at once, beside the model."""
