@@ -106,7 +106,8 @@ class Rollout(Table):
     """Cut responses under way when new weights come, and continue them under the new weights, so that a long response
     delays no update. Each token keeps its version. Only in modes "one_step_off" and "bounded" (docs/modes.md)."""
     timeout_s: PositiveFloat = 600.0
-    """Longest time in seconds of one request, of one weight update, and of the start of an instance."""
+    """Longest time in seconds of one request, of one weight update, of the start of an instance, and of the wait for
+    the first one to join: from when the trainer is ready. An instance that is started before its run waits as long."""
     vllm: Annotated[dict[str, Any], AfterValidator(_check_arguments)] = {}
     """Further arguments of vLLM for each instance, by vLLM's names with underscores: `gpu_memory_utilization = 0.8` in
     [rollout.vllm]. Those that Metronome sets itself are refused, and so is every one without engine = "vllm"
@@ -118,7 +119,8 @@ class Rollout(Table):
     """Seconds without an answer after which an instance gets no prompts, and what it holds is sent to other instances,
     until it answers again."""
     wait_s: PositiveFloat = 60.0
-    """Seconds that a run without any living instance waits for one before it stops with a checkpoint."""
+    """Seconds that a run whose last instance died or left waits for another before it stops with a checkpoint, and that
+    an instance which joined waits for a launcher that does not answer."""
     listen: str = "127.0.0.1:0"
     """Address host:port of the run's server: instances join there, stages and programs outside ask there, and it serves
     /status and /metrics. Port 0 takes a free port. An address other than loopback needs METRONOME_TOKEN to be set."""
@@ -157,6 +159,10 @@ class Weights(Table):
     staged: bool = False
     """Send the weights to the instances' host memory in the background, and swap them in at the step's boundary
     (AsyncFlow §4.2.3). With "nccl" and "hccl" it needs `rollout.tensor` = 1."""
+    interface: str = ""
+    """Network interface of a trainer's node, "eth0" for example, on whose address instances on other machines meet the
+    sender of the weights ("gloo", "nccl", "hccl"). Empty: the address of the host's name, or, where that is a loopback,
+    that by which the node reaches `parallel.rendezvous` or listens for instances (`rollout.listen`)."""
     bucket_mb: PositiveInt = 256
     """Size in MiB of one bucket, the piece of the weights that is gathered and sent at a time. Up to three buckets are
     in the trainer's memory at once, beside the model."""

@@ -80,9 +80,13 @@ MESSAGES = {
         "tests/vllm/test_runs.py",
         "rollout.deterministic = true, but",
     ),
-    "no rollout instance is left: waited … s for one (rollout.wait_s)": (
+    "no rollout instance is left: waited … s for one (…)": (
         UNIT + "launcher/pool/test_pool.py",
         "no rollout instance is left: waited",
+    ),
+    "no rollout instance has come: waited … s for the first (…)": (
+        UNIT + "launcher/pool/test_pool.py",
+        "no rollout instance has come: waited",
     ),
     "… failed … times, at last: …": (UNIT + "launcher/test_producer.py", "times, at last:"),
     "found no instance that takes it in … s": (

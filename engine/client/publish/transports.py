@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,9 @@ from engine.wire.weights import bucket_file
 from engine.wire.weights.backends import group_device, use_device
 from engine.wire.weights.buckets import Bucket
 from engine.wire.weights.groups import BroadcastGroup, Rendezvous, Transfer, own_address
+
+Address = Callable[[bool], str]
+"""Gives this machine's address for the members of a group; its argument: whether all are on this machine."""
 
 
 class Transport(Protocol):
@@ -161,10 +165,11 @@ class GroupTransport:
 
     groups = True
 
-    def __init__(self, backend: str, timeout_s: float, device: torch.device) -> None:
-        """`timeout_s`: deadline of the meeting and of each bucket; `device`: the device of this rank's model. Raises
-        BadInput if the backend cannot send from there."""
+    def __init__(self, backend: str, timeout_s: float, device: torch.device, address: Address = own_address) -> None:
+        """`timeout_s`: deadline of the meeting and of each bucket; `device`: of this rank's model; `address`:
+        gives this machine's, at which instances meet it. Raises BadInput if the backend cannot send from there."""
         self.name = backend
+        self._address = address
         self.device = group_device(backend, device)
         self._timeout_s = timeout_s
         self._meeting: Rendezvous | None = None
@@ -174,7 +179,7 @@ class GroupTransport:
     def meet(self, local: bool) -> MeetingPlace:
         """Leave the last group, and open a store on this machine."""
         self.call_off()
-        self._meeting = Rendezvous(own_address(local), self.name, self._timeout_s, self.device)
+        self._meeting = Rendezvous(self._address(local), self.name, self._timeout_s, self.device)
         return MeetingPlace(self._meeting.host, self._meeting.port)
 
     def gather(self, world: int) -> None:
@@ -200,8 +205,11 @@ class GroupTransport:
         return self._group.broadcast(*bucket.pieces()) if self._group is not None else _AlreadySent()
 
 
-def open_transport(name: str, timeout_s: float, device: torch.device, snapshots: Snapshots) -> Transport:
-    """Return the transport of this name in `weights.transport`, for a rank whose model is on `device`."""
+def open_transport(
+    name: str, timeout_s: float, device: torch.device, snapshots: Snapshots, address: Address = own_address
+) -> Transport:
+    """Return the transport of this name in `weights.transport`, for a rank whose model is on `device`. `address`: as
+    for `GroupTransport`."""
     if name == "file":
         return FileTransport(snapshots)
-    return GroupTransport(name, timeout_s, device)
+    return GroupTransport(name, timeout_s, device, address)

@@ -15,7 +15,7 @@ from engine.model.shape import read_shape
 from engine.platform import Platform
 from engine.tools.acceptance.broadcast import broadcasting
 from engine.tools.acceptance.device_parts import MEETING_S
-from engine.tools.acceptance.notes import PartFailed, PartTask
+from engine.tools.acceptance.notes import SLOWER_START_S, PartFailed, PartTask
 from engine.tools.acceptance.random_groups import random_group
 from engine.tools.acceptance.runs import (
     LARGE,
@@ -53,7 +53,7 @@ def weight_sync(task: PartTask) -> None:
     model = make_model(task.folder / "model", MEDIUM if machine.name == "cpu" else LARGE)
     given = {"run.name": "weight-sync", "model.path": model, "train.steps": 4, "train.prompts_per_step": 2}
     config = configuration(task, machine, chosen, {**SAMPLED, **given, "rollout.max_new_tokens": 16})
-    steps = train(task, config, timeout_s=200.0)
+    steps = train(task, config, timeout_s=200.0 + SLOWER_START_S.get(machine.name, 0.0))
     sync_s = statistics.median(step["sync_s"] for step in steps[WARM_UP:])
     total = parameter_bytes(model, config.model.dtype)
     bucket = config.weights.bucket_mb * 2**20
@@ -169,7 +169,7 @@ def sync_against_periodic(task: PartTask) -> None:
     configs: dict[str, Config] = {}
     for mode in ("sync", "periodic"):
         configs[mode] = configuration(task, machine, chosen, {**SAMPLED, **given, "run.name": mode, "train.mode": mode})
-        steps[mode] = train(task, configs[mode], timeout_s=130.0)
+        steps[mode] = train(task, configs[mode], timeout_s=130.0 + SLOWER_START_S.get(machine.name, 0.0))
         _check_on_policy(mode, steps[mode])
     seconds = {mode: statistics.median(step["step_s"] for step in lines[WARM_UP:]) for mode, lines in steps.items()}
     rollout = statistics.median(step["rollout_s"] for step in steps["sync"][WARM_UP:])
