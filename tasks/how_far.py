@@ -127,12 +127,16 @@ def _read(file: Path) -> JsonObject | None:
 
 def _of_step(found: JsonObject, steps: int) -> HowFar:
     if not found["ready"]:
-        waits = f"{found['met']} of {found['instances']} instances answer" if "met" in found else "starting"
+        waits = "starting"
+        if "met" in found:
+            of = f" of {found['instances']} instances answer" if found["instances"] else " instances have joined"
+            waits = f"{found['met']}{of}"
         return HowFar(f"loading the models; {waits}", None)
     if "step" not in found and found.get("done") == steps:
         return HowFar("the last checkpoint and the policy are written", 1.0)
     if "step" not in found:
-        return HowFar("weights are on their way to the instances", None)
+        none = found.get("met") == 0
+        return HowFar("waiting for an instance" if none else "weights are on their way to the instances", None)
     step = found["step"]
     expected = found["expected"]
     text = f"{step}/{steps} steps; in the next: {found['trained']} of {expected} groups trained"

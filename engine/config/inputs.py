@@ -56,6 +56,10 @@ class Model(Table):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights in the rollout instances; the trainer's is train.dtype. "bfloat16" needs rollout.engine =
     "vllm". On a CPU take "float32", since bfloat16 moves log-probabilities by up to 0.15."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Type of the logits, in trainer and instances. With "float32" those of a bfloat16 model are not rounded to
+    bfloat16, so that both sides agree better (docs/rollouts.md, Weight sync); the trainer's logits take twice the
+    memory. vLLM has it from release 0.32 on, so not yet on NPUs."""
 
 
 class Data(Table):

@@ -30,6 +30,8 @@ CALL_S = 10.0
 """What one call to the launcher may take."""
 SOON_S = 1.0
 """Time between two calls until it serves for the first time: whoever started it waits to read that."""
+TOO_EARLY = 425
+"""Status of a launcher that takes no instances yet."""
 POLL_S = 0.2
 """How often a leaving instance asks whether it is free to go."""
 
@@ -77,7 +79,8 @@ def serve_joined(config: Config, address: str, name: str, host: str, port: int, 
     code.
 
     `address` as for `check_join`. Raises BadInput for a launcher that refuses it, ProcessDied when the instance ends,
-    DeadlineError when the launcher does not answer for rollout.wait_s.
+    DeadlineError when the launcher does not answer: for rollout.timeout_s before the first time, so that an instance
+    may be started before its run, and for rollout.wait_s later.
     """
     return _run(
         _serve(
@@ -184,6 +187,9 @@ class _LauncherClient:
         self._session: aiohttp.ClientSession | None = None
         self._state = ""
         self._served = False
+        self._met = False
+        """Whether the launcher has ever answered."""
+        self._told = False
 
     async def __aenter__(self) -> _LauncherClient:
         timeout = aiohttp.ClientTimeout(total=CALL_S)
@@ -212,6 +218,10 @@ class _LauncherClient:
     async def _join(self) -> None:
         join = Join(protocol=ROLLOUT_PROTOCOL, name=self._name, url=self._advertised(), again=bool(self._state))
         answer = await self._call(join)
+        if not self._met and not self._told:
+            self._told = True
+            limit, key = self._patience
+            self._say(f"{self._name} waits for the run at {self._address} to begin, for up to {limit:g} s ({key})")
         if isinstance(answer, _Refused) and answer.status == 410:
             raise _Left
         if isinstance(answer, _Refused):
@@ -243,10 +253,17 @@ class _LauncherClient:
                 )
             await asyncio.sleep(POLL_S)
 
+    @property
+    def _patience(self) -> tuple[float, str]:
+        """Seconds that the launcher may be silent, and the key that sets them."""
+        if self._met or self._rollout.wait_s > self._rollout.timeout_s:
+            return self._rollout.wait_s, "rollout.wait_s"
+        return self._rollout.timeout_s, "rollout.timeout_s"
+
     async def _call(self, request: InstanceRequest[Reply]) -> Reply | _Refused | None:
         """The launcher's reply, or its refusal; None when it does not answer.
 
-        Raises DeadlineError when it has not answered for rollout.wait_s.
+        Raises DeadlineError when it has not answered for rollout.wait_s, or for rollout.timeout_s since the start.
         """
         data = msgspec.json.encode(request) if request.method == "POST" else None
         try:
@@ -254,12 +271,15 @@ class _LauncherClient:
             url = f"http://{launcher_address(self._address)}{request.path}"
             async with self._session.request(request.method, url, data=data, allow_redirects=False) as answer:
                 raw = await answer.read()
+                if answer.status == TOO_EARLY:
+                    raise aiohttp.ClientError(_message(raw))
                 reply = (
                     msgspec.json.decode(raw, type=request.reply)
                     if answer.status == 200
                     else _Refused(answer.status, _message(raw))
                 )
             self._heard = time.monotonic()
+            self._met = True
             return cast(Reply, reply)
         except (
             aiohttp.ClientError,
@@ -267,9 +287,10 @@ class _LauncherClient:
             ValueError,
         ) as error:  # also time-outs and bad JSON
             silence = time.monotonic() - self._heard
-            if silence > self._rollout.wait_s:
+            limit, key = self._patience
+            if silence > limit:
                 raise DeadlineError(
-                    f"the launcher at {self._address} did not answer for {silence:.0f} s (rollout.wait_s): "
+                    f"the launcher at {self._address} did not answer for {silence:.0f} s ({key}): "
                     f"{type(error).__name__} {error}"
                 ) from None
             return None

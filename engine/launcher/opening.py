@@ -21,6 +21,8 @@ from engine.launcher.server import Server
 from engine.run.folder import RunFolder
 from engine.run.identity import began, identity
 from engine.run.trace import Trace
+from engine.wire.access_token import is_loopback
+from engine.wire.address import ADDRESS_FILE, split_address
 
 
 @asynccontextmanager
@@ -50,6 +52,8 @@ async def serving_plane(
         starting_store(config, folder.path) as store,
     ):
         server.pool = service.pool
+        service.pool.how_to_join = how_to_join(config, folder)
+        service.pool.needed = lambda: not trains
         if live is not None:
             live.pool = service.pool
         loader = await asyncio.to_thread(prompt_loader, config, problems, service.tokenizer)
@@ -64,8 +68,19 @@ async def serving_plane(
             weights=weights,
             trains=trains,
         )
+        if trains:
+            service.pool.needed = lambda: plane.is_ready
         gc.freeze()  # what is loaded by now stays: the collector need not go through it, 0.1 s each time
         yield plane
+
+
+def how_to_join(config: Config, folder: RunFolder) -> str:
+    """The command that starts an instance which joins a run whose server listens: here, or on any other node if
+    rollout.listen is not loopback."""
+    address = (folder.path / ADDRESS_FILE).read_text().strip()
+    if is_loopback(split_address(config.rollout.listen, "rollout.listen")[0]):
+        return f"metronome serve {folder.config} --join {folder.path}"
+    return f"metronome serve {folder.config} --join {address} --host ADDRESS_OF_ITS_NODE"
 
 
 def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> PromptLoader:

@@ -169,6 +169,7 @@ class Plane:
             messages.AbortSync: publishing.abort,
             messages.FinishSync: publishing.finish,
             messages.VerifySync: publishing.verify,
+            messages.IsSnapshotWanted: publishing.sync.is_snapshot_wanted,
         }
 
     async def answer(self, request: Request[Any], ours: bool = True) -> Message:
@@ -235,10 +236,8 @@ class Plane:
             )
 
     def _silence_limit(self) -> tuple[float, str]:
-        """The longest time in seconds that the trainer may be silent, and the keys that set it.
-
-        Until the trainer is ready it loads models, so the time that instances get for that is added.
-        """
+        """The longest time in seconds that the trainer may be silent, and the keys that set it. Until it is ready it
+        loads models, so the time that instances get for that is added."""
         limit = self.config.train.timeout_s
         if self._is_ready:
             return limit, "train.timeout_s"

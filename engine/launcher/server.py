@@ -251,7 +251,7 @@ class Server:
         if not isinstance(again, bool):
             raise BadInput(f"again = {again!r}: expected true or false")
         if (pool := self.pool) is None:
-            return _error(503, "the run takes no instances yet")
+            return _error(425, "the run takes no instances yet")
         if pool.failure is not None:
             return _error(503, f"the run is ending: {pool.failure}")
         if again and name in self._left:

@@ -31,6 +31,7 @@ from engine.model import linear, rotary, routing, weight_gradients
 from engine.model.attention import LayoutParams, SegmentAttention, params
 from engine.model.experts import GroupedExperts
 from engine.model.families import settings
+from engine.model.head import head
 from engine.model.hf_weights import padded_vocabulary
 from engine.model.layout import Layout
 from engine.model.norm import HeadNorm, RMSNorm
@@ -50,6 +51,8 @@ class Computation:
     """Whether the activations inside each layer are dropped and computed again in the backward pass."""
     router_dtype: torch.dtype = torch.float32
     """Type of the logits of a mixture's routers: float32, or `dtype`."""
+    float_head: bool = False
+    """Whether logits of a bf16 model are kept in fp32 (`engine.model.head`)."""
     attention: str = "cpu"
     """Attention kernel, a key of `engine.model.kernels.KERNELS`."""
     device: torch.device = torch.device("cpu")
@@ -129,6 +132,8 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
     _mark_cuts(model)
     if computation.device.type == "cpu":
         linear.install(model)
+    if model.post_process and computation.float_head and computation.dtype is torch.bfloat16:
+        model.output_layer._forward_impl = head
     return model.to(computation.device)
 
 

@@ -51,10 +51,13 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
         "--slots": str(rollout.concurrency * rollout.group_size),
         "--max-context": str(rollout.max_context),
         "--dtype": config.model.dtype,
+        "--head-dtype": config.model.head_dtype,
         "--device": device,
         "--tensor": str(rollout.tensor),
         "--transport": config.weights.transport,
     }
+    if rollout.vllm:
+        pairs["--vllm"] = json.dumps(rollout.vllm)
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     if device == "npu":
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # vllm-ascend is made with it; engine/__init__.py sets 0

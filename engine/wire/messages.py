@@ -19,16 +19,18 @@ from engine.wire.sync_messages import (
     AbortSync,
     ConnectSync,
     FinishSync,
+    IsSnapshotWanted,
     MayPublish,
     OpenSync,
     Proceed,
     PublishAllowed,
     SendBucket,
+    SnapshotWanted,
     SyncOpened,
     VerifySync,
 )
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of these messages and of verifier_messages. It rises when a message changes; both ends must have the same."""
 PROTOCOL_HEADER = "Metronome-Protocol"
 """HTTP header of each request with the client's `PROTOCOL`."""
@@ -240,7 +242,7 @@ def is_of_trainer(request: Request[Any]) -> bool:
     """Whether a request is the trainer's: it moves a step or the weights, and shows that the trainer lives."""
     if isinstance(request, Lease | WriteColumns | StageFailed):
         return request.stage == TRAIN
-    return not isinstance(request, InitEngines | PutRow | SampleResponses | AwaitVersion)
+    return not isinstance(request, InitEngines | PutRow | SampleResponses | AwaitVersion | IsSnapshotWanted)
 
 
 # among a stage's ranks ---------------------------------------------------------------------------
@@ -285,6 +287,7 @@ AnyRequest = (
     | AbortSync
     | FinishSync
     | VerifySync
+    | IsSnapshotWanted
 )
 AnyMessage = (
     Failure
@@ -300,6 +303,7 @@ AnyMessage = (
     | Prompts
     | PublishAllowed
     | SyncOpened
+    | SnapshotWanted
     | Proceed
     | CheckpointDue
     | CheckpointFound

@@ -103,10 +103,22 @@ class FinishSync(Request[Done]):
 
     version: int
     snapshot: str
-    """Folder from which late instances load the version; empty if there is none."""
+    """Folder from which late instances load the version, once it is there; empty if there is none."""
 
 
 class VerifySync(Request[Done]):
     """Compare the members' log-probabilities of the probe with `expected`, the trainer's; empty: compare nothing."""
 
     expected: tuple[float, ...]
+
+
+class SnapshotWanted(Message):
+    """Whether a late instance waits for the snapshot; if not, the sender asks again."""
+
+    now: bool
+
+
+class IsSnapshotWanted(Request[SnapshotWanted]):
+    """Ask whether a late instance waits for the snapshot of this version, which is written only then."""
+
+    version: int

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engine.config import Config
+from engine.config import Config, Rollout
 from engine.errors import BadInput, DeadlineError
 from engine.instance.join import default_name
 from engine.run.folder import dump
@@ -25,11 +25,12 @@ STOP_S = 10.0
 
 
 def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -> None:
-    """Start `count` instances that join a run, and end them when its launcher has not answered for rollout.wait_s.
+    """Start `count` instances that join a run, and end them when its launcher has not answered for rollout.wait_s, or
+    for rollout.timeout_s at the start.
 
     `join`: host:port of the launcher, or the run folder, or its rollout.address. Each instance has devices of its own
-    (`own_devices`). Raises BadInput if there are too few devices, DeadlineError if no launcher answers within
-    rollout.wait_s at the start, and ProcessDied if an instance dies during the run.
+    (`own_devices`). Raises BadInput if there are too few devices, DeadlineError if no launcher answers at
+    the start, and ProcessDied if an instance dies during the run.
     """
     devices = own_devices(config, count)
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
@@ -41,7 +42,7 @@ def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -
                 children.append(
                     _instance(recipe=recipe, join=join, host=host, name=f"{default_name()}-{number}", environment=mine)
                 )
-            _accompany(children, join, config.rollout.wait_s)
+            _accompany(children, join, config.rollout)
         finally:
             stop_all(children, STOP_S)
 
@@ -79,7 +80,7 @@ def _instance(recipe: Path, join: str, host: str, name: str, environment: Mappin
     return Child(f"rollout instance {name}", command, log, environment)
 
 
-def _accompany(children: Sequence[Child], join: str, wait_s: float) -> None:
+def _accompany(children: Sequence[Child], join: str, rollout: Rollout) -> None:
     met = False
     heard = time.monotonic()
     while True:
@@ -90,11 +91,13 @@ def _accompany(children: Sequence[Child], join: str, wait_s: float) -> None:
             heard = time.monotonic()
             for child in children:
                 child.check()
-        elif time.monotonic() - heard > wait_s:
+        elif time.monotonic() - heard > (rollout.wait_s if met else rollout.timeout_s):
             break
         time.sleep(POLL_S)
     if not met:
-        raise DeadlineError(f"no launcher answers at {join} within {wait_s:.0f} s (rollout.wait_s): has the run begun?")
+        raise DeadlineError(
+            f"no launcher answers at {join} within {rollout.timeout_s:.0f} s (rollout.timeout_s): has the run begun?"
+        )
     say("rollouts", f"the run at {join} has ended")
 
 

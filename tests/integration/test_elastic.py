@@ -193,3 +193,15 @@ def test_all_are_killed_and_one_comes_and_leaves(two, job, undisturbed):
     assert lines[-1]["pool_size"] == 1
     joined.send_signal(signal.SIGTERM)
     assert joined.wait(timeout=30) == 0
+
+
+def test_a_run_without_instances_waits_for_the_first_and_says_how_it_joins(one, job, tmp_path):
+    """It waits for longer than rollout.wait_s, from when the trainer is ready."""
+    run = job(one | {"rollout.instances": 0, "rollout.devices": [], "rollout.wait_s": 1.5, "train.steps": 2})
+    run.wait(lambda: "waits for the first instance" in run.output(), "it to say that it waits")
+    assert f"metronome serve {run.folder}/config.toml --join {run.folder}" in run.output()
+    run.wait(lambda: run.is_ready(), "the trainer")
+    sleep_until(time.monotonic() + 4)
+    run.guest()
+    run.wait(lambda: run.serve("guest"), "the guest")
+    assert len(run.end()) == 2

@@ -184,6 +184,12 @@ class Job:
         server = psutil.Process(json.loads((self.folder / f"logs/{name}.address").read_text())["pid"])
         return [server, *server.children(recursive=True)]
 
+    def is_ready(self):
+        """Whether the trainer has loaded its models."""
+        self.check()
+        progress = self.folder / "logs/progress.json"
+        return progress.exists() and json.loads(progress.read_bytes())["ready"]
+
     # waiting --------------------------------------------------------------------------------------
 
     def wait(self, condition, what):

@@ -80,9 +80,13 @@ MESSAGES = {
         "tests/vllm/test_runs.py",
         "rollout.deterministic = true, but",
     ),
-    "no rollout instance is left: waited … s for one (rollout.wait_s)": (
+    "no rollout instance is left: waited … s for one (…)": (
         UNIT + "launcher/pool/test_pool.py",
         "no rollout instance is left: waited",
+    ),
+    "no rollout instance has come: waited … s for the first (…)": (
+        UNIT + "launcher/pool/test_pool.py",
+        "no rollout instance has come: waited",
     ),
     "… failed … times, at last: …": (UNIT + "launcher/test_producer.py", "times, at last:"),
     "found no instance that takes it in … s": (
@@ -122,6 +126,7 @@ MESSAGES = {
         UNIT + "tasks/test_launcher_process.py",
         "gave no sign of life for",
     ),
+    "… ran out of memory …: …": (UNIT + "trainer/test_memory_watch.py", "ran out of memory in step"),
     "writes it now; this one (attempt …) stops": (UNIT + "run/test_fence.py", "writes it now; this one (attempt"),
     "… has not ended … s after SIGKILL": (UNIT + "run/test_process.py", "s after SIGKILL"),
     "open files: the run needs …": (UNIT + "run/test_limits.py", "open files: the run needs"),

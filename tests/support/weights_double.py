@@ -9,7 +9,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from engine.client.publish.publisher import Publisher
+from engine.client.publish.publisher import Publisher, RankRole
 from engine.client.publish.transports import open_transport
 from engine.errors import BadInput, DeadlineError, ProcessDied, TransferError
 from engine.instance.receiver import OUTPUT, Receiver
@@ -217,6 +217,7 @@ class Launcher:
             messages.AbortSync: self.sync.abort,
             messages.FinishSync: self.sync.finish,
             messages.VerifySync: self.verify,
+            messages.IsSnapshotWanted: self.sync.is_snapshot_wanted,
         }
         reply = self.run(answers[type(request)](messages.read_request(pack(request))))
         return messages.Done() if reply is None else reply
@@ -224,6 +225,17 @@ class Launcher:
     async def verify(self, request):
         self.sync.expect(request.expected)
         await self.sync.checked()
+
+    def late(self):
+        """An instance that has come and is no member yet."""
+        self.clients.append(client := Client("late", self.clients[0].base))
+        self.pool.instances.append(instance := Instance(client))
+        self.pool.late.add(instance)
+        return instance
+
+    def catch_up(self, instance):
+        """Begin to bring a late instance to the weights."""
+        return asyncio.run_coroutine_threadsafe(self.sync.catch_up(instance), self.loop)
 
     def close(self):
         for client in self.clients:
@@ -234,9 +246,14 @@ class Launcher:
         self.loop.close()
 
 
-def publisher(launcher, transport, folder, bucket_bytes=2000, device=CPU, dtype=torch.float32):
+def publisher(launcher, transport, folder, bucket_bytes=2000, device=CPU, dtype=torch.float32, shared=False):
+    """`shared`: the rank gathers its tensors together with another one, of which nothing is needed here."""
     ranks = SimpleNamespace(
-        exports=True, writes=True, stage=0, from_first=lambda act: act(), gather=lambda message: [message]
+        exports=True,
+        writes=True,
+        stage=0,
+        from_first=lambda act: act(),
+        gather=lambda message: [message] * (1 + (shared and isinstance(message, RankRole))),
     )
     made = partial(open_transport, transport, TIMEOUT_S, device)
     return Verifying(
@@ -247,6 +264,7 @@ def publisher(launcher, transport, folder, bucket_bytes=2000, device=CPU, dtype=
         dtype=dtype,
         bucket_bytes=bucket_bytes,
         timeout_s=2 * TIMEOUT_S,
+        device=device,
     )
 
 

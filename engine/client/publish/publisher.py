@@ -16,17 +16,20 @@ from torch import Tensor
 
 from engine.client.connection import Connection
 from engine.client.publish.background import Background
+from engine.client.publish.host_copies import HostCopies
 from engine.client.publish.send_pipeline import SendPipeline
 from engine.client.publish.transports import Snapshots, Transport, open_transport
 from engine.client.ranks import Ranks
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
+from engine.wire.address import split_address
 from engine.wire.message import Done, Failure
 from engine.wire.sync_messages import (
     AbortSync,
     BucketInfo,
     ConnectSync,
     FinishSync,
+    IsSnapshotWanted,
     MeetingPlace,
     OpenSync,
     Proceed,
@@ -35,13 +38,16 @@ from engine.wire.sync_messages import (
     VerifySync,
 )
 from engine.wire.weights.buckets import DTYPES, Bucket, Buffers, pack, small_first, span
+from engine.wire.weights.groups import own_address
 
 ATTEMPTS = 6
 """Attempts of a publish; the run stops if an instance fails in each of them."""
 UNDER_WAY = 3
-"""Buckets in memory: one that is gathered, one that is written or sent, one that the instances load."""
-UNWRITTEN = "a snapshot of the weights was not written"
+"""Buckets in memory: one that is gathered, one that is written or sent, one that the instances load or that is
+copied."""
+UNFINISHED = "a snapshot of the weights was not finished"
 """Message of the DeadlineError of a snapshot, before the seconds."""
+HOST = torch.device("cpu")
 
 
 class PublishedModel(Protocol):
@@ -104,9 +110,10 @@ class Publisher:
         dtype: torch.dtype,
         bucket_bytes: int,
         timeout_s: float,
+        device: torch.device = HOST,
     ) -> None:
-        """`folder`: for snapshots, shared with the instances;
-        `dtype`: of the instances' weights; `timeout_s`: deadline of a bucket, longer than the launcher's."""
+        """`folder`: for snapshots, shared with the instances; `dtype`: of the instances' weights; `timeout_s`: deadline
+        of a bucket, longer than the launcher's; `device`: of the model."""
         self._connection = connection
         self._ranks = ranks
         self._dtype = dtype
@@ -119,6 +126,12 @@ class Publisher:
         self._snapshots = Snapshots(folder, self._stages)
         self._transport = transport(self._snapshots)
         self._buffers = Buffers(UNDER_WAY if ranks.writes else 0, timeout_s, self._transport.device)
+        self._copies = (
+            HostCopies(ranks.stage, self._snapshots, self._is_snapshot_wanted, device)
+            if ranks.writes and self._transport.groups
+            else None
+        )
+        """For late instances; None where each bucket is a file anyway, and on a rank that sends nothing."""
         self._pipeline = self._make_pipeline() if ranks.writes else None
         self._probed: tuple[int, ...] = ()
         """Token ids of the probe, from the launcher."""
@@ -126,9 +139,9 @@ class Publisher:
         """The info of each bucket that this stage sends."""
         self._sent_bytes = 0
         self._snapshot: Background | None = None
-        """The work that completes the last version's snapshot."""
+        """The work that completes the last version's snapshot, or its copy."""
         self._outlived = threading.Event()
-        """Set if the parameters are about to change before `_write_snapshot` has ended."""
+        """Set if the parameters are about to change before `_copy_after_sync` has ended."""
 
     @classmethod
     def of(cls, config: Config, connection: Connection, ranks: Ranks, folder: Path, device: torch.device) -> Publisher:
@@ -137,16 +150,23 @@ class Publisher:
         return cls(
             connection=connection,
             ranks=ranks,
-            transport=partial(open_transport, weights.transport, config.rollout.timeout_s, device),
+            transport=partial(
+                open_transport,
+                weights.transport,
+                config.rollout.timeout_s,
+                device,
+                address=partial(own_address, interface=weights.interface, towards=_network_host(config)),
+            ),
             folder=folder,
             dtype=DTYPES[config.model.dtype],
             bucket_bytes=weights.bucket_mb * 2**20,
             timeout_s=config.transfer_timeout_s,
+            device=device,
         )
 
     def _make_pipeline(self) -> SendPipeline:
-        if self._transport.groups:
-            steps = [self._announce] if self._alone else [self._announce, self._snapshots.write]
+        if self._copies is not None:
+            steps = [self._announce] if self._alone else [self._announce, self._copies.copy]
             counted = 1
         else:
             steps = [self._transport.write, self._announce]
@@ -166,7 +186,7 @@ class Publisher:
             if self._send_stages(model, version, opened):
                 self._probed = opened.probe
                 self._ranks.from_first(partial(self._finish_sync, version))
-                if not self._snapshot_after_sync:
+                if not self._copies_after_sync:
                     self._complete_snapshot(version)
                 return time.perf_counter() - started
         raise WeightSyncError(
@@ -186,13 +206,13 @@ class Publisher:
         """
         verify = VerifySync(expected=self._probe(model, self._probed))
         self._ranks.from_first(lambda: self._connection.ask(verify))
-        if self._snapshot_after_sync:
+        if self._copies_after_sync:
             self._outlived.clear()
-            self._snapshot = Background(lambda: self._write_snapshot(model, version), UNWRITTEN)
+            self._snapshot = Background(lambda: self._copy_after_sync(model, version), UNFINISHED)
 
     def settle(self) -> None:
-        """Wait until the last version's snapshot is written, before the parameters change. After `timeout_s` it is
-        dropped.
+        """Wait until the last version is copied to the host, before the parameters change. After `timeout_s` its
+        snapshot is dropped.
 
         Raises nothing: the next `publish` raises the error on all ranks.
         """
@@ -210,11 +230,19 @@ class Publisher:
             self._pipeline.restart()
 
     def _open_sync(self, version: int) -> SyncOpened:
-        self._snapshots.begin(version)
+        if not self._transport.groups:
+            self._snapshots.begin(version)
         return self._connection.ask(OpenSync(version=version))
 
     def _finish_sync(self, version: int) -> Done:
-        return self._connection.ask(FinishSync(version=version, snapshot=str(self._snapshots.place(version))))
+        """Every instance serves the version. The snapshot of the version before is of no use any more."""
+        done = self._connection.ask(FinishSync(version=version, snapshot=str(self._snapshots.place(version))))
+        if self._transport.groups:
+            self._snapshots.clear()
+        return done
+
+    def _is_snapshot_wanted(self, version: int) -> bool:
+        return self._connection.ask(IsSnapshotWanted(version=version)).now
 
     def _send_stages(self, model: PublishedModel, version: int, opened: SyncOpened) -> bool:
         """Send all stages, one after the other. Return False to begin again."""
@@ -307,39 +335,44 @@ class Publisher:
             raise Retry(str(error)) from None
 
     @property
-    def _snapshot_after_sync(self) -> bool:
-        """Whether the snapshot is written after the sync, which then has cores and memory to itself.
+    def _copies_after_sync(self) -> bool:
+        """Whether the weights are copied after the sync, which then has cores and memory to itself.
 
-        This needs a transport with groups, and a stage whose tensors one rank gathers alone. Else the buckets are
-        written while the stage is sent, or in the background after it.
+        This needs a stage whose tensors one rank gathers alone. Else the buckets are copied while the stage is sent.
         """
-        return self._alone and self._transport.groups and self._pipeline is not None
+        return self._alone and self._copies is not None
 
-    def _write_snapshot(self, model: PublishedModel, version: int) -> None:
-        """Gather the sent buckets again and write them. `settle` keeps the parameters unchanged meanwhile."""
-        for bucket, info in zip(self._packed_buckets(model.tensors()), self._sending, strict=True):
-            self._snapshots.write(bucket, info)
-            self._buffers.give(bucket.buffer)
-            if self._outlived.is_set():
-                print(
-                    f"the snapshot of weight version {version} is dropped: it took more than {self._timeout_s:g} s",
-                    flush=True,
-                )
-                return
-        self._snapshots.stage_done(version, self._ranks.stage)
+    def _copy_after_sync(self, model: PublishedModel, version: int) -> None:
+        """Gather the sent buckets again and copy them. `settle` keeps the parameters unchanged meanwhile."""
+        copies = self._copies
+        assert copies is not None
+        copies.forget()
+        with copies.beside_training():
+            for bucket, info in zip(self._packed_buckets(model.tensors()), self._sending, strict=True):
+                copies.copy(bucket, info)
+                self._buffers.give(bucket.buffer)
+                if self._outlived.is_set():
+                    limit = f"it took more than {self._timeout_s:g} s to copy"
+                    print(f"the snapshot of weight version {version} is dropped: {limit}", flush=True)
+                    return
+        copies.complete(version)
 
     def _complete_snapshot(self, version: int) -> None:
-        """Mark this stage as written, in the background, once all buckets are through the send pipeline."""
+        """Say in the background that the version is whole, once all buckets are through the send pipeline."""
         pipeline = self._pipeline
+        copies = self._copies
         stage = self._ranks.stage
         if pipeline is None:
             return
 
         def complete() -> None:
             pipeline.drain()
-            self._snapshots.stage_done(version, stage)
+            if copies is not None:
+                copies.complete(version)
+            else:
+                self._snapshots.stage_done(version, stage)
 
-        self._snapshot = Background(complete, UNWRITTEN)
+        self._snapshot = Background(complete, UNFINISHED)
 
     def _probe(self, model: PublishedModel, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Return the policy's log-probabilities of the probe on all ranks; () without a probe."""
@@ -363,6 +396,15 @@ class Publisher:
     def _all_succeeded(self, outcome: Outcome) -> bool:
         """Return whether all ranks succeeded, False to begin again. Raises a rank's error on all of them."""
         return _all_succeeded(self._ranks.gather(outcome))
+
+
+def _network_host(config: Config) -> str:
+    """A host on the network of the run: that of the rendezvous, or the address at which the one node listens."""
+    several = config.parallel.nodes > 1
+    address, key = (
+        (config.parallel.rendezvous, "parallel.rendezvous") if several else (config.rollout.listen, "rollout.listen")
+    )
+    return split_address(address, key)[0]
 
 
 def _all_succeeded(outcomes: list[Outcome]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,9 @@ from engine.wire.weights import bucket_file
 from engine.wire.weights.backends import group_device, use_device
 from engine.wire.weights.buckets import Bucket
 from engine.wire.weights.groups import BroadcastGroup, Rendezvous, Transfer, own_address
+
+Address = Callable[[bool], str]
+"""Gives this machine's address for the members of a group; its argument: whether all are on this machine."""
 
 
 class Transport(Protocol):
@@ -53,9 +57,9 @@ class Sent(Protocol):
 class Snapshots:
     """Versions of the weights in a folder that trainer and instances share: a folder of bucket files for each.
 
-    The newest complete version stays, so that a late instance can load it without the ranks. The files of the version
-    before are overwritten by the next one, since new memory costs four times as much as writing to old memory. The
-    senders of several stages may write at once.
+    The newest complete version stays, so that a late instance can load it without the ranks. After `begin` the files of
+    the version before are overwritten by the next one, since new memory costs four times as much as writing to old
+    memory; a version that is not begun gets a new folder. The senders of several stages may write at once.
     """
 
     def __init__(self, folder: Path, stages: int) -> None:
@@ -80,15 +84,19 @@ class Snapshots:
             for done in first.glob("*.done"):
                 done.unlink()
             first.rename(self._partial_folder(version))
-        self._partial_folder(version).mkdir(exist_ok=True)
+
+    def clear(self) -> None:
+        """Remove all versions. One that is being written meanwhile is not complete, or is removed the next time."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def write(self, bucket: Bucket, info: BucketInfo) -> Path:
-        """Write a bucket of the version that was begun, and return its file. Raises MetronomeError."""
+        """Write a bucket of a version, and return its file. Raises MetronomeError."""
         if info.bucket == 0:  # a new attempt begins
             self._written[info.version] = set()
         path = self._partial_folder(info.version) / f"stage-{info.stage:03d}-bucket-{info.bucket:05d}.safetensors"
         tensors = {"names": info.names, "dtypes": info.dtypes, "shapes": info.shapes, "checksums": info.checksums}
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             bucket_file.write(path, bucket, tensors)
             self._written[info.version].add(path.name)
         except OSError as error:
@@ -101,11 +109,11 @@ class Snapshots:
         place = self.place(version)
         written = self._written.pop(version, set())
         self._written.clear()
-        for file in partial.glob(f"stage-{stage:03d}-*"):
-            if file.name not in written:
-                file.unlink()
-        (partial / f"stage-{stage:03d}.done").touch()
-        with contextlib.suppress(FileNotFoundError):  # another stage's sender does the same at the same time
+        with contextlib.suppress(FileNotFoundError):  # it was cleared, or another stage's sender does the same
+            for file in partial.glob(f"stage-{stage:03d}-*"):
+                if file.name not in written:
+                    file.unlink()
+            (partial / f"stage-{stage:03d}.done").touch()
             if len(list(partial.glob("*.done"))) < self.stages:
                 return
             for old in self.folder.glob("version-????????"):
@@ -157,10 +165,11 @@ class GroupTransport:
 
     groups = True
 
-    def __init__(self, backend: str, timeout_s: float, device: torch.device) -> None:
-        """`timeout_s`: deadline of the meeting and of each bucket; `device`: the device of this rank's model. Raises
-        BadInput if the backend cannot send from there."""
+    def __init__(self, backend: str, timeout_s: float, device: torch.device, address: Address = own_address) -> None:
+        """`timeout_s`: deadline of the meeting and of each bucket; `device`: of this rank's model; `address`:
+        gives this machine's, at which instances meet it. Raises BadInput if the backend cannot send from there."""
         self.name = backend
+        self._address = address
         self.device = group_device(backend, device)
         self._timeout_s = timeout_s
         self._meeting: Rendezvous | None = None
@@ -170,7 +179,7 @@ class GroupTransport:
     def meet(self, local: bool) -> MeetingPlace:
         """Leave the last group, and open a store on this machine."""
         self.call_off()
-        self._meeting = Rendezvous(own_address(local), self.name, self._timeout_s, self.device)
+        self._meeting = Rendezvous(self._address(local), self.name, self._timeout_s, self.device)
         return MeetingPlace(self._meeting.host, self._meeting.port)
 
     def gather(self, world: int) -> None:
@@ -196,8 +205,11 @@ class GroupTransport:
         return self._group.broadcast(*bucket.pieces()) if self._group is not None else _AlreadySent()
 
 
-def open_transport(name: str, timeout_s: float, device: torch.device, snapshots: Snapshots) -> Transport:
-    """Return the transport of this name in `weights.transport`, for a rank whose model is on `device`."""
+def open_transport(
+    name: str, timeout_s: float, device: torch.device, snapshots: Snapshots, address: Address = own_address
+) -> Transport:
+    """Return the transport of this name in `weights.transport`, for a rank whose model is on `device`. `address`: as
+    for `GroupTransport`."""
     if name == "file":
         return FileTransport(snapshots)
-    return GroupTransport(name, timeout_s, device)
+    return GroupTransport(name, timeout_s, device, address)

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,7 +18,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from typing import Any
+from importlib.metadata import version
+from typing import Any, NoReturn
 
 from engine.errors import BadInput, MetronomeError
 from engine.instance import command_line
@@ -36,6 +38,8 @@ vllm/distributed/device_communicators/shm_broadcast.py) for up to a second, whic
 processes that compute. With naps a step of the quickstart with two instances on two cores took 4.0 s, without them 8.2
 (8 steps each, one run each).
 """
+HEAD_DTYPE = (0, 32)
+"""The first release of ours whose models that generate have an output layer of another dtype."""
 NAP_LIMIT_S = 0.01
 """Longest nap in seconds. A token needs several messages, so longer naps cost more time than they save."""
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
@@ -96,12 +100,16 @@ def _exit_now(code: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.parser("engine.instance.vllm", __doc__)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--head-dtype", choices=("model", "float32"), default="model", help="type of the logits")
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "npu"), default="cpu", help="device that this vLLM was built for"
     )
     parser.add_argument("--tensor", type=int, default=1, help="devices (processes on a CPU) that share the model")
     parser.add_argument("--transport", default="file", help="weights.transport of the run")
     parser.add_argument("--routes", action="store_true", help="keep the experts of each token (routing replay)")
+    parser.add_argument(
+        "--vllm", type=json.loads, default={}, metavar="JSON", help="further arguments of vLLM (rollout.vllm)"
+    )
     return parser
 
 
@@ -111,6 +119,9 @@ def _check_options(options: argparse.Namespace) -> None:
     command_line.check(options)
     if importlib.util.find_spec("vllm") is None:
         raise BadInput(f"{sys.executable} has no vllm; run this in the environment that `make vllm` builds")
+    release = version("vllm")
+    if options.head_dtype != "model" and tuple(map(int, release.split(".")[:2])) < HEAD_DTYPE:
+        raise BadInput(f'model.head_dtype = "{options.head_dtype}": vLLM {release} keeps logits in the model\'s dtype')
 
 
 def _check_environment() -> None:
@@ -165,14 +176,35 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
     if options.device == "cpu":
         pairs["--block-size"] = "32"  # the CPU's default of 128 lets few prompts share their cache
         flags.append("--enforce-eager")
-    return [part for pair in pairs.items() for part in pair] + flags
+    own = [part for pair in pairs.items() for part in pair] + flags
+    theirs = dict(options.vllm)
+    if options.head_dtype != "model":
+        theirs["hf_overrides"] = {**theirs.get("hf_overrides", {}), "head_dtype": options.head_dtype}
+    return [*own, *(part for name, value in theirs.items() for part in _as_vllm_takes(_flag(name), value))]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _as_vllm_takes(flag: str, value: Any) -> list[str]:  # noqa: ANN401
+    """Return the parts of vLLM's command line that set an argument. Of two settings of one argument the last counts."""
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [flag, *map(_as_text, value)]
+    return [f"{flag}={_as_text(value)}"]
+
+
+def _as_text(value: Any) -> str:  # noqa: ANN401
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _serve(options: argparse.Namespace) -> None:
     """Run vLLM's server on a socket of ours, so that no other process can take the free port meanwhile."""
     with command_line.bound(options) as sock:
         port = sock.getsockname()[1]
-        arguments = _parse_as_vllm(_vllm_arguments(options, port))
+        arguments = _parse_as_vllm(_vllm_arguments(options, port), options.vllm)
         import uvloop
         from vllm.entrypoints.openai.api_server import run_server_worker
 
@@ -184,15 +216,25 @@ def _serve(options: argparse.Namespace) -> None:
         uvloop.run(run_server_worker(url, sock, arguments))
 
 
-def _parse_as_vllm(arguments: list[str]) -> Any:  # noqa: ANN401
-    """Return the options as vLLM parses them."""
+def _parse_as_vllm(arguments: list[str], given: JsonObject) -> Any:  # noqa: ANN401
+    """Return the options as vLLM parses them. Raise BadInput if it refuses one, with its key in `given`
+    (rollout.vllm)."""
     # the module that defines both functions moved after 0.23; the command `vllm serve` imports them in every release
     from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    parser = make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))  # half a name would pass by our checks
+    parser.error = functools.partial(_refuse_arguments, given)  # argparse would print its usage and exit
+    parsed = parser.parse_args(arguments)
     validate_parsed_serve_args(parsed)
     return parsed
+
+
+def _refuse_arguments(given: JsonObject, message: str) -> NoReturn:
+    from vllm import __version__
+
+    keys = [f"rollout.vllm.{name}" for name in given if re.search(rf"--(no-)?{_flag(name)[2:]}(?![\w-])", message)]
+    raise BadInput(f"{', '.join(keys) or 'rollout.vllm'}: vLLM {__version__} does not take this: {message}")
 
 
 def _announce(options: argparse.Namespace, url: str, port: int) -> None:

@@ -62,20 +62,27 @@ class HealthMonitor:
     # processes ------------------------------------------------------------------------------------
 
     async def _watch_processes(self) -> None:
-        """Notice deaths at once; fail the pool when nothing lived for rollout.wait_s. An address that never answers
-        does not live, however often it joins."""
-        await self._pool.connected.wait()
-        limit = self._pool.config.rollout.wait_s
-        last_alive = time.monotonic()
+        """Notice deaths at once; fail the pool when it needs an instance and nothing lived for longer than its
+        `patience`. An address that never answers does not live, however often it joins."""
+        pool = self._pool
+        await pool.connected.wait()
+        waits_since = time.monotonic()
+        told = None
         while True:
-            for instance in list(self._pool.instances):
+            for instance in list(pool.instances):
                 if instance.dead:
-                    self._pool.gone(instance, "its process ended")
+                    pool.gone(instance, "its process ended")
             now = time.monotonic()
-            if any(instance.counts for instance in self._pool.instances):
-                last_alive = now
-            elif now - last_alive > limit:
-                self._pool.fail(self._pool.all_gone())
+            lives = any(instance.counts for instance in pool.instances)
+            pool.lived |= lives
+            if lives or not pool.needed():
+                waits_since = now
+            elif now - waits_since > pool.patience[0]:
+                pool.fail(pool.all_gone())
+            state = None if lives else pool.needed()
+            if state != told and state is not None and pool.failure is None:
+                pool.say_waits()
+            told = state
             await asyncio.sleep(LOOK_S)
 
     async def _restart(self, declared: InstanceProcess, wanted: bool) -> None:

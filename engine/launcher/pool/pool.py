@@ -7,7 +7,7 @@ instance. A new instance waits in `arrived` for the monitor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -61,7 +61,13 @@ class Pool:
         """For the health monitor; None until there is one."""
         self.synced = synced
         self.failure: MetronomeError | None = None
-        """Why the pool gave up: no instance lived for rollout.wait_s."""
+        """Why the pool gave up: no instance lived for longer than `patience`."""
+        self.needed: Callable[[], bool] = lambda: True
+        """Whether the run needs an instance now. While its trainer loads it needs none, and no time runs."""
+        self.lived = False
+        """Whether any instance ever lived: one of the run's own once it serves, another once it has answered."""
+        self.how_to_join = ""
+        """A command that starts an instance which joins; empty where the pipeline starts them."""
         self.instances: list[Instance] = []
         """All that are not gone."""
         self.arrived: asyncio.Queue[Instance] = asyncio.Queue()
@@ -126,6 +132,7 @@ class Pool:
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(), headers=token)
         client = InstanceClient(name, url, self._session, self.config.rollout.timeout_s)
         instance = Instance(client, declared, self._trace)
+        self.lived |= declared is not None
         if declared is None:
             self._say("joins", f"{name} has joined from {url}")
         elif declared.restarts:
@@ -202,7 +209,7 @@ class Pool:
         `first`: before all that wait already, for a group that was begun and cut. `least`: only on one that holds this
         weight version or a later one.
 
-        Raises ProcessDied when no instance lived for rollout.wait_s.
+        Raises ProcessDied when no instance lived for longer than `patience`.
         """
         place = await self._ask(avoid, first, least)
         while not place.instance.takes_prompts:  # it was excluded, or began an update, before this task went on
@@ -264,12 +271,12 @@ class Pool:
     # the end --------------------------------------------------------------------------------------
 
     async def wait_for_member(self) -> None:
-        """Until an instance lives. Raises ProcessDied when none did for rollout.wait_s."""
+        """Until an instance lives. Raises ProcessDied when none did for longer than `patience`."""
         while not self.members():
             if self.failure is not None:
                 raise self.failure
             self._changed.clear()
-            await self._changed.wait()  # the health monitor's look-out for rollout.wait_s ends this
+            await self._changed.wait()  # the health monitor, which fails the pool, ends this
 
     def fail(self, error: MetronomeError) -> None:
         """Give up: all that wait for an instance get this error."""
@@ -277,16 +284,36 @@ class Pool:
         self._dispatcher.fail(self.failure)
         self.changed()
 
+    @property
+    def patience(self) -> tuple[float, str]:
+        """Seconds that the run waits for a living instance, and the key that sets them. The first one is started by
+        hand, or loads a model on another node, and gets as long as the start of the run's own."""
+        rollout = self.config.rollout
+        if self.lived or rollout.wait_s > rollout.timeout_s:
+            return rollout.wait_s, "rollout.wait_s"
+        return rollout.timeout_s, "rollout.timeout_s"
+
+    def say_waits(self) -> None:
+        """Tell that there is no instance, for how long the run waits for one, and how one joins."""
+        limit, key = self.patience
+        one = "an instance" if self.lived else "the first instance"
+        since = "" if self.needed() else ", counted from when the trainer has loaded its models"
+        how = f". This starts one: {self.how_to_join}" if self.how_to_join else ""
+        self._say("waits", f"the run waits for {one}, for up to {limit:g} s ({key}){since}{how}")
+
     def all_gone(self) -> ProcessDied:
-        """The error that says how the instances ended."""
+        """The error that says how the instances ended, or that none has come."""
         ends = self._ends | {
             one.name: f"is {one.state}: {one.reason}" if one.met or one.reason else "did not answer since it joined"
             for one in self.instances
             if not one.counts
         }
         how = "; ".join(f"{name} {end}" for name, end in ends.items()) or "none has joined"
-        limit = self.config.rollout.wait_s
-        return ProcessDied(f"no rollout instance is left: waited {limit:g} s for one (rollout.wait_s); {how}")
+        limit, key = self.patience
+        if self.lived:
+            return ProcessDied(f"no rollout instance is left: waited {limit:g} s for one ({key}); {how}")
+        command = f"; this starts one: {self.how_to_join}" if self.how_to_join else ""
+        return ProcessDied(f"no rollout instance has come: waited {limit:g} s for the first ({key}); {how}{command}")
 
     def note(self, name: str, end: str) -> None:
         """How an instance ended that is not in the pool (a restart that failed)."""

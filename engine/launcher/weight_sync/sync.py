@@ -11,6 +11,7 @@ perturbed ones and its log-probabilities must move.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.launcher.pool.instance import Instance
 from engine.launcher.pool.instance_client import Refused
+from engine.launcher.run_state import SIGN_OF_LIFE_S
 from engine.launcher.weight_sync.participants import Participants, SyncPool
 from engine.launcher.weight_sync.probe import Probe, probe
 from engine.launcher.weight_sync.update_calls import UpdateCalls
@@ -27,9 +29,11 @@ from engine.wire.sync_messages import (
     BucketInfo,
     ConnectSync,
     FinishSync,
+    IsSnapshotWanted,
     OpenSync,
     Proceed,
     SendBucket,
+    SnapshotWanted,
     SyncOpened,
 )
 from engine.wire.weights.bucket_file import wire_of
@@ -65,6 +69,8 @@ class WeightSync:
         self._calls = UpdateCalls(probe, timeout_s)
         self._version: int | None = None
         self._snapshot: Path | None = None
+        self._wanted = asyncio.Event()
+        """Set once a late instance waits for that snapshot."""
         self._expected: Sequence[float] | None = None
         """The trainer's log-probabilities of the probe under that version."""
         self._trainer_logprobs: asyncio.Future[Sequence[float] | None] | None = None
@@ -204,6 +210,7 @@ class WeightSync:
         await (self._participants.in_turn if self._in_turn else self._participants.each)(complete)
         self._version = version
         self._snapshot = Path(request.snapshot) if request.snapshot else None
+        self._wanted.clear()
         self._participants.succeeded()
 
     async def _swap(self, instance: Instance, version: int) -> None:
@@ -303,11 +310,21 @@ class WeightSync:
             info = BucketInfo(transport="file", version=version, stage=0, bucket=number, path=str(file), **tensors)
             await self._calls.update(instance, info, info.title)
 
+    async def is_snapshot_wanted(self, request: IsSnapshotWanted) -> SnapshotWanted:
+        """Reply whether a late instance waits for the snapshot of the version; waits a second for one."""
+        if request.version == self._version:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), SIGN_OF_LIFE_S)
+        else:  # the instances have not taken it over yet
+            await asyncio.sleep(SIGN_OF_LIFE_S)
+        return SnapshotWanted(self._wanted.is_set() and request.version == self._version)
+
     async def _files(self, snapshot: Path) -> list[Path]:
-        """The buckets of a snapshot, once it is whole."""
+        """The buckets of a snapshot, once it is whole. The trainer is asked to write it (`is_snapshot_wanted`)."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not snapshot.is_dir() and self._snapshot == snapshot:
+                    self._wanted.set()  # again and again, as a version may be published once more meanwhile
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise DeadlineError(f"the snapshot {snapshot} was not whole within {self._timeout_s:g} s") from None

@@ -44,6 +44,12 @@ LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 MODEL_LIMITS = {torch.float32: 1e-4, torch.bfloat16: float("inf")}
 """Largest relative norm of the difference of a tensor's gradient in the whole model. There is no limit in bf16, whose
 rounding errors add up over the layers: its log-probabilities are compared."""
+FUSED_FP32_LIMITS = {"npu": (1e-3, 4e-3)}
+"""By attention kernel, in place of both limits in fp32: for its output and gradients, and for the whole model.
+
+`allow_hf32 = False` (devices.exact_matmuls) is an option of matrix products outside of npu_fusion_attention, for which
+no precision in fp32 is documented. With the operands of all its products rounded to HF32's 11 bits of mantissa, these
+comparisons differ by 2.5e-4 and 7.6e-4 (emulated on a CPU); products in bf16, with 16 times that, are still refused."""
 LOGPROB_LIMIT = 0.02
 """Largest mean difference of a token's log-probability to the fp32 reference."""
 Groups = list[tuple[list[int], list[list[int]]]]
@@ -99,6 +105,7 @@ def compare_attention(name: str, device: torch.device, dtype: torch.dtype) -> It
             reference=partial(_attend, masked, here),
             inputs=_random([(here.size, TINY.heads, TINY.head_dim), keys, keys], dtype),
             device=device,
+            limit=FUSED_FP32_LIMITS[name][0] if dtype == torch.float32 and name in FUSED_FP32_LIMITS else None,
         )
 
 
@@ -185,8 +192,10 @@ def compare_model(attention: str, device: torch.device, dtype: torch.dtype) -> I
     mean = float((ours.float().cpu() - plain).detach().abs().mean())
     worst = max(_difference(g.float().cpu(), weights[n].grad) for n, g in export(grads, model, TINY))
     name = _name(dtype)
+    fused = dtype == torch.float32 and attention in FUSED_FP32_LIMITS
+    limit = FUSED_FP32_LIMITS[attention][1] if fused else MODEL_LIMITS[dtype]
     yield Comparison("model, log-probabilities", name, {"mean": mean}, LOGPROB_LIMIT)
-    yield Comparison("model, gradients", name, {"worst tensor": worst}, MODEL_LIMITS[dtype])
+    yield Comparison("model, gradients", name, {"worst tensor": worst}, limit)
 
 
 def _random(sizes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
@@ -201,8 +210,10 @@ def _compared(
     reference: Operation,
     inputs: list[Tensor],
     device: torch.device,
+    limit: float | None = None,
 ) -> Comparison:
-    """Output and gradients of `ours` on the device against `reference` on the host in fp32. `names`: of the inputs."""
+    """Output and gradients of `ours` on the device against `reference` on the host in fp32. `names`: of the inputs;
+    `limit`: None for that of the dtype."""
     dtype = inputs[0].dtype
     here = [one.float().requires_grad_() for one in inputs]
     there = [one.to(device).requires_grad_() for one in inputs]
@@ -213,7 +224,7 @@ def _compared(
     given = [found.detach(), *torch.autograd.grad(found, there, upstream.to(device))]
     results = zip(("output", *(f"d{name}" for name in names)), given, wanted, strict=True)
     errors = {name: _difference(a.float().cpu(), b) for name, a, b in results}
-    return Comparison(what, _name(dtype), errors, LIMITS[dtype])
+    return Comparison(what, _name(dtype), errors, LIMITS[dtype] if limit is None else limit)
 
 
 def _difference(found: Tensor, expected: Tensor | None) -> float:

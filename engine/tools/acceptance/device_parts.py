@@ -14,7 +14,6 @@ from engine.tools.acceptance.devices import (
     chosen_platform,
     complete_platform,
     device_count,
-    device_name,
     exact_matmuls,
     inventory,
     try_device,
@@ -28,6 +27,11 @@ BROADCASTS = 5
 MEETING_S = 60.0
 """Time limit in seconds of the ranks' meeting and of each broadcast."""
 
+FP32_ONLY = (
+    'all comparisons in bf16 are right, so train with train.dtype = "bfloat16", and not in float32 (the default): its '
+    "results on this device are less exact than fp32; report it with this page"
+)
+
 
 def versions(task: PartTask) -> None:
     """Say what torch, driver and devices there are. Raises PartFailed if the platform lacks something."""
@@ -38,7 +42,7 @@ def versions(task: PartTask) -> None:
         raise PartFailed(f"platform {machine.name}: {missing}")
     for line in inventory(machine):
         task.notes.say(line)
-    names = [device_name(machine, number) for number in range(device_count(machine))]
+    names = [machine.device_name(number) for number in range(device_count(machine))]
     task.notes.figures(platform=machine.name, torch=torch.__version__, devices=names)
 
 
@@ -63,6 +67,7 @@ def kernels(task: PartTask) -> None:
     exact_matmuls(machine)
     wrong = []
     found = []
+    only_fp32 = machine.name != "cpu"
     with platform.single(machine) as device:
         for what, compare in comparisons(machine.attention, device):
             task.notes.doing(f"{what} (a compilation on the first call)")
@@ -70,13 +75,19 @@ def kernels(task: PartTask) -> None:
                 for comparison in compare():
                     task.notes.say(str(comparison))
                     found.append(comparison.figures())
-                    wrong += [] if comparison.right else [f"{comparison.what}, {comparison.dtype}"]
+                    right = comparison.right
+                    wrong += [] if right else [f"{comparison.what}, {comparison.dtype}"]
+                    only_fp32 &= right or comparison.dtype == "float32"
             except Exception as error:  # noqa: BLE001 - the others are compared, too
                 traceback.print_exc()
+                only_fp32 = False
                 wrong.append(f"{what} raised {type(error).__name__}: {str(error).splitlines()[0]}")
     task.notes.figures(comparisons=found)
     if wrong:
-        raise PartFailed(f"{'; '.join(wrong)}: differs from the reference by more than its limit, or did not run")
+        raise PartFailed(
+            f"{'; '.join(wrong)}: differs from the reference by more than its limit, or did not run",
+            FP32_ONLY if only_fp32 else "",
+        )
 
 
 def broadcast(task: PartTask) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 from safetensors.torch import load_file
 
 from engine.config import Config
+from engine.model.flops import micro_step, peak_of, utilisation
 from engine.model.shape import read_shape
 from engine.platform import Platform
 from engine.tools.acceptance.broadcast import broadcasting
 from engine.tools.acceptance.device_parts import MEETING_S
-from engine.tools.acceptance.devices import device_name
-from engine.tools.acceptance.flops import micro_step, peak_of, utilisation
-from engine.tools.acceptance.notes import PartFailed, PartTask
+from engine.tools.acceptance.notes import SLOWER_START_S, PartFailed, PartTask
 from engine.tools.acceptance.random_groups import random_group
 from engine.tools.acceptance.runs import (
     LARGE,
@@ -54,7 +53,7 @@ def weight_sync(task: PartTask) -> None:
     model = make_model(task.folder / "model", MEDIUM if machine.name == "cpu" else LARGE)
     given = {"run.name": "weight-sync", "model.path": model, "train.steps": 4, "train.prompts_per_step": 2}
     config = configuration(task, machine, chosen, {**SAMPLED, **given, "rollout.max_new_tokens": 16})
-    steps = train(task, config, timeout_s=200.0)
+    steps = train(task, config, timeout_s=200.0 + SLOWER_START_S.get(machine.name, 0.0))
     sync_s = statistics.median(step["sync_s"] for step in steps[WARM_UP:])
     total = parameter_bytes(model, config.model.dtype)
     bucket = config.weights.bucket_mb * 2**20
@@ -112,7 +111,7 @@ def training_step(task: PartTask) -> None:
     operations = groups * micro_step(sizes=shape, prompt=prompt, response=response, group=group, shared=shared)
     tokens = groups * group * (prompt + response)
     memory = max(max(step["memory_peak_gib"]) for step in steps)
-    name = device_name(machine, 0)
+    name = machine.device_name(0)
     task.notes.say(
         f"{shape.layers} layers of {shape.hidden}, {config.train.dtype}: {groups} groups of {group} × {response} "
         f"tokens after prompts of {prompt} in {seconds:.3f} s (forward, backward, optimizer), {tokens / seconds:,.0f} "
@@ -135,7 +134,7 @@ def _mfu(machine: Platform, name: str, operations: float, seconds: float) -> str
         return f"MFU {operations / seconds / peak:.1%} of {peak / 1e12:.0f} TFLOP/s ({name}, dense bf16, published)"
     if machine.name == "cpu":
         return "no MFU: a CPU has no published peak"
-    return f'no MFU: the peak of "{name}" is not known (PEAKS in engine/tools/acceptance/flops.py)'
+    return f'no MFU: the peak of "{name}" is not known (PEAKS in engine/model/flops.py)'
 
 
 def _record(file: Path, config: Config, prompt: int, response: int) -> Path:
@@ -170,7 +169,7 @@ def sync_against_periodic(task: PartTask) -> None:
     configs: dict[str, Config] = {}
     for mode in ("sync", "periodic"):
         configs[mode] = configuration(task, machine, chosen, {**SAMPLED, **given, "run.name": mode, "train.mode": mode})
-        steps[mode] = train(task, configs[mode], timeout_s=130.0)
+        steps[mode] = train(task, configs[mode], timeout_s=130.0 + SLOWER_START_S.get(machine.name, 0.0))
         _check_on_policy(mode, steps[mode])
     seconds = {mode: statistics.median(step["step_s"] for step in lines[WARM_UP:]) for mode, lines in steps.items()}
     rollout = statistics.median(step["rollout_s"] for step in steps["sync"][WARM_UP:])

@@ -6,6 +6,7 @@ A part that fails, crashes or hangs does not stop the later ones. This process n
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -19,11 +20,11 @@ from engine.config.cores import usable_cores
 from engine.errors import BadInput
 from engine.run.process import Child, python, signal_group
 from engine.tools.acceptance import report
-from engine.tools.acceptance.notes import Notes, notes_of
+from engine.tools.acceptance.notes import SLOWER_START_S, Notes, notes_of
 from engine.tools.acceptance.report import PartResult
 
 TOTAL_S = 600.0
-"""Seconds for all parts together. A part that is to start later is skipped."""
+"""Seconds for all parts together, where instances start fast. A part that is to start later is skipped."""
 GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL, and for the end after it. A process that hangs in a driver may outlast both."""
 RUN_REMEDY = "read the logs of the run, in its folder logs/; docs/troubleshooting.md goes by message"
@@ -37,6 +38,12 @@ class AcceptancePart:
     deadline_s: float
     remedy: str
     """What to do if it fails."""
+    starts: int = 0
+    """Number of instances that it starts, one after the other."""
+
+    def slower_s(self, platform: str) -> float:
+        """Seconds that it may take longer on this platform, because instances start slowly there."""
+        return self.starts * SLOWER_START_S.get(platform, 0.0)
 
 
 ACCEPTANCE = (
@@ -49,10 +56,10 @@ ACCEPTANCE = (
         "broadcast", 90.0, "run again with NCCL_DEBUG=INFO or ASCEND_GLOBAL_LOG_LEVEL=1 and read the log; in a "
         "container give it shared memory (--ipc host)",
     ),
-    AcceptancePart("completion", 240.0, "read the instance's log; docs/rollouts.md says how an instance is started"),
-    AcceptancePart("weight sync", 240.0, RUN_REMEDY),
+    AcceptancePart("completion", 240.0, "read the instance's log; docs/rollouts.md says how an instance is started", 1),
+    AcceptancePart("weight sync", 240.0, RUN_REMEDY, 1),
     AcceptancePart("training step", 180.0, RUN_REMEDY),
-    AcceptancePart("sync against periodic", 300.0, RUN_REMEDY),
+    AcceptancePart("sync against periodic", 300.0, RUN_REMEDY, 2),
 )  # fmt: skip
 """All parts in their order. The first needs least of the machine."""
 LARGE = ("model*", "*/checkpoints", "*/policy")
@@ -73,19 +80,29 @@ def check(
     if unknown := [name for name in only if name not in NAMES]:
         raise BadInput(f"--only {unknown[0]}: there is no such part, expected one of {', '.join(NAMES)}")
     parts = [part for part in ACCEPTANCE if not only or part.name in only]
+    platform = expected_platform(settings)
+    total_s = TOTAL_S + sum(part.slower_s(platform) for part in parts)
     began = time.monotonic()
     results: list[PartResult] = []
     for part in parts:
-        left = TOTAL_S - (time.monotonic() - began)
-        result = (
-            run_part(part, part_command(part.name, folder, settings), folder, left) if left > 0 else _too_late(part)
-        )
+        left = total_s - (time.monotonic() - began)
+        part = replace(part, deadline_s=part.deadline_s + part.slower_s(platform))
+        command = part_command(part.name, folder, settings)
+        result = run_part(part, command, folder, left) if left > 0 else _too_late(part, total_s)
         results.append(_with_versions(result, installed) if part.name == "versions" else result)
         say(report.text(results[-1], len(results), len(parts)))
     say(report.summary(results))
     for large in [found for pattern in LARGE for found in folder.glob(pattern)]:
         shutil.rmtree(large)
     return results
+
+
+def expected_platform(settings: Sequence[str]) -> str:
+    """The platform that the parts will choose, as far as it can be told without torch: that of the settings, else "npu"
+    where torch_npu is installed, else "auto"."""
+    given = [one.partition("=")[2].strip(' "') for one in settings if one.startswith("platform.device=")]
+    chosen = given[-1] if given else "auto"
+    return "npu" if chosen == "auto" and importlib.util.find_spec("torch_npu") else chosen
 
 
 def part_command(name: str, folder: Path, settings: Sequence[str]) -> list[str]:
@@ -150,12 +167,12 @@ def _busy() -> str:
     return f"the machine is busy (load {load:.0f} on {cores} cores); " if load > 2 * cores else ""
 
 
-def _too_late(part: AcceptancePart) -> PartResult:
+def _too_late(part: AcceptancePart, total_s: float) -> PartResult:
     return PartResult(
         part=part.name,
         status="skipped",
         seconds=0.0,
-        reason=f"the {TOTAL_S / 60:.0f} minutes of all parts are over",
+        reason=f"the {total_s / 60:.0f} minutes of all parts are over",
         remedy=f'metronome doctor --device --only "{part.name}"',
     )
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from engine.config import Config
 from engine.model.shape import ModelShape
-from engine.tools.dry_run.memory import BYTES, frozen_copies
-from engine.tools.dry_run.sizes import rank_parameters, total_parameters
+from engine.run.memory import BYTES, frozen_copies
+from engine.run.sizes import rank_parameters, total_parameters
 from engine.tools.planner.costs import Costs
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.run.threads import in_thread
-from engine.wire.address import address_towards
+from engine.wire.address import address_towards, reachable
 from engine.wire.store import serve_store
 from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Membership, group_device, use_device
 
@@ -188,17 +188,42 @@ def _await_port(host: str, port: int, timeout_s: float, off: threading.Event) ->
         time.sleep(0.02)
 
 
-def own_address(loopback: bool) -> str:
-    """An address of this machine that the instances can reach; 127.0.0.1 if all of them are on this machine."""
+def own_address(loopback: bool, interface: str = "", towards: str = "") -> str:
+    """An address of this machine that the instances can reach; 127.0.0.1 if all of them are on this machine
+    (`loopback`).
+
+    That of the `interface`, if one is given; else that of the host's name, or, where that is a loopback, the one from
+    which this machine reaches the host `towards`. Raises BadInput if there is no such interface, or only a loopback.
+    """
     if loopback:
         return "127.0.0.1"
-    found = socket.gethostbyname(socket.gethostname())
+    if interface:
+        return _interface_address(interface)
+    name = socket.gethostname()
+    means = socket.gethostbyname(name)
+    found = means
+    if towards and ipaddress.ip_address(means).is_loopback:
+        with contextlib.suppress(OSError):
+            found = address_towards(reachable(towards))
     if ipaddress.ip_address(found).is_loopback:
         raise BadInput(
-            f"the name of this machine, {socket.gethostname()}, means {found}: instances on other machines can't "
-            "reach that; set the machine's own address in /etc/hosts"
+            f"the name of this machine, {name}, means {means}: instances on other machines can't reach that; set "
+            "weights.interface to the network's, or the machine's own address in /etc/hosts"
         )
     return found
+
+
+def _interface_address(name: str) -> str:
+    import psutil  # here, because instances load this module in their own environment
+
+    known = psutil.net_if_addrs()
+    found = [one.address for one in known.get(name, []) if one.family == socket.AF_INET]
+    if not found:
+        raise BadInput(
+            f"weights.interface = {name!r}: this machine, {socket.gethostname()}, has no such interface with an IPv4 "
+            f"address; it has {', '.join(sorted(known))}"
+        )
+    return found[0]
 
 
 class BroadcastGroup:

@@ -126,10 +126,33 @@ async def test_it_ends_when_the_launcher_sends_it_away(tmp_path, guest):
 
 
 async def test_it_ends_by_name_when_the_launcher_stays_away(tmp_path, guest):
+    async with launcher(tmp_path) as pool:
+        task = guest()
+        await until(lambda: pool.serving == 1, "it to serve")
     with pytest.raises(
         DeadlineError, match=rf"the launcher at {tmp_path} did not answer for \d+ s \(rollout\.wait_s\)"
     ):
-        await asyncio.wait_for(guest(), 8)
+        await asyncio.wait_for(task, 8)
+
+
+async def test_it_may_be_started_long_before_its_launcher(tmp_path, guest):
+    """And finds one that takes no instances yet."""
+    task = guest()
+    await until(lambda: guest.said, "it to say that it waits")
+    assert guest.said == [f"guest waits for the run at {tmp_path} to begin, for up to 10 s (rollout.timeout_s)"]
+    await asyncio.sleep(1.5 * CONFIG.rollout.wait_s)
+    server = Server(CONFIG)
+    async with server.listening(tmp_path):
+        await asyncio.sleep(1.5 * CONFIG.rollout.wait_s)
+        assert not task.done()
+    async with launcher(tmp_path) as pool:
+        await until(lambda: pool.serving == 1, "it to serve")
+
+
+async def test_it_ends_by_name_when_no_launcher_ever_comes(tmp_path, guest):
+    hasty = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"timeout_s": 2.0})})
+    with pytest.raises(DeadlineError, match=rf"at {tmp_path} did not answer for 2 s \(rollout\.timeout_s\): "):
+        await asyncio.wait_for(guest(config=hasty), 8)
 
 
 async def test_it_ends_when_the_launcher_refuses_it(tmp_path, guest):

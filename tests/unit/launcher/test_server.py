@@ -260,7 +260,7 @@ async def test_nobody_joins_a_run_that_is_ending(tmp_path):
 async def test_nobody_joins_before_the_run_takes_instances(tmp_path):
     async with running(tmp_path) as (pool, server, call):
         server.pool = None
-        assert (await call("POST", "/join", GOOD))[0] == 503
+        assert (await call("POST", "/join", GOOD))[0] == 425
         assert (await call("POST", "/leave", {"name": "guest"}))[0] == 404
         assert (await call("GET", "/status"))[1]["instances"] == []
         assert (await call("GET", "/metrics"))[0] == 200

@@ -54,6 +54,6 @@ async def test_one_that_joins_evaluates_and_none_is_started(world, tiny_model):
 
 def test_none_that_joins_is_said_within_its_deadline(world, tiny_model):
     config, folder, meeting = world
-    hasty = config.model_copy(update={"rollout": config.rollout.model_copy(update={"wait_s": 0.3})})
-    with pytest.raises(ProcessDied, match=r"waited 0\.3 s for one \(rollout\.wait_s\); none has joined"):
+    hasty = config.model_copy(update={"rollout": config.rollout.model_copy(update={"wait_s": 0.1, "timeout_s": 0.3})})
+    with pytest.raises(ProcessDied, match=r"waited 0\.3 s for the first \(rollout\.timeout_s\); none has joined"):
         evaluate(config=hasty, model=tiny_model, weight_version=0, folder=folder, meeting=meeting)

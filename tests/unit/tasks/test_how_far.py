@@ -26,6 +26,8 @@ def test_how_far_a_step_is(tmp_path):
     for row, text, share in (
         ({"ready": False}, "loading the models; starting", None),
         ({"ready": False, "instances": 2, "met": 1}, "loading the models; 1 of 2 instances answer", None),
+        ({"ready": False, "instances": 0, "met": 1}, "loading the models; 1 instances have joined", None),
+        ({"ready": True, "instances": 0, "met": 0}, "waiting for an instance", None),
         ({"ready": True, "instances": 2, "met": 2}, "weights are on their way to the instances", None),
         ({"ready": True, "done": 50}, "the last checkpoint and the policy are written", 1.0),
         (

@@ -75,10 +75,10 @@ def test_a_launcher_that_does_not_answer_is_named_with_the_request():
 
 
 def test_a_node_of_another_protocol_is_refused_by_name(tmp_path):
-    (tmp_path / INVITATION).write_text(json.dumps({"run_id": "a", "protocol": 7}))
-    with pytest.raises(
-        BadInput, match=f"version {messages.PROTOCOL} of the plane's protocol, the run's launcher version 7"
-    ):
+    ours = messages.PROTOCOL
+    theirs = ours + 1
+    (tmp_path / INVITATION).write_text(json.dumps({"run_id": "a", "protocol": theirs}))
+    with pytest.raises(BadInput, match=f"version {ours} of the plane's protocol, the run's launcher version {theirs}"):
         wait_for_invitation(tmp_path, "", 1.0)
     with pytest.raises(DeadlineError):
         wait_for_invitation(tmp_path, "a", 0.1)

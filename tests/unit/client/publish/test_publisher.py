@@ -9,14 +9,17 @@ import msgspec
 import pytest
 import torch
 
+from engine.client.publish import host_copies
 from engine.client.publish.publisher import ATTEMPTS
 from engine.client.publish.transports import open_transport
 from engine.errors import WeightSyncError
 from engine.launcher.pool.instance_client import InstanceGone
 from engine.launcher.weight_sync.sync import WeightSync
 from engine.wire import messages
+from engine.wire.weights import bucket_file
 from engine.wire.weights.bucket_file import wire_of
 from support.late_communicator import late
+from support.runs import wait_for
 from support.weights_double import TIMEOUT_S, Client, Launcher, Model, Verifying, base_folder, publisher, weights
 
 STAGES = (("lm_head.weight", "a"), ("b", "c", "d"))
@@ -130,6 +133,9 @@ def test_all_stages_arrive_and_one_snapshot_holds_them(run, tmp_path, transport)
     for client in launcher.clients:
         assert client.version == 2
         assert all(torch.equal(client.held[name], tensor) for name, tensor in weights(2).items())
+    assert visible(tmp_path) == (["version-00000002"] if transport == "file" else [])
+    launcher.catch_up(late := launcher.late()).result(10)
+    assert all(torch.equal(late.client.held[name], tensor) for name, tensor in weights(2).items())
     (folder,) = (tmp_path / "weights").glob("version-????????")
     assert folder.name == "version-00000002"
     names = [name for path in sorted(folder.glob("*.safetensors")) for name in wire_of(path)["names"]]
@@ -178,22 +184,115 @@ def test_a_snapshot_that_outlives_its_parameters_is_never_shown_as_whole(tmp_pat
     launcher = Launcher([Client("a", base_folder(tmp_path / "base"))])
     try:
         sender = publisher(launcher, "gloo", tmp_path)
-        sender.publish(Model(1), 1)
-        sender.settle()
         sender.publish(model := Slow(2), 2)
+        catching_up = launcher.catch_up(late := launcher.late())
         sender._timeout_s = 0.1
         sender.settle()
         sender._timeout_s = 2 * TIMEOUT_S
         model.held[list(model.held)[-1]].zero_()  # the update
         model.may_go_on.set()
         sender.publish(newest := Slow(3), 3)  # waits for the one before
-        shown = visible(tmp_path)
+        assert visible(tmp_path) == []
+        assert not catching_up.done()
         newest.may_go_on.set()
         sender.settle()
-        assert (shown, visible(tmp_path)) == (["version-00000001"], ["version-00000003"])
+        catching_up.result(10)
+        assert visible(tmp_path) == ["version-00000003"]
+        assert all(torch.equal(late.client.held[name], tensor) for name, tensor in weights(3).items())
     finally:
         launcher.close()
     assert "the snapshot of weight version 2 is dropped" in capfd.readouterr().out
+
+
+@pytest.fixture
+def slow_files(monkeypatch):
+    """A file system on which every file takes as long as one wants: until the event is set."""
+    event = threading.Event()
+    write = bucket_file.write
+
+    def slow(*arguments):
+        assert event.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(bucket_file, "write", slow)
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_sync_waits_for_the_files_of_a_late_instance_which_then_gets_the_newest_version(
+    tmp_path, slow_files, shared
+):
+    launcher = Launcher([Client("a", base_folder(tmp_path / "base"))])
+    try:
+        sender = publisher(launcher, "gloo", tmp_path, shared=shared)
+        sender.publish(Model(1), 1)
+        sender.settle()
+        catching_up = launcher.catch_up(late := launcher.late())
+        wait_for(lambda: list((tmp_path / "weights").glob("*.partial")), "the first file of the snapshot")
+        for version in (2, 3, 4):
+            assert sender.publish(model := Model(version), version) < TIMEOUT_S / 2
+            sender.settle()
+            for tensor in model.held.values():
+                tensor.zero_()  # the update
+        assert not catching_up.done()
+        slow_files.set()
+        catching_up.result(10)
+        assert all(torch.equal(late.client.held[name], tensor) for name, tensor in weights(4).items())
+    finally:
+        launcher.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_version_before_stays_until_the_next_one_is_whole(tmp_path, shared):
+    """The only instance dies in the middle of version 2. One that comes loads version 1 and gets the next attempt."""
+
+    async def die(route, body, count):
+        if route == "/update_weights" and (body["update_info"].get("version"), body["update_info"].get("bucket")) == (
+            2,
+            1,
+        ):
+            raise InstanceGone("its connection broke")
+
+    launcher = Launcher([Client("a", base_folder(tmp_path / "base"), die)])
+    try:
+        sender = publisher(launcher, "gloo", tmp_path, shared=shared)
+        sender.publish(Model(1), 1)
+        sender.settle()
+        late = launcher.late()
+        held = []
+
+        async def wait_for_member():
+            if not launcher.pool.members():
+                await launcher.sync.catch_up(late)
+                held.append({name: tensor.clone() for name, tensor in late.client.held.items()})
+                launcher.pool.late.discard(late)
+
+        launcher.pool.wait_for_member = wait_for_member
+        sender.publish(Model(2), 2)
+        assert set(launcher.pool.reasons) == {"a"}
+        for found, version in ((held[0], 1), (late.client.held, 2)):
+            assert all(torch.equal(found[name], tensor) for name, tensor in weights(version).items())
+    finally:
+        launcher.close()
+
+
+def test_a_snapshot_that_cannot_be_written_is_written_later_and_the_run_goes_on(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(host_copies, "AGAIN_S", 0.1)
+    launcher = Launcher([Client("a", base_folder(tmp_path / "base"))])
+    try:
+        sender = publisher(launcher, "gloo", tmp_path)
+        sender.publish(Model(1), 1)
+        (tmp_path / "weights").write_text("no folder")
+        catching_up = launcher.catch_up(late := launcher.late())
+        words = "late instances wait for the snapshot of weight version 1: "
+        said = []
+        wait_for(lambda: said.append(capfd.readouterr().out) or words in "".join(said), "the message")
+        (tmp_path / "weights").unlink()
+        catching_up.result(10)
+        assert all(torch.equal(late.client.held[name], tensor) for name, tensor in weights(1).items())
+    finally:
+        launcher.close()
 
 
 @pytest.mark.parametrize("transport", ["gloo", "late"])

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from engine.errors import MetronomeError, ProcessDied
+from engine.launcher.notices import Notices
 from engine.run.trace import read_spans
 from engine.wire.protocol_version import ROLLOUT_PROTOCOL
 from engine.wire.rollout_messages import GetHealth
@@ -235,7 +236,8 @@ async def test_with_no_instance_the_pool_waits_for_one(world):
 
 async def test_with_no_instance_for_too_long_it_fails_by_name(world):
     async with world(wait_s=0.6) as w:
-        a, _ = await w.join("a")
+        a, one = await w.join("a")
+        await until(lambda: one.met, "its answer")
         a.silent = True
         began = time.monotonic()
         with pytest.raises(ProcessDied, match=r"no rollout instance is left: waited 0\.6 s.*; a did not answer"):
@@ -262,7 +264,7 @@ async def test_figures_and_periods(world, tmp_path):
 
 
 async def test_an_address_that_never_answers_but_joins_again_and_again_holds_up_no_failure(world):
-    async with world(synced=True, wait_s=1.0) as w:
+    async with world(synced=True, wait_s=0.2, timeout_s=1.0) as w:
         w.pool.sync = Sync(version=3)
 
         async def joins():
@@ -273,7 +275,45 @@ async def test_an_address_that_never_answers_but_joins_again_and_again_holds_up_
 
         joining = asyncio.create_task(joins())
         try:
-            with pytest.raises(ProcessDied, match=r"no rollout instance is left: waited 1 s.*; far "):
+            with pytest.raises(ProcessDied, match=r"no rollout instance has come: waited 1 s.*; far "):
                 await asyncio.wait_for(w.pool.wait_for_member(), 15)
         finally:
             joining.cancel()
+
+
+async def test_the_wait_for_the_first_begins_when_the_trainer_is_ready_and_is_as_long_as_a_start(world):
+    told = []
+    async with world(synced=True, wait_s=0.2, timeout_s=1.0) as w:
+        ready = asyncio.Event()
+        w.pool.needed = ready.is_set
+        w.pool.how_to_join = "metronome serve RECIPE --join RUN"
+        w.pool._notices = Notices(lambda stage, text: told.append(text))
+        waiting = asyncio.create_task(w.pool.wait_for_member())
+        await asyncio.sleep(1.5)
+        assert not waiting.done()
+        assert told == [
+            "the run waits for the first instance, for up to 1 s (rollout.timeout_s), counted from when the trainer "
+            "has loaded its models. This starts one: metronome serve RECIPE --join RUN"
+        ]
+        ready.set()
+        began = time.monotonic()
+        with pytest.raises(
+            ProcessDied, match=r"has come: waited 1 s for the first \(rollout\.timeout_s\); none has joined"
+        ):
+            await waiting
+        assert time.monotonic() - began > 0.9
+        assert "up to 1 s (rollout.timeout_s). This starts one: metronome serve RECIPE" in told[1]
+
+
+async def test_one_that_left_before_the_trainer_was_ready_is_waited_for_from_then_on(world):
+    async with world(synced=True, wait_s=0.6) as w:
+        ready = asyncio.Event()
+        w.pool.needed = ready.is_set
+        _, one = await w.join("a")
+        await until(lambda: one.met, "its answer")
+        w.pool.leave(one)
+        await asyncio.sleep(1.0)
+        assert w.pool.failure is None
+        ready.set()
+        with pytest.raises(ProcessDied, match=r"no rollout instance is left: waited 0\.6 s for one .*; a left"):
+            await asyncio.wait_for(w.pool.wait_for_member(), 5)

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from engine.config import Config
+from engine.config import Config, Rollout
 from engine.config.recipe import load
 from engine.errors import BadInput, DeadlineError
 from engine.run import vllm_command
@@ -61,8 +61,8 @@ def test_too_few_devices_are_refused(given, built_for, monkeypatch):
 def test_a_launcher_that_never_answers_is_named():
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    with pytest.raises(DeadlineError, match=rf"no launcher answers at {address} within 1 s \(rollout\.wait_s\)"):
-        rollout_node._accompany([], address, 1.0)
+    with pytest.raises(DeadlineError, match=rf"no launcher answers at {address} within 1 s \(rollout\.timeout_s\)"):
+        rollout_node._accompany([], address, Rollout(timeout_s=1.0))
 
 
 def test_the_embedded_engine_needs_no_devices_and_no_vllm(monkeypatch):
@@ -81,7 +81,7 @@ def test_each_instance_is_started_with_its_own_and_none_of_the_runs(monkeypatch)
         "_instance",
         lambda recipe, join, host, name, environment: started.append((environment, load(recipe).rollout.devices)),
     )
-    monkeypatch.setattr(rollout_node, "_accompany", lambda children, join, wait_s: None)
+    monkeypatch.setattr(rollout_node, "_accompany", lambda children, join, rollout: None)
     monkeypatch.setattr(rollout_node, "stop_all", lambda children, within_s: None)
     rollout_node.serve_until_the_run_ends(Config(rollout={"devices": [0]}), "127.0.0.1:1", 2, "127.0.0.1")
     assert started == [({ASCEND: "0"}, []), ({ASCEND: "1"}, [])]

@@ -9,6 +9,7 @@ import pytest
 from engine.errors import BadInput
 from engine.tools.acceptance import part, supervisor
 from engine.tools.acceptance.notes import Notes, NoteWriter, PartFailed, PartSkipped, notes_of
+from engine.tools.acceptance.report import PartResult
 from engine.tools.acceptance.supervisor import ACCEPTANCE, NAMES, AcceptancePart, check, run_part
 
 QUICK = AcceptancePart("quick", 30.0, "ask")
@@ -128,6 +129,35 @@ def test_parts_that_come_after_ten_minutes_are_skipped(tmp_path, commands, monke
     (found,) = check(settings=[], folder=tmp_path, only=("weight sync",), installed=installed, say=lambda text: None)
     assert found.status == "skipped"
     assert found.remedy == 'metronome doctor --device --only "weight sync"'
+
+
+def test_the_limits_are_longer_where_instances_start_slowly(tmp_path, monkeypatch):
+    """By what the parts of an NPU may need for their starts, and their sum. On no other platform."""
+
+    def limits(*settings):
+        given = {}
+
+        def runs(part, command, folder, left_s):
+            given[part.name] = (part.deadline_s, round(left_s))
+            return PartResult(part=part.name, status="ok", seconds=0.0)
+
+        monkeypatch.setattr(supervisor, "run_part", runs)
+        check(settings=settings, folder=tmp_path, only=(), installed=lambda: ([], True), say=lambda text: None)
+        return given
+
+    usual = limits("platform.device=cuda")
+    slow = limits("platform.device=npu")
+    assert {left for _, left in usual.values()} == {600}
+    more = {name: slow[name][0] - usual[name][0] for name in NAMES}
+    assert {name: starts for name, starts in more.items() if starts} == {
+        "completion": 200.0,
+        "weight sync": 200.0,
+        "sync against periodic": 400.0,
+    }
+    assert {left for _, left in slow.values()} == {600 + sum(more.values())}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "torch_npu")
+    assert limits() == slow
+    assert limits("platform.device=cpu") == usual
 
 
 def test_large_folders_are_removed_and_logs_stay(tmp_path, commands):

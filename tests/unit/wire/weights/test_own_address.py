@@ -1,5 +1,6 @@
 import socket
 
+import psutil
 import pytest
 
 from engine.errors import BadInput
@@ -17,3 +18,22 @@ def test_a_host_name_that_means_loopback_is_refused_where_instances_are_elsewher
         own_address(loopback=False)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
     assert own_address(loopback=False) == "10.1.2.3"
+
+
+def test_where_the_name_means_loopback_the_address_on_the_network_of_the_run_is_taken(monkeypatch):
+    """The name of a Debian host is 127.0.1.1."""
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr("engine.wire.weights.groups.address_towards", lambda peer: {"10.0.0.1": "10.0.0.7"}[peer])
+    assert own_address(loopback=False, towards="10.0.0.1") == "10.0.0.7"
+    monkeypatch.setattr("engine.wire.weights.groups.address_towards", lambda peer: peer)
+    with pytest.raises(BadInput, match=r"can't reach that; set weights\.interface to the network's, or"):
+        own_address(loopback=False, towards="127.0.0.1")
+
+
+def test_an_interface_may_be_named(monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
+    loopback = next(name for name, all in psutil.net_if_addrs().items() if "127.0.0.1" in [one.address for one in all])
+    assert own_address(loopback=False, interface=loopback) == "127.0.0.1"
+    with pytest.raises(BadInput, match=rf"weights\.interface = 'ib7': .* no such interface .* it has .*{loopback}"):
+        own_address(loopback=False, interface="ib7")
+    assert own_address(loopback=True, interface="ib7") == "127.0.0.1"
