@@ -39,7 +39,7 @@ def _request_seed(seed: int, continued: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {continued}".encode()).digest()[:8], "big") >> 1
 
 
-def result(output: Any, version: int, earlier: int | None) -> Result:  # noqa: ANN401
+def result(output: Any, version: int) -> Result:  # noqa: ANN401
     """Return the result in vLLM's RequestOutput. It lacks the prompt's log-probabilities if the request was aborted
     before they were computed."""
     sampled = output.outputs[0]
@@ -51,7 +51,6 @@ def result(output: Any, version: int, earlier: int | None) -> Result:  # noqa: A
         finish_reason=sampled.finish_reason,
         version=version,
         prompt_logprobs=_logprobs(scores[1:], output.prompt_token_ids[1:]) if scores else None,
-        earlier=earlier,
     )
 
 
