@@ -41,8 +41,7 @@ from engine.wire.weights.buckets import DTYPES, Bucket, Buffers, pack, small_fir
 ATTEMPTS = 6
 """Attempts of a publish; the run stops if an instance fails in each of them."""
 UNDER_WAY = 3
-"""Buckets in memory: one that is gathered, one that is written or sent, one that the instances load or that is
-copied."""
+"""Buckets in memory: one is gathered, one is written or sent, one is copied, or loaded by the instances."""
 UNFINISHED = "a snapshot of the weights was not finished"
 """Message of the DeadlineError of a snapshot, before the seconds."""
 HOST = torch.device("cpu")
@@ -149,11 +148,7 @@ class Publisher:
             connection=connection,
             ranks=ranks,
             transport=partial(
-                open_transport,
-                weights.transport,
-                config.rollout.timeout_s,
-                device,
-                address=address_of(config),
+                open_transport, weights.transport, config.rollout.timeout_s, device, address=address_of(config)
             ),
             folder=folder,
             dtype=DTYPES[config.model.dtype],
