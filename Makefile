@@ -18,7 +18,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run services test slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
+.PHONY: run services test search slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
 	nightly check-pins hashes \
 	lint clean
 
@@ -49,6 +49,10 @@ chaos: $(VENV)/installed-dev  ## a run for each SEED (1,2,...), disturbed for MI
 soak: $(VENV)/installed-dev  ## STEPS small steps on real servers: by how much each process grows
 	PYTHONPATH=tests $(BIN)/python -m chaos.soak --steps $(STEPS) $(ARGS)
 
+search: $(VENV)/installed-dev  ## the property tests of the main suite on new random examples (make test has the same examples each time)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --hypothesis-profile search \
+		-m "hypothesis and not slow and not parallel and not faults and not stack and not chaos and not vllm and not ascend and not transferqueue and not nightly"
+
 slow-test: $(VENV)/installed-dev  ## the tests that take minutes each
 	$(BIN)/python -m pytest -m "slow and not vllm and not nightly"
 
@@ -78,7 +82,7 @@ test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, whi
 		$(addprefix tests/unit/,algorithm config model platform run tools trainer wire)
 	.venv-torch210/bin/python -m pytest -m "(parallel or ascend) and not slow and not nightly"
 
-nightly: test-torch210 transferqueue-test  ## what .ci/run leaves out (hours)
+nightly: search test-torch210 transferqueue-test  ## what .ci/run leaves out (hours)
 	$(BIN)/python -m pytest -m nightly
 	$(MAKE) vllm-test VLLM=0.23
 	$(BIN)/python -m pytest -m "vllm and slow"

@@ -8,7 +8,7 @@ there, and has run with `--device cpu`.
 Then, in bf16, a micro-step (forward, loss, backward) of models of Qwen3-0.6B's and 1.7B's shapes with random weights is
 timed: one group, shared prompt on and off. Tokens/s counts prompt and response of every response, even if the prompt
 was computed once. Model FLOP utilisation counts the operations of the computed tokens, over the device's dense bf16
-peak (engine/tools/acceptance/flops.py). Activations are kept, or layers are recomputed with `--recompute`
+peak (engine/model/flops.py). Activations are kept, or layers are recomputed with `--recompute`
 (recomputation does not count).
 
 Last line: RESULT {json}.
@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from engine import platform
 from engine.errors import BadInput
+from engine.model.flops import micro_step, peak_of
 from engine.tools.acceptance.comparisons import TINY, build, chosen, comparisons, random_groups
-from engine.tools.acceptance.devices import device_name, exact_matmuls
-from engine.tools.acceptance.flops import micro_step, peak_of
+from engine.tools.acceptance.devices import exact_matmuls
 
 SHAPES = {
     "0.6b": replace(
@@ -55,7 +55,7 @@ def main() -> None:
         raise SystemExit(f"error: {error}") from None
     exact_matmuls(machine)
     with platform.single(machine) as device:
-        name = device_name(machine, 0)
+        name = machine.device_name(0)
         figures: dict[str, Any] = {"device": name, "torch": torch.__version__}
         figures["correctness"] = correctness(machine.attention, device)
         if not arguments.tiny:

@@ -8,7 +8,7 @@ Attention keeps what fused kernels keep: queries, keys, values, the result, and 
 The first and the last rank of the first pipeline stage must call the same collectives in the same order (those of
 other stages do not).
 
-The sum is that of `run.dry` (engine/tools/dry_run/memory.py) without its reserve and without the buckets of the weight
+The sum is that of `run.dry` (engine/run/memory.py) without its reserve and without the buckets of the weight
 sync. Under a pipeline it is that of the first stage.
 Default: the papers' recipes without a pipeline. Last line: RESULT {json}.
 """
@@ -69,8 +69,8 @@ def counted(recipe: str, rank: int) -> dict[str, Any]:
 
     from engine.config.recipe import load
     from engine.ranks import models
+    from engine.run.memory import trainer_need
     from engine.tools.dry_run.known_models import shape_of
-    from engine.tools.dry_run.memory import trainer_need
     from engine.trainer.policy import Policy
 
     config = load(f"infra/recipes/papers/{recipe}.toml", [])

@@ -39,7 +39,7 @@ JOBS: dict[str, dict[str, object]] = {
     "resumed": {"checkpoint.every": 1},
 }
 """Name → what it sets beside BASE."""
-MOVING = ("_s", "_gib", "wait_ratio", "tokens_per_s_per_device")
+MOVING = ("_s", "_gib", "wait_ratio", "tokens_per_s_per_device", "mfu")
 """Ends of the names of figures that differ between equal runs."""
 
 

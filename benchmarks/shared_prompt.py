@@ -9,7 +9,7 @@ Qwen3 (by default hidden 512, 4 layers, 8 heads of 64, 4 key-value heads, MLP 15
 kernels cost more than calls. Calls alternate. The figures are medians of CPU seconds with one computing thread.
 
 The bound is the ratio of the floating-point operations of both sides, by the formula of
-engine/tools/acceptance/flops.py. Peak memory is the largest resident size of a fresh process in such a micro-step,
+engine/model/flops.py. Peak memory is the largest resident size of a fresh process in such a micro-step,
 minus its size before. Last line: RESULT {json}.
 """
 
@@ -30,8 +30,8 @@ import torch
 from common import alternating, build_policy, one_rank, random_qwen3, result
 
 from engine import platform
+from engine.model.flops import micro_step
 from engine.model.shape import ModelShape, read_shape
-from engine.tools.acceptance.flops import micro_step
 from engine.tools.acceptance.random_groups import random_group
 
 POINTS = ((1024, 64, 8), (512, 256, 8), (128, 1024, 8))

@@ -50,6 +50,10 @@ class DiskError(MetronomeError):
     """The disk of the run folder is full or broken."""
 
 
+class DeviceMemoryError(MetronomeError):
+    """A device's memory did not suffice; the message has what was held against the dry run's sum, and the keys."""
+
+
 class ProcessDied(MetronomeError):
     """A process of the run ended unexpectedly."""
 

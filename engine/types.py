@@ -123,6 +123,7 @@ class OptionalFigures(TypedDict, total=False):
     """Figures that not every run has; keys as of `StepReport`, absent where nothing was measured."""
 
     kl: float
+    mfu: float
     grad_cosine: float
     skipped_updates: int
     skipped_updates_of_run: int
@@ -229,6 +230,10 @@ class StepReport:
     """Peak memory of each trainer rank: of its device, or on a CPU of its process."""
     kl: float | None = None
     """KL divergence from the reference; left out without a reference (algorithm.kl_coef = 0)."""
+    mfu: float | None = None
+    """Model FLOP utilisation, 0 to 1: the operations of the step's forward and backward passes (engine.model.flops;
+    neither recomputation nor scoring passes count) over train_s and the peak of the trainer's devices. Left out where
+    the peak is not known (platform.peak_tflops)."""
     grad_cosine: float | None = None
     """Cosine of this step's gradient and the previous one; left out if it is not measured."""
     skipped_updates: int | None = None

@@ -101,6 +101,11 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
             "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
             "is trained, and the mismatch figures are not comparable",
         )
+    if config.rollout.vllm.get("kv_cache_dtype", "auto") not in ("auto", config.model.dtype):
+        _warn(
+            f"rollout.vllm.kv_cache_dtype = {config.rollout.vllm['kv_cache_dtype']!r} rounds the instances' keys and "
+            "values: responses are not of the distribution that is trained; max_ratio_gap and mismatch_kl say how far",
+        )
     if training and _clips_gpg(config):
         _warn(
             f'algorithm.advantage = "gpg" with algorithm.loss = "{config.algorithm.loss}" and algorithm.old_policy = '

@@ -9,8 +9,11 @@ from support.runs import base_settings, save_model, save_problems
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # torch asks a name server for loopback's name: not for 5 s each time
-hypothesis.settings.register_profile("busy", deadline=None)  # a busy machine makes no example slow
-hypothesis.settings.load_profile("busy")
+# No deadline: a busy machine makes no example slow. The same examples each time, so that what passed passes again;
+# `make search` looks for new ones.
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)

@@ -2,11 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from engine.config.table import Table
+
+SET_ELSEWHERE = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "max_model_len": "rollout.max_context",
+    "max_num_seqs": "rollout.concurrency and rollout.group_size, whose product it is",
+    "tensor_parallel_size": "rollout.tensor",
+    "host": "--host of `metronome serve`",
+    "port": "--port of `metronome serve`",
+    "served_model_name": "--model of `metronome serve`",
+    "api_key": "METRONOME_TOKEN",
+    "middleware": "METRONOME_TOKEN for access; the middleware has the routes of the protocol",
+}
+"""vLLM's name of an argument that Metronome sets → what the user sets instead."""
+_ONE_ENGINE = "an instance is one engine on rollout.tensor devices; more devices are more instances (rollout.instances)"
+_SERVED = "other pages in a browser and the log are not for others to set: the server is Metronome's"
+REFUSED = {
+    "logprobs_mode": "the trainer needs log-probabilities of the logits that are sampled from (processed_logprobs)",
+    "generation_config": "the recipe says how is sampled, not a file of the model",
+    "worker_extension_cls": "it is Metronome's, which receives the weights",
+    "skip_tokenizer_init": "instances take token ids; `metronome serve --model` answers text",
+    "allowed_origins": _SERVED,
+    "disable_uvicorn_access_log": _SERVED,
+    "disable_fastapi_docs": _SERVED,
+    "config": "a file of arguments would go past these checks; give each argument in the recipe",
+    "trust_remote_code": "Metronome runs no code of a model's folder",
+    "quantization": "the instance would sample from other weights than the policy's, and no sync of quantised weights "
+    "was ever checked; for less memory see kv_cache_dtype (docs/rollouts.md)",
+    "pipeline_parallel_size": _ONE_ENGINE,
+    "data_parallel_size": _ONE_ENGINE,
+    "api_server_count": _ONE_ENGINE,
+}
+"""vLLM's name of an argument that no run may set → why."""
+
+
+def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Raise ValueError for arguments of vLLM that Metronome sets itself, and for values that vLLM can't be given."""
+    for name, value in arguments.items():
+        key = f"rollout.vllm.{name}"
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            raise ValueError(f"{key}: expected vLLM's name of an argument, with underscores: max_num_batched_tokens")
+        if name in SET_ELSEWHERE:
+            raise ValueError(f"{key}: Metronome sets this argument of vLLM; set {SET_ELSEWHERE[name]}")
+        if name in REFUSED or name.startswith("ssl_"):
+            raise ValueError(f"{key} can't be set: {REFUSED.get(name, 'runs speak plain HTTP with their instances')}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise ValueError(f"{key} = {value!r}: must be a text, a number, true, false, a list or a table") from None
+    return arguments
 
 
 class Rollout(Table):
@@ -55,6 +107,10 @@ class Rollout(Table):
     delays no update. Each token keeps its version. Only in modes "one_step_off" and "bounded" (docs/modes.md)."""
     timeout_s: PositiveFloat = 600.0
     """Longest time in seconds of one request, of one weight update, and of the start of an instance."""
+    vllm: Annotated[dict[str, Any], AfterValidator(_check_arguments)] = {}
+    """Further arguments of vLLM for each instance, by vLLM's names with underscores: `gpu_memory_utilization = 0.8` in
+    [rollout.vllm]. Those that Metronome sets itself are refused, and so is every one without engine = "vllm"
+    (docs/rollouts.md)."""
     restarts: int = Field(default=2, ge=0)
     """Number of times that each of the run's own instances is started again after it died. An hour without a fault
     gives all of them back. 0: never."""

@@ -97,6 +97,16 @@ def _check_warmup(config: Tree) -> None:
         )
 
 
+def _check_profile(config: Tree) -> None:
+    chosen = config.train.profile
+    steps = config.train.steps
+    if chosen and not (len(chosen) == 2 and chosen[0] <= chosen[1] < steps):
+        raise ValueError(
+            f"train.profile = {chosen}: expected the first and the last step to profile, of 0 to {steps - 1} "
+            "(train.steps - 1), or []"
+        )
+
+
 def _check_early_scores(config: Tree) -> None:
     if config.train.score_early and config.train.consume == "prompt_order":
         raise ValueError(
@@ -270,6 +280,7 @@ def _check_embedded_engine(config: Tree) -> None:
     for key, value, allowed in (
         ("model.dtype", config.model.dtype, ("float32",)),
         ("rollout.tensor", config.rollout.tensor, (1,)),
+        ("rollout.vllm", config.rollout.vllm, ({},)),
         ("weights.transport", config.weights.transport, ("file", "gloo")),
     ):
         if value not in allowed:
@@ -328,8 +339,9 @@ def _check_store(config: Tree) -> None:
 
 
 RULES: tuple[Callable[[Tree], None], ...] = (
-    _check_groups, check_stages, _check_cores, _check_precision, _check_updates, _check_warmup, _check_early_scores,
-    _check_scope, _check_staleness, _check_dynamic_sampling, _check_partial, _check_ratio, _check_dual_clip,
-    _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm, _check_store, check_no_password,
+    _check_groups, check_stages, _check_cores, _check_precision, _check_updates, _check_warmup, _check_profile,
+    _check_early_scores, _check_scope, _check_staleness, _check_dynamic_sampling, _check_partial, _check_ratio,
+    _check_dual_clip, _check_mismatch, _check_thresholds, _check_embedded_engine, _check_vllm, _check_store,
+    check_no_password,
 )  # fmt: skip
 """All rules, in the order in which they are checked; the first that does not hold is reported."""

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 
 from engine.config.table import Table
 
+Step = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["auto"]
 
@@ -89,6 +90,9 @@ class Train(Table):
     """Largest max_ratio_gap of a step (max |π_trainer / π_rollout − 1| over its tokens) in modes "sync" and "periodic".
     A step above it fails the run, because the weights or the numerics of trainer and instances differ. 0 only reports
     the gap; so do the other modes, in which the policy has moved since."""
+    profile: list[Step] = Field(default=[], max_length=2)
+    """First and last step that torch's profiler (on NPUs torch_npu's) records on each trainer rank, into `profile/` of
+    the run folder: [5, 6] (docs/training.md). Empty: none. It slows these steps down, and changes no weight."""
     timeout_s: PositiveFloat = 600.0
     """Seconds without a sign of life between trainer and launcher after which the run fails. While the trainer loads
     its models, it has rollout.timeout_s more."""
@@ -300,7 +304,7 @@ class Parallel(Table):
 
 
 class Platform(Table):
-    """The devices of the trainer, and the sizes that only the dry run and the rollout pool's nodes need."""
+    """The devices of the trainer, and sizes of theirs that the dry run, the rollout pool's nodes and `mfu` need."""
 
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Kind of device that the trainer computes on. "auto": an NPU if there is one, else a CUDA device, else the CPU."""
@@ -312,6 +316,9 @@ class Platform(Table):
     pool takes. 8 is usual; 16 for Atlas A3."""
     memory_gib: PositiveFloat = 64.0
     """Memory of one accelerator in GiB, read by `run.dry`. 64 is that of an Ascend 910B (Periodic Asynchrony §6)."""
+    peak_tflops: float = Field(default=0.0, ge=0)
+    """Dense TFLOP/s of one of the trainer's devices at the most (10¹² operations per second), for `mfu` in steps.jsonl.
+    0: the published bf16 peak of devices that are known by name (engine/model/flops.py); others have no `mfu`."""
 
 
 class Checkpoint(Table):

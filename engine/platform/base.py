@@ -7,11 +7,14 @@ import os
 import random
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from engine.errors import BadInput
 
@@ -46,6 +49,10 @@ class Platform(ABC):
         """Make the device of that rank the process's current device, and return it."""
 
     @abstractmethod
+    def device_name(self, number: int) -> str:
+        """Return the name of this machine's device with that number, as torch reports it, or "CPU"."""
+
+    @abstractmethod
     def adapt_megatron(self) -> None:
         """Make megatron-core run on this platform. Needed before a model is built; further calls are harmless."""
 
@@ -61,6 +68,19 @@ class Platform(ABC):
     def peak_bytes(self) -> int:
         """Return the most bytes held since the start or the last `reset_peak`: of device memory, or on a CPU of the
         process's memory."""
+
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Return the bytes held now, of the memory that `peak_bytes` counts."""
+
+    @abstractmethod
+    def memory_summary(self) -> str:
+        """Return a table of what holds the memory that `peak_bytes` counts."""
+
+    @abstractmethod
+    def profiler(self, folder: Path, name: str) -> Any:  # noqa: ANN401
+        """Return a profiler of this process and its device that has not started. Its `start()` begins, and its `stop()`
+        writes the trace `name` into `folder`."""
 
     @abstractmethod
     def reset_peak(self) -> None:
@@ -93,6 +113,16 @@ class Platform(ABC):
         torch.set_rng_state(state["cpu"])
         tracked = {name.removeprefix(TRACKED): value for name, value in state.items() if name.startswith(TRACKED)}
         get_cuda_rng_tracker().set_states(tracked)
+
+
+def torch_profiler(folder: Path, name: str, activities: Iterable[ProfilerActivity]) -> profile:
+    """Return torch's profiler, not started. Stopped, it writes `folder/name.json.gz`, a Chrome trace."""
+
+    def write(found: profile) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        found.export_chrome_trace(str(folder / f"{name}.json.gz"))
+
+    return profile(activities=activities, on_trace_ready=write)
 
 
 def without_transformer_engine() -> None:
@@ -137,6 +167,10 @@ class Accelerator(Platform):
         self.api().set_device(device)
         return device
 
+    def device_name(self, number: int) -> str:
+        """Return what torch calls the device."""
+        return str(self.api().get_device_name(number))
+
     def synchronize(self) -> None:
         """Wait for all streams of the device."""
         self.api().synchronize()
@@ -144,6 +178,14 @@ class Accelerator(Platform):
     def peak_bytes(self) -> int:
         """Return the most bytes of tensors at one time, as counted by torch's allocator."""
         return int(self.api().max_memory_allocated())
+
+    def held_bytes(self) -> int:
+        """Return the bytes of tensors, as counted by torch's allocator."""
+        return int(self.api().memory_allocated())
+
+    def memory_summary(self) -> str:
+        """Return torch's table of its allocator."""
+        return str(self.api().memory_summary())
 
     def reset_peak(self) -> None:
         """Make `peak_bytes` count from now on."""

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from engine.platform import host_view
-from engine.platform.base import Platform
+from engine.platform.base import Platform, torch_profiler
 
 STATUS = Path("/proc/self/status")
 RESET_PEAK = "5"
@@ -35,6 +36,10 @@ class Cpu(Platform):
         """Return the CPU; there is nothing to set."""
         return torch.device("cpu")
 
+    def device_name(self, number: int) -> str:
+        """Return "CPU"."""
+        return "CPU"
+
     def adapt_megatron(self) -> None:
         """Give megatron-core the view of torch of `engine.platform.host_view`."""
         host_view.install()
@@ -48,12 +53,28 @@ class Cpu(Platform):
     def peak_bytes(self) -> int:
         """Return the peak resident memory of the process in bytes. Without /proc it counts from the process's start."""
         if STATUS.exists():
-            line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-            return int(line.split()[1]) * 1024
+            return _status_bytes("VmHWM")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+    def held_bytes(self) -> int:
+        """Return the resident memory of the process in bytes. Without /proc it is the peak."""
+        return _status_bytes("VmRSS") if STATUS.exists() else self.peak_bytes()
+
+    def memory_summary(self) -> str:
+        """Return what Linux says of the process, "" elsewhere."""
+        return STATUS.read_text() if STATUS.exists() else ""
+
+    def profiler(self, folder: Path, name: str) -> profile:
+        """Return torch's profiler of the host."""
+        return torch_profiler(folder, name, [ProfilerActivity.CPU])
 
     def reset_peak(self) -> None:
         """Make `peak_bytes` count from now on. Only Linux can; elsewhere it keeps counting from the process's start."""
         if STATUS.exists():
             STATUS.with_name("clear_refs").write_text(RESET_PEAK)
+
+
+def _status_bytes(name: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from engine.platform.base import Accelerator, without_transformer_engine
+from engine.platform.base import Accelerator, torch_profiler, without_transformer_engine
 
 
 class Cuda(Accelerator):
@@ -28,6 +30,10 @@ class Cuda(Accelerator):
     def api(self) -> ModuleType:
         """Return `torch.cuda`."""
         return torch.cuda
+
+    def profiler(self, folder: Path, name: str) -> profile:
+        """Return torch's profiler of the host and the GPU's kernels."""
+        return torch_profiler(folder, name, [ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
     def adapt_megatron(self) -> None:
         """Define the one name that Megatron misses without Transformer Engine."""

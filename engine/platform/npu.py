@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -58,6 +59,15 @@ class Npu(Accelerator):
         """Return `torch.npu`, which the import of torch_npu adds to torch."""
         importlib.import_module("torch_npu")
         return vars(torch)["npu"]
+
+    def profiler(self, folder: Path, name: str) -> Any:  # noqa: ANN401
+        """Return torch_npu's profiler of the host and the NPU. It writes a folder of several files, whose name begins
+        with `name`."""
+        of_npu = importlib.import_module("torch_npu").profiler
+        return of_npu.profile(
+            activities=[of_npu.ProfilerActivity.CPU, of_npu.ProfilerActivity.NPU],
+            on_trace_ready=of_npu.tensorboard_trace_handler(str(folder), worker_name=name),
+        )
 
     def adapt_megatron(self) -> None:
         """Import MindSpeed's adaptor, which patches megatron-core.

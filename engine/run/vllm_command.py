@@ -55,6 +55,8 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
         "--tensor": str(rollout.tensor),
         "--transport": config.weights.transport,
     }
+    if rollout.vllm:
+        pairs["--vllm"] = json.dumps(rollout.vllm)
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
     if device == "npu":
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # vllm-ascend is made with it; engine/__init__.py sets 0

@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Container
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -96,29 +97,45 @@ def _start(units: int) -> tuple[list[Any], StoreAddresses]:
     from transfer_queue.storage.simple_storage import SimpleStorageUnit
 
     here = ray.get_runtime_context().get_node_id()
-    actors = [_on(here, TransferQueueController).remote()]
-    actors += [_on(node, SimpleStorageUnit).remote(config={}) for node in islice(cycle(_nodes()), units)]
-    found = ray.get([actor.__ray_call__.remote(_server) for actor in actors])
-    controller, *stored = (StoreServer(*one) for one in found)
-    return actors, StoreAddresses(controller, tuple(stored))
+    first = _on(here, TransferQueueController).remote()
+    controller = StoreServer(*ray.get(first.__ray_call__.remote(_server)))
+    actors = [first]
+    servers: list[StoreServer] = []
+    dead: dict[str, Exception] = {}
+    while len(servers) < units:
+        nodes = list(islice(cycle(_nodes(dead)), units - len(servers)))
+        if not nodes:
+            raise next(iter(dead.values()))
+        started = [(node, _on(node, SimpleStorageUnit).remote(config={})) for node in nodes]
+        asked = [(node, unit, unit.__ray_call__.remote(_server)) for node, unit in started]
+        for node, unit, answer in asked:
+            try:
+                servers.append(StoreServer(*ray.get(answer)))
+                actors.append(unit)
+            except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
+                dead[node] = error  # it died, and Ray had not noticed so far
+    return actors, StoreAddresses(controller, tuple(servers))
 
 
-def _nodes() -> list[str]:
-    """Ids of the nodes that are alive. A node without CPUs, such as the head of a cluster on Kubernetes, is meant for
-    no work, and is left out if there are others."""
+def _nodes(dead: Container[str]) -> list[str]:
+    """Ids of the nodes that are alive, without the dead. A node without CPUs, such as the head of a cluster on
+    Kubernetes, is meant for no work, and is left out if there are others."""
     import ray
 
-    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeID"]))
+    alive = sorted(
+        (node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in dead),
+        key=lambda node: str(node["NodeID"]),
+    )
     working = [node for node in alive if node["Resources"].get("CPU")]
     return [str(node["NodeID"]) for node in working or alive]
 
 
 def _on(node: str, kind: Any) -> Any:  # noqa: ANN401
-    """An actor class, to be started on this node without a CPU reserved for it; on another node if this one is dead,
-    and Ray has not noticed so far."""
+    """An actor class, to be started on this node and no other, without a CPU reserved for it. A soft affinity would not
+    do: with it Ray 2.60 starts actors on other nodes though this one is alive."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return kind.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True))
+    return kind.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
 
 
 def _server(actor: Any) -> tuple[str, str, dict[str, int], str]:  # noqa: ANN401

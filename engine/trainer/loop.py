@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine.config import Config
 from engine.errors import MetronomeError, RatioGapError
@@ -106,14 +107,16 @@ class Loop:
         report: Callable[[int, Figures], None],
         trace: Trace | None = None,
         checkpoint: Callable[[int, Figures | None], None] = lambda step, figures: None,
+        begin: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`trace`: gets the spans that the timeline shows."""
+        """`trace`: gets the spans that the timeline shows; `begin`: is called before each step."""
         self.config = config
         self.trainer = trainer
         self.rollouts = rollouts
         self.trace = trace
         self.report = report
         self.checkpoint = checkpoint
+        self.begin = begin
         self.schedule = Schedule.of(config.train, config.rollout.partial)
         self._started: dict[int, float] = {}
         """By step, when its rollouts were started."""
@@ -123,6 +126,7 @@ class Loop:
         """Train steps `start` … `config.train.steps` − 1. Step N publishes weight version N and trains from it."""
         self.rollouts.begin(start)
         for step in range(start, self.config.train.steps):
+            self.begin(step)
             began = time.perf_counter()
             self._start_step(step)
             try:
@@ -217,8 +221,14 @@ class Loop:
                 "rollout.top_k)"
             )
 
-    def _span(self, name: str, step: int, **attributes: Any) -> AbstractContextManager[dict[str, Any]]:  # noqa: ANN401
-        return self.trace.span(name, step=step, **attributes) if self.trace is not None else nullcontext({})
+    @contextmanager
+    def _span(self, name: str, step: int, **attributes: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
+        """Record the body in the trace, and in a profile."""
+        traced: AbstractContextManager[dict[str, Any]] = nullcontext({})
+        if self.trace is not None:
+            traced = self.trace.span(name, step=step, **attributes)
+        with record_function(name), traced as found:
+            yield found
 
     def _checkpoint_due(self, step: int) -> bool:
         every = self.config.checkpoint.every

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from engine.config import Config
 from engine.wire.weights.buckets import DTYPES
+
+PIECE = 2**24
+"""Numbers of the gradient that are looked at together."""
 
 
 def optimizer_of(config: Config, ddp: DistributedDataParallel) -> MegatronOptimizer:
@@ -64,3 +68,11 @@ def scheduler_of(config: Config, optimizer: MegatronOptimizer) -> OptimizerParam
     )
     scheduler.step(increment=0)
     return scheduler
+
+
+def is_finite(ddp: DistributedDataParallel) -> bool:
+    """Whether every number of this rank's gradient is finite. torch needs 1.75 times the memory of what it looks at:
+    not more than a piece at a time."""
+    buffers = ddp.buffers + ddp.expert_parallel_buffers
+    pieces = [piece for buffer in buffers for piece in buffer.grad_data.split(PIECE)]
+    return bool(torch.stack([torch.isfinite(piece).all() for piece in pieces]).all())

@@ -12,11 +12,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
+from torch.profiler import record_function
 
 from engine.algorithm.losses import Terms
 from engine.config import Config
 from engine.errors import MetronomeError
 from engine.model.build import logits
+from engine.model.flops import peak_of, training
 from engine.model.logprobs import token_logprobs
 from engine.model.tri_model import TriModel, score
 from engine.platform import Platform
@@ -30,14 +32,11 @@ from engine.trainer.gradient_control import GradientControl
 from engine.trainer.held_windows import HeldWindows, Scored, check_scope
 from engine.trainer.loop import Trainer
 from engine.trainer.micro_batches import MicroBatch, micro_batches, trained_tokens
-from engine.trainer.optimizer import optimizer_of, scheduler_of
+from engine.trainer.optimizer import is_finite, optimizer_of, scheduler_of
 from engine.trainer.pipeline_bubble import ComputeTimer
 from engine.trainer.step_metrics import RankMetrics, StepMetrics
 from engine.trainer.step_sums import StepSums, sum_over_context
 from engine.types import Group, Landed, TrainingFigures, UpdateFigures
-
-PIECE = 2**24
-"""Numbers of the gradient that are looked at together."""
 
 
 class Policy(Trainer):
@@ -80,11 +79,13 @@ class Policy(Trainer):
         )
         self._pipelined = config.parallel.pipeline > 1
         self._busy = ComputeTimer()
-        self.models.policy.config.timers = self._busy if self._pipelined else None
+        self.models.policy.config.timers = self._busy if self._pipelined or config.train.profile else None
         self.optimizer = optimizer_of(config, self.ddp)
         self.control = (
             GradientControl(config, self.ddp, self.optimizer) if algorithm.gradient_control != "none" else None
         )
+        known = peak_of(platform.device_name(self.models.device.index or 0))
+        self._peak = config.platform.peak_tflops * 1e12 or known
         self._decided: bool | None = None
         self.scheduler = scheduler_of(config, self.optimizer)
 
@@ -171,7 +172,8 @@ class Policy(Trainer):
         The forward-only passes run before the pipeline's schedule (1F1B) of the window.
         """
         started = time.perf_counter()
-        old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
+        with record_function("score"):
+            old, reference = (self.early.scores(name, batches) for name in ("old", "reference"))
         self.metrics.score_s += time.perf_counter() - started
         return list(map(Scored, batches, old, reference))
 
@@ -250,7 +252,9 @@ class Policy(Trainer):
         """Megatron's forward step. Return the micro-batch's logits, and the function from them to its loss."""
         scored = next(window)
         if self.ranks.feeds:
-            self.metrics.computed_tokens += scored.batch.layout.size
+            layout = scored.batch.layout
+            self.metrics.computed_tokens += layout.size
+            self.metrics.operations += training(self.models.shape, layout.segments) / layout.shards
             self.metrics.micro_batches += 1
         return logits(model, scored.batch.layout), partial(self._loss_of, scored)
 
@@ -341,21 +345,15 @@ class Policy(Trainer):
         denominator = self._denominator(responses)
         self.sums.denominators.append(denominator)
         self.ddp.scale_gradients(1.0 / denominator)
-        finalize_model_grads([self.ddp], None)
-        if self.ranks.worst(0.0 if self._finite() else 1.0, everyone=True):
+        with record_function("reduce"):
+            finalize_model_grads([self.ddp], None)
+        if self.ranks.worst(0.0 if is_finite(self.ddp) else 1.0, everyone=True):
             updates = self.config.train.updates
             name = "the update" if updates == 1 else f"update {update + 1} of {updates}"
             raise MetronomeError(
                 f"the gradient of this step is not finite; {name} was not made (weights are unchanged). "
                 "Lower train.learning_rate or train.max_grad_norm"
             )
-
-    def _finite(self) -> bool:
-        """Whether every number of this rank's gradient is finite. torch needs 1.75 times the memory of what it looks
-        at: not more than a piece at a time."""
-        buffers = self.ddp.buffers + self.ddp.expert_parallel_buffers
-        pieces = [piece for buffer in buffers for piece in buffer.grad_data.split(PIECE)]
-        return bool(torch.stack([torch.isfinite(piece).all() for piece in pieces]).all())
 
     def _denominator(self, responses: int) -> float:
         """Return what the summed gradient of an update is divided by.
@@ -382,7 +380,8 @@ class Policy(Trainer):
         rate = float(self.optimizer.param_groups[0]["lr"])
         if not self._decided:
             return float(self.optimizer.get_grad_norm()), rate
-        _, norm, _ = self.optimizer.step()
+        with record_function("optimizer"):
+            _, norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         return float(norm), rate
 
@@ -392,7 +391,8 @@ class Policy(Trainer):
         A collective of all ranks.
         """
         ranks = self.ranks.gather(RankMetrics(self.metrics, self.ranks.leader, self.platform.peak_bytes()))
-        merged = StepMetrics.merged(ranks, self.sums.denominators, self._loss.aggregation == "response")
+        by_response = self._loss.aggregation == "response"
+        merged = StepMetrics.merged(ranks, self.sums.denominators, by_response, self._peak)
         if not self._coefficients.kl:
             del merged["kl"]  # there is no reference
         return {**merged, **self.control.figures()} if self.control is not None else merged

@@ -23,6 +23,7 @@ from engine.ranks.rank_process import connect, open_session, own_share, run_rank
 from engine.run.fence import Fence
 from engine.run.process import bind, watch_lifeline
 from engine.run.trace import Trace
+from engine.trainer.memory_watch import MemoryWatch
 from engine.types import StepFigures
 from engine.wire import messages
 from engine.wire.weights.watchdogs import WATCHDOGS
@@ -71,18 +72,31 @@ def _arguments() -> argparse.Namespace:
 
 
 def _train(config: Config, arguments: argparse.Namespace, plane: Connection) -> None:
+    """Train, and name the reason if the device's memory does not suffice."""
+    rank = f"trainer-{os.environ['RANK']}"
+    watch = MemoryWatch(config, platform.get(config.platform.device), rank, arguments.folder / "logs")
+    with watch.named_errors():
+        _train_watched(config, arguments, plane, watch)
+
+
+def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connection, watch: MemoryWatch) -> None:
     """Build the models, load the newest checkpoint if asked to, run the loop, export the final policy."""
     from engine.ranks.rank_group import RankGroup
     from engine.trainer.checkpoint.checkpoints import Checkpoints
     from engine.trainer.export import export
     from engine.trainer.loop import Figures, Loop
     from engine.trainer.policy import Policy
+    from engine.trainer.step_profiler import StepProfiler
 
     base = Path(config.model.path)
     fence = Fence(arguments.folder, arguments.attempt)
     ranks = RankGroup(config.parallel.lockstep, config.transfer_timeout_s)
     trace = Trace(arguments.folder / "trace", ranks.name)
-    policy = Policy(config, platform.get(config.platform.device), ranks, trace)
+    machine = platform.get(config.platform.device)
+    policy = Policy(config, machine, ranks, trace)
+    profiler = StepProfiler(
+        config.train.profile, partial(machine.profiler, arguments.folder / "profile", f"rank-{os.environ['RANK']}")
+    )
     checkpoints = Checkpoints(
         root=arguments.folder / "checkpoints",
         policy=policy,
@@ -98,6 +112,10 @@ def _train(config: Config, arguments: argparse.Namespace, plane: Connection) -> 
     rollouts.prompts = checkpoints.prompts
     policy.heartbeat = rollouts.heartbeat
 
+    def begin(step: int) -> None:
+        watch.begin(step)
+        profiler.begin(step)
+
     def save(step: int, figures: Figures | None) -> None:
         checkpoints.prompts = rollouts.prompts
         with trace.span("checkpoint", step=step):
@@ -108,9 +126,13 @@ def _train(config: Config, arguments: argparse.Namespace, plane: Connection) -> 
         told = cast(StepFigures, {key: figures[key] for key in StepFigures.__annotations__ if key in figures})
         ranks.from_first(lambda: plane.ask(messages.Report(step=step, figures=told)))
         checkpoints.prompt_position = rollouts.prompt_position
+        profiler.end(step)
 
+    loop = Loop(
+        config=config, trainer=policy, rollouts=rollouts, report=report, trace=trace, checkpoint=save, begin=begin
+    )
     try:
-        Loop(config=config, trainer=policy, rollouts=rollouts, report=report, trace=trace, checkpoint=save).run(start)
+        loop.run(start)
     finally:
         trace.flush()
         checkpoints.finish(config.train.timeout_s)

@@ -36,6 +36,8 @@ class StepMetrics:
     continued: int = 0
     trained_tokens: int = 0
     computed_tokens: int = 0
+    operations: float = 0.0
+    """Floating-point operations of the micro-batches, forward and backward (engine.model.flops)."""
     micro_batches: int = 0
     scored_tokens: int = 0
     loss_tokens: int = 0
@@ -90,14 +92,18 @@ class StepMetrics:
 
     @staticmethod
     def merged(
-        ranks: Sequence[RankMetrics], denominators: Sequence[float], by_response: bool = True
+        ranks: Sequence[RankMetrics],
+        denominators: Sequence[float],
+        by_response: bool = True,
+        peak: float | None = None,
     ) -> TrainingFigures:
         """Return the figures of steps.jsonl that the trainer knows, from every rank's metrics.
 
         The loss of each update is divided by its own denominator; the step's is their mean. KL, entropy, clip
         fraction and dropped share are means over responses of their means over tokens, or means over all tokens, as the
         loss aggregates; each token counts once, as its update computed it. Times are means over the units (their
-        leaders), in seconds.
+        leaders), in seconds. `peak`: operations per second of a rank's device at the most; "mfu" is left out without
+        it.
         """
         sums = [asdict(rank.metrics) for rank in ranks]
         leaders = [asdict(rank.metrics) for rank in ranks if rank.leader]
@@ -106,7 +112,10 @@ class StepMetrics:
             **{name: sum(one[name] for one in leaders) / len(leaders) for name in TIMES},
         )
         memory = [round(rank.peak_bytes / 2**30, 3) for rank in ranks]
-        return whole._figures(denominators, by_response, memory)
+        figures = whole._figures(denominators, by_response, memory)
+        if peak is not None and whole.train_s > 0:
+            figures["mfu"] = whole.operations / (whole.train_s * len(ranks) * peak)
+        return figures
 
     def _figures(self, denominators: Sequence[float], by_response: bool, memory: list[float]) -> TrainingFigures:
         count = max(1, len(self.lengths))
@@ -185,7 +194,7 @@ MERGED: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("rewards", "statuses", "lengths"), _concatenated),
     "versions": lambda found: set(_concatenated(found)),
     **dict.fromkeys(("staleness", "continued", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
-    **dict.fromkeys(("excluded", "loss_tokens", "groups", "unequal"), sum),
+    **dict.fromkeys(("excluded", "loss_tokens", "groups", "unequal", "operations"), sum),
     "losses": lambda found: [sum(of_update) for of_update in zip(*found, strict=True)],
     **dict.fromkeys(("kl", "entropy", "clipped", "dropped", "mismatch_kl"), sum),
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _largest_or_nan),

@@ -23,6 +23,7 @@ ERRORS = {
         errors.CheckpointError,
         errors.DamagedCheckpointError,
         errors.DiskError,
+        errors.DeviceMemoryError,
         errors.ProcessDied,
         errors.StoreError,
         errors.TransferError,

@@ -122,6 +122,7 @@ MESSAGES = {
         UNIT + "tasks/test_launcher_process.py",
         "gave no sign of life for",
     ),
+    "… ran out of memory …: …": (UNIT + "trainer/test_memory_watch.py", "ran out of memory in step"),
     "writes it now; this one (attempt …) stops": (UNIT + "run/test_fence.py", "writes it now; this one (attempt"),
     "… has not ended … s after SIGKILL": (UNIT + "run/test_process.py", "s after SIGKILL"),
     "open files: the run needs …": (UNIT + "run/test_limits.py", "open files: the run needs"),

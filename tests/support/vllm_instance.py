@@ -50,10 +50,10 @@ def config(dtype="float32", **rollout):
 
 
 @contextlib.contextmanager
-def serving(model, folder, tensor=1, token=TOKEN, dtype="float32", deterministic=False, **environment):
+def serving(model, folder, tensor=1, token=TOKEN, dtype="float32", deterministic=False, vllm=None, **environment):
     """An instance, as (client, child)."""
     port_file = folder / "port.json"
-    settings = config(dtype, tensor=tensor, deterministic=deterministic)
+    settings = config(dtype, tensor=tensor, deterministic=deterministic, vllm=vllm or {})
     arguments, env = instance_command(config=settings, model=model, name="under-test", number=0, port_file=port_file)
     child = Child(
         "under-test",

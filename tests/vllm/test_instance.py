@@ -28,6 +28,8 @@ from support.vllm_instance import (
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+GIVEN = {"gpu_memory_utilization": 0.4, "max_num_batched_tokens": 512, "compilation_config": {"cudagraph_mode": "NONE"}}
+"""Arguments of vLLM, as rollout.vllm has them."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def instance(models, tmp_path_factory):
-    with serving(models[0], tmp_path_factory.mktemp("instance")) as (client, child):
+    with serving(models[0], tmp_path_factory.mktemp("instance"), vllm=GIVEN) as (client, child):
         assert client.address["pid"] == child.pid
         yield client
 
@@ -65,6 +67,13 @@ def test_read_only_routes(client):
     metrics = requests.get(client.url + "/metrics", headers=client.session.headers, timeout=10)
     families = {family.name for family in text_string_to_metric_families(metrics.text)}
     assert "vllm:generation_tokens" in families
+    (told,) = (
+        sample
+        for family in text_string_to_metric_families(metrics.text)
+        for sample in family.samples
+        if sample.name == "vllm:cache_config_info"
+    )
+    assert told.labels["gpu_memory_utilization"] == "0.4"
     own = ("running", "waiting", "weight_version", "generated_tokens", "prefills", "weight_updates")
     assert families >= {f"metronome_instance_{name}" for name in own}
 

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from engine.errors import BadInput, MetronomeError
 from engine.instance import command_line
@@ -101,6 +102,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tensor", type=int, default=1, help="devices (processes on a CPU) that share the model")
     parser.add_argument("--transport", default="file", help="weights.transport of the run")
+    parser.add_argument(
+        "--vllm", type=json.loads, default={}, metavar="JSON", help="further arguments of vLLM (rollout.vllm)"
+    )
     return parser
 
 
@@ -163,14 +167,32 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
     if options.device == "cpu":
         pairs["--block-size"] = "32"  # the CPU's default of 128 lets few prompts share their cache
         flags.append("--enforce-eager")
-    return [part for pair in pairs.items() for part in pair] + flags
+    own = [part for pair in pairs.items() for part in pair] + flags
+    return [*own, *(part for name, value in options.vllm.items() for part in _as_vllm_takes(_flag(name), value))]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _as_vllm_takes(flag: str, value: Any) -> list[str]:  # noqa: ANN401
+    """Return the parts of vLLM's command line that set an argument. Of two settings of one argument the last counts."""
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    if isinstance(value, list):
+        return [flag, *map(_as_text, value)]
+    return [f"{flag}={_as_text(value)}"]
+
+
+def _as_text(value: Any) -> str:  # noqa: ANN401
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _serve(options: argparse.Namespace) -> None:
     """Run vLLM's server on a socket of ours, so that no other process can take the free port meanwhile."""
     with command_line.bound(options) as sock:
         port = sock.getsockname()[1]
-        arguments = _parse_as_vllm(_vllm_arguments(options, port))
+        arguments = _parse_as_vllm(_vllm_arguments(options, port), options.vllm)
         import uvloop
         from vllm.entrypoints.openai.api_server import run_server_worker
 
@@ -182,15 +204,25 @@ def _serve(options: argparse.Namespace) -> None:
         uvloop.run(run_server_worker(url, sock, arguments))
 
 
-def _parse_as_vllm(arguments: list[str]) -> Any:  # noqa: ANN401
-    """Return the options as vLLM parses them."""
+def _parse_as_vllm(arguments: list[str], given: JsonObject) -> Any:  # noqa: ANN401
+    """Return the options as vLLM parses them. Raise BadInput if it refuses one, with its key in `given`
+    (rollout.vllm)."""
     # the module that defines both functions moved after 0.23; the command `vllm serve` imports them in every release
     from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    parser = make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))  # half a name would pass by our checks
+    parser.error = functools.partial(_refuse_arguments, given)  # argparse would print its usage and exit
+    parsed = parser.parse_args(arguments)
     validate_parsed_serve_args(parsed)
     return parsed
+
+
+def _refuse_arguments(given: JsonObject, message: str) -> NoReturn:
+    from vllm import __version__
+
+    keys = [f"rollout.vllm.{name}" for name in given if re.search(rf"--(no-)?{_flag(name)[2:]}(?![\w-])", message)]
+    raise BadInput(f"{', '.join(keys) or 'rollout.vllm'}: vLLM {__version__} does not take this: {message}")
 
 
 def _announce(options: argparse.Namespace, url: str, port: int) -> None:

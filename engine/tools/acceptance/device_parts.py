@@ -14,7 +14,6 @@ from engine.tools.acceptance.devices import (
     chosen_platform,
     complete_platform,
     device_count,
-    device_name,
     exact_matmuls,
     inventory,
     try_device,
@@ -38,7 +37,7 @@ def versions(task: PartTask) -> None:
         raise PartFailed(f"platform {machine.name}: {missing}")
     for line in inventory(machine):
         task.notes.say(line)
-    names = [device_name(machine, number) for number in range(device_count(machine))]
+    names = [machine.device_name(number) for number in range(device_count(machine))]
     task.notes.figures(platform=machine.name, torch=torch.__version__, devices=names)
 
 

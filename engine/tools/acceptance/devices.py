@@ -39,11 +39,6 @@ def device_count(machine: Platform) -> int:
     return int(machine.api().device_count()) if isinstance(machine, Accelerator) else 1
 
 
-def device_name(machine: Platform, number: int) -> str:
-    """Name of a device as torch reports it, or "CPU"."""
-    return str(machine.api().get_device_name(number)) if isinstance(machine, Accelerator) else "CPU"
-
-
 def exact_matmuls(machine: Platform) -> None:
     """Have matrix products of fp32 computed in fp32: without TF32 on CUDA and HF32 on NPU."""
     if machine.name == "cuda":
@@ -63,7 +58,7 @@ def inventory(machine: Platform) -> Iterator[str]:
     yield from _software(machine)
     for number in range(device_count(machine)):
         memory = machine.api().get_device_properties(number).total_memory / 2**30
-        yield f"device {number}: {device_name(machine, number)}, {memory:.1f} GiB"
+        yield f"device {number}: {machine.device_name(number)}, {memory:.1f} GiB"
 
 
 def _software(machine: Accelerator) -> Iterator[str]:

@@ -10,12 +10,11 @@ from typing import Any
 from safetensors.torch import load_file
 
 from engine.config import Config
+from engine.model.flops import micro_step, peak_of, utilisation
 from engine.model.shape import read_shape
 from engine.platform import Platform
 from engine.tools.acceptance.broadcast import broadcasting
 from engine.tools.acceptance.device_parts import MEETING_S
-from engine.tools.acceptance.devices import device_name
-from engine.tools.acceptance.flops import micro_step, peak_of, utilisation
 from engine.tools.acceptance.notes import PartFailed, PartTask
 from engine.tools.acceptance.random_groups import random_group
 from engine.tools.acceptance.runs import (
@@ -112,7 +111,7 @@ def training_step(task: PartTask) -> None:
     operations = groups * micro_step(sizes=shape, prompt=prompt, response=response, group=group, shared=shared)
     tokens = groups * group * (prompt + response)
     memory = max(max(step["memory_peak_gib"]) for step in steps)
-    name = device_name(machine, 0)
+    name = machine.device_name(0)
     task.notes.say(
         f"{shape.layers} layers of {shape.hidden}, {config.train.dtype}: {groups} groups of {group} × {response} "
         f"tokens after prompts of {prompt} in {seconds:.3f} s (forward, backward, optimizer), {tokens / seconds:,.0f} "
@@ -135,7 +134,7 @@ def _mfu(machine: Platform, name: str, operations: float, seconds: float) -> str
         return f"MFU {operations / seconds / peak:.1%} of {peak / 1e12:.0f} TFLOP/s ({name}, dense bf16, published)"
     if machine.name == "cpu":
         return "no MFU: a CPU has no published peak"
-    return f'no MFU: the peak of "{name}" is not known (PEAKS in engine/tools/acceptance/flops.py)'
+    return f'no MFU: the peak of "{name}" is not known (PEAKS in engine/model/flops.py)'
 
 
 def _record(file: Path, config: Config, prompt: int, response: int) -> Path:

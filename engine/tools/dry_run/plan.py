@@ -12,10 +12,10 @@ from engine.errors import BadInput
 from engine.launcher.checks import check_layouts, unfit_rollouts
 from engine.model.shape import ModelShape
 from engine.run.limits import Limit, limits
+from engine.run.memory import Need, Room, host_bytes, instance_need, readable, trainer_need
+from engine.run.sizes import total_parameters
 from engine.tools.dry_run.known_models import shape_of
-from engine.tools.dry_run.memory import Need, Room, host_bytes, instance_need, readable, trainer_need
 from engine.tools.dry_run.roofline import rows_of
-from engine.tools.dry_run.sizes import total_parameters
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Literal
 
 from engine.config import WINDOW_PER_STAGE, Config
 from engine.config.training import Parallel
+from engine.model.flops import forward
 from engine.model.shape import ModelShape
-from engine.tools.acceptance.flops import forward
-from engine.tools.dry_run.memory import frozen_copies, row_tokens
-from engine.tools.dry_run.sizes import layer_elements, rank_parameters
+from engine.run.memory import frozen_copies, row_tokens
+from engine.run.sizes import layer_elements, rank_parameters
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Device:
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        # bf16 as in engine.tools.acceptance.flops. HCCS: 392 GB/s over seven links of pairs, both ways
+        # bf16 as in engine.model.flops. HCCS: 392 GB/s over seven links of pairs, both ways
         Device(name="910b", platform="npu", flops=353.9e12, bandwidth=1.6e12, memory_gib=64, link=28e9, mesh=True),
         # one of the two dies of a module: torch_npu shows each as a device
         Device(name="910c", platform="npu", flops=353.9e12, bandwidth=1.6e12, memory_gib=64, link=196e9),
@@ -122,7 +122,7 @@ def estimate(
     counted apart, and with `offload` each copies its weights to the device in every window. Left out: the update,
     weight syncs, waiting, launches of small kernels. Peak, bandwidth and link are those of `device`.
 
-    Sources: the model FLOP are those of engine.tools.acceptance.flops; for 1F1B Narayanan et al. (arXiv:2104.04473
+    Sources: the model FLOP are those of engine.model.flops; for 1F1B Narayanan et al. (arXiv:2104.04473
     §2.2); for the collectives Korthikanti et al. (arXiv:2205.05198 §4.2). The shares are assumptions (see each).
     """
     local = rows / parallel.context

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from engine.config import Config
 from engine.model.shape import ModelShape
-from engine.tools.dry_run.memory import BYTES, frozen_copies
+from engine.run.memory import BYTES, frozen_copies
+from engine.run.sizes import rank_parameters, total_parameters
 from engine.tools.dry_run.roofline import Device
-from engine.tools.dry_run.sizes import rank_parameters, total_parameters
 from engine.tools.planner.costs import Costs
 
 TRAINING = 0.35

@@ -114,7 +114,7 @@ def test_rewards_that_differ_by_rounding_give_exactly_zero(name, value, steps, s
 @given(rewards=st.lists(st.floats(-1e4, 1e4, width=32), min_size=2, max_size=64))
 def test_the_sum_of_a_group_is_zero_to_rounding(name, rewards):
     found = ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float32), torch.ones(len(rewards))).double()
-    assert abs(found.sum()) <= len(rewards) * 2**-23 * found.abs().max()
+    assert abs(found.sum()) <= len(rewards) * (2**-23 * found.abs().max() + 2**-149)  # the least number of fp32
 
 
 def test_the_least_difference_that_counts():

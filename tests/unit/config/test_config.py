@@ -1,3 +1,5 @@
+import datetime
+
 import pytest
 
 from engine.config import BATCH_SCOPE_LOSSES, Config
@@ -30,6 +32,23 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
         ),
         ({"rollout": {"tensor": 2}}, 'rollout.tensor = 2 needs rollout.engine = "vllm"'),
         ({"weights": {"transport": "nccl"}}, "the embedded engine takes 'file' or 'gloo'"),
+        (
+            {"rollout": {"vllm": {"enforce_eager": True}}},
+            "rollout.vllm = {'enforce_eager': True} needs rollout.engine = \"vllm\"",
+        ),
+        *(
+            ({"rollout": {"engine": "vllm", "vllm": {name: value}}}, f"rollout.vllm.{name}{said}")
+            for name, value, said in (
+                ("max_model_len", 4096, ": Metronome sets this argument of vLLM; set rollout.max_context"),
+                ("tensor_parallel_size", 2, ": Metronome sets this argument of vLLM; set rollout.tensor"),
+                ("logprobs_mode", "raw_logits", " can't be set: the trainer needs log-probabilities"),
+                ("quantization", "fp8", " can't be set: .* other weights than the policy's"),
+                ("ssl_keyfile", "key.pem", " can't be set: runs speak plain HTTP"),
+                ("enforce-eager", True, ": expected vLLM's name of an argument, with underscores"),
+                ("seed", datetime.date(2026, 11, 26), r" = datetime.* must be a text, a number, true, false"),
+                ("gpu_memory_utilization", float("nan"), " = nan: must be a text, a number, true, false"),
+            )
+        ),
         (
             {"rollout": {"engine": "vllm", "deterministic": True}, "weights": {"transport": "nccl"}},
             "batch-invariant vLLM sets NCCL variables",
@@ -95,6 +114,14 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
             {"queue": OPEN, "stages": {"judge": {"gives": ["judged"]}}},
             r"with \[stages.judge\] needs rollout.deterministic: a lost group",
         ),
+        *(
+            (
+                {"train": {"steps": 6, "profile": steps}},
+                r"profile = \[.*\]: expected the first and the last .* of 0 to 5",
+            )
+            for steps in ([1], [3, 2], [5, 6])
+        ),
+        ({"train": {"profile": [-1, 2]}}, "greater than or equal to 0"),
         ({"queue": OPEN, "algorithm": {"dynamic_sampling": True}}, "might then not be one that is selected"),
         (
             {"queue": OPEN, "algorithm": {"advantage": "reinforce_plus_plus"}, "train": {"mode": "sync"}},

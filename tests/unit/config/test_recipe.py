@@ -54,6 +54,27 @@ def test_a_resolved_config_reads_back_equal(tmp_path):
     assert load(tmp_path / "config.toml") == config
 
 
+def test_arguments_of_vllm_are_a_table_of_any_names(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        '[rollout]\nengine = "vllm"\n[rollout.vllm]\nenforce_eager = true\ngpu_memory_utilization = 0.9\n'
+        'compilation_config = { cudagraph_mode = "FULL", cudagraph_capture_sizes = [1, 2] }\n'
+    )
+    sets = ["rollout.vllm.gpu_memory_utilization=0.8", "rollout.vllm.compilation_config.cudagraph_mode=NONE"]
+    config = load(recipe, sets)
+    assert config.rollout.vllm == {
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.8,
+        "compilation_config": {"cudagraph_mode": "NONE", "cudagraph_capture_sizes": [1, 2]},
+    }
+    dump(config, tmp_path / "config.toml")
+    assert load(tmp_path / "config.toml") == config
+    with pytest.raises(BadInput, match=r"^--set: rollout\.vllm\.max_model_len: .* set rollout\.max_context$"):
+        load(recipe, ["rollout.vllm.max_model_len=9"])
+    with pytest.raises(BadInput, match=r"rollout\.vllm = 3: must be a table"):
+        load(None, ["rollout.engine=vllm", "rollout.vllm=3"])
+
+
 def test_a_config_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
     """As a kill or a full disk between truncation and write would."""
     dump(load(None, ["run.seed=7"]), tmp_path / "config.toml")

@@ -171,6 +171,13 @@ def test_several_updates_of_on_policy_data_are_warned_of(settings, capsys, mode,
     assert ("the updates of a step after its first are off-policy" in capsys.readouterr().out) == warned
 
 
+@pytest.mark.parametrize(("dtype", "warned"), [("fp8", True), ("auto", False)])
+def test_instances_that_round_their_cache_are_warned_of(settings, capsys, dtype, warned):
+    rounded = {"rollout.engine": "vllm", "rollout.vllm.kv_cache_dtype": dtype}
+    check_inputs(config_of(settings | rounded), sampling=False)
+    assert ("rollout.vllm.kv_cache_dtype = 'fp8' rounds" in capsys.readouterr().out) == warned
+
+
 def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused(tmp_path):
     save(tmp_path, "qwen3")
     check_training(a_config(tmp_path, parallel=Parallel(tensor=2, data=3)))

@@ -209,7 +209,7 @@ def test_updates_are_adamw_with_schedule_and_clipping(settings):
 def test_a_gradient_that_is_not_finite_changes_nothing(settings, monkeypatch, place):
     from engine.errors import MetronomeError
 
-    monkeypatch.setattr("engine.trainer.policy.PIECE", 1000)  # many pieces: it may be in any of them
+    monkeypatch.setattr("engine.trainer.optimizer.PIECE", 1000)  # many pieces: it may be in any of them
     policy = a_policy(settings)
     before = [p.detach().clone() for p in policy.models.policy.parameters()]
     policy.start_step()

@@ -9,9 +9,9 @@ from engine.config.training import Parallel
 from engine.errors import BadInput
 from engine.platform import PLATFORMS
 from engine.run import limits
+from engine.run.sizes import rank_parameters, total_parameters
 from engine.tools.dry_run import plan, sections
 from engine.tools.dry_run.known_models import KNOWN, shape_of
-from engine.tools.dry_run.sizes import rank_parameters, total_parameters
 from support.paper_recipes import DEVICES
 
 PAPERS = "infra/recipes/papers"

@@ -7,8 +7,8 @@ import torch
 from engine import platform
 from engine.config.training import Parallel
 from engine.model.shape import ModelShape
-from engine.tools.dry_run.memory import _states, frozen_copies
-from engine.tools.dry_run.sizes import layer_elements, rank_parameters
+from engine.run.memory import _states, frozen_copies
+from engine.run.sizes import layer_elements, rank_parameters
 from support.runs import config_of
 
 pytestmark = pytest.mark.usefixtures("megatron")

@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-if TYPE_CHECKING:
-    from engine.model.shape import ModelShape
+from engine.model.layout import Segment
+from engine.model.shape import ModelShape
 
 
 def forward(sizes: ModelShape, tokens: int, pairs: float, scored: int) -> float:
     """2 · S · (weights of the layers' linear maps) + 4 · A · layers · heads · head_dim + 2 · T · hidden · vocabulary
 
-    for S computed tokens, A visible (query, key) pairs and T scored tokens. A multiply-add is two operations. Norms,
-    rotary positions, activations and the softmax are left out; they are a few per cent.
+    for S computed tokens, A visible (query, key) pairs and T scored tokens. A multiply-add is two operations. Of the
+    experts those count that compute a token. Norms, rotary positions, activations, routers and the softmax are left
+    out; they are a few per cent.
     """
     attention = sizes.hidden * sizes.head_dim * (2 * sizes.heads + 2 * sizes.kv_heads)
-    weights = sizes.layers * (attention + 3 * sizes.hidden * sizes.intermediate)
+    sparse = len(sizes.experts.layers) if sizes.experts is not None else 0
+    inner = (sizes.layers - sparse) * sizes.intermediate
+    inner += sparse * sizes.experts.per_token * sizes.experts.intermediate if sizes.experts is not None else 0
+    weights = sizes.layers * attention + 3 * sizes.hidden * inner
     visible = 4 * pairs * sizes.layers * sizes.heads * sizes.head_dim
     return 2 * tokens * weights + visible + 2 * scored * sizes.hidden * sizes.vocabulary
 
 
+def training(sizes: ModelShape, segments: Iterable[Segment]) -> float:
+    """Operations of forward and backward (twice the forward) of a micro-batch, without recomputation and without its
+    filler, the segments that have no response.
+
+    A prompt of P tokens has P(P+1)/2 visible pairs, and a response of R tokens after it R·P + R(R+1)/2.
+    """
+    done = 0.0
+    for segment in segments:
+        if segment.responses:
+            prompt = segment.prompt
+            pairs = prompt * (prompt + 1) / 2 + sum(size * (prompt + (size + 1) / 2) for size in segment.responses)
+            done += 3 * forward(sizes, segment.length, pairs, sum(segment.responses))
+    return done
+
+
 def micro_step(sizes: ModelShape, prompt: int, response: int, group: int, shared: bool) -> float:
-    """Operations of forward and backward (twice the forward) of a group whose responses have equal length, without
-    recomputation.
+    """`training` of a group whose responses have equal length.
 
     With a prompt of P tokens and G responses of R tokens (Periodic Asynchrony §4.2, eq. 10-13), T = G·R and
 
         shared    S = P + G·R     A = P(P+1)/2 + G·(R·P + R(R+1)/2)
         separate  S = G·(P + R)   A = G·(P(P+1)/2 + R·P + R(R+1)/2)
     """
-    copies = 1 if shared else group
-    tokens = copies * prompt + group * response
-    pairs = copies * prompt * (prompt + 1) / 2 + group * (response * prompt + response * (response + 1) / 2)
-    return 3 * forward(sizes, tokens, pairs, group * response)
+    if shared:
+        return training(sizes, [Segment(0, prompt, (response,) * group)])
+    return group * training(sizes, [Segment(0, prompt, (response,))])
 
 
 PEAKS = {

@@ -1,12 +1,16 @@
 """The operations of a step against torch's own count, and the peaks of devices."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from engine.model.flops import PEAKS, forward, micro_step, peak_of, training, utilisation
+from engine.model.layout import Segment
+from engine.model.shape import Experts
 from engine.tools.acceptance import plain_model
 from engine.tools.acceptance.comparisons import TINY
-from engine.tools.acceptance.flops import PEAKS, forward, micro_step, peak_of, utilisation
 
 
 def test_the_formula_is_torchs_count_of_the_plain_model():
@@ -26,6 +30,19 @@ def test_a_micro_step_is_three_times_its_forward_passes():
     assert micro_step(sizes=TINY, prompt=20, response=10, group=4, shared=True) < 3 * separate
     one = [micro_step(sizes=TINY, prompt=20, response=10, group=1, shared=shared) for shared in (True, False)]
     assert one[0] == one[1]
+
+
+def test_a_micro_batch_is_its_segments_without_the_filler():
+    groups = [Segment(0, 20, (10, 4)), Segment(34, 7, (5,))]
+    pairs = 20 * 21 / 2 + (10 * 20 + 10 * 11 / 2) + (4 * 20 + 4 * 5 / 2), 12 * 13 / 2
+    expected = 3 * (forward(TINY, 34, pairs[0], 14) + forward(TINY, 12, pairs[1], 5))
+    assert training(TINY, [*groups, Segment(46, 2, ())]) == pytest.approx(expected)
+
+
+def test_of_experts_those_count_that_compute_a_token():
+    sparse = replace(TINY, experts=Experts(count=8, per_token=2, intermediate=16, normalised=True, layers=(0,)))
+    less = 2 * 10 * 3 * TINY.hidden * (TINY.intermediate - 2 * 16)
+    assert forward(TINY, 10, 55, 4) - forward(sparse, 10, 55, 4) == less
 
 
 @pytest.mark.parametrize(
