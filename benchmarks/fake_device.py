@@ -125,6 +125,8 @@ class FakeDevice(TorchDispatchMode):
         self.device = device
         self.kernels: Counter[str] = Counter()
         """Operators that a device has to start, by name."""
+        self.moved = 0
+        """Bytes that these read and write: those of their tensors, each once."""
         self.waits: list[str] = []
         """Where the host waited for the device: operator, and the lines that led to it."""
         self.collectives: list[tuple[str, tuple[torch.Size, ...]]] = []
@@ -141,6 +143,7 @@ class FakeDevice(TorchDispatchMode):
     def clear(self) -> None:
         """Count anew."""
         self.kernels.clear()
+        self.moved = 0
         self.waits.clear()
         self.collectives.clear()
 
@@ -170,13 +173,15 @@ class FakeDevice(TorchDispatchMode):
             if not any(args[2:]) and not kwargs.get("non_blocking"):
                 self.wait(operator)
             return args[0].zero_()
-        if operator not in VIEWS and not name.startswith("prim::"):
-            self.kernels[operator] += 1
         with self._alone, self._fake:
             if operator == "_to_copy" and not there:  # from the host, without its data
                 made = torch.empty(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device=kwargs["device"])
             else:
                 made = func(*args, **kwargs)
+            if operator not in VIEWS and not name.startswith("prim::"):
+                self.kernels[operator] += 1
+                touched = (leaf for leaf in (*tensors, *tree_leaves(made)) if isinstance(leaf, FakeTensor))
+                self.moved += sum(tensor.nbytes for tensor in touched)
             for leaf in tree_leaves(made):
                 if isinstance(leaf, FakeTensor) and self.means(leaf.device):
                     self._hold(leaf.untyped_storage())

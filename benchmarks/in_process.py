@@ -120,7 +120,7 @@ class InProcess:
     def heartbeat(self) -> None:
         """Does nothing, because no process waits for signs of life."""
 
-    def work(self, step: int) -> Iterator[Work]:
+    def work(self, step: int, prepare: object) -> Iterator[Work]:
         """The whole batch as one window."""
         yield self._ready.pop(step)
 

@@ -1,14 +1,16 @@
 """How many kernels a trainer rank starts on an accelerator, and how often the host waits for it: `python
 benchmarks/launches.py [--against OTHER_CHECKOUT]`
 
-The trainer's step of a dense model runs on a device that is not there (benchmarks/fake_device.py): no time is
+The trainer's step of a dense model in bf16 runs on a device that is not there (benchmarks/fake_device.py): no time is
 measured. (A mixture of experts is left out: how many tokens each expert gets are data, which that device has not.) A
 window of two micro-batches is trained under old policy and reference; then the update is made. Printed are
 
 * syncs per window: where the host waits for the device within `Policy.accumulate`;
 * syncs per update: likewise within `reduce` and `update`;
 * operators per layer: those of a forward and backward pass of one layer (the difference of models that differ by one
-  layer), without those that only make views.
+  layer), without those that only make views;
+* bytes per layer and token: what these operators read and write; each tensor of an operator counts whole;
+* operators per window and update: those of both micro-batches, and of the update.
 
 `--against` measures another checkout of this repository too. Last line: RESULT {json}.
 """
@@ -72,6 +74,7 @@ def measured(show: bool) -> dict[str, Any]:
         device.clear()
         policy.accumulate(window())
         waits = Counter(device.waits)
+        in_window = sum(device.kernels.values())
         device.clear()
         policy.reduce(2 * GROUP)
         policy.step_optimizer()
@@ -81,22 +84,29 @@ def measured(show: bool) -> dict[str, Any]:
         return {
             "syncs_per_window": sum(waits.values()),
             "syncs_per_update": len(device.waits),
-            "operators_per_layer": sum(more.values()) - sum(fewer.values()),
+            "operators_per_layer": more[0] - fewer[0],
+            "bytes_per_layer_and_token": round((more[1] - fewer[1]) / ROW),
+            "operators_per_window": in_window,
+            "operators_per_update": sum(device.kernels.values()),
         }
 
 
-GROUP = 4
+PROMPT = 16
+LENGTHS = [9, 20, 3, 14]
+GROUP = len(LENGTHS)
+ROW = PROMPT + sum(LENGTHS)
+"""Tokens of a micro-batch."""
 
 
 def window() -> Sequence[Any]:
     """Two groups, each a micro-batch of its own."""
     from engine.tools.acceptance.random_groups import random_group
 
-    return [random_group(prompt=16, lengths=[9, 20, 3, 14], vocabulary=512, seed=index) for index in range(2)]
+    return [random_group(prompt=PROMPT, lengths=LENGTHS, vocabulary=512, seed=index) for index in range(2)]
 
 
-def kernels(device: Any, folder: Path, layers: int) -> tuple[Counter[str], Any]:  # noqa: ANN401
-    """Operators that one micro-batch starts, and the policy that did."""
+def kernels(device: Any, folder: Path, layers: int) -> tuple[tuple[int, int], Any]:  # noqa: ANN401
+    """The number of operators that one micro-batch starts, the bytes that they move, and the policy that did."""
     from fake_device import FakeNpu
 
     from engine.config.recipe import load
@@ -109,6 +119,8 @@ def kernels(device: Any, folder: Path, layers: int) -> tuple[Counter[str], Any]:
         "run.output": folder,
         "algorithm.old_policy": "previous",
         "algorithm.kl_coef": 0.01,
+        "train.dtype": "bfloat16",
+        "train.ratio_gap_limit": 0,
         "train.micro_batch_tokens": 64,
         "rollout.group_size": GROUP,
         "rollout.max_context": 512,
@@ -118,7 +130,7 @@ def kernels(device: Any, folder: Path, layers: int) -> tuple[Counter[str], Any]:
     scored = policy._frozen_scores(micro_batches(window()[:1], policy.packing, policy.credit))
     device.clear()
     policy._forward_backward(iter(scored), 1)
-    return Counter(device.kernels), policy
+    return (sum(device.kernels.values()), device.moved), policy
 
 
 if __name__ == "__main__":

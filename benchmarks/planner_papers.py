@@ -23,9 +23,9 @@ from common import result
 
 from engine.config import Config
 from engine.config.recipe import load
+from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import StepModel, planned, prior_model
-from engine.tools.planner.priors import DEVICES
 from engine.tools.planner.search import devices
 from engine.tools.planner.simulation import simulate
 
@@ -64,8 +64,8 @@ TABLES = (
     Table(
         name="Periodic Asynchrony, Table 1: tokens/s/device",
         rows=(
-            Setup("sync", "periodic-qwen3-8b-16npu.toml", 1.0, {"train.mode": "sync"}),
-            Setup("periodic", "periodic-qwen3-8b-16npu.toml", 192.259 / 99.966),
+            Setup("sync", "periodic-qwen3-8b-16npu-paper.toml", 1.0, {"train.mode": "sync"}),
+            Setup("periodic", "periodic-qwen3-8b-16npu-paper.toml", 192.259 / 99.966),
         ),
         mean=8700,
         p99=14336,
@@ -75,9 +75,9 @@ TABLES = (
     Table(
         name="Periodic Asynchrony, Table 3: tokens/s/device",
         rows=(
-            Setup("16 NPUs", "periodic-qwen3-8b-16npu.toml", 1.0),
-            Setup("32 NPUs", "periodic-qwen3-8b-32npu.toml", 171.824 / 188.162),
-            Setup("64 NPUs", "periodic-qwen3-8b-64npu.toml", 163.208 / 188.162),
+            Setup("16 NPUs", "periodic-qwen3-8b-16npu-paper.toml", 1.0),
+            Setup("32 NPUs", "periodic-qwen3-8b-32npu-paper.toml", 171.824 / 188.162),
+            Setup("64 NPUs", "periodic-qwen3-8b-64npu-paper.toml", 163.208 / 188.162),
         ),
         mean=8700,
         p99=14336,
@@ -90,7 +90,7 @@ TABLES = (
                 name,
                 "asyncflow-qwen2.5-7b-32npu.toml",
                 published,
-                {"train.mode": mode, "parallel.data": 64, "dry_run.joining": 128, "train.prompts_per_step": 4096}
+                {"train.mode": mode, "parallel.data": 128, "dry_run.joining": 128, "train.prompts_per_step": 4096}
                 | {"platform.devices": 512, "weights.staged": mode == "one_step_off"},
             )
             for name, mode, published in (

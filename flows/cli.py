@@ -310,7 +310,7 @@ def plan(
         bool, typer.Option("--autotune", help="run the three best for a few steps each, and take the fastest")
     ] = False,
     devices: Annotated[int, typer.Option(help="devices to use (default: as many as the recipe uses)")] = 0,
-    device: Annotated[str, typer.Option(help="what they are: 910b, 910c, a100, h100, h200")] = "",
+    device: Annotated[str, typer.Option(help="what they are: 910b, 910c, a100, h100, h20, h200")] = "",
     lengths: Annotated[
         str, typer.Option(metavar="MEAN,P99", help="without --from: tokens of a response, mean and 99 % quantile")
     ] = "",

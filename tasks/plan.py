@@ -10,11 +10,11 @@ from typing import Any
 from engine.config import Config
 from engine.errors import BadInput
 from engine.run.folder import dump
+from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner import page as pages
 from engine.tools.planner.calibration import read_run
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import Planned, Sensitivity, measured_model, planned, prior_model, sensitivity
-from engine.tools.planner.priors import DEVICES
 from engine.tools.planner.probes import measured_step_s, probe, probes
 from engine.tools.planner.search import Ranked, changed, devices
 from tasks import console

@@ -40,6 +40,9 @@ class Ranks(Protocol):
     def from_leader(self, act: Callable[[], M]) -> M:
         """Return the leader's result of `act` on every rank of its unit, or raise its MetronomeError on all of them."""
 
+    def from_leader_beside(self, act: Callable[[], M]) -> M:
+        """As `from_leader`, from one thread beside the one that makes all other calls."""
+
     def from_first(self, act: Callable[[], M]) -> M:
         """Return rank 0's result of `act` on every rank, or raise its MetronomeError on all of them."""
 
@@ -59,6 +62,10 @@ class OneRank:
     stage = 0
 
     def from_leader(self, act: Callable[[], M]) -> M:
+        """The result of `act`."""
+        return act()
+
+    def from_leader_beside(self, act: Callable[[], M]) -> M:
         """The result of `act`."""
         return act()
 
@@ -94,6 +101,8 @@ class HostRanks:
         """Ranks of the leaders, by unit; empty with a single rank."""
         self._unit: dist.ProcessGroup | None = None
         """The group of this rank's unit; None where the rank is alone in it."""
+        self._beside: dist.ProcessGroup | None = None
+        """The same ranks, for a second thread: calls of one group must come in the same order on all ranks."""
 
     @property
     def name(self) -> str:
@@ -102,8 +111,15 @@ class HostRanks:
 
     def from_leader(self, act: Callable[[], M]) -> M:
         """Return the leader's result of `act` on every rank of its unit, or raise its MetronomeError on all of them."""
-        leader = self._leaders[self.unit] if self._unit is not None else None
-        return self._act_and_broadcast(act, self.leader, leader, self._unit)
+        return self._from_leader(act, self._unit)
+
+    def from_leader_beside(self, act: Callable[[], M]) -> M:
+        """As `from_leader`, from one thread beside the one that makes all other calls."""
+        return self._from_leader(act, self._beside)
+
+    def _from_leader(self, act: Callable[[], M], group: dist.ProcessGroup | None) -> M:
+        leader = self._leaders[self.unit] if group is not None else None
+        return self._act_and_broadcast(act, self.leader, leader, group)
 
     def from_first(self, act: Callable[[], M]) -> M:
         """Return rank 0's result of `act` on every rank, or raise its MetronomeError on all of them."""

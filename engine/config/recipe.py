@@ -97,8 +97,21 @@ def _is_tree(flat: JsonObject) -> bool:
 
 
 def written(recipe: str | os.PathLike[str]) -> JsonObject:
-    """The keys that a recipe file has, by their dotted names. Raises BadInput if it can't be read."""
-    return flatten(_read_toml(recipe))
+    """The keys that a recipe file has, by their dotted names. A variant has those of its `base`, a recipe in the same
+    folder, but for its own. Raises BadInput if a file can't be read, or if a base is a variant itself."""
+    own = _read_toml(recipe)
+    base = own.pop("base", None)
+    if base is None:
+        return flatten(own)
+    if not isinstance(base, str):
+        raise BadInput(
+            f"recipe {recipe}: base = {base!r}: must be a text, the file name of a recipe in the same folder"
+        )
+    path = find(os.fspath(recipe)).parent / base
+    theirs = _read_toml(path)
+    if "base" in theirs:
+        raise BadInput(f"recipe {recipe}: its base {path} is a variant itself; name a recipe without a base")
+    return {**flatten(theirs), **flatten(own)}
 
 
 def overridden(overrides: Iterable[str]) -> JsonObject:

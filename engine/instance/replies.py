@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True)
 class Result:
-    """The response to a request. All tokens were sampled by `version` unless `earlier` is set."""
+    """The response to a request. All tokens were sampled by `version`."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -29,8 +29,6 @@ class Result:
     prompt_logprobs: list[float] | None = None
     """Log-probabilities of the prompt's tokens but the first, at temperature 1. None if they were not asked for, or the
     request was not admitted."""
-    earlier: int | None = None
-    """The version before, if it changed during the request: only the last token is known to be of `version`."""
     routes: NDArray[Any] | None = None
     """[tokens of prompt and response but the last, layers with experts, experts per token] the experts of each token
     (engine.wire.routes). None if they were not asked for, or nothing was computed."""
@@ -43,11 +41,7 @@ class Result:
     @property
     def versions(self) -> list[list[int]]:
         """[index of its first token, version] of each stretch of tokens."""
-        if not self.token_ids:
-            return []
-        if self.earlier is None:
-            return [[0, self.version]]
-        return [[0, self.earlier], [len(self.token_ids) - 1, self.version]]
+        return [[0, self.version]] if self.token_ids else []
 
 
 def completion_reply(number: int, model: str, prompt: Sequence[int], result: Result) -> JsonObject:

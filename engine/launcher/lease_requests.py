@@ -99,10 +99,13 @@ class LeaseRequests:
             done = self._table.acknowledge(number)
             if self.stored is not None and held.stage == TRAIN:
                 self.stored.trained(held.step, done)
-            if done and self._table.ledger(held.step, held.stage).is_over:
+            ledger = self._table.ledger(held.step, held.stage)
+            if done and ledger.is_over:
                 last = held.stage == TRAIN and held.step == self._config.train.steps - 1
                 self.is_over = self.is_over or last
-                await self._run_state.notify()  # the others wait for the end of the step
+            if done and (ledger.is_over or ledger.units > 1):
+                # the others wait for the end of the step, and the unit's request ahead is one like others now
+                await self._run_state.notify()
 
     def _note_given(self, unit: int, given: messages.Work | None) -> None:
         if isinstance(given, EndOfStep):
@@ -133,6 +136,7 @@ class LeaseRequests:
             budget=request.budget,
             consumer=request.consumer,
             now=time.monotonic(),
+            ahead=request.ahead,
         )
         if held is not None:
             return self._given(self._window(held, request.columns), request)

@@ -95,28 +95,31 @@ class Ledger:
                 self._early_unit[landed.group] = unit
         return taken
 
-    def take(self, unit: int, budget: int) -> list[int]:
+    def take(self, unit: int, budget: int, ahead: bool = False) -> list[int]:
         """Give the next window to a unit: rows of at most `budget` tokens together, but at least one row. Returns [] if
         there is no window yet.
 
         In arrival order a window is made of the rows that are there, for the unit that asks, and not so large that the
         others would have to wait for it (`_largest`). In prompt order the windows are a function of the ordered rows
         alone: a window is given once it can't grow any more, and the units get the windows in turn. A window has rows
-        of one mini-batch.
+        of one mini-batch. `ahead`: the unit still trains another window; in arrival order it gets one only while
+        windows need not be smaller for the balance.
         """
         if self._windows.hold and len(self._ready) < self.expected:
             return []
-        window = self._ordered_window(unit, budget) if self._in_order else self._arrived_window(unit, budget)
+        window = self._ordered_window(unit, budget) if self._in_order else self._arrived_window(unit, budget, ahead)
         self._given.update(window)
         return window
 
-    def _arrived_window(self, unit: int, budget: int) -> list[int]:
+    def _arrived_window(self, unit: int, budget: int, ahead: bool) -> list[int]:
         """Choose first the rows that this unit has scored early, last those that another unit has scored early."""
         free = [index for index in self._ready if index not in self._given]
         mini_batch = min((self._mini_batches[index] for index in free), default=0)
         free = [index for index in free if self._mini_batches[index] == mini_batch]
         if self._early_unit:
             free.sort(key=lambda index: (self._early_unit.get(index) != unit, index in self._early_unit))
+        if ahead and self._windows.units > 1 and self._remaining(free, mini_batch) < 2 * self._windows.units * budget:
+            return []
         window = free[: self._count_fitting(free, self._largest(unit, budget, free, mini_batch))]
         self._tokens_given[mini_batch][unit] += sum(self._tokens[index] for index in window)
         return window
@@ -133,14 +136,19 @@ class Ledger:
         units = self._windows.units
         if units == 1 or not free:
             return budget
-        coming = max(0, (mini_batch + 1) * self._mini_batch - len(self._ready))
         mean = sum(self._tokens.values()) / len(self._ready)
-        remaining = sum(self._tokens[index] for index in free) + coming * mean
+        remaining = self._remaining(free, mini_batch)
         guided = remaining / (2 * units)
         if not self._windows.bubble:
             return min(budget, max(self._windows.least, int(guided)))
         size = max(guided, self._even(unit, budget, remaining, mini_batch))
         return budget if size + mean > budget else int(size + mean / 2)
+
+    def _remaining(self, free: Sequence[int], mini_batch: int) -> float:
+        """Tokens of the mini-batch that no unit has yet; a row that is not ready counts with the mean."""
+        coming = max(0, (mini_batch + 1) * self._mini_batch - len(self._ready))
+        mean = sum(self._tokens.values()) / max(1, len(self._ready))
+        return sum(self._tokens[index] for index in free) + coming * mean
 
     def _even(self, unit: int, budget: int, remaining: float, mini_batch: int) -> float:
         """Return the tokens of each window of a unit under a pipeline: its part of an equal share, in as few windows as

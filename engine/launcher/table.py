@@ -187,12 +187,20 @@ class RowTable:
     # leases ---------------------------------------------------------------------------------------
 
     def lease(
-        self, stage: str, step: int | None, unit: int, budget: int, consumer: str = "", now: float = 0.0
+        self,
+        stage: str,
+        step: int | None,
+        unit: int,
+        budget: int,
+        consumer: str = "",
+        now: float = 0.0,
+        ahead: bool = False,
     ) -> Held | None:
         """Lease the next window of a step, or of the oldest step that has one; None if there is none.
 
         A window whose last lease is over its deadline comes first, with the rows of the first time, whatever the
-        budget. Raises BadInput for a unit that the stage does not have.
+        budget. `ahead`: the consumer asks while it may still be at work on another window (`Ledger.take`). Raises
+        BadInput for a unit that the stage does not have.
         """
         if (again := self._lease_again(stage, step, consumer, now)) is not None:
             return again
@@ -200,7 +208,8 @@ class RowTable:
             ledger = self._steps[one].ledgers[stage]
             if not 0 <= unit < ledger.units:
                 raise BadInput(f"unit {unit} of the stage {stage!r}, which has {ledger.units} in step {one}")
-            if indices := ledger.take(unit, budget):
+            at_work = ahead and any((held.stage, held.consumer) == (stage, consumer) for held in self._held.values())
+            if indices := ledger.take(unit, budget, at_work):
                 return self._hold(
                     Held(next(self._numbers), stage, step=one, indices=tuple(indices), consumer=consumer, given=now)
                 )

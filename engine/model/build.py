@@ -122,7 +122,7 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
     )
-    model.rotary_pos_emb = RotaryAtPositions(shape)
+    model.rotary_pos_emb = RotaryAtPositions(shape, computation.dtype)
     if model.post_process:
         model.decoder.register_forward_hook(_keep_scored, with_kwargs=True)
         model.output_layer.sequence_parallel = False  # `_keep_scored` gathers before it selects

@@ -21,13 +21,15 @@ class RotaryAtPositions(torch.nn.Module):
     """Rotary embedding of the layout's positions. Megatron's own takes positions 0 … S−1, which is wrong for shared
     prompts.
 
-    Replaces a GPTModel's `rotary_pos_emb`. Always in fp32: the frequencies are not a buffer, because a cast of the
-    model to bf16 would round one; they are moved to the positions' device at each call.
+    Replaces a GPTModel's `rotary_pos_emb`. Angles are always fp32: the frequencies are not a buffer, because a cast of
+    the model to bf16 would round one; they are moved to the positions' device at each call.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: that of the tables, which is that of the queries and keys."""
         super().__init__()
         self.frequencies = frequencies(shape)
+        self.dtype = dtype
 
     def get_rotary_seq_len(self, context: Any, transformer: Any, hidden: Any, config: Any, carried: Any) -> Tensor:  # noqa: ANN401
         """Return the positions [S] of the layout in packed_seq_params. GPTModel asks for a length, and passes what it
@@ -36,14 +38,14 @@ class RotaryAtPositions(torch.nn.Module):
         return positions
 
     def forward(self, positions: Tensor, **unused: Any) -> Tensor:  # noqa: ANN401
-        """[S] positions → [3, S, 1, 1, d] fp32 tables that all layers share: the cosine, then the sine for the rotation
-        and for its gradient, with the signs that `_turned` expects."""
+        """[S] positions → [3, S, 1, 1, d] tables that all layers share: the cosine, then the sine for the rotation and
+        for its gradient, with the signs that `_turned` expects. They are rounded once, and not by every layer."""
         self.frequencies = self.frequencies.to(positions.device)
         angles = torch.outer(positions.float(), self.frequencies)[:, None, None, :]
         cos = angles.cos()
         sin = angles.sin()
         sines = ((sin, sin), (-sin, -sin)) if npu_operators.on_npu(angles) else ((-sin, sin), (sin, -sin))
-        return torch.stack([torch.cat(pair, dim=-1) for pair in ((cos, cos), *sines)])
+        return torch.stack([torch.cat(pair, dim=-1) for pair in ((cos, cos), *sines)]).to(self.dtype)
 
 
 def install() -> None:

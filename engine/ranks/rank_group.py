@@ -51,8 +51,10 @@ class RankGroup(HostRanks):
             self._last = {units[rank]: rank for rank in self._ranks_with(self.speaks_last)}
             members = [[rank for rank in range(self.world) if units[rank] == unit] for unit in range(self.units)]
             # torch wants every rank to make every group
-            made = [dist.new_group(ranks, backend="gloo", timeout=self._wait) for ranks in members]
-            self._unit = made[self.unit]
+            self._unit, self._beside = (
+                [dist.new_group(ranks, backend="gloo", timeout=self._wait) for ranks in members][self.unit]
+                for _ in range(2)
+            )
 
     def from_last(self, act: Callable[[], M]) -> M:
         """Return the result of `act` of the unit's last pipeline stage on every rank of the unit, or raise its

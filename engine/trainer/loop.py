@@ -41,6 +41,10 @@ class Trainer:
         """Return the log-probabilities (temperature 1) under the policy of the tokens after the first."""
         raise NotImplementedError
 
+    def prepare(self, window: Sequence[Group]) -> None:
+        """Do beforehand what `accumulate` needs no weights for. Called for some windows, in a thread of its own, while
+        the window before is trained."""
+
     def accumulate(self, window: Sequence[Group]) -> None:
         """Add the groups' gradient; no optimizer step."""
         raise NotImplementedError
@@ -179,7 +183,7 @@ class Loop:
 
     def _arriving_work(self, step: int) -> Iterator[Work]:
         """Yield the unit's work of the step; the time until each piece arrives is counted as waiting."""
-        arriving = self.rollouts.work(step)
+        arriving = self.rollouts.work(step, self.trainer.prepare)
         while True:
             blocked = time.perf_counter()
             with self._span("wait", step):

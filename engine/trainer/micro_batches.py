@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,38 @@ class MicroBatch(PackedRow):
     """Whether weights older than the step's own sampled the token."""
     reference: Tensor | None = None
     """The reference's log-probabilities, where a stage of its own has computed them for the whole window."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with its tensors on the device."""
+        if device == self.layout.rows.device:
+            return self
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, layout=self.layout.to(device), **moved)
+
+
+class PackedWindows:
+    """This replica's micro-batches of windows. A window may be packed before it is trained, by another thread: on the
+    host, so that no thread but the trainer's uses the device."""
+
+    def __init__(self, packing: Packing, credit: Credit) -> None:
+        self._packing = replace(packing, device=torch.device("cpu"))
+        self._device = packing.device
+        self._credit = credit
+        self._packed: dict[tuple[int, ...], list[MicroBatch]] = {}
+        """By the identities of the window's groups, which the micro-batches hold."""
+
+    def add(self, window: Sequence[Group]) -> None:
+        """Pack a window. Raises BadInput if a user's advantage fails."""
+        self._packed[tuple(map(id, window))] = micro_batches(window, self._packing, self._credit)
+
+    def take(self, window: Sequence[Group]) -> list[MicroBatch]:
+        """Return the micro-batches of a window on the device. They are packed now if they were not."""
+        key = tuple(map(id, window))
+        if key not in self._packed:
+            self.add(window)
+        return [batch.to(self._device) for batch in self._packed.pop(key)]
 
 
 def micro_batches(window: Sequence[Group], packing: Packing, credit: Credit) -> list[MicroBatch]:

@@ -32,7 +32,7 @@ from engine.trainer.early_scoring import EarlyScores
 from engine.trainer.gradient_control import GradientControl
 from engine.trainer.held_windows import HeldWindows, Scored, check_scope
 from engine.trainer.loop import Trainer
-from engine.trainer.micro_batches import MicroBatch, micro_batches, trained_tokens
+from engine.trainer.micro_batches import MicroBatch, PackedWindows, trained_tokens
 from engine.trainer.optimizer import is_finite, optimizer_of, scheduler_of
 from engine.trainer.pipeline_bubble import ComputeTimer
 from engine.trainer.step_metrics import RankMetrics, StepMetrics
@@ -60,7 +60,8 @@ class Policy(Trainer):
         self.models: TriModel = open_models(config, platform)
         self.packing = packing_of(config, computation(config, platform), self.ranks)
         self.credit = Credit.of(config)
-        self.sums = self._no_sums()
+        self._packed = PackedWindows(self.packing, self.credit)
+        self.sums = StepSums(self.ranks, self.credit, config.train.updates)
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
         advantage_of(algorithm.advantage)  # raises now if a user's own advantage has a mistake
@@ -95,15 +96,12 @@ class Policy(Trainer):
         """This rank's figures of the step."""
         return self.sums.metrics
 
-    def _no_sums(self) -> StepSums:
-        return StepSums(self.ranks, self.credit, self.config.train.updates)
-
     def start_step(self, step: int = 0) -> None:
         """Set gradients and metrics back, also those of a step that was not finished."""
         self._step = step
         self.has_moved = False
         self._traced = (0, 0)
-        self.sums = self._no_sums()
+        self.sums = StepSums(self.ranks, self.credit, self.config.train.updates)
         self.early.clear()
         self._held.clear()
         take_counts(self.models.policy)
@@ -126,6 +124,10 @@ class Policy(Trainer):
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def prepare(self, window: Sequence[Group]) -> None:
+        """Pack the window on the host. Raises BadInput if a user's advantage fails."""
+        self._packed.add(window)
+
     def accumulate(self, window: Sequence[Group]) -> None:
         """Score the groups under the frozen models and add their gradient; no optimizer step. A collective of the unit.
 
@@ -134,7 +136,7 @@ class Policy(Trainer):
         started = time.time()
         self.sums.add_window(window)
         update = window[0].mini_batch
-        scored = self._frozen_scores(micro_batches(window, self.packing, self.credit))
+        scored = self._frozen_scores(self._packed.take(window))
         idle = None
         if update or self._batch_scope:
             self._hold_window(scored, update)

@@ -7,11 +7,13 @@ channel.
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from engine.client.connection import Connection
 from engine.client.publish.publisher import PublishedModel, Publisher
@@ -30,6 +32,11 @@ from engine.wire.store_client import StoreFault
 
 Work = list[Group] | list[Landed]
 """A window to train, or responses to score early."""
+
+R = TypeVar("R")
+
+Prepare = Callable[[list[Group]], None]
+"""Does what needs no weights with a window that is trained next."""
 
 
 class Rollouts(Protocol):
@@ -64,8 +71,11 @@ class Rollouts(Protocol):
     def start(self, step: int) -> None:
         """Start the step's batch of prompts in the background."""
 
-    def work(self, step: int) -> Iterator[Work]:
-        """Yield the unit's work of the step, each piece as soon as it can be done. A collective of the unit."""
+    def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
+        """Yield the unit's work of the step, each piece as soon as it can be done. A collective of the unit.
+
+        `prepare` may be called with a window before it is yielded, in a thread of its own.
+        """
 
     def heartbeat(self) -> None:
         """Send a sign of life during long work that asks for nothing. A collective of the unit.
@@ -97,6 +107,8 @@ class LiveRollouts:
         self._publisher = publisher
         self._config = config
         self._early = early
+        self._ahead = not early and bodies is None
+        """Whether a window is leased while the one before is trained."""
         self.prompt_position: int | None = None
         self.prompts: str | None = None
         """The fingerprint of the run's prompts; before `begin` that of a checkpoint, or None."""
@@ -143,26 +155,57 @@ class LiveRollouts:
         if not self._config.data.pushed:
             self._ranks.from_first(lambda: self._control.ask(messages.PutPrompts(step=step)))
 
-    def work(self, step: int) -> Iterator[Work]:
+    def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
         """Lease windows from the table until the units have trained all groups of the step.
 
-        The request for the next window acknowledges the last one, whose gradient is in: one round trip a window.
-        Raises DeadlineError if nothing comes for train.timeout_s of a step whose groups programs put.
+        While a window is trained, the next one is asked for, opened and prepared in a thread. A request acknowledges
+        the windows before whose gradient is in: mostly one round trip a window. Raises DeadlineError if nothing comes
+        for train.timeout_s of a step whose groups programs put.
         """
         done: tuple[int, ...] = ()
         last = time.monotonic()
+        coming: Future[tuple[messages.Work, Work]] | None = None
         while True:
-            reply = self._ranks.from_leader(partial(self._lease, step, done, last))
-            done = ()
+            if coming is None:
+                reply = self._ranks.from_leader(partial(self._lease, step, done, last))
+                opened = self._opened(reply)
+                done = ()
+            else:
+                done = self._acknowledge(step, done, coming)
+                reply, opened = coming.result()
+                coming = None
             if isinstance(reply, EndOfStep):
                 self.prompt_position = reply.prompt_position
                 return
-            if isinstance(reply, (Window, EarlyWork)):  # else a sign of life: ask again
-                yield self._opened(reply)
+            if isinstance(reply, Window) and self._ahead:
+                coming = _begin(partial(self._look_ahead, step, done, prepare))
+                done = ()
+            if opened:  # else a sign of life: ask again
+                yield opened
                 last = time.monotonic()
-                done = (reply.lease,) if isinstance(reply, Window) else ()
+                done += (reply.lease,) if isinstance(reply, Window) else ()
 
-    def _lease(self, step: int, done: tuple[int, ...], last: float) -> messages.Work:
+    def _look_ahead(self, step: int, done: tuple[int, ...], prepare: Prepare) -> tuple[messages.Work, Work]:
+        """Ask once for the next window, and prepare it. A collective of the unit's threads beside training."""
+        reply = self._ranks.from_leader_beside(partial(self._lease, step, done, time.monotonic(), ahead=True))
+        opened = self._opened(reply)
+        if isinstance(reply, Window):
+            prepare(cast(list[Group], opened))
+        return reply, opened
+
+    def _acknowledge(self, step: int, done: tuple[int, ...], coming: Future[Any]) -> tuple[int, ...]:
+        """Say what is trained while the request for the next window waits: it may wait for just that. Return what is
+        left to be said; the next request raises an error on all ranks of the unit, where this one would on one."""
+        if not self._ranks.leader or coming.done():
+            return done
+        unit = self._ranks.unit
+        try:
+            self._control.ask(messages.Lease(unit=unit, step=step, budget=0, done=done, consumer=self._ranks.name))
+        except MetronomeError:
+            return done
+        return ()
+
+    def _lease(self, step: int, done: tuple[int, ...], last: float, ahead: bool = False) -> messages.Work:
         """Return what the unit does next. A sign of life while the bodies of a window are being fetched."""
         limit = self._config.train.timeout_s
         if self._config.data.pushed and time.monotonic() - last > limit:
@@ -175,6 +218,7 @@ class LiveRollouts:
             budget=self._config.window_tokens,
             done=done,
             consumer=self._ranks.name,
+            ahead=ahead,
             early=self._early,
         )
         if bodies is None:
@@ -194,11 +238,12 @@ class LiveRollouts:
         self._control.ask(messages.Heartbeat(unit=self._ranks.unit))
         return StillWaiting()
 
-    def _opened(self, given: Window | EarlyWork) -> Work:
+    def _opened(self, given: messages.Work) -> Work:
+        """The groups or responses of a reply; [] of one that has none."""
         if isinstance(given, Window):
             weights = self._config.reward_weights
             return [open_group(row, given.batch, reward_weights=weights) for row in given.rows]
-        return list(map(open_landed, given.landed))
+        return list(map(open_landed, given.landed)) if isinstance(given, EarlyWork) else []
 
     def heartbeat(self) -> None:
         """Sent by the unit's leader."""
@@ -239,7 +284,7 @@ class ReplayedRollouts:
     def start(self, step: int) -> None:
         """Nothing to start."""
 
-    def work(self, step: int) -> Iterator[Work]:
+    def work(self, step: int, prepare: Prepare) -> Iterator[Work]:
         """Yield the unit's recorded work of the step in the recorded order, then wait until all units are done."""
         for work in self._replay.work(step):
             self._ranks.from_leader(partial(self._report_progress, step, False))
@@ -257,6 +302,20 @@ class ReplayedRollouts:
     def failed(self, error: MetronomeError) -> None:
         """Sent by the unit's leader."""
         _report_failure(error, self._control, self._ranks)
+
+
+def _begin(act: Callable[[], R]) -> Future[R]:
+    """Carry `act` out in a thread that nobody waits for when the process ends."""
+    found: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(act())
+        except BaseException as error:  # `result` raises it, of any kind
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="next window", daemon=True).start()
+    return found
 
 
 def _send_heartbeat(control: Connection, ranks: Ranks) -> None:

@@ -100,6 +100,8 @@ class Lease(Request[Work]):
     """Names of the columns to give; empty: all that the stage needs."""
     consumer: str = ""
     """Name of a program outside, for messages."""
+    ahead: bool = False
+    """Whether the unit still trains its last window. It gets none that another unit would begin sooner."""
     early: bool = False
     """Whether the stage scores responses early (`EarlyWork`)."""
     fetches: bool = False

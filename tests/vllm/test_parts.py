@@ -1,7 +1,6 @@
 """Parts of the vLLM instance that need no vLLM:
-who asks for the version when, the launcher's command, a worker's groups."""
+the launcher's command, a worker's groups."""
 
-import asyncio
 import contextlib
 import os
 import re
@@ -18,7 +17,6 @@ import torch
 from engine.errors import BadInput, TransferError
 from engine.instance.vllm import serve, session
 from engine.instance.vllm.heads import widen
-from engine.instance.vllm.weight_version import WeightVersionReader
 from engine.instance.vllm.worker_extension import WorkerExtension
 from engine.run import vllm_command as commands
 from engine.run.commands import instance_command
@@ -28,48 +26,6 @@ from support.late_communicator import late
 from support.runs import ROOT
 from support.tiny_models import save
 from support.vllm_instance import config, packed
-
-
-class Workers:
-    """Hold a version; a reading takes until it is let go."""
-
-    def __init__(self):
-        self.version = 0
-        self.readings = 0
-        self.let = asyncio.Event()
-
-    async def read(self):
-        self.readings += 1
-        version = self.version
-        await self.let.wait()
-        return version
-
-
-async def test_a_reading_that_began_before_the_reply_does_not_count_for_it():
-    workers = Workers()
-    version = WeightVersionReader(workers.read)
-    early = asyncio.create_task(version.after())
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert workers.readings == 1
-    workers.version = 1
-    late = [asyncio.create_task(version.after()) for _ in range(5)]
-    await asyncio.sleep(0.01)
-    workers.let.set()
-    assert await early == 0
-    assert [await each for each in late] == [1] * 5
-    assert workers.readings == 2  # all five shared the second
-    assert await version.before() == 1
-    assert workers.readings == 2
-
-
-async def test_a_request_around_an_update_sees_two_versions():
-    workers = Workers()
-    workers.let.set()
-    version = WeightVersionReader(workers.read)
-    before = await version.before()
-    workers.version = 1
-    assert (before, await version.after(), await version.before()) == (0, 1, 1)
 
 
 class Layer(torch.nn.Module):

@@ -18,11 +18,10 @@ from engine.client.connection import Connection
 from engine.client.publish.background import Background
 from engine.client.publish.host_copies import HostCopies
 from engine.client.publish.send_pipeline import SendPipeline
-from engine.client.publish.transports import Snapshots, Transport, open_transport
+from engine.client.publish.transports import Snapshots, Transport, address_of, open_transport
 from engine.client.ranks import Ranks
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
-from engine.wire.address import split_address
 from engine.wire.message import Done, Failure
 from engine.wire.sync_messages import (
     AbortSync,
@@ -38,13 +37,11 @@ from engine.wire.sync_messages import (
     VerifySync,
 )
 from engine.wire.weights.buckets import DTYPES, Bucket, Buffers, pack, small_first, span
-from engine.wire.weights.groups import own_address
 
 ATTEMPTS = 6
 """Attempts of a publish; the run stops if an instance fails in each of them."""
 UNDER_WAY = 3
-"""Buckets in memory: one that is gathered, one that is written or sent, one that the instances load or that is
-copied."""
+"""Buckets in memory: one is gathered, one is written or sent, one is copied, or loaded by the instances."""
 UNFINISHED = "a snapshot of the weights was not finished"
 """Message of the DeadlineError of a snapshot, before the seconds."""
 HOST = torch.device("cpu")
@@ -151,11 +148,7 @@ class Publisher:
             connection=connection,
             ranks=ranks,
             transport=partial(
-                open_transport,
-                weights.transport,
-                config.rollout.timeout_s,
-                device,
-                address=partial(own_address, interface=weights.interface, towards=_network_host(config)),
+                open_transport, weights.transport, config.rollout.timeout_s, device, address=address_of(config)
             ),
             folder=folder,
             dtype=DTYPES[config.model.dtype],
@@ -396,15 +389,6 @@ class Publisher:
     def _all_succeeded(self, outcome: Outcome) -> bool:
         """Return whether all ranks succeeded, False to begin again. Raises a rank's error on all of them."""
         return _all_succeeded(self._ranks.gather(outcome))
-
-
-def _network_host(config: Config) -> str:
-    """A host on the network of the run: that of the rendezvous, or the address at which the one node listens."""
-    several = config.parallel.nodes > 1
-    address, key = (
-        (config.parallel.rendezvous, "parallel.rendezvous") if several else (config.rollout.listen, "rollout.listen")
-    )
-    return split_address(address, key)[0]
 
 
 def _all_succeeded(outcomes: list[Outcome]) -> bool:

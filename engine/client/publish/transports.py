@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from engine.config import Config
 from engine.errors import MetronomeError
+from engine.wire.address import split_address
 from engine.wire.sync_messages import BucketInfo, MeetingPlace
 from engine.wire.weights import bucket_file
 from engine.wire.weights.backends import group_device, use_device
@@ -19,6 +22,15 @@ from engine.wire.weights.groups import BroadcastGroup, Rendezvous, Transfer, own
 
 Address = Callable[[bool], str]
 """Gives this machine's address for the members of a group; its argument: whether all are on this machine."""
+
+
+def address_of(config: Config) -> Address:
+    """That of this machine on the network of the run: towards the rendezvous, or where the one node listens."""
+    several = config.parallel.nodes > 1
+    address, key = (
+        (config.parallel.rendezvous, "parallel.rendezvous") if several else (config.rollout.listen, "rollout.listen")
+    )
+    return partial(own_address, interface=config.weights.interface, towards=split_address(address, key)[0])
 
 
 class Transport(Protocol):

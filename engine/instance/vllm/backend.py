@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -13,12 +12,9 @@ from engine.instance.protocol import Completion, RequestLimits
 from engine.instance.refusals import Conflict, Refusal
 from engine.instance.replies import Result
 from engine.instance.vllm import sampling
-from engine.instance.vllm.weight_version import WeightVersionReader
 from engine.model.shape import end_of_sequence_ids, read_shape
 from engine.types import JsonObject
 
-LOAD_S = 0.5
-"""Seconds GET /load waits for the workers' version; then it gives the last known one, since a busy engine lives too."""
 DRAIN_S = 60.0
 """Seconds a pause waits for the replies to requests that vLLM has ended."""
 
@@ -28,7 +24,11 @@ MAX_POLL_S = 0.02
 
 
 class VllmBackend:
-    """A Backend: vLLM's engine, whether it is paused, and the completions under way."""
+    """A Backend: vLLM's engine, whether it is paused, and the completions under way.
+
+    Weights change only while no completion is under way, and the workers are asked for their version when an update
+    ends, in whatever way. So all tokens of a completion are of the version that is known when it is admitted.
+    """
 
     def __init__(self, engine: Any, routes: bool = False) -> None:  # noqa: ANN401
         """`engine`: vLLM's EngineClient; `routes`: whether it keeps the experts of each token."""
@@ -44,7 +44,8 @@ class VllmBackend:
         self.world_size: int = config.parallel_config.world_size_across_dp
         self._engine = engine
         self._seats = config.scheduler_config.max_num_seqs
-        self._version = WeightVersionReader(self._read_version)
+        self._version = 0
+        """The version that the workers held after the last update: their weights are from disk at first."""
         self._paused = False
         self._draining = 0  # pauses under way
         self._held: set[asyncio.Future[bool]] = set()
@@ -53,7 +54,7 @@ class VllmBackend:
         self._running = self._generated = self._prefills = self._jobs = 0
         self._updating = False
         self._mixed = False
-        """Whether some weights are new and an update that failed has not given them a version."""
+        """Whether the workers may hold other weights than those of the version: an update failed."""
         self._control = asyncio.Lock()
         self._numbers = itertools.count()
 
@@ -63,19 +64,16 @@ class VllmBackend:
         """Sample one response. Raise Conflict after a weight update that failed half-way."""
         self.check_whole()
         if not await self._wait_for_admission():
-            return Result(token_ids=[], logprobs=[], finish_reason="abort", version=self._version.known)
+            return Result(token_ids=[], logprobs=[], finish_reason="abort", version=self._version)
         self._running += 1
         self._idle.clear()
         try:
-            before = await self._version.before()
             output = await self._generate(asked)
-            after = await self._version.after()
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
-        experts = self._experts if asked.routes else None
-        result = sampling.result(output, after, before if before != after else None, experts)
+        result = sampling.result(output, self._version, self._experts if asked.routes else None)
         self._generated += len(result.token_ids)
         self._prefills += bool(result.token_ids) and not output.num_cached_tokens
         return result
@@ -123,20 +121,17 @@ class VllmBackend:
 
     async def weight_version(self) -> int:
         """Return the version of the last finished update, from the workers."""
-        return await self._version.after()
+        return await self._read_version()
 
     async def load(self) -> dict[str, int]:
-        """Return the figures. The version is the last known one if the engine is too busy to answer."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOAD_S):
-                await self._version.after()
+        """Return the figures."""
         running = min(self._running, self._seats)
         return {
             "running": running,
             "waiting": len(self._held) + self._running - running,
             "prefills": self._prefills,
             "generated_tokens": self._generated,
-            "weight_version": self._version.known,
+            "weight_version": self._version,
         }
 
     async def metrics(self) -> bytes:
@@ -213,14 +208,18 @@ class VllmBackend:
 
     async def finish_update(self, version: int) -> None:
         """End the update in every worker: its weights are this version."""
-        await self._update_step(lambda: self._call_workers("finish", version))
+        await self._update_step(lambda: self._finish(version))
+
+    async def _finish(self, version: int) -> None:
+        await self._call_workers("finish", version)
+        self._version = await self._read_version()
         self._updating = self._mixed = False
-        await self._version.after()
 
     async def _update_step(self, step: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Carry out a step of the update. Raise Conflict if none is under way.
 
-        A refused step ends the update in all workers, also in those that did not refuse it.
+        A refused step ends the update in all workers, also in those that did not refuse it. What they hold then they
+        are asked: some may have ended the update with its new version.
         """
         async with self._control:
             if not self._updating:
@@ -229,10 +228,15 @@ class VllmBackend:
                 await step()
             except Refusal:
                 self._updating = False
+                self._mixed = True  # also if this is cut off
                 await self._call_workers("abort")
-                self._mixed = any(state["damaged"] for state in await self._call_workers("state"))
+                states = await self._call_workers("state")
+                versions = {state["weight_version"] for state in states}
+                self._mixed = len(versions) > 1 or any(state["damaged"] for state in states)
                 if self._mixed:
                     self._release_held(admitted=False)
+                else:
+                    self._version = versions.pop()
                 raise
 
     async def _run_job(self, kind: str, info: JsonObject) -> None:

@@ -45,7 +45,7 @@ def _request_seed(seed: int, continued: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {continued}".encode()).digest()[:8], "big") >> 1
 
 
-def result(output: Any, version: int, earlier: int | None, experts: Experts | None = None) -> Result:  # noqa: ANN401
+def result(output: Any, version: int, experts: Experts | None = None) -> Result:  # noqa: ANN401
     """Return the result in vLLM's RequestOutput. It lacks the prompt's log-probabilities if the request was aborted
     before they were computed. `experts`: the model's, if the tokens' are asked for."""
     sampled = output.outputs[0]
@@ -57,7 +57,6 @@ def result(output: Any, version: int, earlier: int | None, experts: Experts | No
         finish_reason=sampled.finish_reason,
         version=version,
         prompt_logprobs=_logprobs(scores[1:], output.prompt_token_ids[1:]) if scores else None,
-        earlier=earlier,
         routes=_routes(sampled.routed_experts, experts) if experts and tokens else None,
     )
 

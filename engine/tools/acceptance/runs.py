@@ -29,10 +29,11 @@ from engine.types import JsonObject
 
 SMALL = WarmUp()
 """The quickstart's sizes: 1 million parameters."""
-MEDIUM = WarmUp(hidden=512, layers=4, heads=8, kv_heads=4, head_dim=64, intermediate=1536, init_std=0.02)
-"""13 million parameters, for a CPU."""
-LARGE = WarmUp(hidden=2048, layers=6, heads=16, kv_heads=8, head_dim=128, intermediate=6144, init_std=0.02)
-"""Six layers of Qwen3-1.7B's sizes: 303 million parameters, for a device."""
+MEDIUM = WarmUp(hidden=512, layers=4, heads=8, kv_heads=4, head_dim=64, intermediate=1536, init_std=3 / 512**0.5)
+"""13 million parameters, for a CPU. Its logits have a standard deviation of 3, as those of trained models have: with
+flat ones two engines in bf16 would agree far better than they do on a trained model."""
+LARGE = WarmUp(hidden=2048, layers=6, heads=16, kv_heads=8, head_dim=128, intermediate=6144, init_std=3 / 2048**0.5)
+"""Six layers of Qwen3-1.7B's sizes: 303 million parameters, for a device. Logits as those of `MEDIUM`."""
 STOP_S = 9.0
 """Seconds in which the launcher must end its own children; then it is killed, and they end by their lifelines."""
 LOOK_S = 0.1

@@ -15,6 +15,7 @@ from engine.run.limits import Limit, limits
 from engine.run.memory import Need, Room, host_bytes, instance_need, readable, trainer_need
 from engine.run.sizes import total_parameters
 from engine.tools.dry_run.known_models import shape_of
+from engine.tools.dry_run.roofline import rows_of
 
 
 @dataclass(frozen=True)
@@ -149,14 +150,16 @@ def _device_sum(made: RunPlan) -> str:
 
 def sections(made: RunPlan) -> dict[str, dict[str, str]]:
     """The plan as titled two-column tables."""
-    return {
+    tables = {
         "Model": _model(made),
         "Devices": {"in all": f"{_device_sum(made)} = {made.devices}", **dict(_spare(made))},
         f"Memory of a {made.trainer.who}": _terms(made.trainer) | _host(made),
         f"Memory of a {made.instance.who}": _terms(made.instance) | _cache(made.cache),
         "A step": _step(made),
+        "Estimated MFU, not measured": rows_of(made.shape, made.config),
         "Limits of this machine": _limits(made),
     }
+    return {title: rows for title, rows in tables.items() if rows}
 
 
 def _model(made: RunPlan) -> dict[str, str]:

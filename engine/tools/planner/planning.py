@@ -10,10 +10,11 @@ from engine.config import Config
 from engine.errors import BadInput
 from engine.model.shape import ModelShape
 from engine.tools.dry_run.known_models import shape_of
+from engine.tools.dry_run.roofline import DEVICES, Device
 from engine.tools.planner.calibration import MeasuredRun, fitted, read_run
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.priors import DEVICES, Device, on_cores, prior, scaled
+from engine.tools.planner.priors import on_cores, prior, scaled
 from engine.tools.planner.search import (
     OWN_LAYOUT,
     SIMULATED,

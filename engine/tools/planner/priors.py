@@ -3,44 +3,15 @@ assumptions, and only ratios between layouts of one device are used where a run 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from engine.config import Config
 from engine.model.shape import ModelShape
 from engine.run.memory import BYTES, frozen_copies
 from engine.run.sizes import rank_parameters, total_parameters
+from engine.tools.dry_run.roofline import Device
 from engine.tools.planner.costs import Costs
 
-
-@dataclass(frozen=True)
-class Device:
-    """Figures of one device, as its maker publishes them (dense bf16, no sparsity)."""
-
-    name: str
-    platform: Literal["cuda", "npu"]
-    """Its value of `platform.device`."""
-    flops: float
-    """Peak FLOP/s in bf16."""
-    bandwidth: float
-    """Bytes/s of its memory."""
-    memory_gib: float
-    link: float
-    """Bytes/s between two devices of a node, one direction."""
-
-
-DEVICES: Mapping[str, Device] = {
-    device.name: device
-    for device in (
-        # HCCS: 392 GB/s over seven links, both ways
-        Device(name="910b", platform="npu", flops=376e12, bandwidth=1.6e12, memory_gib=64, link=28e9),
-        Device(name="910c", platform="npu", flops=752e12, bandwidth=3.2e12, memory_gib=128, link=196e9),
-        Device(name="a100", platform="cuda", flops=312e12, bandwidth=2.0e12, memory_gib=80, link=300e9),
-        Device(name="h100", platform="cuda", flops=989e12, bandwidth=3.35e12, memory_gib=80, link=450e9),
-        Device(name="h200", platform="cuda", flops=989e12, bandwidth=4.8e12, memory_gib=141, link=450e9),
-    )
-}
 TRAINING = 0.35
 """Share of the peak that matrix products of training reach (an assumption)."""
 DECODING = 0.4
@@ -72,7 +43,8 @@ def prior(shape: ModelShape, config: Config, device: Device) -> Costs:
     stage = rank_parameters(shape, parallel, 0).total
     split = parallel.data if config.train.distributed_optimizer else 1
     # two all-reduces in each layer's forward pass and two in its backward pass, of a token's hidden state
-    exchanged = 4 * shape.layers * shape.hidden * size * 2 * (parallel.tensor - 1) / parallel.tensor / device.link
+    crossing = 4 * shape.layers * shape.hidden * size * 2 * (parallel.tensor - 1) / parallel.tensor
+    exchanged = crossing / device.to_others(parallel.tensor)
     reduced = 4 * stage * 2 * (parallel.data - 1) / parallel.data / NETWORK
     return Costs(
         decode_step=total * 2 / tensor / (device.bandwidth * READING)

@@ -148,3 +148,25 @@ def test_bad_files(tmp_path):
     broken.write_text("[train\nsteps = 3")
     with pytest.raises(BadInput, match=r"broken\.toml: not valid TOML.*line 1"):
         load(broken)
+
+
+def test_a_variant_has_its_bases_values_but_for_its_own(tmp_path):
+    (tmp_path / "wide.toml").write_text("[train]\nsteps = 3\n[parallel]\ntensor = 2\ndata = 2\n")
+    (tmp_path / "narrow.toml").write_text('base = "wide.toml"\n[parallel]\ntensor = 1\n')
+    config = load(tmp_path / "narrow.toml", ["parallel.data=4"])
+    assert (config.train.steps, config.parallel.tensor, config.parallel.data) == (3, 1, 4)
+    assert config.run.name.startswith("narrow-")
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ('"none.toml"', "recipe .*none.toml: no such file"),
+        ('"variant.toml"', "its base .*variant.toml is a variant itself; name a recipe without a base"),
+        ("3", "base = 3: must be a text, the file name of a recipe in the same folder"),
+    ],
+)
+def test_a_base_is_a_recipe_of_its_own(tmp_path, base, said):
+    (tmp_path / "variant.toml").write_text(f"base = {base}\n")
+    with pytest.raises(BadInput, match=said):
+        load(tmp_path / "variant.toml")

@@ -304,3 +304,14 @@ def test_every_group_is_trained_once_and_prompt_order_ignores_arrival(arrival, h
     assert sorted(sum(windows["arrival"], [])) == list(range(6))
     size = max(1, budget // 5)
     assert sorted(windows["prompt_order"]) == [list(range(6))[at : at + size] for at in range(0, 6, size)]
+
+
+def test_a_unit_at_work_gets_a_window_ahead_only_while_windows_have_their_full_size():
+    ledger = ledger_of(10, ready=range(10), units=2)  # five tokens each
+    assert ledger.take(0, 10, ahead=True) == [0, 1]
+    assert ledger.take(0, 10, ahead=True) == [2, 3]  # the 40 tokens left were two windows of each unit
+    assert ledger.take(0, 10, ahead=True) == []
+    assert ledger.take(1, 10) == [4]
+    assert ledger_of(1, ready=[0]).take(0, 10, ahead=True) == [0]  # nobody else would train it sooner
+    ordered = ledger_of(2, ready=range(2), order="prompt_order", units=2)
+    assert ordered.take(1, ONE, ahead=True) == [1]  # whose it is stands before

@@ -102,6 +102,16 @@ def test_positions_come_from_the_layout_and_stay_fp32():
     torch.testing.assert_close(tables[0, 4, 0, 0, :8], (3 * frequencies(PLAIN)).cos(), rtol=0, atol=0)
 
 
+def test_a_model_in_bf16_gets_tables_that_are_rounded_once():
+    positions = torch.tensor([0, 1, 2, 90])
+    tables = RotaryAtPositions(PLAIN, torch.bfloat16)(positions)
+    exact = RotaryAtPositions(PLAIN)(positions)
+    assert tables.dtype == torch.bfloat16
+    assert torch.equal(tables, exact.bfloat16())
+    queries = torch.randn(4, 1, 4, 16, dtype=torch.bfloat16)
+    assert torch.equal(rotate(queries, tables), rotate(queries, exact))
+
+
 def test_turned_queries_and_their_gradient_are_those_of_transformers():
     torch.manual_seed(0)
     shape = shape_of(16, 10000.0, STRETCHED[1])

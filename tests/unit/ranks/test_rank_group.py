@@ -67,7 +67,7 @@ def test_places(told, layout):
 def test_a_unit_hears_its_leader_and_everyone_the_first(told, layout):
     units, leaders, *_ = PLACES[layout]
     for number, rank in enumerate(told[layout]):
-        assert rank["from_leader"] == leaders[units[number]]
+        assert rank["from_leader"] == rank["from_leader_beside"] == leaders[units[number]]
         assert rank["from_first"] == 0
         assert [message["rank"] for message in rank["gathered"]] == list(range(WORLD))
         assert [len(message["text"]) for message in rank["gathered"]] == [1, 10, 100, 1000]
@@ -159,6 +159,7 @@ def _said(lockstep):
     }
     return places | {
         "from_leader": ranks.from_leader(lambda: CheckpointDue(True, ranks.rank)).updates,
+        "from_leader_beside": ranks.from_leader_beside(lambda: CheckpointDue(True, ranks.rank)).updates,
         "from_first": ranks.from_first(lambda: CheckpointDue(True, ranks.rank)).updates,
         "gathered": [{"rank": one.bucket, "text": one.transport} for one in ranks.gather(mine)],
         "failed": tried(ranks.from_leader, fail),

@@ -87,7 +87,7 @@ class Rollouts:
         self.calls.append(("verify", version, model.probe([1, 2])))
         time.sleep(self._seconds)
 
-    def work(self, step):
+    def work(self, step, prepare):
         yield from self._work
 
     def settle(self):

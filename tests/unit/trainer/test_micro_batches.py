@@ -150,3 +150,18 @@ def test_without_a_kl_term_the_column_is_no_part_of_the_loss(settings):
         policy.accumulate([group])
         found.append(gradients(policy, 2))
     assert all(torch.equal(found[1][name], grad) for name, grad in found[0].items())
+
+
+def test_a_window_that_was_packed_before_gives_the_same_gradient(settings):
+    window = [a_group(seed=1), a_group((4, 0, 16, 1), index=1, seed=2)]
+    found = []
+    for ahead in (False, True):
+        policy = a_policy(settings, train__micro_batch_tokens=20)
+        policy.start_step()
+        if ahead:
+            policy.prepare(window)
+            policy.credit = None  # nothing is left to be packed
+            policy.sums.add_window = lambda window: None
+        policy.accumulate(window)
+        found.append(gradients(policy, 8))
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())

@@ -1,14 +1,19 @@
 """Where the loop's groups come from."""
 
+import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from engine.client.ranks import OneRank
-from engine.errors import DeadlineError
+from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.trainer.rollouts import LiveRollouts
-from engine.wire.messages import StillWaiting
+from engine.wire.messages import EndOfStep, Lease, StillWaiting, Window
+from support.planes import conduct  # noqa: F401
 from support.runs import config_of
+
+GROUPS = 12
 
 
 def test_groups_that_no_program_puts_are_missed_by_name():
@@ -16,4 +21,93 @@ def test_groups_that_no_program_puts_are_missed_by_name():
     nobody = SimpleNamespace(ask=lambda request: StillWaiting())
     rollouts = LiveRollouts(control=nobody, ranks=OneRank(), publisher=None, config=config)
     with pytest.raises(DeadlineError, match=r"no program has put a group of step 3 in 0.05 s \(train.timeout_s\)"):
-        next(rollouts.work(3))
+        next(rollouts.work(3, prepare=lambda window: None))
+
+
+class Asked:
+    """A connection to a plane that runs in the event loop of the test."""
+
+    def __init__(self, plane):
+        self.plane = plane
+        self._loop = asyncio.get_running_loop()
+        self.leases = []
+
+    def ask(self, request):
+        if isinstance(request, Lease):
+            self.leases.append(request)
+        return asyncio.run_coroutine_threadsafe(self.plane.answer(request), self._loop).result(10)
+
+
+class Ahead:
+    """Notes which groups are prepared, and by which thread."""
+
+    def __init__(self, failing=None):
+        self.groups = []
+        self.threads = set()
+        self.failing = failing
+        self.came = threading.Condition()
+
+    def __call__(self, window):
+        with self.came:
+            self.groups += [group.index for group in window]
+            self.threads.add(threading.current_thread())
+            self.came.notify_all()
+        if self.failing in self.groups:
+            raise BadInput("my_advantage failed")
+
+    def wait_for(self, count):
+        with self.came:
+            assert self.came.wait_for(lambda: len(self.groups) >= count, 10)
+
+
+@pytest.fixture
+async def asked(conduct):  # noqa: F811
+    """A plane with all groups of a step of two units; each window has one group, of nine tokens."""
+    plane, come = await conduct(GROUPS)
+    for index in range(GROUPS):
+        come.put_nowait(index)
+    return Asked(plane)
+
+
+def rollouts_of(asked):
+    config = config_of({"train.micro_batch_tokens": 9})
+    return LiveRollouts(control=asked, ranks=OneRank(), publisher=None, config=config)
+
+
+async def test_the_next_window_is_leased_and_prepared_while_one_is_trained(asked):
+    ahead = Ahead()
+
+    def train():
+        trained = []
+        for window in rollouts_of(asked).work(0, ahead):
+            trained += [group.index for group in window]
+            if len(trained) == 1:
+                ahead.wait_for(1)  # and the first window is not trained yet
+                assert not any(lease.done for lease in asked.leases)
+        return trained
+
+    async def other_unit():
+        done = ()
+        while not isinstance(reply := await asked.plane.answer(Lease(step=0, unit=1, budget=9, done=done)), EndOfStep):
+            done = (reply.lease,) if isinstance(reply, Window) else ()
+            await asyncio.sleep(0.01)
+
+    trained, _ = await asyncio.gather(asyncio.to_thread(train), other_unit())
+    assert set(ahead.groups) <= set(trained)
+    assert threading.main_thread() not in ahead.threads
+    assert len(set(trained)) == len(trained)
+    said = [number for lease in asked.leases for number in lease.done]
+    assert sorted(set(said)) == sorted(said)
+    assert len(said) == len(trained)
+
+
+async def test_a_mistake_in_what_is_prepared_ends_the_step_once_the_window_before_is_trained(asked):
+    trained = []
+
+    def train():
+        for window in rollouts_of(asked).work(0, Ahead(failing=1)):
+            trained.extend(group.index for group in window)
+
+    with pytest.raises(MetronomeError, match="my_advantage failed"):
+        await asyncio.to_thread(train)
+    assert trained == [0]

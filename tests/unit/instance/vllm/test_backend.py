@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine.instance.http import InstanceApp
+from engine.instance.refusals import Conflict, Refusal
 from engine.instance.vllm.backend import VllmBackend
 from support.tiny_models import save
 
@@ -19,7 +20,7 @@ ASKED = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
 
 
 class Engine:
-    """Answers when it is let; its worker's weights are a version and whether they are whole."""
+    """Answers when it is let; the weights of its two workers are a version and whether they are whole."""
 
     def __init__(self, folder):
         (folder / "config.json").write_text(json.dumps({"eos_token_id": 1}))
@@ -33,8 +34,11 @@ class Engine:
         self.asked = []
         self.dropped = []
         self.logprob = -0.5
-        self.state = {"weight_version": 0, "damaged": False, "updating": False}
+        self.workers = [{"weight_version": 0, "damaged": False, "updating": False} for _ in range(2)]
         self.refuses = None
+        self.refusing = (0, 1)
+        self.calls = []
+        self.hangs = None
         self.dies = False
         self.routed = None
 
@@ -84,11 +88,18 @@ class Engine:
 
     async def collective_rpc(self, method, args):
         action, argument = args
-        if action == self.refuses:
-            return [{"error": "model.norm was corrupted on its way", "kind": "BadRequestError", "status": 400}]
+        self.calls.append(action)
+        answers = [self.answer(number, action, argument) for number in range(len(self.workers))]
+        if action == self.hangs:
+            await asyncio.get_running_loop().create_future()
+        return answers
+
+    def answer(self, number, action, argument):
+        if action == self.refuses and number in self.refusing:
+            return {"error": "model.norm was corrupted on its way", "kind": "BadRequestError", "status": 400}
         if action == "finish":
-            self.state |= {"weight_version": argument, "damaged": False}
-        return [{"result": {"state": dict(self.state), "poll": True}.get(action)}]
+            self.workers[number] |= {"weight_version": argument, "damaged": False}
+        return {"result": {"state": dict(self.workers[number]), "poll": True}.get(action)}
 
 
 class Params:
@@ -183,13 +194,91 @@ async def test_an_instance_without_routes_refuses_to_be_asked_for_them(client):
     assert "routes = 1; it must be true or false" in answer["error"]["message"]
 
 
-async def test_a_version_that_changes_meanwhile_is_seen_in_the_reply(client, engine):
+async def updated(client, version, status=200):
+    await post(client, "/pause")
+    await post(client, "/start_weight_update")
+    await post(client, "/update_weights", update_info={"transport": "base"})
+    await post(client, "/finish_weight_update", status=status, weight_version=version)
+
+
+async def completed(client, engine):
     task = begin(client)
     await runs(engine, 1)
-    engine.state["weight_version"] = 4
     engine.end()
-    reply = await task
-    assert (reply["weight_version"], reply["weight_versions"]) == (4, [[0, 0], [1, 4]])
+    return await task
+
+
+async def test_a_response_has_the_version_of_the_last_update_and_asks_no_worker(client, engine):
+    assert (await completed(client, engine))["weight_versions"] == [[0, 0]]
+    await updated(client, 4)
+    await post(client, "/resume")
+    engine.calls.clear()
+    replies = [await completed(client, engine) for _ in range(3)]
+    assert [reply["weight_versions"] for reply in replies] == [[[0, 4]]] * 3
+    await until(client, weight_version=4)
+    assert engine.calls == []
+
+
+async def test_no_update_begins_under_a_response(client, engine):
+    task = begin(client)
+    await runs(engine, 1)
+    draining = asyncio.create_task(post(client, "/pause?mode=wait"))
+    await until(client, running=1)
+    await post(client, "/start_weight_update", status=409)
+    assert "start" not in engine.calls
+    engine.end()
+    assert (await task)["weight_versions"] == [[0, 0]]
+    await draining
+
+
+async def test_workers_of_two_versions_answer_nothing_until_a_whole_update(client, engine):
+    """A refused end of an update: the first worker has ended it, and the second has loaded nothing."""
+    engine.refuses = "finish"
+    engine.refusing = (1,)
+    await updated(client, 4, status=400)
+    await post(client, "/resume", status=409)
+    assert "half-way" in (await post(client, "/v1/completions", status=409, **ASKED))["error"]["message"]
+    await post(client, "/start_weight_update")
+    engine.refuses = None
+    await post(client, "/update_weights", update_info={"transport": "base"})
+    await post(client, "/finish_weight_update", weight_version=5)
+    await post(client, "/resume")
+    assert (await completed(client, engine))["weight_versions"] == [[0, 5]]
+
+
+@pytest.mark.parametrize("action", ["finish", "state"])
+async def test_the_version_is_right_after_an_end_of_an_update_that_nobody_waited_for(engine, action):
+    """The workers have ended the update, but the call is cut off before they have said so."""
+    backend = VllmBackend(engine)
+    await backend.pause(abort=False)
+    await backend.start_update()
+    engine.hangs = action
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await backend.finish_update(4)
+    engine.hangs = None
+    with pytest.raises(Conflict, match="unfinished"):
+        await backend.resume()
+    engine.refuses = "finish"  # as the workers do: their update has ended
+    with pytest.raises(Refusal):
+        await backend.finish_update(4)
+    await backend.resume()
+    assert (await backend.load())["weight_version"] == 4
+
+
+async def test_an_abort_that_is_cut_off_leaves_weights_that_nobody_trusts(engine):
+    backend = VllmBackend(engine)
+    await backend.pause(abort=False)
+    await backend.start_update()
+    engine.refuses = "finish"
+    engine.hangs = "abort"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await backend.finish_update(4)
+    with pytest.raises(Conflict, match="unfinished"):
+        await backend.resume()
+    with pytest.raises(Conflict, match="half-way"):
+        backend.check_whole()
 
 
 async def test_a_pause_holds_back_and_an_abort_also_ends_what_is_held(client, engine):
@@ -222,7 +311,7 @@ async def test_a_mixture_of_weights_answers_nothing_until_a_whole_update(client,
     held = begin(client)
     await until(client, waiting=1)
     engine.refuses = "begin"
-    engine.state["damaged"] = True
+    engine.workers[1]["damaged"] = True
     error = await post(client, "/update_weights", status=400, update_info={"transport": "base"})
     assert "model.norm" in error["error"]["message"]
     assert (await held)["choices"][0]["finish_reason"] == "abort"

@@ -34,12 +34,7 @@ PERIODIC = AIME24 | {  # §6.1, §6.2; shared prompts: the revision's §6.2, "is
     "train.betas": [0.9, 0.95],
     "rollout.instances": 0,  # all of them join, from other nodes than the trainer's
 }
-QWEN3_8B = PERIODIC | {  # §6.2: TP = 8 and PP = 1, inference instances with TP = 2
-    "model.path": "Qwen/Qwen3-8B",
-    "parallel.tensor": 8,
-    "parallel.pipeline": 1,
-    "rollout.tensor": 2,
-}
+QWEN3_8B = PERIODIC | {"model.path": "Qwen/Qwen3-8B", "rollout.tensor": 2}  # §6.2: inference instances with TP = 2
 GAC = {  # Table 2 and C.1
     "train.prompts_per_step": 256,
     "rollout.group_size": 8,
@@ -73,31 +68,25 @@ ASYNCFLOW = {  # §6.1, §4.2.2
 STATED = {
     "periodic-qwen3-8b-16npu": QWEN3_8B
     | {  # §6.2 and Table 1
-        "parallel.data": 1,
         "dry_run.joining": 4,
         "platform.devices": 16,
         "train.steps": 100,
     },
     "periodic-qwen3-8b-32npu": QWEN3_8B
     | {  # Table 3
-        "parallel.data": 2,
         "dry_run.joining": 8,
         "platform.devices": 32,
         "train.steps": 20,
     },
     "periodic-qwen3-8b-64npu": QWEN3_8B
     | {  # Table 3
-        "parallel.data": 4,
         "dry_run.joining": 16,
         "platform.devices": 64,
         "train.steps": 20,
     },
     "periodic-r1-distill-32b-48npu": PERIODIC
-    | {  # §6.2: 32 NPUs train with TP = 8 and PP = 4, 16 generate with TP = 4
+    | {  # §6.2: 32 NPUs train, 16 generate with TP = 4
         "model.path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
-        "parallel.tensor": 8,
-        "parallel.pipeline": 4,
-        "parallel.data": 1,
         "dry_run.joining": 4,
         "rollout.tensor": 4,
         "platform.devices": 48,
@@ -127,8 +116,6 @@ STATED = {
         "train.updates": 16,
         "train.weight_decay": 0.1,
         "train.betas": [0.9, 0.999],
-        "parallel.tensor": 2,
-        "parallel.pipeline": 2,
         "parallel.nodes": 2,
         "rollout.tensor": 2,
         "rollout.devices": [6, 7],
@@ -146,6 +133,19 @@ STATED = {
     "gac-llama-3.2-3b": GAC | {"model.path": "meta-llama/Llama-3.2-3B-Instruct"},
     "asyncflow-qwen2.5-7b-32npu": ASYNCFLOW | {"model.path": "Qwen/Qwen2.5-7B", "platform.devices": 32},
     "asyncflow-qwen2.5-32b-512npu": ASYNCFLOW | {"model.path": "Qwen/Qwen2.5-32B", "platform.devices": 512},
+}
+
+
+LAYOUTS = {  # tensor, pipeline, data
+    "periodic-qwen3-8b-16npu": (8, 1, 1),  # §6.2: TP = 8 and PP = 1
+    "periodic-qwen3-8b-32npu": (8, 1, 2),  # and Table 3: training instances
+    "periodic-qwen3-8b-64npu": (8, 1, 4),
+    "periodic-r1-distill-32b-48npu": (8, 4, 1),  # §6.2: TP = 8 and PP = 4
+    "one-step-off-qwen2.5-math-7b": (2, 2, 3),
+}
+STATED |= {
+    f"{name}-paper": STATED[name] | {"parallel.tensor": tensor, "parallel.pipeline": pipeline, "parallel.data": data}
+    for name, (tensor, pipeline, data) in LAYOUTS.items()
 }
 
 

@@ -88,8 +88,8 @@ def test_ranks_hold_the_model_together(name, tensor, pipeline):
     assert held == total_parameters(shape) + (tensor - 1) * norms + copy
 
 
-BASE = "periodic-qwen3-8b-16npu"
-LARGE = "periodic-r1-distill-32b-48npu"
+BASE = "periodic-qwen3-8b-16npu-paper"
+LARGE = "periodic-r1-distill-32b-48npu-paper"
 NODE = "gac-qwen3-8b"
 SHORT = "too little memory on a trainer rank"
 
@@ -171,7 +171,7 @@ def test_all_reasons_are_given_at_once():
 
 def test_recomputation_offload_and_shared_states_need_less():
     def trainer(*overrides):
-        return plan(recipe("periodic-qwen3-8b-32npu", "platform.memory_gib=640", *overrides)).trainer.total
+        return plan(recipe("periodic-qwen3-8b-32npu-paper", "platform.memory_gib=640", *overrides)).trainer.total
 
     plain = trainer("train.distributed_optimizer=false")
     assert trainer() < plain

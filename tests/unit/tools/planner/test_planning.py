@@ -7,11 +7,12 @@ import pytest
 
 from engine.config.recipe import load
 from engine.errors import BadInput
+from engine.tools.dry_run.roofline import DEVICES
 from engine.tools.planner.costs import Costs
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.page import WIDTH, write
 from engine.tools.planner.planning import planned, prior_model, sensitivity
-from engine.tools.planner.priors import DEVICES, on_cores, prior, scaled
+from engine.tools.planner.priors import on_cores, prior, scaled
 from engine.tools.planner.search import Ranked, bound_s, changed, search, settings
 from engine.tools.planner.simulation import simulate
 from tasks.plan import make_plan
@@ -119,7 +120,7 @@ def test_what_a_plan_needs_is_said():
     nothing = {"count": 0, "out": None, "page": None}
     with pytest.raises(BadInput, match="--from RUN .* or --device .* and --lengths MEAN,P99"):
         make_plan(config, [], kind="", lengths="", **nothing)
-    with pytest.raises(BadInput, match="--device 910d: unknown; known are 910b, 910c, a100, h100, h200"):
+    with pytest.raises(BadInput, match="--device 910d: unknown; known are 910b, 910c, a100, h100, h20, h200"):
         make_plan(config, [], kind="910d", lengths="", **nothing)
     with pytest.raises(BadInput, match="--lengths long: give two numbers"):
         make_plan(config, [], kind="910b", lengths="long", **nothing)

@@ -1,0 +1,102 @@
+"""The estimated MFU: the table of a first look at H100 and 910C, and what must hold for any layout."""
+
+import re
+
+import pytest
+
+from engine.config.recipe import HOME, load
+from engine.config.training import Parallel
+from engine.tools.dry_run import plan, sections
+from engine.tools.dry_run.known_models import KNOWN
+from engine.tools.dry_run.roofline import DEVICES, estimate, estimated
+from support.paper_recipes import DEVICES as RECIPES
+
+WIDE = Parallel(tensor=4, sequence=True)
+PAIRS = Parallel(tensor=2, data=2, sequence=True)
+NODE = Parallel(tensor=8, sequence=True)
+MANY = Parallel(tensor=2, data=4, sequence=True)
+GAC = {"visible": 1024, "scoring": 1}
+PERIODIC = {"visible": 4500, "scoring": 2}
+
+
+@pytest.mark.parametrize(
+    ("device", "parallel", "keys", "alone", "with_scoring"),
+    [  # per cent; Qwen3-8B
+        ("h100", WIDE, GAC | {"rows": 16384, "recompute": True}, 28, 22),
+        ("h100", WIDE, GAC | {"rows": 16384}, 37, 27),
+        ("h100", PAIRS, GAC | {"rows": 8192}, 42, 32),
+        ("910c", NODE, PERIODIC | {"rows": 16384}, 30, 18),
+        ("910c", MANY, PERIODIC | {"rows": 8192}, 42, 26),
+    ],
+)
+def test_the_first_estimates_are_met(device, parallel, keys, alone, with_scoring):
+    """To 2 points: the elementwise passes are counted more coarsely here, the gradients' traffic is counted too."""
+    found = estimate(KNOWN["Qwen3-8B"], parallel, DEVICES[device], **keys)
+    assert 100 * found.mfu == pytest.approx(alone, abs=2)
+    assert 100 * found.mfu_with_scoring == pytest.approx(with_scoring, abs=2)
+
+
+def test_frozen_models_on_the_host_are_copied_for_each_row():
+    """4.1e9 bf16 weights of two models in each row of 8,192 tokens, at 8 GB/s."""
+    here, there = (
+        estimate(KNOWN["Qwen3-8B"], MANY, DEVICES["910c"], rows=8192, offload=offload, **PERIODIC)
+        for offload in (False, True)
+    )
+    assert there.mfu == here.mfu
+    assert there.scoring_ns - here.scoring_ns == pytest.approx(2 * 2 * 8.19e9 / 2 / 8e9 / 8192 * 1e9, rel=0.01)
+
+
+def test_a_mesh_gives_a_pair_of_ranks_one_of_its_links():
+    """Eight 910B are joined pairwise: two tensor ranks have a seventh of the bandwidth of eight."""
+    mesh, switched = (
+        [estimate(KNOWN["Qwen3-8B"], layout, DEVICES[name], rows=16384, **PERIODIC).mfu for layout in (NODE, MANY)]
+        for name in ("910b", "910c")
+    )
+    assert mesh[0] == pytest.approx(switched[0], rel=0.01)
+    assert mesh[1] < 0.85 * switched[1]
+
+
+def test_a_pipeline_waits_while_it_fills():
+    """Four micro-batches a stage and window: (4p + p − 1) / 4p of the time of the fullest stage."""
+    whole = estimate(KNOWN["Qwen2.5-32B"], Parallel(), DEVICES["h100"], rows=16384, visible=1024)
+    split = estimate(KNOWN["Qwen2.5-32B"], Parallel(pipeline=2), DEVICES["h100"], rows=16384, visible=1024)
+    assert 1 < whole.mfu / split.mfu < 1.25
+    assert whole.mfu / split.mfu > 9 / 8
+
+
+def test_every_recipe_says_its_estimate_and_fits():
+    """Beside its layout, to the point."""
+    folder = HOME / "infra/recipes/papers"
+    for name in RECIPES:
+        made = plan(load(folder / f"{name}.toml"))
+        text = (folder / f"{name}.toml").read_text()
+        said = {device: f"{one} %, {other} %" for device, one, other in SAID.findall(text)}
+        assert said, name
+        assert {DEVICES[device].memory_gib for device in said} == {made.config.platform.memory_gib}, name
+        found = {device: estimated(made.shape, made.config, DEVICES[device]) for device in said}
+        assert said == {
+            device: f"{100 * one.mfu:.0f} %, {100 * one.mfu_with_scoring:.0f} %" for device, one in found.items()
+        }, name
+
+
+SAID = re.compile(r"(\w+): (\d+) %, (\d+) % with scoring")
+
+
+def test_the_dry_run_prints_it():
+    shown = sections(plan(load("infra/recipes/papers/gac-qwen3-8b.toml")))["Estimated MFU, not measured"]
+    assert set(shown) == {"a100", "h100", "h20", "h200"}
+    assert re.fullmatch(
+        r"\d+ % of 989 TFLOP/s, \d+ % with the scoring passes \(1\); [\d.]+ µs a token of a replica", shown["h100"]
+    )
+
+
+def test_a_layout_of_our_own_is_at_least_as_fast_as_the_papers():
+    for name in (one for one in RECIPES if one.endswith("-paper")):
+        ours, papers = (plan(load(f"infra/recipes/papers/{one}.toml")) for one in (name.removesuffix("-paper"), name))
+        for device in (one for one in DEVICES.values() if one.platform == ours.config.platform.device):
+            faster, slower = (estimated(made.shape, made.config, device) for made in (ours, papers))
+            assert faster.mfu_with_scoring > 0.99 * slower.mfu_with_scoring, (name, device.name)
+
+
+def test_a_cpu_has_none():
+    assert "Estimated MFU, not measured" not in sections(plan(load("infra/recipes/quickstart.toml")))

@@ -1,0 +1,43 @@
+"""The optimizer's gradient norm: one call for all parameters, with the bits of Megatron's own functions."""
+
+import pytest
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.policies import a_group, a_policy
+
+pytestmark = pytest.mark.usefixtures("megatron")
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that leave their tensor; on a device the host waits for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+def test_the_norm_is_read_once_and_is_megatrons_to_the_bit(settings):
+    policy = a_policy(settings)
+    policy.start_step()
+    policy.accumulate([a_group()])
+    policy.reduce(4)
+    policy.optimizer.prepare_grads()
+    (inner,) = policy.optimizer.chained_optimizers
+    gradients = inner.get_main_grads_for_grad_norm()
+    theirs, _ = local_multi_tensor_l2_norm(0, None, [gradients], False)
+    with Reads() as reads:
+        norm = policy.optimizer.get_grad_norm()
+    assert norm == float(theirs**2) ** 0.5
+    assert reads.count == 1
+    parameters = list(policy.models.policy.parameters())
+    whole = [parameter.grad.clone() for parameter in parameters]
+    clip_grads.clip_grad_by_total_norm_fp32(parameters, max_norm=norm / 3, total_norm=norm)
+    factor = (norm / 3) / (norm + 1e-6)
+    assert all(torch.equal(parameter.grad, one * factor) for parameter, one in zip(parameters, whole, strict=True))
