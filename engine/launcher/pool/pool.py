@@ -185,6 +185,7 @@ class Pool:
     def gone(self, instance: Instance, reason: str) -> None:
         """It never comes back as this object; the health monitor may start a declared one again."""
         if instance.state != "gone":
+            self.lived |= instance.met
             instance.depart(reason)
             how = "has left" if instance.reason == "left" else f"is gone: {instance.reason}"
             self._say("leaves", f"{instance.name} {how}")
