@@ -127,6 +127,7 @@ class OptionalFigures(TypedDict, total=False):
     grad_cosine: float
     skipped_updates: int
     skipped_updates_of_run: int
+    expert_load_max: float
 
 
 class TrainingFigures(OptionalFigures):
@@ -240,6 +241,9 @@ class StepReport:
     """Number of consecutive updates that gradient control has skipped; left out without it."""
     skipped_updates_of_run: int | None = None
     """Number of updates that it has skipped since the run began; left out without it."""
+    expert_load_max: float | None = None
+    """Largest number of tokens that one expert computed over the mean of its layer's experts, in the layer where that
+    is largest: 1 is perfect balance. Left out for dense models."""
     prompts_used: int | None = None
     """Number of prompts up to the last one that was kept, with algorithm.dynamic_sampling; left out without it, and in
     a replay."""

@@ -16,6 +16,7 @@ SET_ELSEWHERE = {
     "max_model_len": "rollout.max_context",
     "max_num_seqs": "rollout.concurrency and rollout.group_size, whose product it is",
     "tensor_parallel_size": "rollout.tensor",
+    "enable_return_routed_experts": "algorithm.routing_replay",
     "host": "--host of `metronome serve`",
     "port": "--port of `metronome serve`",
     "served_model_name": "--model of `metronome serve`",

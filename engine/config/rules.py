@@ -69,6 +69,12 @@ def _check_precision(config: Tree) -> None:
                 f"{limit:g}; set train.ratio_gap_limit to at least {BF16_GAP:g}, or to 0 to only report the gap"
             )
 
+    if config.train.router_dtype == "bfloat16" and config.train.dtype != "bfloat16":
+        raise ValueError(
+            'train.router_dtype = "bfloat16" needs train.dtype = "bfloat16": routers compute in the type of the model, '
+            "or in float32"
+        )
+
 
 def _check_updates(config: Tree) -> None:
     updates = config.train.updates
@@ -117,6 +123,11 @@ def _check_early_scores(config: Tree) -> None:
         raise ValueError(
             "train.score_early needs replicas that share no experts (parallel.expert at most tensor x context): "
             "replicas that share experts must compute together"
+        )
+    if config.train.score_early and config.algorithm.routing_replay:
+        raise ValueError(
+            "algorithm.routing_replay does not go with train.score_early: single responses are scored without their "
+            "routes"
         )
 
 
@@ -282,6 +293,7 @@ def _check_embedded_engine(config: Tree) -> None:
         ("rollout.tensor", config.rollout.tensor, (1,)),
         ("rollout.vllm", config.rollout.vllm, ({},)),
         ("weights.transport", config.weights.transport, ("file", "gloo")),
+        ("algorithm.routing_replay", config.algorithm.routing_replay, (False,)),
     ):
         if value not in allowed:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from graphlib import CycleError, TopologicalSorter
 
-from engine.config.stages import OWN_COLUMNS, OWN_STAGES, REFERENCE_COLUMN, REFERENCE_STAGE, Stage
+from engine.config.stages import OWN_COLUMNS, OWN_STAGES, REFERENCE_COLUMN, REFERENCE_STAGE, ROUTES_COLUMN, Stage
 from engine.config.tree import Tree
 
 ONLY_PROGRAMS = ("gives", "reward_weight")
@@ -64,7 +64,7 @@ def _check_program_stage(name: str, stage: Stage) -> None:
                 f"stages.{name}.gives: {column!r}: the name of a column is a small letter, then small letters, digits "
                 "and underscores"
             )
-        if column in (*OWN_COLUMNS, REFERENCE_COLUMN):
+        if column in (*OWN_COLUMNS, REFERENCE_COLUMN, ROUTES_COLUMN):
             raise ValueError(f"stages.{name}.gives: {column} is a column of Metronome's own stages: take another name")
     if stage.reward_weight and len(stage.gives) > 1:
         raise ValueError(
@@ -89,7 +89,7 @@ def _check_columns(config: Tree) -> None:
                     "name for one"
                 )
             giver[column] = name
-    known = (*OWN_COLUMNS, *giver)
+    known = (*OWN_COLUMNS, *giver, *([ROUTES_COLUMN] if config.algorithm.routing_replay else []))
     for name, stage in config.stages.items():
         if unknown := [column for column in stage.needs if column not in known]:
             raise ValueError(

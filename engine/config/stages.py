@@ -12,6 +12,8 @@ REFERENCE_COLUMN = "reference_logprobs"
 """The column that it gives."""
 OWN_COLUMNS = ("prompt", "responses", "logprobs", "scores")
 """The columns that every row gets from the stages generate and reward."""
+ROUTES_COLUMN = "routes"
+"""The column of the experts of each token, with algorithm.routing_replay."""
 OWN_STAGES = ("generate", "reward", "train")
 """The stages of every run. A recipe has no tables for them."""
 
@@ -23,7 +25,8 @@ class Stage(Table):
 
     needs: list[str] = ["prompt", "responses"]
     """Columns that a row must have to be ready for the stage: prompt, responses, logprobs, scores, reference_logprobs
-    (with [stages.reference]), and what other stages give. "reference" has the default."""
+    (with [stages.reference]), routes (with algorithm.routing_replay), and what other stages give. "reference" has the
+    default."""
     gives: list[str] = []
     """Names of the columns that the program writes, at least one: small letters, digits and underscores. The trainer
     waits for them. Only for programs."""

@@ -72,6 +72,10 @@ class Train(Table):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trainer's weights and activations. With "bfloat16" the optimizer keeps master weights and gradients
     in fp32, and ratio_gap_limit must be 0 or at least 0.2."""
+    router_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the routers of a mixture of experts compute their logits. vLLM and transformers compute them in the
+    model's own type: "bfloat16" does so, too, and then fewer tokens near a tie go to other experts. Needs dtype =
+    "bfloat16". Dense models have no routers."""
     recompute: bool = False
     """Drop each layer's activations and compute them again in the backward pass. This needs less memory and about a
     third more time."""
@@ -168,6 +172,9 @@ class Algorithm(Table):
     """Settings of the loss "m2po"."""
     bapo: Bapo = Bapo()
     """Settings of the loss "bapo"."""
+    routing_replay: bool = False
+    """Compute each token with the experts that computed it in the instance (R3), in policy, old policy and reference.
+    Only for mixtures of experts, and with rollout.engine = "vllm" (docs/algorithms.md)."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight β of the KL term between policy and reference. 0: no KL term, and no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

@@ -32,6 +32,7 @@ COMPLETION_KEYS = frozenset(
         "model",
         "prompt_logprobs",
         "continued",
+        "routes",
     }
 )
 FIXED = {"n": 1, "logprobs": 0, "return_token_ids": True, "prompt_logprobs": 0}
@@ -46,6 +47,8 @@ class RequestLimits:
     max_context: int
     stop_ids: frozenset[int]
     """End-of-sequence ids of the model: they end a response unless the request sets ignore_eos."""
+    routes: bool = False
+    """Whether the engine can say which experts computed a token."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class Completion:
     """Whether the log-probabilities of the prompt are asked for."""
     continued: int = 0
     """How many of the prompt's last tokens belong to the response: its random numbers continue after them."""
+    routes: bool = False
+    """Whether the experts of each token are asked for."""
 
 
 def parse_object(body: bytes | bytearray) -> JsonObject:
@@ -104,6 +109,14 @@ def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completi
     ignore_eos = body.get("ignore_eos", False)
     if not isinstance(ignore_eos, bool):
         raise BadInput(f"ignore_eos = {repr_short(ignore_eos)}; it must be true or false")
+    routes = body.get("routes", False)
+    if not isinstance(routes, bool):
+        raise BadInput(f"routes = {repr_short(routes)}; it must be true or false")
+    if routes and not limits.routes:
+        raise BadInput(
+            "routes = true: this instance does not keep the experts of tokens; only vLLM does, with a mixture of "
+            "experts, started by a recipe with algorithm.routing_replay = true (--routes)"
+        )
     return Completion(
         prompt=prompt,
         max_tokens=min(_integer(body, "max_tokens", 16, range(1, 2**31)), room),
@@ -114,6 +127,7 @@ def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completi
         stop_ids=stop if ignore_eos else stop | limits.stop_ids,
         prompt_logprobs=body.get("prompt_logprobs") is not None,
         continued=_integer(body, "continued", 0, range(len(prompt))),
+        routes=routes,
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from numpy.typing import NDArray
 
 from engine.types import JsonObject
 from engine.wire.reply_columns import write
@@ -26,6 +29,9 @@ class Result:
     prompt_logprobs: list[float] | None = None
     """Log-probabilities of the prompt's tokens but the first, at temperature 1. None if they were not asked for, or the
     request was not admitted."""
+    routes: NDArray[Any] | None = None
+    """[tokens of prompt and response but the last, layers with experts, experts per token] the experts of each token
+    (engine.wire.routes). None if they were not asked for, or nothing was computed."""
 
     @property
     def finite(self) -> bool:
@@ -63,7 +69,8 @@ def _columns(result: Result) -> tuple[array[int], array[float]]:
 
 
 def _digest(result: Result, token_ids: array[int], logprobs: array[float]) -> str:
-    return packed_digest(token_ids, logprobs, result.versions, result.finish_reason)
+    routes = result.routes.tobytes() if result.routes is not None else b""
+    return packed_digest(token_ids, logprobs, result.versions, result.finish_reason, routes=routes)
 
 
 def _head(number: int, model: str, prompt: Sequence[int], result: Result) -> JsonObject:
@@ -77,6 +84,9 @@ def _head(number: int, model: str, prompt: Sequence[int], result: Result) -> Jso
     }
     if result.prompt_logprobs is not None:
         choice["prompt_logprobs"] = _prompt_logprobs(prompt, result.prompt_logprobs)
+    if result.routes is not None:
+        data = base64.b64encode(result.routes.tobytes()).decode()
+        choice["routes"] = {"dtype": result.routes.dtype.name, "shape": list(result.routes.shape), "data": data}
     used = len(result.token_ids)
     prompt_tokens = len(prompt)
     return {

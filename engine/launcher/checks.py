@@ -14,7 +14,7 @@ from engine.errors import BadInput
 from engine.model.layout_rules import check_layout
 from engine.model.shape import ModelShape, read_shape
 from engine.run.limits import check_limits, stored_parameters
-from engine.run.vllm_command import check_cores, device_of, interpreter, visible_devices
+from engine.run.vllm_command import check_for_cpu, device_of, interpreter, visible_devices
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures that the embedded engine runs: those of `engine.instance.embedded.rollout_model.SUPPORTED`, which takes
@@ -28,6 +28,8 @@ def unfit_rollouts(config: Config, shape: ModelShape) -> Iterator[str]:
         yield f'rollout.engine = "embedded" does not run {shape.architecture}, only {", ".join(EMBEDDED)}'
     if rollout.engine == "vllm" and shape.heads % rollout.tensor:
         yield f"rollout.tensor = {rollout.tensor} does not divide the model's {shape.heads} attention heads"
+    if config.algorithm.routing_replay and not shape.experts:
+        yield "algorithm.routing_replay is for mixtures of experts, and this model is dense: set it to false"
     for key, context in (
         ("rollout.max_context", rollout.max_context),
         ("evaluate.max_context", config.evaluate.max_context),
@@ -88,7 +90,7 @@ def check_instances(config: Config) -> None:
         return
     device = device_of(interpreter(), config.platform.device)
     if device == "cpu":
-        check_cores(config)
+        check_for_cpu(config)
         return
     visible = visible_devices(device)
     if all(map(str.isdigit, visible)) and (wrong := list(overlaps(config, list(map(int, visible))))):  # not UUIDs

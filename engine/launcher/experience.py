@@ -63,7 +63,8 @@ class Experience:
         self._weights = weights
         self._trains = trains
         self._schedule = Schedule.of(config.train, config.rollout.partial)
-        self._check = RowCheck(config, read_shape(Path(config.model.path)).vocabulary)
+        shape = read_shape(Path(config.model.path))
+        self._check = RowCheck(config, shape.vocabulary, shape.experts if config.algorithm.routing_replay else None)
         self._max_bytes = config.service.max_mib * 2**20
         self._prompts: dict[int, bytes] = {}
         """By step: the digest of its prompts."""

@@ -27,6 +27,7 @@ from engine.run.trace import Trace
 from engine.schedule import Schedule
 from engine.types import Prompt, Score
 from engine.wire.columns import PackedLanded, PackedResponse, Row, pack_ids, pack_row, pack_scores
+from engine.wire.routes import pack_routes
 
 ScoreTask = asyncio.Task[list[Score]]
 """The task that scores a response."""
@@ -219,6 +220,8 @@ class Producer:
                 await self._send_missing(work, missing)
             responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
             row = pack_row(step, index, prompt, responses)
+            if (experts := self._sampling.experts) is not None:
+                row = row.with_columns([pack_routes(len(prompt.token_ids), responses, experts)])
             if sampled is not None:
                 await sampled(row)
         if self._verifier.per_response:

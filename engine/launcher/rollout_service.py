@@ -60,7 +60,13 @@ async def rollout_service(
             producer = Producer(
                 pool=pool,
                 verifier=verifier,
-                sampling=SamplingSettings.of(settings, model, tokenizer.stop_ids, partial),
+                sampling=SamplingSettings.of(
+                    settings=settings,
+                    model=model,
+                    stop=tokenizer.stop_ids,
+                    partial=partial,
+                    routes=synced and config.algorithm.routing_replay,
+                ),
                 group_size=group_size,
                 seed=config.run.seed,
                 trace=trace,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.config import Config
 from engine.errors import BadInput, TransferError
 from engine.launcher.pool.reply_check import problem_of_logprobs, problem_of_tokens, problem_of_versions
+from engine.model.shape import Experts
 from engine.schedule import Schedule
 from engine.types import Group, Prompt, Response
 from engine.wire.columns import OWN, Row, open_group
+from engine.wire.routes import ROUTES, problem_of_form, problem_of_routes
 
 REASONS = ("stop", "length")
 STATUSES = ("ok", "timeout", "error")
@@ -25,14 +29,17 @@ class RowCheck:
     config: Config
     vocabulary: int
     """Number of token ids that the model knows."""
+    experts: Experts | None = None
+    """The model's experts, if a group needs the routes of its tokens (algorithm.routing_replay)."""
 
     def check(self, row: Row, newest: int) -> None:
         """Raise BadInput for a group that is damaged, incomplete or malformed, StaleRolloutError where a token's weight
         version is not accepted for the step. `newest`: the weight version that was published last."""
         where = f"step {row.step}, group {row.index}"
-        if row.names != frozenset(OWN) or len(row.columns) != len(OWN):
+        expected = (*OWN, *([ROUTES] if self.experts else []))
+        if row.names != frozenset(expected) or len(row.columns) != len(expected):
             names = ", ".join(column.name for column in row.columns)
-            raise BadInput(f"{where}: it has the columns {names:.200}; expected {', '.join(OWN)}")
+            raise BadInput(f"{where}: it has the columns {names:.200}; expected {', '.join(expected)}")
         try:
             group = open_group(row)
         except TransferError as error:
@@ -62,8 +69,15 @@ class RowCheck:
             return f"a score is not finite, or its status is none of {', '.join(STATUSES)}"
         if wrong := self.problem_of_prompt(group.prompt):
             return wrong
+        if self.experts and (wrong := self._problem_of_routes(row.tokens, group.columns[ROUTES], self.experts)):
+            return wrong
         problems = (self._problem_of_response(response, newest) for response in group.responses)
         return next((f"response {number}: {wrong}" for number, wrong in enumerate(problems) if wrong), "")
+
+    def _problem_of_routes(self, tokens: int, values: NDArray[Any], experts: Experts) -> str:
+        return problem_of_form(values.dtype.name, values.shape, tokens, experts) or problem_of_routes(
+            values, experts, unknown=True
+        )
 
     def problem_of_prompt(self, prompt: Prompt) -> str:
         """Say what is wrong with a prompt's tokens; "" if nothing is."""

@@ -18,6 +18,7 @@ from engine.launcher.table import RowTable, StageRules
 from engine.types import JsonObject
 from engine.wire.columns import OWN, REFERENCE, Row, open_values
 from engine.wire.messages import TRAIN, Written
+from engine.wire.routes import ROUTES
 
 
 def train_windows(config: Config, units: int) -> Windows:
@@ -40,10 +41,11 @@ def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
     A stage that computes the reference cuts the same windows as the trainer, so that both compute the same rows. Leases
     of our own scorers end with their processes (`RowTable.expire`).
     """
+    routes = [ROUTES] if config.algorithm.routing_replay else []
     given = {name: _gives(name, stage.gives) for name, stage in config.stages.items()}
     yield StageRules(
         name=TRAIN,
-        needs=frozenset(OWN).union(*given.values()),
+        needs=frozenset((*OWN, *routes)).union(*given.values()),
         lease_s=lease_s,
         windows=train_windows(config, config.parallel.units),
         whole=config.algorithm.advantage in BATCH_SCOPE,
@@ -52,7 +54,7 @@ def stages_of(config: Config, lease_s: float | None) -> Iterator[StageRules]:
         own = name == REFERENCE_STAGE
         yield StageRules(
             name=name,
-            needs=frozenset(stage.needs),
+            needs=frozenset((*stage.needs, *(routes if own else []))),
             gives=given[name],
             lease_s=None if own else stage.lease_s,
             windows=Windows(

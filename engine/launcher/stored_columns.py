@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from engine.errors import ServiceConflict, StoreError
 from engine.launcher.column_store import ColumnStore
 from engine.wire.columns import GENERATED, Column, Row
+from engine.wire.routes import ROUTES
 from engine.wire.store_addresses import StoreAddresses
 from engine.wire.store_client import StoreFault
 
@@ -58,7 +59,7 @@ class StoredColumns:
         """Keep the columns of a row that belong into the store, and return the row without their bodies. What steps
         that are over have in the store is freed first."""
         await self._free()
-        columns = row.only(GENERATED).columns
+        columns = row.only((*GENERATED, ROUTES)).columns
         return row.with_columns(await self._put(row, columns)) if columns else row
 
     async def _put(self, row: Row, columns: Columns) -> Columns:
@@ -189,7 +190,7 @@ class StoredColumns:
             self.generated_again += 1
             if at in self._kept:  # else its step is over meanwhile
                 await self.keep(row)
-                self._new[at] = row.only(row.names.difference(GENERATED))
+                self._new[at] = row.only(row.names.difference((*GENERATED, ROUTES)))
         finally:
             del self._coming[at]
 

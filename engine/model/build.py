@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock, Transf
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from engine.model import linear, rotary, weight_gradients
+from engine.model import linear, rotary, routing, weight_gradients
 from engine.model.attention import LayoutParams, SegmentAttention, params
 from engine.model.experts import GroupedExperts
 from engine.model.families import settings
@@ -49,6 +49,8 @@ class Computation:
     dtype: torch.dtype = torch.float32
     recompute: bool = False
     """Whether the activations inside each layer are dropped and computed again in the backward pass."""
+    router_dtype: torch.dtype = torch.float32
+    """Type of the logits of a mixture's routers: float32, or `dtype`."""
     float_head: bool = False
     """Whether logits of a bf16 model are kept in fp32 (`engine.model.head`)."""
     attention: str = "cpu"
@@ -77,6 +79,7 @@ def transformer_config(shape: ModelShape, computation: Computation) -> Transform
         bf16=computation.dtype is torch.bfloat16,
         params_dtype=computation.dtype,
         pipeline_dtype=computation.dtype,
+        moe_router_dtype="fp32" if computation.router_dtype is torch.float32 else None,
         recompute_granularity="full" if computation.recompute else None,
         recompute_method="uniform" if computation.recompute else None,
         recompute_num_layers=1 if computation.recompute else None,
@@ -124,6 +127,8 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
         model.decoder.register_forward_hook(_keep_scored, with_kwargs=True)
         model.output_layer.sequence_parallel = False  # `_keep_scored` gathers before it selects
         model.output_layer.allreduce_dgrad = tensor > 1
+    if shape.experts:
+        routing.install(model, shape.experts)
     _mark_cuts(model)
     if computation.device.type == "cpu":
         linear.install(model)

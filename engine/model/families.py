@@ -131,7 +131,6 @@ def _mixture(experts: Experts, layers: int) -> dict[str, object]:
         "moe_router_pre_softmax": not experts.normalised,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,
     }
 

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FILLER = 0
@@ -30,6 +31,7 @@ Tokens = Sequence[int] | Tensor
 """Token ids, [tokens] on the host."""
 
 Derived = TypeVar("Derived")
+Piece = TypeVar("Piece", Tokens, Tensor)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,9 @@ class Layout:
     """[T] number of each scored token among all response tokens of the micro-batch, ascending."""
     shards: int = 1
     """Number of context-parallel ranks that the row is spread over."""
+    routes: Tensor | None = None
+    """[S, layers with experts, experts per token] int16 experts that are to compute each row; negative where the router
+    chooses. None: it always does (engine.model.routing)."""
 
     @property
     def size(self) -> int:
@@ -131,6 +136,7 @@ class Layout:
             positions=torch.cat([self.positions, at]),
             segments=(*self.segments, Segment(self.size, missing, ())),
             rows=torch.cat([self.rows, at + self.size]),
+            routes=None if self.routes is None else F.pad(self.routes, (0, 0, 0, 0, 0, missing), value=-1),
         )
 
     def shard(self, rank: int, size: int) -> Layout:
@@ -154,13 +160,15 @@ class Layout:
             rows=rows,
             kept=kept,
             shards=size,
+            routes=None if self.routes is None else self.routes[rows],
         )
 
     def to(self, device: torch.device) -> Layout:
         """The same layout with its tensors on the device."""
         if device == self.rows.device:
             return self
-        tensors = ("token_ids", "positions", "scored", "targets", "rows", "kept")
+        tensors = ["token_ids", "positions", "scored", "targets", "rows", "kept"]
+        tensors += ["routes"] if self.routes is not None else []
         moved = replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in tensors})
         vars(moved)["parts"] = self.parts  # computed from the rows on the host, to save a wait for the device
         return moved
@@ -244,15 +252,20 @@ def zigzag(size: int, rank: int, ranks: int) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
 
 
-def layout(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], shared_prompt: bool = True) -> Layout:
+def layout(
+    groups: Sequence[tuple[Tokens, Sequence[Tokens]]],
+    shared_prompt: bool = True,
+    routes: Sequence[tuple[Tensor, Sequence[Tensor]]] = (),
+) -> Layout:
     """Lay out (prompt ids, responses' ids) pairs as one micro-batch, on the host. Every prompt needs at least one
-    token."""
+    token. `routes`: those of the same tokens (`Layout.routes`), for all groups or none."""
     ids: list[Tensor] = []
     positions: list[Tensor] = []
     scored: list[Tensor] = []
     targets: list[Tensor] = []
     segments: list[Segment] = []
     at = 0
+    chosen = [span for group in routes for span in _by_segment(group, shared_prompt)]
     for prompt, responses in (span for group in groups for span in _by_segment(group, shared_prompt)):
         count = len(prompt)
         last = at + count - 1
@@ -277,6 +290,7 @@ def layout(groups: Sequence[tuple[Tokens, Sequence[Tokens]]], shared_prompt: boo
         lengths=tuple(length for segment in segments for length in segment.responses),
         rows=torch.arange(at),
         kept=torch.arange(sum(map(len, targets))),
+        routes=torch.cat([part for prompt, own in chosen for part in (prompt, *own)]) if routes else None,
     )
 
 
@@ -284,7 +298,7 @@ def _ids(tokens: Tokens) -> Tensor:
     return tokens.long() if isinstance(tokens, Tensor) else torch.tensor(tokens, dtype=torch.long)
 
 
-def _by_segment(group: tuple[Tokens, Sequence[Tokens]], shared: bool) -> list[tuple[Tokens, Sequence[Tokens]]]:
+def _by_segment(group: tuple[Piece, Sequence[Piece]], shared: bool) -> list[tuple[Piece, Sequence[Piece]]]:
     """The group's (prompt, responses) segments: one for all responses, or one for each."""
     prompt, responses = group
     return [group] if shared or not responses else [(prompt, [response]) for response in responses]

@@ -32,6 +32,7 @@ def computation(config: Config, platform: Platform, layout: Parallel | None = No
         dtype=dtype,
         add_in_product=fusible(device, dtype),
         recompute=config.train.recompute,
+        router_dtype=DTYPES[config.train.router_dtype],
         float_head=config.model.head_dtype == "float32",
         attention=platform.attention,
         device=device,

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.model.layout import Layout, layout, split
 from engine.types import Group, Prompt, Response
 from engine.wire.numbers import Numbers
+from engine.wire.routes import ROUTES, open_routes
 
 
 @dataclass(frozen=True)
@@ -97,17 +98,32 @@ class Packing:
 
     def _packed(self, parts: Sequence[GroupPart]) -> PackedRow:
         groups = [(part.group.prompt.token_ids, [one.token_ids for one in part.responses]) for part in parts]
-        return PackedRow(tuple(parts), self.layout(groups))
+        routed = all(ROUTES in part.group.columns for part in parts)
+        return PackedRow(tuple(parts), self.layout(groups, list(map(_routes, parts)) if routed else ()))
 
-    def layout(self, groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]) -> Layout:
-        """Return this rank's shard of the row that holds these (prompt, responses) token ids."""
+    def layout(
+        self,
+        groups: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]],
+        routes: Sequence[tuple[Tensor, list[Tensor]]] = (),
+    ) -> Layout:
+        """Return this rank's shard of the row that holds these (prompt, responses) token ids. `routes`: the experts of
+        the same tokens, for all or none."""
         ids = [
             (tensor_of(prompt, torch.long), [tensor_of(response, torch.long) for response in responses])
             for prompt, responses in groups
         ]
-        row = layout(ids, self.shared_prompt).aligned(self.multiple)
+        row = layout(ids, self.shared_prompt, routes).aligned(self.multiple)
         rank, size = self.context
         return (row.shard(rank, size) if size > 1 else row).to(self.device)
+
+
+def _routes(part: GroupPart) -> tuple[Tensor, list[Tensor]]:
+    """The experts of the prompt's tokens and of each response's, from the group's column."""
+    group = part.group
+    lengths = [len(response.token_ids) for response in group.responses]
+    whole = torch.from_numpy(open_routes(group.columns[ROUTES]))
+    prompt, *responses = whole.split([len(group.prompt.token_ids), *lengths])
+    return prompt, [responses[number] for number in part.numbers]
 
 
 FILLER = GroupPart(Group(step=-1, index=-1, prompt=Prompt("", "", "", (0,)), responses=(), scores=()), (), 1)

@@ -21,6 +21,7 @@ from engine.types import Group, StepReport
 FIXED = (
     "run.seed",
     "model.dtype",
+    "model.head_dtype",
     "data.train",
     "data.heldout_fraction",
     "data.decontaminate",

@@ -62,7 +62,7 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
     if device == "npu":
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # vllm-ascend is made with it; engine/__init__.py sets 0
     if device == "cpu":
-        check_cores(config)
+        check_for_cpu(config)
         pairs["--threads"] = str(max(1, config.instance_threads // rollout.tensor))
         if mine:
             pairs["--cores"] = ",".join(map(str, mine))
@@ -71,7 +71,9 @@ def command(config: Config, model: Path, name: str, number: int, port_file: Path
         }
     elif mine:
         environment[VISIBLE[device]] = ",".join(map(str, mine))
-    return [python, "-m", "engine.instance.vllm", *(part for pair in pairs.items() for part in pair)], environment
+    flags = ["--routes"] if config.algorithm.routing_replay else []
+    arguments = [*(part for pair in pairs.items() for part in pair), *flags]
+    return [python, "-m", "engine.instance.vllm", *arguments], environment
 
 
 def interpreter() -> str:
@@ -109,9 +111,13 @@ def visible_devices(device: str) -> list[str]:
     return [name for part in os.environ.get(VISIBLE[device], "").split(",") if (name := part.strip())]
 
 
-def check_cores(config: Config) -> None:
-    """Raises BadInput if rollout.devices names cores that this process does not have. On a CPU vLLM's devices are
-    cores."""
+def check_for_cpu(config: Config) -> None:
+    """Raises BadInput for what vLLM on a CPU can't do: return routes, and run on cores that this process does not have
+    (rollout.devices are cores there)."""
+    if config.algorithm.routing_replay:
+        raise BadInput(
+            "algorithm.routing_replay: vLLM on a CPU does not keep which experts compute a token; set it to false"
+        )
     if wrong := foreign_cores("rollout.devices", config.rollout.devices):
         raise BadInput(wrong)
 

@@ -25,9 +25,7 @@ from engine.run.trace import Trace
 from engine.types import Group
 from engine.wire.columns import PROMPT, RESPONSES, open_group, pack_values
 from engine.wire.messages import EndOfRun, Lease, Taken, Window, Work, WriteColumns, Written
-
-COLUMNS = (PROMPT, RESPONSES)
-"""The columns that are scored from."""
+from engine.wire.routes import ROUTES
 
 
 class Scorer:
@@ -45,6 +43,7 @@ class Scorer:
         how = computation(config, platform, config.stage_layout(stage))
         self.stage = stage
         self.column = column
+        self._columns = (PROMPT, RESPONSES, *([ROUTES] if config.algorithm.routing_replay else []))
         self._budget = config.stages[stage].budget or config.window_tokens
         self._temperature = config.rollout.temperature
         self._ranks = ranks
@@ -69,7 +68,7 @@ class Scorer:
                 stage=self.stage,
                 unit=self._ranks.unit,
                 budget=self._budget,
-                columns=COLUMNS,
+                columns=self._columns,
                 consumer=self._trace.role,
             )
         )

@@ -20,6 +20,7 @@ from engine.errors import MetronomeError
 from engine.model.build import logits
 from engine.model.flops import peak_of, training
 from engine.model.logprobs import token_logprobs
+from engine.model.routing import take_counts
 from engine.model.tri_model import TriModel, score
 from engine.platform import Platform
 from engine.ranks.models import computation, open_models, packing_of
@@ -103,6 +104,7 @@ class Policy(Trainer):
         self.sums = StepSums(self.ranks, self.credit, self.config.train.updates)
         self.early.clear()
         self._held.clear()
+        take_counts(self.models.policy)
         self._start_update()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -388,10 +390,8 @@ class Policy(Trainer):
         return float(norm), rate
 
     def figures(self) -> TrainingFigures:
-        """Return the step's figures over all ranks, by the keys of steps.jsonl; after its last update.
-
-        A collective of all ranks.
-        """
+        """Return the step's figures over all ranks, by the keys of steps.jsonl. A collective, after the last update."""
+        self.metrics.expert_tokens = take_counts(self.models.policy)
         ranks = self.ranks.gather(RankMetrics(self.metrics, self.ranks.leader, self.platform.peak_bytes()))
         by_response = self._loss.aggregation == "response"
         merged = StepMetrics.merged(ranks, self.sums.denominators, by_response, self._peak)

@@ -13,7 +13,7 @@ import msgspec
 
 from engine.schedule import staleness
 from engine.trainer.micro_batches import trained_tokens
-from engine.types import Group, TrainingFigures
+from engine.types import Group, OptionalFigures, TrainingFigures
 
 TIMES = ("train_s", "score_s", "wait_first_s", "wait_s")
 
@@ -57,6 +57,8 @@ class StepMetrics:
     score_s: float = 0.0
     wait_first_s: float = 0.0
     wait_s: float = 0.0
+    expert_tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By layer: the tokens that were sent to each expert."""
 
     def add_group(self, group: Group, loss_tokens: int, unequal: bool) -> None:
         """Count a group's responses and scores.
@@ -149,7 +151,13 @@ class StepMetrics:
             "wait_first_s": self.wait_first_s,
             "wait_s": self.wait_s,
             "memory_peak_gib": memory,
+            **self._balance(),
         }
+
+    def _balance(self) -> OptionalFigures:
+        """Return the largest load of an expert over the mean of its layer, if experts got any tokens."""
+        loads = [max(tokens) * len(tokens) / sum(tokens) for tokens in self.expert_tokens.values() if any(tokens)]
+        return {"expert_load_max": max(loads)} if loads else {}
 
 
 class LossCounts(msgspec.Struct):
@@ -190,6 +198,13 @@ def _concatenated(lists: Iterable[Iterable[Any]]) -> list[Any]:
     return list(chain.from_iterable(lists))
 
 
+def _added_by_layer(found: Iterable[dict[int, list[int]]]) -> dict[int, list[int]]:
+    whole: dict[int, list[int]] = {}
+    for layer, tokens in chain.from_iterable(one.items() for one in found):
+        whole[layer] = [sum(pair) for pair in zip(whole.get(layer, [0] * len(tokens)), tokens, strict=True)]
+    return whole
+
+
 MERGED: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("rewards", "statuses", "lengths"), _concatenated),
     "versions": lambda found: set(_concatenated(found)),
@@ -198,5 +213,6 @@ MERGED: dict[str, Callable[[list[Any]], Any]] = {
     "losses": lambda found: [sum(of_update) for of_update in zip(*found, strict=True)],
     **dict.fromkeys(("kl", "entropy", "clipped", "dropped", "mismatch_kl"), sum),
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _largest_or_nan),
+    "expert_tokens": _added_by_layer,
 }
 """How the ranks' values of each figure are merged into the step's."""

@@ -156,6 +156,8 @@ class PackedResponse(msgspec.Struct, frozen=True):
     finish_reason: str
     seed: int
     instance: str
+    routes: bytes = b""
+    """Experts of the prompt's tokens and its own but the last (engine.wire.routes)."""
 
     @property
     def length(self) -> int:

@@ -20,9 +20,10 @@ from engine.wire.columns import PackedLanded, Row, open_group
 from engine.wire.messages import EarlyWork, Window
 
 PLAN = (
-    "model.dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "train.prompts_per_step",
+    "model.dtype", "model.head_dtype", "rollout.group_size", "rollout.max_new_tokens", "rollout.temperature",
+    "train.prompts_per_step",
     "train.updates", "train.micro_batch_tokens", "train.learning_rate", "train.schedule", "train.warmup_steps",
-    "train.weight_decay", "train.betas", "train.max_grad_norm", "train.dtype", "train.recompute",
+    "train.weight_decay", "train.betas", "train.max_grad_norm", "train.dtype", "train.router_dtype", "train.recompute",
     "train.distributed_optimizer", "algorithm", "attention", "parallel", "stages",
 )  # fmt: skip
 """Keys whose values, with the content of the base model, must be those of the recorded run, so that a replay gives the

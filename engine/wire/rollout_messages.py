@@ -65,6 +65,17 @@ class TokenLogprob(msgspec.Struct):
     logprob: float
 
 
+class Routes(msgspec.Struct):
+    """The experts that computed the tokens of prompt and response but the last, which no layer has computed."""
+
+    dtype: str
+    """"uint8" for fewer than 256 experts in a layer, else "uint16"."""
+    shape: tuple[int, ...]
+    """(tokens, layers with experts, experts per token)."""
+    data: bytes
+    """In C order, little-endian; base64 in JSON."""
+
+
 class Choice(msgspec.Struct):
     """A sampled response."""
 
@@ -73,6 +84,7 @@ class Choice(msgspec.Struct):
     finish_reason: str
     prompt_logprobs: list[dict[str, TokenLogprob] | None] | None = None
     """One entry for each token of the prompt, with its id as key; None for the first token."""
+    routes: Routes | None = None
 
 
 class CompletionReply(msgspec.Struct):
@@ -162,6 +174,8 @@ class Complete(InstanceRequest[CompletionReply], kw_only=True):
     """How many of the prompt's last tokens belong to the response."""
     prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
     """0 asks for the log-probabilities of the prompt's tokens, too."""
+    routes: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether the experts of each token are asked for, too."""
 
 
 class Pause(InstanceRequest[Acknowledged]):

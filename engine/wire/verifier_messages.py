@@ -145,7 +145,7 @@ def arguments(message: ScoreCall, decode: Decode) -> tuple[Prompt, list[Response
 def _only_text(response: PackedResponse, text: bytes | None) -> PackedResponse:
     """Return what the text is made of."""
     token_ids = response.token_ids if text is None else b""
-    return msgspec.structs.replace(response, token_ids=token_ids, logprobs=b"", loss_mask=b"")
+    return msgspec.structs.replace(response, token_ids=token_ids, logprobs=b"", loss_mask=b"", routes=b"")
 
 
 def _encode_text(text: str) -> bytes:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import msgpack
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -230,6 +231,7 @@ def test_replicas_that_share_experts_replay_in_lockstep(settings, tmp_path):
         "train.prompts_per_step": 3,
         "train.micro_batch_tokens": 50,
         "train.ratio_gap_limit": 0,
+        "algorithm.routing_replay": True,
     }
     layouts = {"one": {}, "lockstep": {"parallel.data": 2, "parallel.expert": 2}}
     for name, layout in layouts.items():
@@ -243,7 +245,8 @@ def test_replicas_that_share_experts_replay_in_lockstep(settings, tmp_path):
         for key in ("loss", "grad_norm", "kl", "entropy"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-6), key
         assert mine["trained_tokens"] == theirs["trained_tokens"]
-    assert steps(tmp_path, "lockstep")[0]["max_ratio_gap"] <= 1e-3
+        assert 1 < mine["expert_load_max"] == pytest.approx(theirs["expert_load_max"], rel=0.1)  # with filler
+    assert steps(tmp_path, "lockstep")[0]["max_ratio_gap"] <= 1e-3 < steps(tmp_path, "lockstep")[1]["max_ratio_gap"]
     ours = weights(tmp_path, "lockstep")
     theirs = weights(tmp_path, "one")
     base = load_file(f"{model}/model.safetensors")
@@ -256,7 +259,8 @@ def test_replicas_that_share_experts_replay_in_lockstep(settings, tmp_path):
 
 
 def write_record(path, config, model):
-    """Two steps of the same three groups, in windows of one and two, all taken by the only unit."""
+    """Two steps of the same three groups, in windows of one and two, all taken by the only unit. The second has routes
+    that no router would choose."""
     recorder = RecordWriter(path, config, 0)
     draw = random.Random(0)
     judge = reference(model)
@@ -288,6 +292,7 @@ def write_record(path, config, model):
             prompt=Prompt(f"p{index}", "", "", tuple(prompt)),
             responses=tuple(responses),
             scores=scores,
+            columns={"routes": np.tile(np.array([[3, 0]], np.uint8), (36, 2, 1))} if step else {},
         )
 
     for step, window in ((0, (0, 1)), (0, (2,)), (1, (1,)), (1, (2, 0))):

@@ -10,7 +10,7 @@ import torch
 
 from support.parallel.cases import Case
 from support.parallel.harness import Worlds, check
-from support.parallel.layouts import CASES, LOW, SLICES, controlled, group_sizes, held, sequences
+from support.parallel.layouts import CASES, LOW, SLICES, controlled, group_sizes, held, replayed, sequences
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(600)]
 
@@ -117,6 +117,18 @@ def test_losses_of_batch_scope_are_the_same_in_every_layout(case, outcomes):
     for rank in outcomes(case).ranks():
         for name in ("loss", "clip_fraction"):
             assert rank["figures"][name] == pytest.approx(one["figures"][name], rel=1e-4, abs=1e-6)
+        for name, gradient in rank["gradients"].items():
+            assert torch.norm(gradient - one["gradients"][name]) <= 1e-4 * torch.norm(one["gradients"][name]), name
+
+
+@named(replayed())
+def test_replayed_routes_are_the_same_in_every_layout(case, outcomes):
+    """As on one rank; the unit tests compare that with a closed form."""
+    (one,) = outcomes(replayed()[0]).ranks()
+    for rank in outcomes(case).ranks():
+        # the filler of rows and of replicas counts, too
+        assert rank["figures"]["expert_load_max"] == pytest.approx(one["figures"]["expert_load_max"], rel=0.1)
+        assert rank["figures"]["loss"] == pytest.approx(one["figures"]["loss"], rel=1e-4, abs=1e-6)
         for name, gradient in rank["gradients"].items():
             assert torch.norm(gradient - one["gradients"][name]) <= 1e-4 * torch.norm(one["gradients"][name]), name
 

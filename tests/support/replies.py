@@ -1,13 +1,25 @@
 """Replies to /v1/completions as an instance makes them, for instances of tests."""
 
+import base64
+
 from engine.wire.reply_digest import digest
 
 
-def reply(tokens, logprobs, finish, versions, **more):
-    """A reply with one response; `more`: further fields of its choice."""
+def reply(tokens, logprobs, finish, versions, routes=None, **more):
+    """A reply with one response; `routes`: an array of the experts of its tokens; `more`: further fields of its
+    choice."""
+    if routes is not None:
+        data = base64.b64encode(routes.tobytes()).decode()
+        more["routes"] = {"dtype": routes.dtype.name, "shape": list(routes.shape), "data": data}
     choice = {"token_ids": list(tokens), "logprobs": {"token_logprobs": list(logprobs)}, "finish_reason": finish}
     return {
         "choices": [choice | more],
         "weight_versions": [list(pair) for pair in versions],
-        "digest": digest(tokens, logprobs, versions, finish),
+        "digest": digest(
+            token_ids=tokens,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=finish,
+            routes=b"" if routes is None else routes.tobytes(),
+        ),
     }

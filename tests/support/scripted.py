@@ -45,6 +45,7 @@ class Scripted:
         self.drop = False
         self.body = None
         self.finish = "length"
+        self.route = None  # makes the experts of token ids under a version, where they are asked for
         self.spoil = dict  # changes a reply that was right
         self.cuts = 0  # so many completions end after a token, as if a pause cut them
         self.protocol = ROLLOUT_PROTOCOL
@@ -69,7 +70,14 @@ class Scripted:
             cut = self.cuts > 0 and len(tokens) > 1
             self.cuts -= cut
             tokens = tokens[:1] if cut else tokens
-            found = reply(tokens, [-1.0] * len(tokens), "abort" if cut else self.finish, [(0, self.version)])
+            routed = self.route and body.get("routes")
+            found = reply(
+                tokens,
+                [-1.0] * len(tokens),
+                "abort" if cut else self.finish,
+                [(0, self.version)],
+                routes=self.route([*body["prompt"], *tokens][:-1], self.version) if routed else None,
+            )
             return web.json_response(self.spoil(found))
         finally:
             self.running -= 1

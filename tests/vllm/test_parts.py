@@ -100,6 +100,7 @@ def test_the_command_of_an_instance(environment, tmp_path):
         "--slots": "8",
         "--max-context": "96",
         "--dtype": "float32",
+        "--head-dtype": "model",
         "--device": "cpu",
         "--tensor": "1",
         "--transport": "file",

@@ -12,7 +12,7 @@ from engine.instance.protocol import Completion, RequestLimits
 from engine.instance.refusals import Conflict, Refusal
 from engine.instance.replies import Result
 from engine.instance.vllm import sampling
-from engine.model.shape import end_of_sequence_ids
+from engine.model.shape import end_of_sequence_ids, read_shape
 from engine.types import JsonObject
 
 DRAIN_S = 60.0
@@ -30,15 +30,17 @@ class VllmBackend:
     ends, in whatever way. So all tokens of a completion are of the version that is known when it is admitted.
     """
 
-    def __init__(self, engine: Any) -> None:  # noqa: ANN401
-        """`engine`: vLLM's EngineClient."""
+    def __init__(self, engine: Any, routes: bool = False) -> None:  # noqa: ANN401
+        """`engine`: vLLM's EngineClient; `routes`: whether it keeps the experts of each token."""
         config = engine.vllm_config
         self.model: str = config.model_config.model
         self.limits = RequestLimits(
             config.model_config.get_vocab_size(),
             config.model_config.max_model_len,
             end_of_sequence_ids(Path(self.model)),
+            routes,
         )
+        self._experts = read_shape(Path(self.model)).experts if routes else None
         self.world_size: int = config.parallel_config.world_size_across_dp
         self._engine = engine
         self._seats = config.scheduler_config.max_num_seqs
@@ -71,7 +73,7 @@ class VllmBackend:
             self._running -= 1
             if not self._running:
                 self._idle.set()
-        result = sampling.result(output, self._version)
+        result = sampling.result(output, self._version, self._experts if asked.routes else None)
         self._generated += len(result.token_ids)
         self._prefills += bool(result.token_ids) and not output.num_cached_tokens
         return result

@@ -31,7 +31,7 @@ class Middleware:
             await self._vllm(scope, receive, send)
             return
         if self._routes is None:  # made with the first request: when vLLM makes its layers there is no engine yet
-            backend = VllmBackend(scope["app"].state.engine_client)
+            backend = VllmBackend(scope["app"].state.engine_client, self.options.routes)
             text = VllmText(self._vllm, backend, self.options.text) if self.options.text else None
             self._routes = InstanceApp(backend, self.options.open_requests, self.options.read_timeout, text)
         await self._routes(scope, receive, send)

@@ -18,7 +18,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 from engine.errors import BadInput, MetronomeError
@@ -106,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tensor", type=int, default=1, help="devices (processes on a CPU) that share the model")
     parser.add_argument("--transport", default="file", help="weights.transport of the run")
+    parser.add_argument("--routes", action="store_true", help="keep the experts of each token (routing replay)")
     parser.add_argument(
         "--vllm", type=json.loads, default={}, metavar="JSON", help="further arguments of vLLM (rollout.vllm)"
     )
@@ -118,9 +118,6 @@ def _check_options(options: argparse.Namespace) -> None:
     command_line.check(options)
     if importlib.util.find_spec("vllm") is None:
         raise BadInput(f"{sys.executable} has no vllm; run this in the environment that `make vllm` builds")
-    release = version("vllm")
-    if options.head_dtype != "model" and tuple(map(int, release.split(".")[:2])) < HEAD_DTYPE:
-        raise BadInput(f'model.head_dtype = "{options.head_dtype}": vLLM {release} keeps logits in the model\'s dtype')
 
 
 def _check_environment() -> None:
@@ -170,6 +167,7 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
         "--disable-fastapi-docs",
+        *(["--enable-return-routed-experts"] if options.routes else []),
     ]
     if options.device == "cpu":
         pairs["--block-size"] = "32"  # the CPU's default of 128 lets few prompts share their cache
@@ -177,8 +175,18 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
     own = [part for pair in pairs.items() for part in pair] + flags
     theirs = dict(options.vllm)
     if options.head_dtype != "model":
+        _check_head()
         theirs["hf_overrides"] = {**theirs.get("hf_overrides", {}), "head_dtype": options.head_dtype}
     return [*own, *(part for name, value in theirs.items() for part in _as_vllm_takes(_flag(name), value))]
+
+
+def _check_head() -> None:
+    """Raise BadInput if this vLLM has no output layer of another dtype than the model's."""
+    from vllm import __version__
+
+    if tuple(map(int, __version__.split(".")[:2])) < HEAD_DTYPE:
+        needed = ".".join(map(str, HEAD_DTYPE))
+        raise BadInput(f'model.head_dtype = "float32" needs vLLM {needed} or newer; instances have {__version__}')
 
 
 def _flag(name: str) -> str:

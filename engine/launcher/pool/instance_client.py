@@ -16,7 +16,7 @@ import msgspec
 from engine.config import Evaluate, Rollout
 from engine.errors import DeadlineError, MetronomeError, TooManyFiles
 from engine.launcher.pool.reply_check import Asked, BrokenRule, checked
-from engine.model.shape import end_of_sequence_ids, read_shape
+from engine.model.shape import Experts, end_of_sequence_ids, read_shape
 from engine.run.open_files import open_limit
 from engine.types import Prompt
 from engine.wire import reply_columns
@@ -69,22 +69,31 @@ class SamplingSettings:
     """The model's own end-of-sequence ids, which instances add."""
     partial: bool = False
     """Whether a response that a pause broke off is kept, to be continued (rollout.partial)."""
+    experts: Experts | None = None
+    """The model's experts, if those of each token are asked for (algorithm.routing_replay)."""
 
     @classmethod
     def of(
-        cls, settings: Rollout | Evaluate, model: Path, stop: tuple[int, ...], partial: bool = False
+        cls,
+        settings: Rollout | Evaluate,
+        model: Path,
+        stop: tuple[int, ...],
+        partial: bool = False,
+        routes: bool = False,
     ) -> SamplingSettings:
         """Those of a part of the config: `rollout` for training, `evaluate` for evaluations. `model`: a Hugging Face
-        folder."""
+        folder; `routes`: whether the experts of each token are asked for."""
+        shape = read_shape(model)
         return cls(
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            vocabulary=read_shape(model).vocabulary,
+            vocabulary=shape.vocabulary,
             stop_token_ids=stop,
             model_stop_ids=end_of_sequence_ids(model),
             partial=partial,
+            experts=shape.experts if routes else None,
         )
 
 
@@ -219,20 +228,29 @@ class InstanceClient:
                 seed=seed,
                 stop_token_ids=list(sampling.stop_token_ids),
                 continued=len(begun) or msgspec.UNSET,
+                routes=True if sampling.experts else msgspec.UNSET,
             )
         )
-        response = self._checked(reply, sampling, sampling.max_new_tokens - len(begun), seed)
+        response = self._checked(reply, sampling, len(prompt.token_ids), len(begun), seed=seed)
         await self._until_trusted(cuts)
         if response.finish_reason == "abort" and not (sampling.partial and response.length):
             raise Busy(f"{self.name}: a pause broke off the response after {response.length} tokens")
         return joined(so_far, response)
 
     def _checked(
-        self, reply: CompletionReply, sampling: SamplingSettings, max_tokens: int, seed: int
+        self, reply: CompletionReply, sampling: SamplingSettings, prompt: int, begun: int, seed: int
     ) -> PackedResponse:
-        """Return the reply's response. Raise BrokenReply if it is no reply to the request."""
+        """Return the reply's response, which continues so many tokens of prompt and response. Raise BrokenReply if it
+        is no reply to the request."""
         stops = frozenset(sampling.stop_token_ids)
-        asked = Asked(max_tokens, sampling.vocabulary, stops, stops | sampling.model_stop_ids)
+        asked = Asked(
+            max_tokens=sampling.max_new_tokens - begun,
+            vocabulary=sampling.vocabulary,
+            stops=stops,
+            ends=stops | sampling.model_stop_ids,
+            experts=sampling.experts,
+            prompt=prompt + begun,
+        )
         try:
             return checked(reply, asked, seed, self.name)
         except BrokenRule as wrong:
@@ -240,8 +258,8 @@ class InstanceClient:
 
 
 def joined(so_far: PackedResponse | None, more: PackedResponse) -> PackedResponse:
-    """A response and its continuation as one: tokens,
-    log-probabilities and weight versions are those they were sampled with."""
+    """A response and its continuation as one: tokens, log-probabilities, weight versions and routes are those they were
+    sampled with. The continuation's routes begin with the prompt's, as computed again."""
     if so_far is None:
         return more
     begun = so_far.length
@@ -254,6 +272,7 @@ def joined(so_far: PackedResponse | None, more: PackedResponse) -> PackedRespons
         logprobs=so_far.logprobs + more.logprobs,
         versions=so_far.versions + later,
         loss_mask=so_far.loss_mask + more.loss_mask,
+        routes=so_far.routes + more.routes[len(so_far.routes) :],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.model.shape import Experts
 from engine.wire.columns import PackedResponse
 from engine.wire.reply_digest import packed_digest
-from engine.wire.rollout_messages import CompletionReply
+from engine.wire.rollout_messages import CompletionReply, Routes
+from engine.wire.routes import problem_of_form, problem_of_routes, route_type
 
 ROUNDING = 1e-4
 """By so much a log-probability may exceed 0. An engine may compute it as logit − log-sum-exp in float32, whose rounding
@@ -35,6 +38,10 @@ class Asked:
     """Tokens that end a response wherever they are sampled."""
     ends: frozenset[int]
     """Tokens that may end one: `stops`, and the model's own."""
+    experts: Experts | None = None
+    """The model's experts, if those of each token are asked for."""
+    prompt: int = 0
+    """Tokens of the prompt; only `experts` needs them."""
 
 
 def checked(reply: CompletionReply, asked: Asked, seed: int, instance: str) -> PackedResponse:
@@ -62,6 +69,7 @@ def checked(reply: CompletionReply, asked: Asked, seed: int, instance: str) -> P
         or problem_of_logprobs(logprobs)
         or problem_of_versions(reply.weight_versions, count)
         or problem_of_end(choice.finish_reason, token_ids, asked)
+        or (problem_of_reply_routes(choice.routes, asked, asked.experts, count) if asked.experts else "")
         or problem_of_digest(reply, packed_ids, packed_logprobs)
     ):
         raise BrokenRule(wrong)
@@ -73,6 +81,7 @@ def checked(reply: CompletionReply, asked: Asked, seed: int, instance: str) -> P
         finish_reason=choice.finish_reason,
         seed=seed,
         instance=instance,
+        routes=choice.routes.data if choice.routes is not None and asked.experts else b"",
     )
 
 
@@ -123,7 +132,21 @@ def problem_of_end(reason: str, tokens: NDArray[np.int64], asked: Asked) -> str:
     return ""
 
 
+def problem_of_reply_routes(routes: Routes | None, asked: Asked, experts: Experts, count: int) -> str:
+    """Say what is wrong with the routes of a response of so many tokens; "" if nothing is."""
+    if routes is None:
+        return "no routes, which were asked for" if count else ""
+    tokens = asked.prompt + count - 1 if count else 0
+    wrong = problem_of_form(routes.dtype, routes.shape, tokens, experts)
+    size = math.prod(routes.shape)
+    if wrong or len(routes.data) != size * route_type(experts.count).itemsize:
+        return wrong or f"{len(routes.data)} bytes of routes of the shape {list(routes.shape)}"
+    return problem_of_routes(np.frombuffer(routes.data, route_type(experts.count)).reshape(routes.shape), experts)
+
+
 def problem_of_digest(reply: CompletionReply, tokens: array[int], logprobs: array[float]) -> str:
     """Say how the digest differs from that of what arrived; "" if it does not."""
-    found = packed_digest(tokens, logprobs, reply.weight_versions, reply.choices[0].finish_reason)
+    choice = reply.choices[0]
+    routes = choice.routes.data if choice.routes is not None else b""
+    found = packed_digest(tokens, logprobs, reply.weight_versions, choice.finish_reason, routes=routes)
     return "" if found == reply.digest else f"its digest is {reply.digest!r:.50}, that of what arrived is {found}"

@@ -1,7 +1,9 @@
 """What the ranks train in the parallel tests: cases, and the groups that they share with the reference."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from engine.types import Group, Prompt, Response, Score
 
@@ -48,6 +50,8 @@ class Case:
     early: bool = False
     """Score some responses under the frozen models before their groups are trained."""
     settings: dict[str, object] = field(default_factory=dict)
+    routed: bool = False
+    """Whether the groups have routes of a mixture of two layers and four experts."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Of the model, where they are not the tiny models' own."""
     block: int = 0
@@ -82,10 +86,17 @@ ENTROPY_COEF = 0.02
 CLIP = 0.2
 
 
-def make_groups(name: str) -> list[Group]:
-    """The groups of a set, the same in every process."""
+def make_groups(name: str, routed: bool = False) -> list[Group]:
+    """The groups of a set, the same in every process; `routed`: as of `Case`."""
     draw = random.Random(name)
-    return [_group(draw, index, prompt, lengths) for index, (prompt, lengths) in enumerate(GROUP_SETS[name])]
+    groups = [_group(draw, index, prompt, lengths) for index, (prompt, lengths) in enumerate(GROUP_SETS[name])]
+    return list(map(_with_routes, groups)) if routed else groups
+
+
+def _with_routes(group: Group) -> Group:
+    tokens = len(group.prompt.token_ids) + sum(len(response.token_ids) for response in group.responses)
+    routes = np.random.default_rng(group.index).random((tokens, 2, 4)).argsort()[..., :2].astype(np.uint8)
+    return replace(group, columns={"routes": routes})
 
 
 def _group(draw: random.Random, index: int, prompt: int, lengths: tuple[int, ...]) -> Group:

@@ -161,6 +161,20 @@ def mixtures():
     ]
 
 
+def replayed():
+    """Routes of an instance, in every layout of a mixture."""
+    return [
+        Case(f"routes-{name}", layout, "qwen3_moe", groups="many", loss="full", routed=True, **factors)
+        for name, layout, factors in (
+            ("one", {}, {}),
+            ("ep2-tp2sp", {"expert": 2, "tensor": 2, "sequence": True}, {"budget": SMALL}),
+            ("ep2-cp2", {"expert": 2, "context": 2}, {"settings": {"train.recompute": True}}),
+            ("ep2-dp2", {"expert": 2, "data": 2}, {"budget": SMALL}),
+            ("pp2", {"pipeline": 2}, {"settings": {"train.recompute": True}, "budget": SMALL}),
+        )
+    ]
+
+
 def options():
     """What may not change a gradient: recomputation, a sharded optimizer, replicas with nothing to do."""
     recompute = {"train.recompute": True}

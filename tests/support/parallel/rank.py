@@ -104,7 +104,7 @@ def slice_errors() -> dict[str, float]:
 def step(case: Case, folder: Path) -> dict:
     """One step of training."""
     policy = open_policy(case, folder)
-    groups = make_groups(case.groups)
+    groups = make_groups(case.groups, case.routed)
     found = []
     look_up = policy._old_logprobs
 

@@ -31,6 +31,12 @@ BOUNDED = {"mode": "bounded", "max_staleness": 2}
             'model.dtype = .* needs rollout.engine = "vllm"',
         ),
         ({"rollout": {"tensor": 2}}, 'rollout.tensor = 2 needs rollout.engine = "vllm"'),
+        ({"algorithm": {"routing_replay": True}}, 'algorithm.routing_replay = True needs rollout.engine = "vllm"'),
+        (
+            {"algorithm": {"routing_replay": True}, "rollout": {"engine": "vllm"}, "train": {"score_early": True}},
+            "single responses are scored without their routes",
+        ),
+        ({"train": {"router_dtype": "bfloat16"}}, 'needs train.dtype = "bfloat16"'),
         ({"weights": {"transport": "nccl"}}, "the embedded engine takes 'file' or 'gloo'"),
         (
             {"rollout": {"vllm": {"enforce_eager": True}}},

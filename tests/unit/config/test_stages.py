@@ -5,12 +5,12 @@ import pytest
 from engine.config import Config, Stage
 from engine.config.recipe import load
 from engine.config.reference import reference
-from engine.config.stages import OWN_COLUMNS, REFERENCE_COLUMN
+from engine.config.stages import OWN_COLUMNS, REFERENCE_COLUMN, ROUTES_COLUMN
 from engine.config.table import keys_in
 from engine.config.tree import Tree
 from engine.errors import BadInput
 from engine.run.folder import dump
-from engine.wire import columns
+from engine.wire import columns, routes
 
 QUALITY = {"gives": ["quality"]}
 KL = {"kl_coef": 0.1}
@@ -37,6 +37,7 @@ def recipe(tmp_path):
 def test_the_columns_are_those_of_the_plane():
     assert set(OWN_COLUMNS) == set(columns.OWN)
     assert REFERENCE_COLUMN == columns.REFERENCE
+    assert ROUTES_COLUMN == routes.ROUTES
 
 
 def test_a_recipe_with_stages_is_read_changed_by_set_and_written_as_it_is(recipe, tmp_path):

@@ -9,6 +9,8 @@ from engine.config.recipe import HOME, load
 from engine.config.stages import Stage
 from engine.errors import BadInput
 from engine.launcher.checks import EMBEDDED, check_instances, check_rollouts, check_training
+from engine.launcher.stages import stages_of
+from engine.run.commands import instance_command
 from engine.run.vllm_command import MARKER, PYTHON
 from support.runs import base_settings, config_of
 from support.tiny_models import save
@@ -41,6 +43,26 @@ def test_a_model_with_experts_is_refused_for_the_embedded_engine(tmp_path):
         BadInput, match=r'rollout.engine = "embedded" does not run Qwen3MoeForCausalLM, only Llama.*Qwen3For'
     ):
         check_rollouts(a_config(tmp_path))
+
+
+def test_routes_are_replayed_for_mixtures_only(tmp_path, monkeypatch):
+    replaying = {"rollout": {"engine": "vllm"}, "algorithm": {"routing_replay": True}}
+    save(tmp_path / "dense")
+    with pytest.raises(BadInput, match=r"algorithm.routing_replay is for mixtures of experts.*is dense"):
+        check_rollouts(a_config(tmp_path / "dense", **replaying))
+    save(tmp_path / "mixture", "qwen3_moe")
+    config = a_config(tmp_path / "mixture", **replaying)
+    check_rollouts(config)
+    an_environment(tmp_path, monkeypatch, "cpu")
+    with pytest.raises(BadInput, match=r"algorithm.routing_replay: vLLM on a CPU"):
+        check_instances(config)
+    an_environment(tmp_path, monkeypatch, "cuda")
+    arguments, _ = instance_command(
+        config=config, model=tmp_path / "mixture", name="i", number=0, port_file=tmp_path / "port"
+    )
+    assert "--routes" in arguments
+    train, reference = stages_of(config.model_copy(update={"stages": {"reference": Stage()}}), None)
+    assert "routes" in train.needs & reference.needs
 
 
 def test_a_scorers_layout_that_does_not_fit_the_model_is_refused_by_its_own_keys(tiny_model, problems, tmp_path):

@@ -10,6 +10,7 @@ import xxhash
 from engine.config import Config
 from engine.errors import BadInput, StaleRolloutError
 from engine.launcher.row_check import RowCheck
+from engine.model.shape import Experts
 from engine.types import Score
 from engine.wire.columns import OWN, RESPONSES, Column, pack_group, pack_values
 from support.groups import numbered_group
@@ -111,6 +112,39 @@ def test_a_body_that_is_no_column_is_refused(check, name, body):
 def test_a_head_that_is_not_the_columns_is_refused(check, head):
     with pytest.raises(BadInput, match="its tokens and lengths"):
         check.check(msgspec.structs.replace(pack_group(made()), **head), newest=STEP)
+
+
+EXPERTS = Experts(count=4, per_token=2, intermediate=8, normalised=True, layers=(0, 1))
+
+
+def routed(routes):
+    """The group with the column of its routes, which may have a token that no instance has routed."""
+    return pack_group(replace(made(), columns={"routes": routes}))
+
+
+def some_routes():
+    size = len(made().prompt.token_ids) + 4
+    routes = np.tile(np.array([3, 1], np.uint8), (size, 2, 1))
+    routes[-1] = 255
+    return routes
+
+
+def test_a_group_needs_the_routes_of_its_tokens_where_they_are_replayed(check):
+    replaying = RowCheck(CONFIG, 10, EXPERTS)
+    replaying.check(routed(some_routes()), newest=STEP)
+    with pytest.raises(BadInput, match="it has the columns .*; expected .*, routes"):
+        replaying.check(pack_group(made()), newest=STEP)
+    with pytest.raises(BadInput, match="it has the columns .*, routes; expected"):
+        check.check(routed(some_routes()), newest=STEP)
+    foreign = some_routes()
+    foreign[0, 0, 0] = 4
+    for wrong, said in (
+        (some_routes()[1:], r"routes uint8 \[.*\], expected uint8 \[.*, 2, 2\]"),
+        (some_routes().astype(np.int64), "routes int64"),
+        (foreign, "routes to expert 4, the model has 4 in a layer"),
+    ):
+        with pytest.raises(BadInput, match=f"step 5, group .*: {said}"):
+            replaying.check(routed(wrong), newest=STEP)
 
 
 def test_a_stale_version_is_refused(check):

@@ -130,6 +130,16 @@ def test_the_column_and_the_budget_are_what_it_is_told(made):
     assert plane.leases[0].budget == 50
 
 
+def test_it_leases_the_routes_where_they_are_replayed(made):
+    for changes, columns in (
+        ({}, ("prompt", "responses")),
+        ({"algorithm__routing_replay": True, "rollout__engine": "vllm"}, ("prompt", "responses", "routes")),
+    ):
+        plane = FakePlane(EndOfRun())
+        made(**changes).serve(plane)
+        assert plane.leases[0].columns == columns
+
+
 def test_what_another_lease_replaced_is_dropped(made, capsys):
     plane = FakePlane(window(1, a_group()), window(2, a_group(index=1)), EndOfRun(), refuses=[1])
     made().serve(plane)

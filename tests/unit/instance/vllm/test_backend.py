@@ -1,16 +1,19 @@
 """vLLM's backend behind the routes, over an engine that only plays vLLM's: what pauses, updates and faults do."""
 
 import asyncio
+import base64
 import json
 import sys
 import types
 
 import httpx
+import numpy as np
 import pytest
 
 from engine.instance.http import InstanceApp
 from engine.instance.refusals import Conflict, Refusal
 from engine.instance.vllm.backend import VllmBackend
+from support.tiny_models import save
 
 PROMPT = [5, 9, 2]
 ASKED = {"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
@@ -37,6 +40,7 @@ class Engine:
         self.calls = []
         self.hangs = None
         self.dies = False
+        self.routed = None
 
     async def generate(self, prompt, params, request_id):
         if self.dies:
@@ -52,7 +56,9 @@ class Engine:
             del self.running[request_id]
         tokens = [7, 8] if reason == "length" else [7]
         scored = [{token: types.SimpleNamespace(logprob=self.logprob)} for token in tokens]
-        sampled = types.SimpleNamespace(token_ids=tokens, logprobs=scored, finish_reason=reason)
+        sampled = types.SimpleNamespace(
+            token_ids=tokens, logprobs=scored, finish_reason=reason, routed_experts=self.routed
+        )
         prompt_logprobs = [None, *({token: types.SimpleNamespace(logprob=-1.5)} for token in PROMPT[1:])]
         yield types.SimpleNamespace(
             finished=True,
@@ -157,6 +163,35 @@ async def test_vllm_gets_the_checked_request_and_its_output_becomes_our_reply(cl
     assert choice["prompt_logprobs"] == [None, {"9": {"logprob": -1.5}}, {"2": {"logprob": -1.5}}]
     assert (reply["model"], reply["weight_versions"]) == (str(tmp_path), [[0, 0]])
     await until(client, generated_tokens=2, prefills=1, running=0)
+
+
+async def test_the_experts_of_each_token_are_those_of_the_layers_that_have_some(engine, tmp_path):
+    save(tmp_path, "qwen3_moe", mlp_only_layers=[0], num_hidden_layers=3)
+    app = InstanceApp(VllmBackend(engine, routes=True), open_requests=8, read_s=5.0)
+    found = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2) % 4  # of prompt and response but the last token
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://instance") as client:
+        for engine.routed, routed in ((found, True), (found, False), (None, True)):
+            task = begin(client, routes=routed) if engine.routed is not None else None
+            if task is None:
+                task = asyncio.create_task(post(client, "/v1/completions", 500, **ASKED, routes=True))
+            await runs(engine, 1)
+            engine.end()
+            answer = await task
+            if not routed:
+                assert "routes" not in answer["choices"][0]
+            elif engine.routed is None:
+                assert "vLLM returned no experts" in answer["error"]["message"]
+            else:
+                routes = answer["choices"][0]["routes"]
+                assert (routes["dtype"], routes["shape"]) == ("uint8", [4, 2, 2])
+                assert base64.b64decode(routes["data"]) == found[:, 1:].tobytes()
+
+
+async def test_an_instance_without_routes_refuses_to_be_asked_for_them(client):
+    answer = await post(client, "/v1/completions", 400, **ASKED, routes=True)
+    assert "algorithm.routing_replay" in answer["error"]["message"]
+    answer = await post(client, "/v1/completions", 400, **ASKED, routes=1)
+    assert "routes = 1; it must be true or false" in answer["error"]["message"]
 
 
 async def updated(client, version, status=200):

@@ -1,0 +1,85 @@
+"""The routers of a mixture: routing replay (R3), and how many tokens each expert gets.
+
+Routing replay computes each token with the experts that computed it in the rollout instance. The gate still is the
+softmax of the trainer's own logits over them, so that gradients flow into the router (Ma et al. 2025, "Stabilizing MoE
+RL by aligning training and inference routers", arXiv 2510.11370).
+
+Megatron's `RouterReplay` is not used. It has one target for each router and a queue for the backward pass, and someone
+must tell it which of the two a forward pass is. Under 1F1B with recomputation the two alternate inside Megatron's
+schedule. It also has no place for a token that no instance has routed. Here the routes are part of the layout, which
+travels with the micro-batch: each forward pass finds its own, the recomputation too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from engine.model.shape import Experts
+
+
+@dataclass(frozen=True)
+class ReplayedRoutes:
+    """The experts of the tokens that a router gets, in the place of Megatron's RouterReplay."""
+
+    experts: Tensor
+    """[tokens, experts per token]; negative where the router chooses."""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """[tokens, experts] scores → ([tokens, k] scores of the chosen experts, [tokens, k] their numbers)."""
+        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        chosen = torch.where(self.experts < 0, own, self.experts.long())
+        return scores.gather(1, chosen), chosen
+
+
+def install(model: GPTModel, experts: Experts) -> None:
+    """Have the routers of this rank's layers follow the routes of each layout, and count the tokens of each expert."""
+    for layer in model.decoder.layers:
+        if layer.layer_number - 1 in experts.layers:
+            position = experts.layers.index(layer.layer_number - 1)
+            layer.register_forward_pre_hook(partial(_give_routes, position), with_kwargs=True)
+            layer.mlp.router.register_forward_hook(_count)
+
+
+def _give_routes(position: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:  # noqa: ANN401
+    """`position`: the layer's number among those with experts."""
+    routes: Tensor | None = kwargs["packed_seq_params"].layout.routes
+    if routes is not None:
+        routes = routes[:, position]
+        if layer.config.sequence_parallel:
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            routes = routes.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+    layer.mlp.router.router_replay = None if routes is None else ReplayedRoutes(routes)
+
+
+def _count(router: TopKRouter, inputs: Any, found: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+    if torch.is_grad_enabled():  # once for each trained micro-batch: scoring and a pass to be recomputed have no grad
+        tokens = found[1].detach().sum(0)
+        router.tokens_of_experts = getattr(router, "tokens_of_experts", 0) + tokens
+
+
+def take_counts(model: GPTModel) -> dict[int, list[int]]:
+    """By layer: the tokens that this rank's part of the model has sent to each expert in training since the last
+    call. {} for a dense model."""
+    found: dict[int, list[int]] = {}
+    for layer in model.decoder.layers:
+        router: Any = getattr(layer.mlp, "router", None)
+        if hasattr(router, "tokens_of_experts"):
+            found[layer.layer_number - 1] = router.tokens_of_experts.tolist()
+            del router.tokens_of_experts
+    return found
