@@ -85,6 +85,10 @@ class FakeNpu(Npu):
         """Return the one device."""
         return DEVICE
 
+    def device_name(self, number: int) -> str:
+        """Return the name of no known device: there is no peak to compare with."""
+        return "not there"
+
     def adapt_megatron(self) -> None:
         """Leave Megatron as it is; `_CudaIsNpu` does what MindSpeed does for its device."""
         without_transformer_engine()

@@ -176,6 +176,8 @@ def advice(folder: Path) -> str:
     found = f"{bound} ({shares[bound]:.0%} of a step)"
     if run.config.algorithm.dynamic_sampling:
         return found  # the simulation does not know how many groups are tried
+    if not run.config.rollout.instances + run.config.dry_run.joining:
+        return found  # nor how many instances joined
     plan = planned(measured_model(run.config, [run], None), OWN_LAYOUT, ADVISED)
     faster = plan.today.step_s / plan.best[0].step_s
     if faster < WORTHWHILE:

@@ -85,6 +85,15 @@ def test_the_advice_names_what_bounds_the_last_steps_and_what_would_change_it(tm
         planning.advice(tmp_path / "nothing")
 
 
+def test_the_advice_of_a_run_whose_instances_all_joined_predicts_nothing(tmp_path, tiny_model):
+    folder = simulated_run(with_model(config("joined", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
+    recipe = folder / "config.toml"
+    text, count = re.subn(r"(?m)^instances = \d+$", "instances = 0", recipe.read_text())
+    recipe.write_text(text)
+    assert count == 1
+    assert re.fullmatch(r"rollout \(\d+% of a step\)", planning.advice(folder))
+
+
 def test_the_advice_of_a_long_run_rests_on_its_last_steps_alone(tmp_path, tiny_model, monkeypatch):
     """Neither the figures of the steps before them nor their spans, of which a long run has gigabytes."""
     monkeypatch.setattr(planning, "ADVISED", 3)
