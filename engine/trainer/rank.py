@@ -157,7 +157,17 @@ def _rollouts(config: Config, arguments: argparse.Namespace, plane: Connection, 
         config=config, connection=plane, ranks=ranks, folder=arguments.weights, device=policy.models.device
     )
     bodies = StoredBodies(ranks.name, config.queue.timeout_s) if config.leaders_fetch else None
-    return LiveRollouts(plane, ranks, publisher, config, early=config.train.score_early, bodies=bodies)
+    # on a CPU the thread would take its time from the training itself
+    prefetch = {"on": True, "off": False, "auto": policy.models.device.type != "cpu"}[config.train.prefetch]
+    return LiveRollouts(
+        control=plane,
+        ranks=ranks,
+        publisher=publisher,
+        config=config,
+        early=config.train.score_early,
+        bodies=bodies,
+        prefetch=prefetch,
+    )
 
 
 if __name__ == "__main__":

@@ -98,17 +98,18 @@ class LiveRollouts:
         config: Config,
         early: bool = False,
         bodies: StoredBodies | None = None,
+        prefetch: bool = False,
     ) -> None:
         """`early`: whether the trainer scores responses before their group is complete; `bodies`: fetches the bodies of
-        columns that lie outside the launcher."""
+        columns that lie outside the launcher; `prefetch`: whether the next window is leased and prepared, in a thread,
+        while one is trained. With `early` or `bodies` it is not."""
         self._bodies = bodies
         self._control = control
         self._ranks = ranks
         self._publisher = publisher
         self._config = config
         self._early = early
-        self._ahead = not early and bodies is None
-        """Whether a window is leased while the one before is trained."""
+        self._ahead = prefetch and not early and bodies is None
         self.prompt_position: int | None = None
         self.prompts: str | None = None
         """The fingerprint of the run's prompts; before `begin` that of a checkpoint, or None."""
@@ -119,7 +120,15 @@ class LiveRollouts:
         alone = ranks or OneRank()
         early = service.config.train.score_early
         publisher = service.publisher(alone)
-        return cls(control=service.connection, ranks=alone, publisher=publisher, config=service.config, early=early)
+        prefetch = service.config.train.prefetch == "on"
+        return cls(
+            control=service.connection,
+            ranks=alone,
+            publisher=publisher,
+            config=service.config,
+            early=early,
+            prefetch=prefetch,
+        )
 
     def begin(self, start: int) -> None:
         """Tell the launcher, which compares the prompts with those of the checkpoint."""

@@ -53,8 +53,9 @@ def assert_traced(spans, report, responses):
 
 
 def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
-    for mode in ("sync", "periodic"):
-        code, output = launch(exact | {"run.name": mode, "train.mode": mode, "train.steps": 4}, tmp_path)
+    for mode, prefetch in (("sync", "off"), ("periodic", "on")):
+        how = {"run.name": mode, "train.mode": mode, "train.prefetch": prefetch, "train.steps": 4}
+        code, output = launch(exact | how, tmp_path)
         assert code == 0, output
     assert weights(tmp_path, "sync") == weights(tmp_path, "periodic")
     spans = read_spans(tmp_path / "periodic/trace")

@@ -19,7 +19,7 @@ GROUPS = 12
 def test_groups_that_no_program_puts_are_missed_by_name():
     config = config_of({"data.pushed": True, "train.timeout_s": 0.05})
     nobody = SimpleNamespace(ask=lambda request: StillWaiting())
-    rollouts = LiveRollouts(control=nobody, ranks=OneRank(), publisher=None, config=config)
+    rollouts = LiveRollouts(control=nobody, ranks=OneRank(), publisher=None, config=config, prefetch=True)
     with pytest.raises(DeadlineError, match=r"no program has put a group of step 3 in 0.05 s \(train.timeout_s\)"):
         next(rollouts.work(3, prepare=lambda window: None))
 
@@ -71,7 +71,7 @@ async def asked(conduct):  # noqa: F811
 
 def rollouts_of(asked):
     config = config_of({"train.micro_batch_tokens": 9})
-    return LiveRollouts(control=asked, ranks=OneRank(), publisher=None, config=config)
+    return LiveRollouts(control=asked, ranks=OneRank(), publisher=None, config=config, prefetch=True)
 
 
 async def test_the_next_window_is_leased_and_prepared_while_one_is_trained(asked):
