@@ -103,7 +103,7 @@ def written(recipe: str | os.PathLike[str]) -> JsonObject:
     base = own.pop("base", None)
     if base is None:
         return flatten(own)
-    if not isinstance(base, str):
+    if not isinstance(base, str) or Path(base).name != base:
         raise BadInput(
             f"recipe {recipe}: base = {base!r}: must be a text, the file name of a recipe in the same folder"
         )

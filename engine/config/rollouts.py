@@ -39,10 +39,14 @@ REFUSED = {
     "quantization": "the instance would sample from other weights than the policy's, and no sync of quantised weights "
     "was ever checked; for less memory see kv_cache_dtype (docs/rollouts.md)",
     "pipeline_parallel_size": _ONE_ENGINE,
-    "data_parallel_size": _ONE_ENGINE,
     "api_server_count": _ONE_ENGINE,
+    "nnodes": _ONE_ENGINE,
+    "node_rank": _ONE_ENGINE,
+    "headless": _ONE_ENGINE,
 }
 """vLLM's name of an argument that no run may set → why."""
+REFUSED_BY_PREFIX = {"ssl_": "runs speak plain HTTP with their instances", "data_parallel_": _ONE_ENGINE}
+"""The begin of vLLM's name of arguments that no run may set → why."""
 
 
 def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -51,10 +55,16 @@ def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         key = f"rollout.vllm.{name}"
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             raise ValueError(f"{key}: expected vLLM's name of an argument, with underscores: max_num_batched_tokens")
-        if name in SET_ELSEWHERE:
-            raise ValueError(f"{key}: Metronome sets this argument of vLLM; set {SET_ELSEWHERE[name]}")
-        if name in REFUSED or name.startswith("ssl_"):
-            raise ValueError(f"{key} can't be set: {REFUSED.get(name, 'runs speak plain HTTP with their instances')}")
+        plain = name.removeprefix("no_")  # vLLM takes --no-NAME, too
+        if plain in SET_ELSEWHERE:
+            raise ValueError(f"{key}: Metronome sets this argument of vLLM; set {SET_ELSEWHERE[plain]}")
+        why = next((why for prefix, why in REFUSED_BY_PREFIX.items() if plain.startswith(prefix)), REFUSED.get(plain))
+        if why is not None:
+            raise ValueError(f"{key} can't be set: {why}")
+        if isinstance(value, list) and any(str(one).startswith("-") for one in value):
+            raise ValueError(f"{key} = {value!r}: an element that begins with - would be an argument of its own")
+        if plain == "hf_overrides" and not isinstance(value, dict):
+            raise ValueError(f"{key} = {value!r}: must be a table")
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):

@@ -202,7 +202,7 @@ class RowTable:
         budget. `ahead`: the consumer asks while it may still be at work on another window (`Ledger.take`). Raises
         BadInput for a unit that the stage does not have.
         """
-        if (again := self._lease_again(stage, step, consumer, now)) is not None:
+        if (again := self._lease_again(stage=stage, step=step, consumer=consumer, ahead=ahead, now=now)) is not None:
             return again
         for one in sorted(self._steps) if step is None else [step]:
             ledger = self._steps[one].ledgers[stage]
@@ -215,12 +215,15 @@ class RowTable:
                 )
         return None
 
-    def _lease_again(self, stage: str, step: int | None, consumer: str, now: float) -> Held | None:
+    def _lease_again(self, stage: str, step: int | None, consumer: str, ahead: bool, now: float) -> Held | None:
+        """A lease whose deadline is over, given to this consumer. One that asks ahead still has its own at work."""
         limit = self.stages[stage].lease_s
         for number, held in self._held.items():
             if held.stage != stage or (step is not None and held.step != step):
                 continue
             expired = held.given == EXPIRED
+            if ahead and not expired and held.consumer == consumer:
+                continue
             if expired or (limit is not None and now - held.given > limit):
                 del self._held[number]
                 gone = "the ranks that held it are gone; its rows"

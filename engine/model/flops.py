@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from engine.model.layout import Segment
 from engine.model.shape import ModelShape
+
+if TYPE_CHECKING:
+    from engine.model.layout import Segment
 
 
 def forward(sizes: ModelShape, tokens: int, pairs: float, scored: int) -> float:
@@ -47,6 +50,8 @@ def micro_step(sizes: ModelShape, prompt: int, response: int, group: int, shared
         shared    S = P + G·R     A = P(P+1)/2 + G·(R·P + R(R+1)/2)
         separate  S = G·(P + R)   A = G·(P(P+1)/2 + R·P + R(R+1)/2)
     """
+    from engine.model.layout import Segment  # here, because importing torch takes seconds
+
     if shared:
         return training(sizes, [Segment(0, prompt, (response,) * group)])
     return group * training(sizes, [Segment(0, prompt, (response,))])

@@ -91,12 +91,13 @@ def _accompany(children: Sequence[Child], join: str, rollout: Rollout) -> None:
             heard = time.monotonic()
             for child in children:
                 child.check()
-        elif time.monotonic() - heard > (rollout.wait_s if met else rollout.timeout_s):
+        elif time.monotonic() - heard > (rollout.wait_s if met else max(rollout.wait_s, rollout.timeout_s)):
             break
         time.sleep(POLL_S)
     if not met:
         raise DeadlineError(
-            f"no launcher answers at {join} within {rollout.timeout_s:.0f} s (rollout.timeout_s): has the run begun?"
+            f"no launcher answers at {join} within {max(rollout.wait_s, rollout.timeout_s):.0f} s (the longer one of "
+            "rollout.timeout_s and rollout.wait_s): has the run begun?"
         )
     say("rollouts", f"the run at {join} has ended")
 

@@ -124,7 +124,7 @@ class HostCopies:
             self._changed.wait()  # no deadline: without a version there is nothing to write
             self._changed.clear()
             version = self._version
-            while version is not None and version == self._version:
+            while version is not None and version == self._version and not self._changed.is_set():
                 if self._is_wanted(version) and self._is_written(version):
                     break
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -116,12 +115,13 @@ class Snapshots:
         return path
 
     def stage_done(self, version: int, stage: int) -> None:
-        """Mark a stage as written. The last stage puts the version in the place of the one before."""
+        """Mark a stage as written. The last stage puts the version in the place of the one before. Raises
+        MetronomeError."""
         partial = self._partial_folder(version)
         place = self.place(version)
         written = self._written.pop(version, set())
         self._written.clear()
-        with contextlib.suppress(FileNotFoundError):  # it was cleared, or another stage's sender does the same
+        try:
             for file in partial.glob(f"stage-{stage:03d}-*"):
                 if file.name not in written:
                     file.unlink()
@@ -132,6 +132,10 @@ class Snapshots:
                 if old != place:
                     old.rename(old.with_suffix(".old"))
             partial.rename(place)
+        except FileNotFoundError:  # it was cleared, or another stage's sender does the same
+            pass
+        except OSError as error:
+            raise MetronomeError(f"{partial}: the snapshot could not be completed: {error.strerror}") from None
 
     def _partial_folder(self, version: int) -> Path:
         return self.place(version).with_suffix(".partial")

@@ -184,7 +184,8 @@ def _check_head() -> None:
     """Raise BadInput if this vLLM has no output layer of another dtype than the model's."""
     from vllm import __version__
 
-    if tuple(map(int, __version__.split(".")[:2])) < HEAD_DTYPE:
+    release = re.match(r"(\d+)\.(\d+)", __version__)  # a build from source may have another form
+    if release is not None and (int(release[1]), int(release[2])) < HEAD_DTYPE:
         needed = ".".join(map(str, HEAD_DTYPE))
         raise BadInput(f'model.head_dtype = "float32" needs vLLM {needed} or newer; instances have {__version__}')
 
@@ -231,8 +232,11 @@ def _parse_as_vllm(arguments: list[str], given: JsonObject) -> Any:  # noqa: ANN
 
     parser = make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))  # half a name would pass by our checks
     parser.error = functools.partial(_refuse_arguments, given)  # argparse would print its usage and exit
-    parsed = parser.parse_args(arguments)
-    validate_parsed_serve_args(parsed)
+    try:
+        parsed = parser.parse_args(arguments)
+        validate_parsed_serve_args(parsed)
+    except (TypeError, ValueError) as error:
+        _refuse_arguments(given, str(error))
     return parsed
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,9 @@ from engine.wire.weights.bucket_file import wire_of
 
 __all__ = ["Probe", "WeightSync", "probe"]
 
+OVERTAKEN = 2
+"""A late instance that so many versions have overtaken holds the next one up, until it has caught up."""
+LOOK_S = 0.05
 PATIENCE_S = 5.0
 """What a living instance needs at most to answer GET /health."""
 
@@ -92,6 +96,8 @@ class WeightSync:
         self._quiet = asyncio.Event()
         """Set while no publish is under way."""
         self._quiet.set()
+        self._overtaken: set[Instance] = set()
+        """Instances that are catching up, and that OVERTAKEN versions have overtaken."""
 
     @property
     def version(self) -> int | None:
@@ -110,6 +116,7 @@ class WeightSync:
         if not self._pool.members():
             self._quiet.set()  # an instance may catch up meanwhile and be the member that is waited for
         await self._pool.wait_for_member()
+        await self._wait_for_overtaken()
         self._quiet.clear()
         self._started = False
         self._trainer_logprobs = asyncio.get_running_loop().create_future()
@@ -131,6 +138,15 @@ class WeightSync:
             local=self._participants.local,
             probe=self._probe.token_ids if self._probe is not None else (),
         )
+
+    async def _wait_for_overtaken(self) -> None:
+        """Else an instance that needs longer than a step would never join. After the limit it is overtaken again."""
+        if self._overtaken:
+            names = ", ".join(sorted(instance.name for instance in self._overtaken))
+            print(f"the weight sync waits for {names}, which {OVERTAKEN} versions have overtaken", flush=True)
+            deadline = time.monotonic() + self._timeout_s
+            while self._overtaken and time.monotonic() < deadline:
+                await asyncio.sleep(LOOK_S)
 
     async def connect(self, request: ConnectSync) -> Proceed:
         """Have all members join the stages' groups while the senders gather them."""
@@ -276,28 +292,40 @@ class WeightSync:
     async def catch_up(self, instance: Instance) -> None:
         """Self-test a late instance and bring it to the current version from its snapshot; it is not admitted yet.
 
-        Waits for a publish under way, and begins again when another was finished meanwhile. Raises MetronomeError.
+        Waits for a publish under way, and begins again when another was finished meanwhile; the third one waits for it.
+        Raises MetronomeError.
         """
         instance.distrust()
         await self._test_once(instance)
-        while True:
-            await self._until_quiet(instance)
-            if self._version is None:
-                raise MetronomeError(f"{instance.name}: no weight version was published yet; it gets the first one")
-            version = self._version
-            expected = self._expected
-            try:
-                await self._load_snapshot(instance, version)
-                await self._calls.swap(instance, version)
-                await self._calls.compare(instance, version, partial(_known, expected))
-            except (Refused, BadInput):
-                if self._version == version and self._quiet.is_set():
-                    raise
-                continue  # the snapshot gave way to a newer one
+        overtaken = 0
+        try:
+            while not await self._caught_up(instance):
+                overtaken += 1
+                if overtaken == OVERTAKEN:
+                    self._overtaken.add(instance)
+        finally:
+            self._overtaken.discard(instance)
+
+    async def _caught_up(self, instance: Instance) -> bool:
+        """Bring it to the current version; return whether that is still the current one."""
+        await self._until_quiet(instance)
+        if self._version is None:
+            raise MetronomeError(f"{instance.name}: no weight version was published yet; it gets the first one")
+        version = self._version
+        expected = self._expected
+        try:
+            await self._load_snapshot(instance, version)
+            await self._calls.swap(instance, version)
+            await self._calls.compare(instance, version, partial(_known, expected))
+        except (Refused, BadInput):
             if self._version == version and self._quiet.is_set():
-                instance.hold(version)
-                instance.trust(anew=True)
-                return
+                raise
+            return False  # the snapshot gave way to a newer one
+        if self._version != version or not self._quiet.is_set():
+            return False
+        instance.hold(version)
+        instance.trust(anew=True)
+        return True
 
     async def _load_snapshot(self, instance: Instance, version: int) -> None:
         if self._snapshot is None:
@@ -325,7 +353,7 @@ class WeightSync:
             async with asyncio.timeout(self._timeout_s):
                 while not snapshot.is_dir() and self._snapshot == snapshot:
                     self._wanted.set()  # again and again, as a version may be published once more meanwhile
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise DeadlineError(f"the snapshot {snapshot} was not whole within {self._timeout_s:g} s") from None
         if not (files := sorted(snapshot.glob("*.safetensors"))):

@@ -223,6 +223,8 @@ def _interface_address(name: str) -> str:
             f"weights.interface = {name!r}: this machine, {socket.gethostname()}, has no such interface with an IPv4 "
             f"address; it has {', '.join(sorted(known))}"
         )
+    if ipaddress.ip_address(found[0]).is_loopback:
+        raise BadInput(f"weights.interface = {name!r}: instances on other machines can't reach {found[0]}, its address")
     return found[0]
 
 

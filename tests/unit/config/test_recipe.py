@@ -163,6 +163,7 @@ def test_a_variant_has_its_bases_values_but_for_its_own(tmp_path):
     [
         ('"none.toml"', "recipe .*none.toml: no such file"),
         ('"variant.toml"', "its base .*variant.toml is a variant itself; name a recipe without a base"),
+        ('"../other.toml"', r"base = '\.\./other\.toml': must be a text, the file name of a recipe"),
         ("3", "base = 3: must be a text, the file name of a recipe in the same folder"),
     ],
 )

@@ -41,6 +41,14 @@ def test_rows_of_a_consumer_that_died_are_given_again_as_they_were_and_the_late_
     assert table.write_columns("judge", again["judge"].number, written_of((0, 1), {"mark"})), "that stage has not"
 
 
+def test_a_consumer_that_asks_ahead_is_not_given_again_what_it_has_at_work(table):
+    first = table.lease(TRAIN, 3, 0, 1, consumer="one")
+    ahead = table.lease(TRAIN, 3, 0, 1, consumer="one", now=LEASE_S + 1, ahead=True)
+    assert {*first.indices, *ahead.indices} == {0, 1}
+    assert table.lease(TRAIN, 3, 0, 1, consumer="one", now=3 * LEASE_S, ahead=True) is None
+    assert table.lease(TRAIN, 3, 0, 1, consumer="one", now=3 * LEASE_S).indices == first.indices, "it began anew"
+
+
 def test_a_consumer_gets_the_columns_that_it_asks_for_of_those_that_its_stage_needs(table):
     held = table.lease(TRAIN, 3, 0, 10**6)
     assert [row.names for row in table.given_rows(held, [SCORES])] == [{SCORES}] * 2

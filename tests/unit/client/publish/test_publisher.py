@@ -1,9 +1,11 @@
 """The trainer's side with several ranks: pipeline stages that send in turn, ranks that only give their shards,
 errors of one."""
 
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -277,18 +279,31 @@ def test_the_version_before_stays_until_the_next_one_is_whole(tmp_path, shared):
         launcher.close()
 
 
-def test_a_snapshot_that_cannot_be_written_is_written_later_and_the_run_goes_on(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("at", ["its files", "its end"])
+def test_a_snapshot_that_cannot_be_written_is_written_later_and_the_run_goes_on(at, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(host_copies, "AGAIN_S", 0.1)
+    full = [at == "its end"]
+
+    def touch(path, *args, **named):
+        if full and full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return touched(path, *args, **named)
+
+    touched = Path.touch
+    monkeypatch.setattr(Path, "touch", touch)
     launcher = Launcher([Client("a", base_folder(tmp_path / "base"))])
     try:
         sender = publisher(launcher, "gloo", tmp_path)
         sender.publish(Model(1), 1)
-        (tmp_path / "weights").write_text("no folder")
+        if at == "its files":
+            (tmp_path / "weights").write_text("no folder")
         catching_up = launcher.catch_up(late := launcher.late())
         words = "late instances wait for the snapshot of weight version 1: "
         said = []
         wait_for(lambda: said.append(capfd.readouterr().out) or words in "".join(said), "the message")
-        (tmp_path / "weights").unlink()
+        full.clear()
+        if at == "its files":
+            (tmp_path / "weights").unlink()
         catching_up.result(10)
         assert all(torch.equal(late.client.held[name], tensor) for name, tensor in weights(1).items())
     finally:

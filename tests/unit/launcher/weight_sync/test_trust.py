@@ -205,3 +205,24 @@ def test_a_late_instance_is_compared_with_the_version_it_gets(start, tmp_path):
     with pytest.raises(WeightSyncError, match="b: after the update to weight version 5 .* differ from the trainer's"):
         launcher.run(launcher.sync.catch_up(late))
     assert late.version is None
+
+
+def test_the_third_version_waits_for_a_late_instance_that_two_have_overtaken(start, tmp_path, capfd):
+    async def slow(called, body, count):
+        if called == "/start_weight_update":
+            await asyncio.sleep(0.5)
+
+    launcher = start(2, b=slow)
+    late = launcher.pool.named("b")
+    launcher.pool.late.add(late)
+    sender = publisher(launcher, "file", tmp_path)
+    sender.publish(Model(1), 1)
+    catching_up = asyncio.run_coroutine_threadsafe(launcher.sync.catch_up(late), launcher.loop)
+    version = 1
+    while not catching_up.done():  # without the wait each version would overtake it
+        assert version < 8
+        time.sleep(0.3)
+        version += 1
+        sender.publish(Model(version), version)
+    assert late.version == version - 1
+    assert "the weight sync waits for b, which 2 versions have overtaken" in capfd.readouterr().out

@@ -1,4 +1,5 @@
 import socket
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -32,8 +33,12 @@ def test_where_the_name_means_loopback_the_address_on_the_network_of_the_run_is_
 
 def test_an_interface_may_be_named(monkeypatch):
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.2.3")
-    loopback = next(name for name, all in psutil.net_if_addrs().items() if "127.0.0.1" in [one.address for one in all])
-    assert own_address(loopback=False, interface=loopback) == "127.0.0.1"
-    with pytest.raises(BadInput, match=rf"weights\.interface = 'ib7': .* no such interface .* it has .*{loopback}"):
+    addresses = {"lo": "127.0.0.1", "ib0": "10.7.0.3"}
+    known = {name: [SimpleNamespace(family=socket.AF_INET, address=one)] for name, one in addresses.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
+    assert own_address(loopback=False, interface="ib0") == "10.7.0.3"
+    with pytest.raises(BadInput, match=r"weights\.interface = 'ib7': .* no such interface .* it has ib0, lo"):
         own_address(loopback=False, interface="ib7")
+    with pytest.raises(BadInput, match=r"weights\.interface = 'lo': .* can't reach 127\.0\.0\.1"):
+        own_address(loopback=False, interface="lo")
     assert own_address(loopback=True, interface="ib7") == "127.0.0.1"
