@@ -45,22 +45,21 @@ class PackedWindows:
     """This replica's micro-batches of windows. A window may be packed before it is trained, by another thread: on the
     host, so that no thread but the trainer's uses the device."""
 
-    def __init__(self, packing: Packing, credit: Credit) -> None:
+    def __init__(self, packing: Packing) -> None:
         self._packing = replace(packing, device=torch.device("cpu"))
         self._device = packing.device
-        self._credit = credit
         self._packed: dict[tuple[int, ...], list[MicroBatch]] = {}
         """By the identities of the window's groups, which the micro-batches hold."""
 
-    def add(self, window: Sequence[Group]) -> None:
+    def add(self, window: Sequence[Group], credit: Credit) -> None:
         """Pack a window. Raises BadInput if a user's advantage fails."""
-        self._packed[tuple(map(id, window))] = micro_batches(window, self._packing, self._credit)
+        self._packed[tuple(map(id, window))] = micro_batches(window, self._packing, credit)
 
-    def take(self, window: Sequence[Group]) -> list[MicroBatch]:
+    def take(self, window: Sequence[Group], credit: Credit) -> list[MicroBatch]:
         """Return the micro-batches of a window on the device. They are packed now if they were not."""
         key = tuple(map(id, window))
         if key not in self._packed:
-            self.add(window)
+            self.add(window, credit)
         return [batch.to(self._device) for batch in self._packed.pop(key)]
 
 

@@ -60,7 +60,7 @@ class Policy(Trainer):
         self.models: TriModel = open_models(config, platform)
         self.packing = packing_of(config, computation(config, platform), self.ranks)
         self.credit = Credit.of(config)
-        self._packed = PackedWindows(self.packing, self.credit)
+        self._packed = PackedWindows(self.packing)
         self.sums = StepSums(self.ranks, self.credit, config.train.updates)
         self.early = EarlyScores(self.models, self.packing)
         algorithm = config.algorithm
@@ -126,7 +126,7 @@ class Policy(Trainer):
 
     def prepare(self, window: Sequence[Group]) -> None:
         """Pack the window on the host. Raises BadInput if a user's advantage fails."""
-        self._packed.add(window)
+        self._packed.add(window, self.credit)
 
     def accumulate(self, window: Sequence[Group]) -> None:
         """Score the groups under the frozen models and add their gradient; no optimizer step. A collective of the unit.
@@ -136,7 +136,7 @@ class Policy(Trainer):
         started = time.time()
         self.sums.add_window(window)
         update = window[0].mini_batch
-        scored = self._frozen_scores(self._packed.take(window))
+        scored = self._frozen_scores(self._packed.take(window, self.credit))
         idle = None
         if update or self._batch_scope:
             self._hold_window(scored, update)
