@@ -136,6 +136,13 @@ class Rollout(Table):
     """Address host:port of the run's server: instances join there, stages and programs outside ask there, and it serves
     /status and /metrics. Port 0 takes a free port. An address other than loopback needs METRONOME_TOKEN to be set."""
 
+    def patience(self, met: bool) -> tuple[float, str]:
+        """Seconds that the run and its instances wait for each other, and the key that sets them. Until they have met
+        it is as long as the start of an instance may take: the other side is started by hand, or loads a model."""
+        if met or self.wait_s > self.timeout_s:
+            return self.wait_s, "rollout.wait_s"
+        return self.timeout_s, "rollout.timeout_s"
+
 
 class Queue(Table):
     """Where the columns of a step's rows lie until the rows are trained."""

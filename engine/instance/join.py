@@ -256,9 +256,7 @@ class _LauncherClient:
     @property
     def _patience(self) -> tuple[float, str]:
         """Seconds that the launcher may be silent, and the key that sets them."""
-        if self._met or self._rollout.wait_s > self._rollout.timeout_s:
-            return self._rollout.wait_s, "rollout.wait_s"
-        return self._rollout.timeout_s, "rollout.timeout_s"
+        return self._rollout.patience(self._met)
 
     async def _call(self, request: InstanceRequest[Reply]) -> Reply | _Refused | None:
         """The launcher's reply, or its refusal; None when it does not answer.

@@ -58,7 +58,8 @@ def micro_step(sizes: ModelShape, prompt: int, response: int, group: int, shared
 
 
 PEAKS = {
-    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12,
+    "H100 PCIe": 756e12, "H100 NVL": 835e12, "H200 NVL": 835e12, "H100": 989e12, "H200": 989e12, "H20": 148e12,
+    "A100": 312e12,
     "Ascend910B2": 353.9e12, "Ascend910B3": 294.9e12, "Ascend910B4": 245.8e12,
     "Ascend910_938": 353.9e12, "Ascend910_939": 353.9e12,
 }  # fmt: skip

@@ -7,7 +7,6 @@ channel.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from engine.client.service import ServiceClient
 from engine.client.stored_bodies import StoredBodies
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError
+from engine.run.threads import in_thread
 from engine.trainer.replay import Replay
 from engine.types import Group, Landed
 from engine.wire import messages
@@ -187,7 +187,7 @@ class LiveRollouts:
                 self.prompt_position = reply.prompt_position
                 return
             if isinstance(reply, Window) and self._ahead:
-                coming = _begin(partial(self._look_ahead, step, done, prepare))
+                coming = in_thread("next window", partial(self._look_ahead, step, done, prepare))
                 done = ()
             if opened:  # else a sign of life: ask again
                 yield opened
@@ -311,20 +311,6 @@ class ReplayedRollouts:
     def failed(self, error: MetronomeError) -> None:
         """Sent by the unit's leader."""
         _report_failure(error, self._control, self._ranks)
-
-
-def _begin(act: Callable[[], R]) -> Future[R]:
-    """Carry `act` out in a thread that nobody waits for when the process ends."""
-    found: Future[R] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(act())
-        except BaseException as error:  # `result` raises it, of any kind
-            found.set_exception(error)
-
-    threading.Thread(target=run, name="next window", daemon=True).start()
-    return found
 
 
 def _send_heartbeat(control: Connection, ranks: Ranks) -> None:

@@ -91,14 +91,12 @@ def _accompany(children: Sequence[Child], join: str, rollout: Rollout) -> None:
             heard = time.monotonic()
             for child in children:
                 child.check()
-        elif time.monotonic() - heard > (rollout.wait_s if met else max(rollout.wait_s, rollout.timeout_s)):
+        elif time.monotonic() - heard > rollout.patience(met)[0]:
             break
         time.sleep(POLL_S)
     if not met:
-        raise DeadlineError(
-            f"no launcher answers at {join} within {max(rollout.wait_s, rollout.timeout_s):.0f} s (the longer one of "
-            "rollout.timeout_s and rollout.wait_s): has the run begun?"
-        )
+        limit, key = rollout.patience(met)
+        raise DeadlineError(f"no launcher answers at {join} within {limit:.0f} s ({key}): has the run begun?")
     say("rollouts", f"the run at {join} has ended")
 
 

@@ -287,12 +287,8 @@ class Pool:
 
     @property
     def patience(self) -> tuple[float, str]:
-        """Seconds that the run waits for a living instance, and the key that sets them. The first one is started by
-        hand, or loads a model on another node, and gets as long as the start of the run's own."""
-        rollout = self.config.rollout
-        if self.lived or rollout.wait_s > rollout.timeout_s:
-            return rollout.wait_s, "rollout.wait_s"
-        return rollout.timeout_s, "rollout.timeout_s"
+        """Seconds that the run waits for a living instance, and the key that sets them."""
+        return self.config.rollout.patience(self.lived)
 
     def say_waits(self) -> None:
         """Tell that there is no instance, for how long the run waits for one, and how one joins."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from engine.config import WINDOW_PER_STAGE, Config
 from engine.config.training import Parallel
-from engine.model.flops import forward
+from engine.model.flops import PEAKS, forward
 from engine.model.shape import ModelShape
 from engine.run.memory import frozen_copies, row_tokens
 from engine.run.sizes import layer_elements, rank_parameters
@@ -39,14 +39,22 @@ class Device:
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        # bf16 as in engine.model.flops. HCCS: 392 GB/s over seven links of pairs, both ways
-        Device(name="910b", platform="npu", flops=353.9e12, bandwidth=1.6e12, memory_gib=64, link=28e9, mesh=True),
+        # HCCS: 392 GB/s over seven links of pairs, both ways
+        Device(
+            name="910b",
+            platform="npu",
+            flops=PEAKS["Ascend910B2"],
+            bandwidth=1.6e12,
+            memory_gib=64,
+            link=28e9,
+            mesh=True,
+        ),
         # one of the two dies of a module: torch_npu shows each as a device
-        Device(name="910c", platform="npu", flops=353.9e12, bandwidth=1.6e12, memory_gib=64, link=196e9),
-        Device(name="a100", platform="cuda", flops=312e12, bandwidth=2.0e12, memory_gib=80, link=300e9),
-        Device(name="h100", platform="cuda", flops=989e12, bandwidth=3.35e12, memory_gib=80, link=450e9),
-        Device(name="h20", platform="cuda", flops=148e12, bandwidth=4.0e12, memory_gib=96, link=450e9),
-        Device(name="h200", platform="cuda", flops=989e12, bandwidth=4.8e12, memory_gib=141, link=450e9),
+        Device(name="910c", platform="npu", flops=PEAKS["Ascend910_939"], bandwidth=1.6e12, memory_gib=64, link=196e9),
+        Device(name="a100", platform="cuda", flops=PEAKS["A100"], bandwidth=2.0e12, memory_gib=80, link=300e9),
+        Device(name="h100", platform="cuda", flops=PEAKS["H100"], bandwidth=3.35e12, memory_gib=80, link=450e9),
+        Device(name="h20", platform="cuda", flops=PEAKS["H20"], bandwidth=4.0e12, memory_gib=96, link=450e9),
+        Device(name="h200", platform="cuda", flops=PEAKS["H200"], bandwidth=4.8e12, memory_gib=141, link=450e9),
     )
 }
 PRODUCTS = 0.607

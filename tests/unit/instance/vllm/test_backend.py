@@ -327,12 +327,14 @@ async def test_a_mixture_of_weights_answers_nothing_until_a_whole_update(client,
 
 
 async def test_a_refused_bucket_of_which_nothing_was_loaded_leaves_the_old_weights(client, engine):
+    before = (await client.get("/weight_version")).json()
     await post(client, "/pause")
     await post(client, "/start_weight_update")
     engine.refuses = "begin"
     await post(client, "/update_weights", status=400, update_info={"transport": "base"})
     await post(client, "/finish_weight_update", status=409, weight_version=3)
     await post(client, "/resume")
+    assert (await client.get("/weight_version")).json() == before
 
 
 async def test_a_client_that_leaves_makes_vllm_drop_its_request(engine):
