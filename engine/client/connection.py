@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import cast
 
 import httpx
@@ -11,7 +12,7 @@ from engine.errors import DeadlineError, MetronomeError
 from engine.wire.access_token import authorization
 from engine.wire.certificate import client_context
 from engine.wire.message import Answer, Failure, Request, pack
-from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_HEADER, read_message
+from engine.wire.messages import CONTENT_TYPE, OURS_HEADER, PROTOCOL, PROTOCOL_HEADER, TRAIN, StageFailed, read_message
 
 
 class Connection:
@@ -67,6 +68,14 @@ class Connection:
         if isinstance(reply, Failure):
             raise reply.error()
         return cast(Answer, reply)
+
+    def tell_failure(self, error: MetronomeError, stage: str = TRAIN) -> None:
+        """Tell the plane that a stage ends with this error. Raises nothing: if the launcher is gone, this process's log
+        has the error."""
+        try:
+            self.ask(StageFailed(error=Failure.of(error), stage=stage))
+        except MetronomeError as unheard:
+            print(f"{self._name} ends: {error} (not told to the launcher: {unheard})", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close the connections; requests under way end."""

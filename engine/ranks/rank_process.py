@@ -15,7 +15,6 @@ from engine.client.connection import Connection
 from engine.config import Config, Parallel
 from engine.errors import MetronomeError
 from engine.run.disk import named_disk_errors
-from engine.wire import messages
 from engine.wire.access_token import access_token
 from engine.wire.certificate import own_certificate
 
@@ -99,7 +98,7 @@ def run_rank(
             work()
         return 0
     except MetronomeError as error:
-        plane.ask(messages.StageFailed(error=messages.Failure.of(error), stage=stage))
+        plane.tell_failure(error, stage)
         return 1
     finally:
         plane.close()

@@ -26,7 +26,6 @@ from engine.trainer.replay import Replay
 from engine.types import Group, Landed
 from engine.wire import messages
 from engine.wire.columns import open_group, open_landed
-from engine.wire.message import Failure
 from engine.wire.messages import EarlyWork, EndOfStep, StillWaiting, Window
 from engine.wire.store_client import StoreFault
 
@@ -319,4 +318,4 @@ def _send_heartbeat(control: Connection, ranks: Ranks) -> None:
 
 def _report_failure(error: MetronomeError, control: Connection, ranks: Ranks) -> None:
     if ranks.leader:
-        control.ask(messages.StageFailed(error=Failure.of(error)))
+        control.tell_failure(error)
