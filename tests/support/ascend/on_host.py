@@ -35,6 +35,7 @@ class NpuOnHost(Npu):
 
     backend = "gloo"
     device = set_device = lambda self, local_rank: torch.device("cpu")
+    held_bytes = Cpu.held_bytes
     peak_bytes = Cpu.peak_bytes
     reset_peak = Cpu.reset_peak
 
