@@ -16,8 +16,7 @@ from tasks.console import stage
 from tasks.evaluate import evaluate_once
 from tasks.flow_entry import crashed_without_tracking, settled
 from tasks.input_checks import check_inputs, with_model_folder
-from tasks.tracking.evaluations import log_finished
-from tasks.tracking.flow_links import tracked_flow
+from tasks.tracking.flow_links import log_flow_evaluation
 from tasks.tracking.registered_policies import model_folder
 from tasks.tracking.tracked_run import check_store
 
@@ -60,5 +59,5 @@ def evaluate(
             with stage("evaluate") as say:
                 found = summary.accuracy(evaluate_once(config, chosen, summary.weight_version(chosen), on_rollout_pool))
                 say(found)
-            log_finished(config, tracked_flow)
+            log_flow_evaluation(config)
         return found

@@ -12,7 +12,7 @@ from tasks import console, summary
 from tasks.fenced import fenced
 from tasks.launcher_process import run_training
 from tasks.shown_evaluation import evaluate_shown
-from tasks.tracking import evaluation_texts, evaluations, mlflow_run, pages, registered_policies, tracked_run
+from tasks.tracking import evaluation_texts, evaluations, pages, registered_policies, tracked_run
 
 
 def train_here(config: Config, resume: bool, replay: Path | None, recipe: str) -> None:
@@ -24,14 +24,12 @@ def train_here(config: Config, resume: bool, replay: Path | None, recipe: str) -
     def on_step(row: JsonObject) -> None:
         folder.fence.check()
         line(row)
-        tracked_run.log_step(row)
         evaluated()
 
     # the lock comes before MLflow: a living process may be using the MLflow run
     locked = hold_lock(folder.lock, f"run folder {folder.path}", 0.0)
     with locked, fenced(folder), tracked_run.tracked(config), console.stage("train") as say:
         registered_policies.started_from(config, recipe, "base")[1].write(folder.path)
-        mlflow_run.log_model_input(Path(config.model.path))
         run_training(config, resume, replay, on_step)
         say(f"{config.train.steps} steps")
     rows = {**evaluation_texts.closing(folder), **summary.training(config), **pages.rows(config)}

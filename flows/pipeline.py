@@ -7,7 +7,6 @@ from pathlib import Path
 from prefect import flow
 
 from engine.config import Config
-from engine.data.problem_statistics import DataReport
 from engine.model.shape import content_hash
 from engine.run.folder import RunFolder
 from engine.run.start import ContinueFrom
@@ -30,9 +29,6 @@ from tasks.live import showing
 from tasks.prepare import describe, describe_prompts, encode_data, prepare_data
 from tasks.publish import publish
 from tasks.register import register
-from tasks.tracking.datasets import log_datasets
-from tasks.tracking.evaluations import log_new
-from tasks.tracking.mlflow_run import log_model_input
 from tasks.train import train
 
 
@@ -106,23 +102,17 @@ def _before_training(config: Config, entry: Entry, on_rollout_pool: int) -> Conf
     """The stages before training, up to the accuracy of the untrained model. Returns the config with the model's
     folder."""
     with stage("prepare data") as say, showing("prepare data", how_far.since_now("reading and comparing the problems")):
-        say(describe(entry.once("prepare data", lambda: _prepared(config))))
+        say(describe(entry.once("prepare data", lambda: prepare_data(config))))
     with stage("base model") as say:
         config = base_model(config)
         say(config.model.path)
     model = Path(config.model.path)
-    log_model_input(model)
     with stage("encode") as say, showing("encode", how_far.since_now("encoding the prompts")):
         say(describe_prompts(entry.once("encode", lambda: encode_data(config, model))))
     with stage("convert") as say:
         say(describe_conversion(entry.once("convert", lambda: _converted(config, model))))
     _evaluate(config=config, model=model, version=0, entry=entry, on_rollout_pool=on_rollout_pool)
     return config
-
-
-def _prepared(config: Config) -> DataReport:
-    log_datasets(found := prepare_data(config))
-    return found
 
 
 def _converted(config: Config, model: Path) -> JsonObject:
@@ -135,4 +125,3 @@ def _evaluate(config: Config, model: Path, version: int, entry: Entry, on_rollou
     with stage("evaluate") as say:
         row = entry.once(f"evaluate version {version}", lambda: evaluate(config, model, version, on_rollout_pool))
         say(summary.accuracy(row))
-    log_new(RunFolder(config.folder))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from prefect import flow
 
 from engine.run.start import ContinueFrom
@@ -17,7 +15,6 @@ from tasks.cluster.other_nodes import other_nodes
 from tasks.cluster.story import story
 from tasks.console import stage
 from tasks.publish import publish
-from tasks.tracking.mlflow_run import log_model_input
 from tasks.train import train as train_task
 
 
@@ -57,7 +54,6 @@ def train(
             policy = run.folder.policy
             with stage("base model") as say:
                 config = base_model(run.config)
-                log_model_input(Path(config.model.path))
                 say(config.model.path)
             with other_nodes(config, on_rollout_pool), stage("train") as say:
                 say(f"{entry.once('train', lambda: train_task(config, entry.resumed))} steps")

@@ -28,7 +28,7 @@ from tasks import how_far
 from tasks.finished_stages import last_end
 from tasks.live import showing
 from tasks.summary import bound
-from tasks.tracking.write_queue import STORE_ERRORS, first_line
+from tasks.tracking.retry import STORE_ERRORS, first_line
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 ROWS = "evaluations.jsonl"

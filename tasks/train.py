@@ -26,7 +26,6 @@ from tasks.fenced import run_folder
 from tasks.finished_stages import count_attempt, last_end
 from tasks.launcher_process import run_training
 from tasks.progress import Progress
-from tasks.tracking import tracked_run
 from tasks.tracking.evaluations import InRun
 
 RETRIES = 1_000_000
@@ -87,7 +86,6 @@ def train(config: Config, resume: bool = False) -> int:
         def on_step(row: JsonObject) -> None:
             folder.fence.check()
             line(row)
-            tracked_run.log_step(row)
             progress(row)
             evaluated()
 

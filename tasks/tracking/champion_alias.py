@@ -22,7 +22,7 @@ from tasks.code_version import code_version
 from tasks.prepare import REPORT
 from tasks.tracking import descriptions
 from tasks.tracking.registered_policies import CHAMPION
-from tasks.tracking.write_queue import first_line
+from tasks.tracking.retry import first_line
 
 RESULTS = "policy_evaluation-{}.json"
 """Artifact of the run beside `policy/`, by version: the protocol and the mean score of every problem, for later

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import mlflow
 from prefect.artifacts import create_link_artifact
@@ -12,22 +11,24 @@ from prefect.runtime import flow_run
 
 from engine.config import Config
 from tasks.tracking import tracked_run
-from tasks.tracking.mlflow_run import write_queue
+from tasks.tracking.evaluations import log_finished
 from tasks.tracking.pages import ui
 from tasks.tracking.retry import retry_while_away
 
 
 @contextmanager
-def tracked_flow(config: Config, evaluation: bool = False) -> Iterator[str]:
+def tracked_flow(config: Config) -> Iterator[str]:
     """`tasks.tracking.tracked_run.tracked` inside a flow run, with links in both directions. Yields the MLflow run's
-    id.
-
-    An evaluation has tags of its own, so that the tags of the training's flow run stay.
-    """
-    with tracked_run.tracked(config, evaluation) as run_id:
-        _tag(run_id, "prefect.evaluation_flow_run" if evaluation else "prefect.flow_run")
+    id."""
+    with tracked_run.tracked(config, _tags("prefect.flow_run")) as run_id:
         _link(config, run_id)
         yield run_id
+
+
+def log_flow_evaluation(config: Config) -> None:
+    """`tasks.tracking.evaluations.log_finished` inside a flow run, with links. The tags of the training's flow run
+    stay."""
+    _link(config, log_finished(config, _tags("prefect.evaluation_flow_run")))
 
 
 def run_url(config: Config, run_id: str) -> str:
@@ -39,11 +40,9 @@ def run_url(config: Config, run_id: str) -> str:
     return f"{ui(config)}/#/experiments/{experiment.experiment_id}/runs/{run_id}"
 
 
-def _tag(run_id: str, prefix: str) -> None:
-    client = mlflow.MlflowClient()
-    for name, value in ((f"{prefix}_id", flow_run.id), (f"{prefix}_url", flow_run.ui_url)):
-        if value:
-            write_queue().do(f"the tag {name}", partial(client.set_tag, run_id, name, str(value)))
+def _tags(prefix: str) -> dict[str, str]:
+    found = {f"{prefix}_id": flow_run.id, f"{prefix}_url": flow_run.ui_url}
+    return {name: str(value) for name, value in found.items() if value}
 
 
 def _link(config: Config, run_id: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlflow
 
 from engine.config import Config
+from tasks.tracking.retry import STORE_ERRORS
 from tasks.tracking.tracked_run import shown_uri, tracking_uri, ui_command
 from tasks.tracking.view import KEY
-from tasks.tracking.write_queue import STORE_ERRORS
 
 UI = "http://127.0.0.1:5000"
 """Address of `mlflow ui`, for a store without a server."""

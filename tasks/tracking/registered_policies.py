@@ -19,10 +19,9 @@ from tasks import how_far
 from tasks.console import say
 from tasks.live import showing
 from tasks.tracking.metric_names import cleaned
-from tasks.tracking.retry import retry_while_away
+from tasks.tracking.retry import STORE_ERRORS, first_line, retry_while_away
 from tasks.tracking.sqlite_store import whole_store
 from tasks.tracking.tracked_run import shown_uri, tracking_uri
-from tasks.tracking.write_queue import STORE_ERRORS, first_line
 
 CHAMPION = "champion"
 """Alias of the registered policy that won the last paired comparison."""

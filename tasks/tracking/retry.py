@@ -1,18 +1,24 @@
-"""Waits for an MLflow server that does not answer, where a run cannot continue without it."""
+"""Which errors mean that MLflow does not answer, and waiting for it where a run cannot continue without it."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import mlflow
+from botocore.exceptions import BotoCoreError, ClientError
+
 from engine.errors import MetronomeError
 from tasks.console import complain
-from tasks.tracking.write_queue import RETRY_S, STORE_ERRORS, first_line, refused
 
 AWAY_S = 300.0
 """Seconds to wait for MLflow. A server that is restarted, or fails over, is back by then."""
+RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+"""Seconds between tries while MLflow does not answer; the last value repeats."""
 
 Result = TypeVar("Result")
 
@@ -21,15 +27,38 @@ class TrackingAway(MetronomeError):
     """MLflow did not answer for the time that a run waits for it. It may answer when the run is resumed."""
 
 
-def retry_while_away(what: str, action: Callable[[], Result], within_s: float | None = None) -> Result:
-    """Result of a call to MLflow, which is repeated for up to `within_s` seconds (None: AWAY_S) while MLflow does not
-    answer.
+def _store_errors() -> tuple[type[Exception], ...]:
+    """The errors that MLflow's tracking and artifact stores raise. Those of the library requests are OSErrors."""
+    if importlib.util.find_spec("boto3") is None:
+        return mlflow.MlflowException, OSError, ImportError, BotoCoreError, ClientError
+    boto = importlib.import_module("boto3.exceptions")
+    return mlflow.MlflowException, OSError, ImportError, BotoCoreError, ClientError, boto.Boto3Error
+
+
+STORE_ERRORS = _store_errors()
+
+
+def refused(error: Exception) -> bool:
+    """Whether another try is pointless, because the request is wrong (4xx), or a file or a module is missing."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, mlflow.MlflowException):
+        status = error.get_http_status_code()
+    wrong = status is not None and 400 <= status < 500 and status not in (408, 429)
+    return wrong or isinstance(error, FileNotFoundError | ImportError)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a message, at most 300 characters."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
+
+
+def retry_while_away(what: str, action: Callable[[], Result]) -> Result:
+    """Result of a call to MLflow, which is repeated for up to `AWAY_S` seconds while MLflow does not answer.
 
     It must be safe to repeat the action. Raises TrackingAway naming `what`. If MLflow refuses the call, its own error
     is raised.
     """
-    patience = AWAY_S if within_s is None else within_s
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + AWAY_S
     for number, pause in enumerate(itertools.chain(RETRY_S, itertools.repeat(RETRY_S[-1]))):
         try:
             return action()
@@ -37,13 +66,10 @@ def retry_while_away(what: str, action: Callable[[], Result], within_s: float | 
             if refused(error):
                 raise
             if time.monotonic() + pause > deadline:
-                raise TrackingAway(
-                    f"{what}: MLflow did not answer for {patience:.0f} s: {first_line(error)}"
-                ) from error
+                raise TrackingAway(f"{what}: MLflow did not answer for {AWAY_S:.0f} s: {first_line(error)}") from error
             if number == 0:
                 complain(
-                    f"warning: {what}: MLflow does not answer: {first_line(error)}. Waiting up to {patience:.0f} s for "
-                    "it"
+                    f"warning: {what}: MLflow does not answer: {first_line(error)}. Waiting up to {AWAY_S:.0f} s for it"
                 )
         time.sleep(pause)
     raise AssertionError("the pauses never end")

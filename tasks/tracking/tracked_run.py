@@ -1,7 +1,7 @@
 """Tracks a run in MLflow: one MLflow run per run folder, directly in sqlite unless a tracking URI is given.
 
-If the store cannot be used when a run begins, that is an error. Later, entries wait until the store answers
-(tasks/tracking/write_queue.py).
+If the store cannot be used when a run begins, that is an error. Later, the run folder is mirrored when the store
+answers (tasks/tracking/mirror.py).
 """
 
 from __future__ import annotations
@@ -13,29 +13,23 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
 import mlflow
+from mlflow.entities import Run
 
 from engine.config import Config
 from engine.config.secrets import without_password
-from engine.errors import BadInput
-from engine.evaluation.tables import rows_of
+from engine.errors import BadInput, TakenOver
 from engine.model.shape import content_hash
-from engine.run.checkpoint_files import latest, step_of
-from engine.run.files import read_lines, write_atomically
-from engine.run.folder import RunFolder
+from engine.run.files import write_atomically
 from engine.run.identity import identity
 from tasks import how_far
 from tasks.console import complain
 from tasks.live import showing
-from tasks.tracking import descriptions, view
-from tasks.tracking.metric_log import MetricLog
-from tasks.tracking.metric_names import evaluation_numbers, metric_name, numbers
-from tasks.tracking.mlflow_run import NUMBER, log_samples, mlflow_run, write_queue
-from tasks.tracking.retry import retry_while_away
+from tasks.tracking.mirror import Mirror, MirrorThread
+from tasks.tracking.retry import STORE_ERRORS, first_line, refused, retry_while_away
 from tasks.tracking.sqlite_store import sqlite_file, whole_store
-from tasks.tracking.write_queue import STORE_ERRORS, first_line, refused
 
 RUN_ID = "mlflow_run_id"
 """File in the run folder with the id of its MLflow run, so that a resumed run continues the same MLflow run."""
@@ -48,8 +42,20 @@ POLICY_HASH = "metronome.policy_hash"
 _ELSEWHERE = "name the store that has it, or delete that file: the run is then a new one in MLflow"
 """What to do where a store does not have a run's MLflow run."""
 
-_step_logs: dict[str, MetricLog] = {}
-"""The step log of each MLflow run, by run id."""
+NUMBER = "metronome.run_id"
+"""Tag with the run's number (engine.run.identity). The checkpoints have the number, too, so it survives the loss of the
+run folder."""
+FLUSH_S = 60.0
+"""Seconds that the end of a run waits for MLflow."""
+HURRY_S = 4.0
+"""Seconds that the end of a failed or cancelled run waits for it."""
+NO_TAGS: Mapping[str, str] = MappingProxyType({})
+
+# MLflow's default of 7 retries takes four minutes; the next pass tries again anyway
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+# MLflow prints the link to each run that ends with all of the server's address, a password in it too; tasks.summary
+# prints it without
+os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 
 
 def tracking_uri(config: Config) -> str:
@@ -75,46 +81,102 @@ def ui_command(config: Config) -> str:
 
 
 @contextmanager
-def tracked(config: Config, evaluation: bool = False) -> Iterator[str]:
-    """Track the body in the run folder's MLflow run, which is created if there is none; yields its id.
+def tracked(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str]:
+    """Mirror the run folder in its MLflow run during the body; yields the MLflow run's id. `tags`: further tags.
 
     If the folder names no MLflow run but has the run's number, the MLflow run is searched by this number: the run
-    folder was lost, and the run continues from its checkpoints. The status is FAILED if the body raises, and KILLED if
-    it is interrupted; an `evaluation` does not change the status. Queued entries are written when the body ends.
+    folder was lost, and the run continues from its checkpoints. Else an MLflow run is created. Its status is FAILED if
+    the body raises, and KILLED if it is cancelled or interrupted. A run that another process has taken over goes on
+    there, and is left alone. A known run whose input is refused before a step of it stays as it was.
 
     Raises BadInput if MLflow refuses the store, or if the store does not answer at the start of a new run. Raises
-    TrackingAway if the store does not answer for long when a run is resumed or evaluated.
+    TrackingAway if the store does not answer for long when a run is resumed.
+    """
+    before, run = _started(config, found(config))
+    run_id = run.info.run_id
+    mirror = Mirror(run, config, {**_tags(config), **tags})
+    thread = MirrorThread(mirror, run_id)
+    status = "KILLED"
+    patience = HURRY_S
+    refused = False
+    try:
+        yield run_id
+        status = "FINISHED"
+        patience = FLUSH_S
+    except TakenOver:
+        status = "RUNNING"  # in the process that writes the run now
+        thread.stop()
+        raise
+    except BadInput:
+        status = "FAILED"
+        refused = True
+        raise
+    except Exception:
+        status = "FAILED"
+        raise
+    finally:
+        missing = thread.close(patience, refused)
+        _end(before if refused and before and not mirror.is_settled else status, missing)
+
+
+def found(config: Config, waits: bool = False) -> str | None:
+    """Id of the run folder's MLflow run; None if there is none yet. MLflow uses the config's store and experiment then.
+
+    Raises BadInput if MLflow can't use the store, and TrackingAway if it does not answer for a run that is there.
+    `waits`: also for another.
     """
     config.folder.mkdir(parents=True, exist_ok=True)
-    known = given = _known(config)
+    known = _known(config)
+
+    def connect() -> str | None:
+        experiment = _connect(config)
+        return known or _with_number(config, experiment)
+
     try:
-        if known is None and not evaluation:
-            known = _found(config)
-        elif known is None:
-            known = retry_while_away("logging the evaluation", lambda: _found(config))
-        else:
-            retry_while_away(f"going on with the MLflow run {known}", lambda: _connect(config))
+        if known or waits:
+            return retry_while_away(
+                f"going on with the MLflow run {known}" if known else "logging the evaluation", connect
+            )
+        return connect()
     except mlflow.MlflowException as error:
         raise _unusable(config, error) from None
-    with mlflow_run(config, known, keeps_status=evaluation) as run:
-        if run.info.run_id != given:
-            write_atomically(config.folder / RUN_ID, run.info.run_id)
-        _start_step_log(run.info.run_id, config, known is not None)
-        _describe(run, config, evaluation)
-        yield run.info.run_id
-        _describe(run, config, evaluation)
 
 
-def _describe(run: mlflow.ActiveRun, config: Config, evaluation: bool) -> None:
-    """Bring the run's description and the view of its experiment up to date."""
-    client = mlflow.MlflowClient()
-    folder = RunFolder(config.folder)
-    alone = evaluation and not folder.steps.exists()
-    text = descriptions.of_evaluation(config) if alone else descriptions.of_run(config)
-    benchmarks = [str(row["benchmark"]) for row in rows_of(folder)]
-    queue = write_queue()
-    queue.do("the description", lambda: descriptions.describe_run(client, run.info.run_id, text))
-    queue.do("the view of the runs", lambda: view.show(client, run.info.experiment_id, benchmarks))
+def begun(config: Config) -> mlflow.ActiveRun:
+    """A new MLflow run for a run folder, which names it then."""
+    run = mlflow.start_run(run_name=config.run.name, tags=_tags(config))
+    write_atomically(config.folder / RUN_ID, run.info.run_id)
+    return run
+
+
+def _started(config: Config, known: str | None) -> tuple[str | None, Run]:
+    """The previous status of a known run (None for a new run), and the run, which is now active."""
+    if known is None:
+        return None, begun(config)
+    what = f"going on with the MLflow run {known}"
+    before = retry_while_away(what, lambda: str(mlflow.MlflowClient().get_run(known).info.status))
+    run = retry_while_away(what, lambda: mlflow.start_run(run_id=known))
+    write_atomically(config.folder / RUN_ID, known)
+    return before, run
+
+
+def _tags(config: Config) -> dict[str, str]:
+    tags = {"metronome.run_folder": str(config.folder.resolve()), "metronome.mode": config.train.mode}
+    number = identity(config.folder)
+    return {**tags, NUMBER: number} if number else tags
+
+
+def _end(status: str, missing: list[str]) -> None:
+    """Set the run's status. If the server does not answer, the status stays RUNNING, and a warning says so."""
+    if missing:  # the server was waited for already
+        os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"], before = "0", os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"]
+    try:
+        mlflow.end_run(status)
+    except STORE_ERRORS as error:
+        complain(f"warning: MLflow still shows this run as RUNNING, but it is {status}: {first_line(error)}")
+    finally:
+        if missing:
+            os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = before
 
 
 def _known(config: Config) -> str | None:
@@ -181,31 +243,6 @@ def _unusable(config: Config, error: Exception) -> BadInput:
     )
 
 
-def _start_step_log(run_id: str, config: Config, resumed: bool) -> None:
-    """Log steps to this run from now on. First log the missing figures of steps that a checkpoint covers."""
-    folder = RunFolder(config.folder)
-    rows = list(read_lines(folder.steps)) if resumed else []
-    _step_logs[run_id] = log = retry_while_away("reading the steps in MLflow", lambda: MetricLog(run_id, resumed))
-    checkpoint = latest(folder.checkpoints)
-    covered = 0 if checkpoint is None else step_of(checkpoint)
-    log.fill((row["step"], numbers(row)) for row in rows if row["step"] < covered)
-
-
-def log_step(row: Mapping[str, Any]) -> None:
-    """Log every number of a line of steps.jsonl at its step, once (tasks.tracking.metric_log); for some steps also the
-    response samples."""
-    _step_logs[write_queue().run_id](row["step"], numbers(row))
-    log_samples(row["step"])
-
-
-def log_evaluation(row: Mapping[str, Any]) -> None:
-    """Log the figures of a line of evaluations.jsonl as `benchmark/avg_at_k` and so on; with one response to each
-    problem, those once that are then the same."""
-    benchmark = metric_name(row["benchmark"])
-    figures = {f"{benchmark}/{name}": value for name, value in evaluation_numbers(row).items()}
-    write_queue().metrics(figures, row["step"], f"evaluation of {benchmark} at step {row['step']}")
-
-
 def register(name: str, policy: Path) -> str:
     """Store a Hugging Face folder in the active run and register it as a version of model `name`; returns the version.
 
@@ -247,10 +284,9 @@ def _connect(config: Config) -> str:
     return experiment
 
 
-def _found(config: Config) -> str | None:
+def _with_number(config: Config, experiment: str) -> str | None:
     """Id of the newest MLflow run in the experiment with this name and the run folder's number; None if there is
     none."""
-    experiment = _connect(config)
     number = identity(config.folder)
     if not number.isalnum():  # no number, or not a valid one: it comes from a checkpoint
         return None

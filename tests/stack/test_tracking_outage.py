@@ -1,6 +1,5 @@
 """A real MLflow server that is stopped in the middle of a run and brought back, or not."""
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -10,11 +9,11 @@ import pytest
 
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
-from engine.run.files import read_lines
+from engine.run.files import append_line, read_lines
 from flows.here import evaluate_here
 from support.runs import config_of, save_model
 from tasks.cluster.services import Services, free_port
-from tasks.tracking import evaluations, mlflow_run, retry, tracked_run
+from tasks.tracking import evaluations, mirror, retry, tracked_run
 from tasks.tracking.registered_policies import model_folder, registered_name
 
 pytestmark = pytest.mark.stack
@@ -29,8 +28,9 @@ def services(tmp_path_factory):
 
 
 @pytest.fixture
-def config(services, tmp_path):
+def config(services, tmp_path, monkeypatch):
     before = mlflow.get_tracking_uri()
+    monkeypatch.setattr(mirror, "EVERY_S", 0.2)
     yield Config(
         run=Run(name="run", output=str(tmp_path)), train=Train(steps=10), tracking=Tracking(uri=services["mlflow"].url)
     )
@@ -38,12 +38,8 @@ def config(services, tmp_path):
 
 
 def do_step(config, step):
-    """What the launcher and the follower do."""
-    row = {"step": step, "loss": step / 10, "versions_seen": [step]}
-    config.folder.mkdir(exist_ok=True)
-    with (config.folder / "steps.jsonl").open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    tracked_run.log_step(row)
+    """What the launcher does."""
+    append_line(config.folder / "steps.jsonl", {"step": step, "loss": step / 10, "versions_seen": [step]})
 
 
 def history(run_id):
@@ -82,7 +78,7 @@ def test_a_server_that_comes_back_gets_every_step_once(services, config, capsys)
 def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_named(
     services, config, capsys, monkeypatch
 ):
-    monkeypatch.setattr(mlflow_run, "FLUSH_S", 2.0)
+    monkeypatch.setattr(tracked_run, "FLUSH_S", 2.0)
     server = services["mlflow"]
     with tracked_run.tracked(config) as run_id:
         do_step(config, 0)

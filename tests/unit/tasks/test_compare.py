@@ -1,6 +1,7 @@
 """Runs read from their folders and from MLflow, for the page and the table of `metronome compare`."""
 
 import json
+from pathlib import Path
 
 import mlflow
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from engine.config import Config, Tracking, Train
 from engine.config import Run as RunTable
 from engine.errors import BadInput
+from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.tools.comparison import run_figures
 from engine.tools.comparison.verdict import differences
@@ -15,13 +17,12 @@ from support.compared_runs import evaluation, step
 from support.simulated_runs import config, simulated_run, with_model
 from tasks.compare import compare, from_folder, from_mlflow
 from tasks.tracking import tracked_run
-from tasks.tracking.evaluations import log_new
 
 
 def _fail_in_mlflow(config, ids):
     with tracked_run.tracked(config) as run_id:
         ids.append(run_id)
-        tracked_run.log_step(step(0))
+        append_line(config.folder / "steps.jsonl", step(0))
         raise BadInput("by the test")
 
 
@@ -47,8 +48,12 @@ def stored(tmp_path_factory):
     rows = [step(n, reward=n / 12, loss=0.1, versions_seen=[n]) for n in range(12)]
     with tracked_run.tracked(config) as run_id:
         for row in rows:
-            tracked_run.log_step(row)
-        tracked_run.log_evaluation(evaluation(0.5, 0.4, 0.6))
+            append_line(config.folder / "steps.jsonl", row)
+        (config.folder / "evaluations").mkdir()
+        append_line(config.folder / "evaluations/b.jsonl", {"prompt_id": "x", "mean": 0.5})
+        append_line(config.folder / "evaluations.jsonl", evaluation(0.5, 0.4, 0.6, table="evaluations/b.jsonl"))
+    artifacts = Path(mlflow.get_run(run_id).info.artifact_uri.removeprefix("file://"))
+    (artifacts / "evaluations.jsonl").unlink()  # as in a run that has not ended: the rows come from the metrics
     folder = output / "copied"
     folder.mkdir()
     (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows[:8], *rows[6:]]))
@@ -96,8 +101,6 @@ def test_tables_of_evaluations_come_back_from_mlflow(stored, tmp_path):
         (config.folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
         (config.folder / "evaluations/b.jsonl").write_text(json.dumps({"prompt_id": "x", "mean": 0.5}) + "\n")
         (config.folder / "steps.jsonl").write_text(json.dumps(step(0)) + "\n")
-        tracked_run.log_step(step(0))
-        log_new(RunFolder(config.folder))
     for found in (from_folder(config.folder), from_mlflow(run_id, uri)):
         assert list(found.evaluations) == [row]
         assert found.tables == {"evaluations/b.jsonl": {"x": 0.5}}

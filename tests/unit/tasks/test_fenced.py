@@ -86,7 +86,6 @@ def test_the_training_of_the_older_flow_ends_before_a_step_is_logged(config, mon
     logged = []
     monkeypatch.setattr(train, "Progress", lambda config: contextlib.nullcontext(logged.append))
     monkeypatch.setattr(train, "run_training", lambda *_, on_step: on_step({"step": 0}))
-    monkeypatch.setattr(tracked_run, "log_step", logged.append)
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
     with fenced(folder):

@@ -6,9 +6,9 @@ import pytest
 from engine.config import Config, Run
 from engine.config.recipe import load
 from engine.data import prepared
-from tasks.prepare import _settings, describe, page, prepare
+from engine.run.files import write_json
+from tasks.prepare import REPORT, _settings, describe, page, prepare
 from tasks.tracking import tracked_run
-from tasks.tracking.datasets import log_datasets
 
 
 @pytest.fixture
@@ -59,9 +59,11 @@ def test_the_cache_depends_on_what_changes_the_rows_and_on_nothing_else(config):
 
 def test_both_sets_are_inputs_of_the_mlflow_run(config):
     found = prepare.fn(_settings(config), {}, "")
-    with tracked_run.tracked(config.model_copy(update={"run": Run(name="mine", output=config.run.output)})) as run:
-        log_datasets(found)
+    for _ in range(2):  # the second time it is resumed
+        with tracked_run.tracked(config.model_copy(update={"run": Run(name="mine", output=config.run.output)})) as run:
+            write_json(config.folder / REPORT, found)
     entries = mlflow.get_run(run).inputs.dataset_inputs
+    assert len(entries) == 2
     inputs = {tag.value: entry for entry in entries for tag in entry.tags if tag.key.endswith("context")}
     assert set(inputs) == {"training", "evaluation"}
     assert inputs["training"].dataset.name == "train.json"

@@ -101,7 +101,6 @@ def finished(output, name, right, **evaluate):
 def registered(config, folder, name="model"):
     """As the pipeline's end: (verdict, the new model version, the number of the one that is champion now, if any)."""
     with tracked_run.tracked(config):
-        evaluations.log_new(folder)
         version = tracked_run.register(name, folder.policy)
         verdict = crown(name, version, folder, config)
     client = mlflow.MlflowClient()
@@ -197,12 +196,10 @@ def test_what_cant_be_compared_leaves_the_champion_with_the_reason(output):
 
 def test_evaluations_are_logged_once_with_their_tables(output):
     config, folder = finished(output, "logged", [1, 2, 4])
-    with tracked_run.tracked(config) as run_id:
-        assert len(evaluations.log_new(folder)) == 2
-        assert evaluations.log_new(folder) == []
-    evaluations._queued.clear()  # another process
-    with tracked_run.tracked(config):
-        assert evaluations.log_new(folder) == []
+    for _ in range(2):
+        with tracked_run.tracked(config) as run_id:
+            pass
+        assert evaluations.log_finished(config) == run_id
     client = mlflow.MlflowClient()
     history = client.get_metric_history(run_id, "sums/avg_at_k")
     assert [(metric.step, metric.value) for metric in history] == [(0, 0.0), (2, pytest.approx(7 / 12))]

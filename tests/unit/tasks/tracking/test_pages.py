@@ -11,7 +11,7 @@ from engine.config import Config, Run, Tracking
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.start import RunStart
-from tasks.tracking import descriptions, evaluation_texts, pages, tracked_run, view
+from tasks.tracking import descriptions, evaluation_texts, evaluations, pages, tracked_run, view
 
 ROW = {
     "weight_version": 0,
@@ -43,12 +43,17 @@ def finished(config):
     """A tracked run with a step and two evaluations; its id."""
     folder = RunFolder(config.folder)
     with tracked_run.tracked(config) as run_id:
-        tracked_run.log_step({"step": 0, "reward_mean": 0.5, "step_s": 8.0, "wait_ratio": 0.25})
+        append_line(folder.steps, {"step": 0, "reward_mean": 0.5, "step_s": 8.0, "wait_ratio": 0.25})
         for step in (0, 5):
-            row = ROW | {"step": step, "weight_version": step, "avg_at_k": 0.5 + step / 10}
-            append_line(folder.evaluations, row)
-            tracked_run.log_evaluation(row)
+            add_evaluation(folder, ROW | {"step": step, "weight_version": step, "avg_at_k": 0.5 + step / 10})
     return run_id
+
+
+def add_evaluation(folder, row):
+    table = f"evaluations/{row['benchmark']}-{row['step']}.jsonl"
+    (folder.path / "evaluations").mkdir(exist_ok=True)
+    append_line(folder.path / table, {"prompt_id": "x", "mean": 0.5})
+    append_line(folder.evaluations, row | {"table": table})
 
 
 def test_the_printed_address_opens_the_runs_in_a_chosen_view(config):
@@ -131,14 +136,13 @@ def test_a_run_says_what_it_is_and_how_it_ended(config):
 
 def test_an_evaluation_of_a_run_changes_none_of_its_settings(config):
     run_id = finished(config)
+    RunFolder(config.folder).steps.unlink()
     policy = config.model_copy(update={"model": config.model.model_copy(update={"path": "policy"})})
-    with tracked_run.tracked(policy, evaluation=True) as again:
-        assert again == run_id
+    assert evaluations.log_finished(policy) == run_id
     run = mlflow.get_run(run_id)
     assert "Evaluates `policy`; nothing is trained here." in run.data.tags[descriptions.NOTE]
     append_line(RunFolder(config.folder).steps, {"step": 0})
-    with tracked_run.tracked(policy, evaluation=True):  # of a run that was trained: it is described with its own model
-        pass
+    evaluations.log_finished(policy)  # of a run that was trained: it is described with its own model
     assert mlflow.get_run(run_id).data.tags[descriptions.NOTE].startswith("Trains `quickstart` on")
     assert [name for name in run.data.tags if name.startswith("changed.")] == []
     assert run.data.params["model.path"] == config.model.path
@@ -154,7 +158,7 @@ def test_figures_that_repeat_each_other_are_logged_once(config):
         f"sums_9-9e0a37/{name}" for name in ("problems", "samples", "avg_at_k", "ci_low", "ci_high", "truncated")
     }
     with tracked_run.tracked(config):
-        tracked_run.log_evaluation(ROW | {"step": 6, "samples": 4, "benchmark": "four"})
+        add_evaluation(RunFolder(config.folder), ROW | {"step": 6, "samples": 4, "benchmark": "four"})
     assert {"four/pass_at_k", "four/maj_at_k", "four/pass_curve/1"} <= set(mlflow.get_run(run_id).data.metrics)
 
 

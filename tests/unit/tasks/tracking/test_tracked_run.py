@@ -15,7 +15,7 @@ from engine.run.identity import claim, identity
 from engine.run.lock import hold_lock
 from engine.types import StepReport
 from flows.here import train_here
-from tasks.tracking import evaluations, metric_log, mlflow_run, retry, tracked_run, write_queue
+from tasks.tracking import evaluations, mirror, retry, tracked_run
 from tasks.tracking.metric_names import metric_name
 
 
@@ -31,18 +31,28 @@ def report(step):
     }
 
 
+def add_evaluation(config, row):
+    """What an evaluation adds to the run folder: a table of its own, and a line."""
+    number = len(list(config.folder.glob("evaluations/*.jsonl")))
+    row = {"weight_version": row["step"], "samples": 1, "problems": 2, "ci_low": 0.1, "ci_high": 0.9} | row
+    row["table"] = f"evaluations/{row['benchmark']}-{number}.jsonl"
+    (config.folder / "evaluations").mkdir(parents=True, exist_ok=True)
+    append_line(config.folder / row["table"], {"prompt_id": "x", "mean": 0.5})
+    append_line(config.folder / "evaluations.jsonl", row)
+
+
 @pytest.fixture(scope="module")
 def run(config):
     """A tracked run of two steps, resumed for a third, then registered."""
     with tracked_run.tracked(config) as first:
         for step in range(2):
-            tracked_run.log_step(report(step))
-        tracked_run.log_evaluation({"step": 0, "benchmark": "aime@24", "problems": 4, "skipped": {}, "avg_at_k": 0.5})
+            append_line(config.folder / "steps.jsonl", report(step))
+        add_evaluation(config, {"step": 0, "benchmark": "aime@24", "problems": 4, "skipped": {}, "avg_at_k": 0.5})
     policy = config.folder / "policy"
     policy.mkdir()
     (policy / "config.json").write_text("{}")
     with tracked_run.tracked(config) as second:
-        tracked_run.log_step(report(2))
+        append_line(config.folder / "steps.jsonl", report(2))
         versions = [tracked_run.register("metronome-test", policy) for _ in range(2)]
         (policy / "config.json").write_text('{"trained": "on"}')
         versions.append(tracked_run.register("metronome-test", policy))
@@ -106,7 +116,7 @@ def test_a_resumed_run_whose_input_is_refused_keeps_status_and_tags(config):
 
     def trains_a_step():
         with tracked_run.tracked(longer):
-            tracked_run.log_step(report(0))
+            append_line(longer.folder / "steps.jsonl", report(0))
             raise BadInput("the advantage function returned text")
 
     with pytest.raises(BadInput):
@@ -122,22 +132,23 @@ def test_a_resumed_run_has_every_step_once(config):
     other = config.model_copy(update={"run": Run(name="resumed", output=config.run.output)})
     folder = RunFolder(other.folder)
     with tracked_run.tracked(other) as first:
-        for step in range(5):
-            append_line(folder.steps, {"step": step, "loss": float(step), "versions_seen": [step]})
-            if step != 2:
-                tracked_run.log_step({"step": step, "loss": float(step)})
+        for step in (0, 1, 3, 4):
+            append_line(folder.steps, {"step": step, "loss": float(step)})
+    folder.cut(2)
+    for step in range(2, 5):
+        append_line(folder.steps, {"step": step, "loss": float(step)})
     there = folder.checkpoints / "step-000003"
     there.mkdir(parents=True)
     (there / "_SUCCESS.json").write_text('{"step": 3, "files": {}}')
     with tracked_run.tracked(other) as second:
         folder.cut(3)
         for step in range(3, 6):
-            tracked_run.log_step({"step": step, "loss": 10.0 + step})
+            append_line(folder.steps, {"step": step, "loss": 10.0 + step})
     assert first == second
     client = mlflow.MlflowClient()
     points = sorted((point.step, point.value) for point in client.get_metric_history(first, "loss"))
     assert points == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 15.0)]
-    assert client.get_run(first).data.tags[metric_log.REDONE] == "3, 4"
+    assert client.get_run(first).data.tags[mirror.REDONE] == "3, 4"
 
 
 def test_two_crashes_before_the_first_checkpoint_leave_every_step_once(config):
@@ -149,7 +160,6 @@ def test_two_crashes_before_the_first_checkpoint_leave_every_step_once(config):
             folder.cut(0)
             for step in range(steps):
                 append_line(folder.steps, {"step": step, "loss": attempt + step})
-                tracked_run.log_step({"step": step, "loss": attempt + step})
     history = mlflow.MlflowClient().get_metric_history(number, "loss")
     assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 1.0), (2, 2.0)]
 
@@ -161,7 +171,7 @@ def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path)
     claim(other.folder, other, resume=False)
     with tracked_run.tracked(other) as first:
         for step in range(3):
-            tracked_run.log_step({"step": step, "loss": float(step)})
+            append_line(other.folder / "steps.jsonl", {"step": step, "loss": float(step)})
     published = tmp_path / "lost/step-000002"
     published.mkdir(parents=True)
     (published / "_SUCCESS.json").write_text(json.dumps({"step": 2, "files": {}, "run": identity(other.folder)}))
@@ -169,7 +179,7 @@ def test_a_run_whose_folder_was_lost_goes_on_in_its_mlflow_run(config, tmp_path)
     claim(other.folder, other, resume=True)
     with tracked_run.tracked(other) as second:
         for step in (2, 3):
-            tracked_run.log_step({"step": step, "loss": 10.0 + step})
+            append_line(other.folder / "steps.jsonl", {"step": step, "loss": 10.0 + step})
     assert second == first == (other.folder / tracked_run.RUN_ID).read_text()
     history = mlflow.MlflowClient().get_metric_history(first, "loss")
     assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0)]
@@ -187,8 +197,7 @@ def test_an_evaluation_leaves_its_run_as_it_was(config):
         pass
     for status in ("FINISHED", "KILLED", "RUNNING"):  # the last: a process that trains
         mlflow.MlflowClient().update_run(number, status)
-        with pytest.raises(BadInput), tracked_run.tracked(other, evaluation=True):
-            raise BadInput("the evaluation's instance died")
+        assert evaluations.log_finished(other) == number
         assert mlflow.get_run(number).info.status == status
 
 
@@ -236,15 +245,11 @@ def test_a_training_that_is_refused_for_the_lock_does_not_touch_the_run_in_mlflo
 
 @pytest.fixture
 def evaluated(config, monkeypatch, request):
-    """A config whose run folder has one evaluation; the recorder waits for MLflow 0.1 s at the end of a run."""
-    monkeypatch.setattr(write_queue, "RETRY_S", (0.02,))
-    monkeypatch.setattr(mlflow_run, "FLUSH_S", 0.1)
+    """A config whose run folder has one evaluation; the end of a run waits 0.1 s for MLflow."""
+    monkeypatch.setattr(retry, "RETRY_S", (0.02,))
+    monkeypatch.setattr(tracked_run, "FLUSH_S", 0.1)
     other = config.model_copy(update={"run": Run(name=request.node.name, output=config.run.output)})
-    row = {"step": 3, "weight_version": 3, "benchmark": "b", "avg_at_k": 0.5, "table": "evaluations/b.jsonl"}
-    row |= {"samples": 1, "problems": 2, "ci_low": 0.1, "ci_high": 0.9}
-    (other.folder / "evaluations").mkdir(parents=True)
-    append_line(other.folder / row["table"], {"prompt_id": "x", "mean": 0.5})
-    append_line(RunFolder(other.folder).evaluations, row)
+    add_evaluation(other, {"step": 3, "benchmark": "b", "avg_at_k": 0.5})
     return other
 
 
@@ -259,13 +264,11 @@ def test_an_artifact_store_that_is_away_leaves_no_figure_to_be_logged_twice(eval
 
     monkeypatch.setattr(retry, "AWAY_S", 0.2)
     for attempt in range(2):
-        monkeypatch.setattr(evaluations, "_queued", set())  # a new process
         with monkeypatch.context() as patched:
             patched.setattr(mlflow.MlflowClient, "log_artifact", away)
             with pytest.raises(retry.TrackingAway, match="all evaluations of run"):
                 evaluations.log_finished(evaluated)
         assert accuracies(evaluated) == [], attempt
-    monkeypatch.setattr(evaluations, "_queued", set())
     monkeypatch.setattr(retry, "AWAY_S", 30.0)
     evaluations.log_finished(evaluated)
     evaluations.log_finished(evaluated)
@@ -286,4 +289,3 @@ def test_an_artifact_store_that_comes_back_is_waited_for_longer_than_a_run_waits
     monkeypatch.setattr(mlflow.MlflowClient, "log_artifact", back_later)
     evaluations.log_finished(evaluated)
     assert accuracies(evaluated) == [0.5]
-    assert evaluations.missing(RunFolder(evaluated.folder)) == []

@@ -1,0 +1,356 @@
+"""An MLflow run is a projection of its run folder: passes of one writer bring it to what the folder says.
+
+A pass writes what MLflow lacks. It keeps no record of what was written but reads that from MLflow, so each figure is
+there once after any kill, outage or resume. Only the machine's load is not in the folder: its samples wait in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlflow
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+from engine.config import Config
+from engine.config.keys import flatten
+from engine.config.secrets import without_password
+from engine.errors import BadInput
+from engine.evaluation.tables import EvaluationRow, rows_of
+from engine.run.checkpoint_files import latest, step_of
+from engine.run.files import read_json, read_lines
+from tasks.console import complain
+from tasks.fenced import run_folder
+from tasks.launcher_process import LineFollower
+from tasks.tracking import descriptions, view
+from tasks.tracking.inputs import log_base_model, log_datasets
+from tasks.tracking.metric_names import evaluation_numbers, metric_name, numbers
+from tasks.tracking.retry import STORE_ERRORS, first_line, refused
+
+EVERY_S = 10.0
+"""Seconds between two passes, and between two samples of the machine's load (MLflow's own interval)."""
+AGAIN_S = 1.0
+"""Seconds between two passes at the end of a run, while MLflow does not answer."""
+METRICS_AT_ONCE = 1000
+PARAMETERS_AT_ONCE = 100
+PARAMETER_LIMIT = 6000
+"""MLflow accepts no more metrics and parameters in a request, and no more characters in a parameter's value."""
+SAMPLES = 20
+"""MLflow gets the response samples of about this many steps; the run folder has those of every step."""
+FILES = ("config.toml", "start.json", "data.json", "steps.jsonl", "evaluations.jsonl", "timeline.html", "failure.json")
+"""Files of the run folder that become artifacts at the end."""
+REDONE = "metronome.redone_steps"
+"""Tag of an MLflow run: the steps whose figures are from an attempt that ended before its next checkpoint. Those in
+steps.jsonl differ, but MLflow replaces no figure."""
+
+NOT_WRITTEN: tuple[type[Exception], ...] = (*STORE_ERRORS, BadInput)
+"""What ends a pass: MLflow does not answer, or a file of the run folder is damaged."""
+
+Item = TypeVar("Item")
+
+
+class Mirror:
+    """Brings an MLflow run to what its run folder says.
+
+    A pass may be repeated, also by another process. The steps are mirrored only by the process that trains, evaluations
+    by any.
+    """
+
+    def __init__(self, run: Run, config: Config, tags: Mapping[str, str], trains: bool = True) -> None:
+        """`tags`: further tags. `trains`: false for an evaluation, which leaves the settings of a run that has any."""
+        self.lost: list[str] = []
+        """What MLflow has refused."""
+        self._client = mlflow.MlflowClient()
+        self._run = run
+        self._id = run.info.run_id
+        self._config = config
+        self._folder = run_folder(config)
+        self._trains = trains
+        self._begun = bool(run.data.params)
+        self._stepped = False
+        self._given_tags = tags
+        self._parameters = dict(run.data.params)
+        self._tags = dict(run.data.tags)
+        self._follower = LineFollower(self._folder.steps)
+        self._rows = self._covered() if trains else {}
+        """Lines of steps.jsonl that MLflow may lack, by step."""
+        self._last = math.inf if run.data.metrics else -1
+        """MLflow has no figure of a later step."""
+        self._evaluations = 0
+        """So many evaluations are in MLflow."""
+        self._samples: dict[Path, int] = {}
+        """When a file of samples that MLflow has was changed, in ns."""
+        self._load: list[Metric] = []
+        self._once: set[str] = set()
+        """What was written and is not written again."""
+
+    def push(self, whole: bool = True) -> None:
+        """One pass. `whole`: with what is written only at the end of a run.
+
+        What MLflow refuses is said and left out. Raises one of STORE_ERRORS with a note, what was to be written, if it
+        does not answer; BadInput for a damaged file.
+        """
+        if self._folder.fence.is_passed:
+            return
+        for what, write in self._lacking(whole):
+            try:
+                write()
+            except STORE_ERRORS as error:
+                if not refused(error):
+                    self._last = math.inf  # it may be there all the same
+                    error.add_note(what)
+                    raise
+                self.lost.append(what)
+                complain(f"warning: MLflow ({shown_store()}) refuses {what}: {first_line(error)}")
+
+    def lacking(self) -> list[str]:
+        """Names of what MLflow lacks at the end of a run; no pass may follow."""
+        return [*self.lost, *(what for what, _ in self._lacking(True))]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether settings and description may be written: the run is new, or has made a step in this process. Else its
+        input may still be refused."""
+        return self._stepped or not self._begun
+
+    def sample_load(self, monitor: SystemMetricsMonitor) -> None:
+        """Add CPU, memory, disk, network and NVIDIA devices of this machine as `system/...` (psutil, by MLflow). The
+        step is in seconds since the run began."""
+        now = int(time.time() * 1000)
+        step = (now - self._run.info.start_time) // 1000
+        monitor.collect_metrics()
+        self._load += [
+            Metric(f"system/{name}", value, now, step) for name, value in monitor.aggregate_metrics().items()
+        ]
+        for part in monitor.monitors:
+            part.clear_metrics()
+
+    def _covered(self) -> dict[int, dict[str, Any]]:
+        """The lines of steps.jsonl that a resume keeps. Later steps are done again: their figures come then."""
+        checkpoint = latest(self._folder.checkpoints)
+        end = 0 if checkpoint is None else step_of(checkpoint)
+        return {row["step"]: row for row in read_lines(self._folder.steps) if row["step"] < end}
+
+    def _lacking(self, whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What MLflow lacks: its name in messages, and the call that writes it. To be called before the next is asked
+        for, which notes that it was."""
+        if self._trains and (fresh := self._follower.new()):
+            self._stepped = True
+            self._rows |= {row["step"]: row for row in fresh}
+        settled = whole or self.is_settled
+        if settled and (self._trains or not self._begun):
+            fresh = [Param(name, value) for name, value in self._settings().items() if name not in self._parameters]
+            for params in _parts(fresh, PARAMETERS_AT_ONCE):
+                yield "parameters", partial(self._client.log_batch, self._id, params=params)
+                self._parameters |= {one.key: one.value for one in params}
+        if settled and (tags := self._lacking_tags()):
+            yield "tags", partial(self._tag, tags)
+        if rows := dict(sorted(self._rows.items())):
+            steps = [*rows]
+            yield (
+                f"metrics of step {' to '.join(map(str, dict.fromkeys((steps[0], steps[-1]))))}",
+                partial(self._log_steps, rows),
+            )
+            self._rows = {}
+        if load := list(self._load):
+            yield "system metrics", partial(self._log, load)
+            self._load = self._load[len(load) :]
+        yield from self._lacking_evaluations()
+        if self._trains:
+            yield from self._lacking_samples()
+            yield from self._lacking_inputs()
+        for path in [self._folder.path / name for name in FILES] if whole else ():
+            if path.exists():
+                yield path.name, partial(self._client.log_artifact, self._id, str(path))
+        if settled and (whole or "texts" not in self._once):
+            yield "the description", self._describe
+            self._once.add("texts")
+
+    def _settings(self) -> dict[str, str]:
+        return {name: cut(str(value)) for name, value in flatten(self._config.model_dump(mode="json")).items()}
+
+    def _lacking_tags(self) -> dict[str, str]:
+        """MLflow cannot change parameters, so a value that differs in a resumed run is a tag `changed.KEY`."""
+        tags = dict(self._given_tags)
+        if self._trains:
+            changed = {name: value for name, value in self._settings().items() if self._parameters.get(name) != value}
+            tags |= {f"changed.{name}": value for name, value in changed.items()}
+        return {name: value for name, value in tags.items() if self._tags.get(name) != value}
+
+    def _lacking_evaluations(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        tables: dict[str, EvaluationRow] = {}
+        for row in rows_of(self._folder):
+            tables.setdefault(row["table"], row)
+        rows = list(tables.values())
+        for number, row in enumerate(rows[self._evaluations :], start=self._evaluations):
+            alike = [(one["benchmark"], one["step"]) == (row["benchmark"], row["step"]) for one in rows[:number]]
+            what = f"evaluation of {row['benchmark']} at step {row['step']}"
+            yield what, partial(self._log_evaluation, row, sum(alike))
+            self._evaluations = number + 1
+
+    def _lacking_samples(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        steps = self._config.train.steps
+        for step in sorted({*range(0, steps, max(1, steps // SAMPLES)), steps - 1}):
+            file = self._folder.responses / f"step-{step:06d}.jsonl"
+            changed = file.stat().st_mtime_ns if file.exists() else None
+            if self._samples.get(file) != changed:
+                yield f"responses/{file.name}", partial(self._client.log_artifact, self._id, str(file), "responses")
+                self._samples[file] = changed or 0
+
+    def _lacking_inputs(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        report = self._folder.path / "data.json"
+        if "data" not in self._once and report.exists():
+            found = read_json(report, "the report on the data", "resume the run, which writes it again")
+            yield "the data sets", partial(log_datasets, self._client, self._id, found)
+            self._once.add("data")
+        if "model" not in self._once and self._folder.config.exists():
+            model = Path(self._folder.read_config().model.path)
+            if model.is_dir():  # else a name: the config has its folder when the training begins
+                yield "the base model", partial(log_base_model, self._client, self._run, model)
+                self._once.add("model")
+
+    def _log_steps(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        """Log figures of steps that MLflow lacks. If it has those of an earlier attempt at a step, they stay."""
+        there = self._figures() if min(rows) <= self._last else {}
+        ended = self._folder.steps.stat().st_mtime
+        lacking: list[Metric] = []
+        redone = {int(step) for step in self._tags.get(REDONE, "").split(", ") if step}
+        for step, row in sorted(rows.items(), reverse=True):
+            for name, value in numbers(row).items():
+                if step not in there.get(name, ()):
+                    lacking.append(Metric(name, value, int(ended * 1000), step))
+                elif math.isfinite(value) and there[name][step] != value:
+                    redone.add(step)
+            ended -= row.get("step_s", 0.0)
+        self._log(lacking[::-1])
+        self._last = max(self._last, *rows)
+        if (told := ", ".join(map(str, sorted(redone)))) != self._tags.get(REDONE, ""):
+            self._tag({REDONE: told})
+
+    def _figures(self) -> dict[str, dict[int, float]]:
+        """The figures of steps that MLflow has, by name and step."""
+        names = [name for name in self._client.get_run(self._id).data.metrics if not name.startswith("system/")]
+        found = {name: {one.step: one.value for one in self._history(name)} for name in names}
+        self._last = max((step for figures in found.values() for step in figures), default=-1)
+        return found
+
+    def _log_evaluation(self, row: EvaluationRow, earlier: int) -> None:
+        """Log the table, then the figures as `benchmark/avg_at_k` and so on, if MLflow has only the `earlier` ones of
+        this benchmark and step."""
+        benchmark = metric_name(row["benchmark"])
+        if sum(one.step == row["step"] for one in self._history(f"{benchmark}/avg_at_k")) > earlier:
+            return
+        table = self._folder.path / row["table"]
+        self._client.log_artifact(self._id, str(table), "evaluations")
+        at = table.stat().st_mtime_ns // 1_000_000
+        shown = {name: value for name, value in row.items() if name not in ("protocol", "skipped")}
+        figures = evaluation_numbers(shown).items()
+        self._log([Metric(f"{benchmark}/{name}", value, at, row["step"]) for name, value in figures])
+
+    def _history(self, name: str) -> list[Metric]:
+        return list(self._client.get_metric_history(self._id, name))
+
+    def _log(self, metrics: Sequence[Metric]) -> None:
+        for part in _parts(metrics, METRICS_AT_ONCE):
+            self._client.log_batch(self._id, metrics=part)
+
+    def _tag(self, tags: Mapping[str, str]) -> None:
+        self._client.log_batch(self._id, tags=[RunTag(name, value) for name, value in tags.items()])
+        self._tags |= tags
+
+    def _describe(self) -> None:
+        alone = not self._trains and not self._folder.steps.exists()
+        text = (descriptions.of_evaluation if alone else descriptions.of_run)(self._config)
+        descriptions.describe_run(self._client, self._id, text)
+        view.show(self._client, self._run.info.experiment_id, [row["benchmark"] for row in rows_of(self._folder)])
+
+
+class MirrorThread:
+    """Passes every `EVERY_S` seconds in a thread, so that a slow or absent MLflow never delays a run; it says once that
+    MLflow is away. It must be closed."""
+
+    def __init__(self, mirror: Mirror, run_id: str) -> None:
+        self._mirror = mirror
+        self._monitor = SystemMetricsMonitor(run_id)
+        self._away = False
+        self._end = threading.Event()
+        self._deadline = 0.0
+        self._refused = False
+        self._complete = False
+        self._thread = threading.Thread(target=self._work, name="MLflow mirror", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End without another pass."""
+        self._complete = True
+        self._end.set()
+
+    def close(self, within_s: float, refused: bool = False) -> list[str]:
+        """Write the rest, for at most `within_s` seconds; returns and prints what MLflow lacks.
+
+        `refused`: the run's input was refused. A known run without a step of this process then stays as it was.
+        """
+        self._refused = refused
+        self._deadline = time.monotonic() + within_s
+        self._end.set()
+        self._thread.join(within_s + 0.5)
+        missing = self._mirror.lost if self._complete else self._mirror.lacking()
+        if missing:
+            complain(
+                f"warning: MLflow ({shown_store()}) has not got: {', '.join(dict.fromkeys(missing))}. The run folder "
+                "has it all."
+            )
+        return missing
+
+    def _work(self) -> None:
+        while not self._end.is_set():
+            self._push(whole=False)
+            self._end.wait(EVERY_S)
+            self._mirror.sample_load(self._monitor)
+        while not self._complete:
+            self._complete = self._push(whole=False) and (self._keeps() or self._push(whole=True))
+            if time.monotonic() + AGAIN_S > self._deadline:
+                return
+            time.sleep(0.0 if self._complete else AGAIN_S)
+
+    def _keeps(self) -> bool:
+        return self._refused and not self._mirror.is_settled
+
+    def _push(self, whole: bool) -> bool:
+        """Whether the pass was made."""
+        try:
+            self._mirror.push(whole)
+        except NOT_WRITTEN as error:
+            if not self._away:
+                what = "".join(getattr(error, "__notes__", ())) or "a file of the run folder"
+                complain(
+                    f"warning: MLflow ({shown_store()}) does not take {what}: {first_line(error)}. The run continues; "
+                    "what MLflow lacks is written when it answers"
+                )
+            self._away = True
+            return False
+        if self._away:
+            complain(f"MLflow ({shown_store()}) answers again; what it lacked is written")
+        self._away = False
+        return True
+
+
+def cut(value: str) -> str:
+    """A parameter's value within MLflow's limit; a value that is cut ends with a note."""
+    note = f" ... ({len(value)} characters; whole in config.toml)"
+    return value if len(value) <= PARAMETER_LIMIT else value[: PARAMETER_LIMIT - len(note)] + note
+
+
+def shown_store() -> str:
+    """The address of MLflow's store, without a password."""
+    return without_password(mlflow.get_tracking_uri())
+
+
+def _parts(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

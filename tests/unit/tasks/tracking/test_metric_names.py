@@ -1,0 +1,36 @@
+import re
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tasks.tracking.metric_names import metric_name, numbers
+
+
+def test_figures_of_a_row():
+    row = {
+        "step": 3,
+        "loss": 0.5,
+        "versions_seen": [2, 3],
+        "none": [],
+        "text": "x",
+        "flag": True,
+        "skipped": {"too long": 4},
+    }
+    assert numbers(row) == {
+        "loss": 0.5,
+        "versions_seen_count": 2.0,
+        "versions_seen_min": 2.0,
+        "versions_seen_max": 3.0,
+        "none_count": 0.0,
+        "flag": 1.0,
+        "skipped/too long": 4.0,
+    }
+
+
+@given(st.sets(st.text("ab@:/_ -.", min_size=1, max_size=6), min_size=2))
+@example({"aime@24", "aime_24", "aime:24"})
+def test_names_of_different_texts_are_different_and_mlflow_takes_them(texts):
+    names = list(map(metric_name, texts))
+    assert len(set(names)) == len(texts)
+    assert not any(re.search(r"[^\w.\- ]", name) for name in names)
+    assert metric_name("my set-1.0_b") == "my set-1.0_b"

@@ -1,0 +1,236 @@
+"""What MLflow has of a run folder, in a real store that is away, refuses, or gets two writers."""
+
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import mlflow
+import pytest
+import requests
+
+from engine.config import Config, Data, Run, Tracking, Train
+from engine.run.fence import Fence
+from engine.run.files import append_line, append_lines
+from engine.run.folder import RunFolder
+from tasks.fenced import fenced
+from tasks.tracking import evaluations, mirror, retry, tracked_run
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """Of all runs, since a store takes seconds to make."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def config(output, request):
+    return Config(
+        run=Run(name=request.node.name.strip("]").replace("[", "-"), output=str(output)), train=Train(steps=5)
+    )
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(mirror, "EVERY_S", 0.05)
+    monkeypatch.setattr(mirror, "AGAIN_S", 0.05)
+
+
+def add_steps(config, *steps):
+    for step in steps:
+        append_line(config.folder / "steps.jsonl", {"step": step, "loss": step / 10})
+
+
+def history(run_id, name="loss"):
+    return [(point.step, point.value) for point in mlflow.MlflowClient().get_metric_history(run_id, name)]
+
+
+def until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Store:
+    """MLflow's log_batch, which may be away: before it writes, or after. Other calls reach the store."""
+
+    def __init__(self, monkeypatch):
+        self.away = ""
+        self.asked = 0
+        here = mlflow.MlflowClient.log_batch
+
+        def log_batch(client, *arguments, **more):
+            self.asked += 1
+            if self.away != "before":
+                here(client, *arguments, **more)
+            if self.away:
+                raise ConnectionError("nobody there")
+
+        monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_an_absent_server_misses_is_written_once_when_it_is_back(config, quick, monkeypatch, capsys, when):
+    """Also what was written although no answer came."""
+    store = Store(monkeypatch)
+    with tracked_run.tracked(config) as run_id:
+        add_steps(config, 0)
+        until(lambda: history(run_id))
+        store.away = when
+        asked = store.asked
+        add_steps(config, 1, 2)
+        until(lambda: store.asked > asked + 2)
+        store.away = ""
+        add_steps(config, 3)
+    assert history(run_id) == [(step, step / 10) for step in range(4)]
+    told = capsys.readouterr().err
+    assert told.count("does not take") == told.count("answers again") == 1
+    assert ": nobody there. The run continues" in told
+
+
+def test_the_time_of_a_step_is_when_it_ended_also_after_an_outage(config):
+    with tracked_run.tracked(config) as run_id:
+        rows = [{"step": step, "loss": step / 10, "step_s": 2.0} for step in range(4)]
+        append_lines(config.folder / "steps.jsonl", map(json.dumps, rows))
+        now = time.time()
+    points = mlflow.MlflowClient().get_metric_history(run_id, "loss")
+    assert [(now - point.timestamp / 1000) for point in points] == pytest.approx([6, 4, 2, 0], abs=1)
+
+
+def test_what_is_missing_at_the_end_is_named(config, quick, monkeypatch, capsys):
+    monkeypatch.setattr(tracked_run, "FLUSH_S", 0.2)
+    store = Store(monkeypatch)
+    with tracked_run.tracked(config) as run_id:
+        add_steps(config, 0)
+        until(lambda: history(run_id))
+        store.away = "before"
+        add_steps(config, 1, 2, 3)
+    told = capsys.readouterr().err
+    assert "has not got: metrics of step 1 to 3, " in told
+    assert "steps.jsonl, the description. The run folder has it all." in told
+    store.away = ""
+    checkpoint = config.folder / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "_SUCCESS.json").write_text(json.dumps({"step": 3, "files": {}}))
+    with tracked_run.tracked(config) as again:
+        pass
+    assert again == run_id
+    assert history(run_id) == [(0, 0.0), (1, 0.1), (2, 0.2)], "3 is done again"
+
+
+def test_what_is_refused_is_left_out_and_named_and_the_rest_goes_on(config, quick, capsys):
+    with tracked_run.tracked(config) as run_id:
+        append_line(config.folder / "steps.jsonl", {"step": 0, "no?such": 1.0})
+        until(lambda: "refuses metrics of step 0: " in capsys.readouterr().err)
+        add_steps(config, 1)
+    told = capsys.readouterr().err
+    assert "has not got: metrics of step 0. The run folder has it all." in told
+    assert history(run_id) == [(1, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("status", "pointless"), [(400, True), (401, True), (404, True), (408, False), (429, False), (500, False)]
+)
+def test_a_wrong_request_is_refused_and_an_overloaded_server_is_asked_again(status, pointless):
+    away = requests.HTTPError("no", response=SimpleNamespace(status_code=status))
+    assert retry.refused(away) == pointless
+    codes = mlflow.exceptions.ERROR_CODE_TO_HTTP_STATUS
+    for code in (code for code, number in codes.items() if number == status):
+        refusal = mlflow.MlflowException("no", error_code=mlflow.protos.databricks_pb2.ErrorCode.Value(code))
+        assert retry.refused(refusal) == pointless
+
+
+def test_a_server_that_hangs_does_not_hold_up_the_end(config, quick, monkeypatch):
+    monkeypatch.setattr(tracked_run, "FLUSH_S", 0.2)
+    hang = threading.Event()
+    with tracked_run.tracked(config) as run_id:
+        add_steps(config, 0)
+        until(lambda: history(run_id))
+        monkeypatch.setattr(mlflow.MlflowClient, "log_batch", lambda *_, **__: hang.wait(30))
+        add_steps(config, 1)
+        started = time.monotonic()
+    assert time.monotonic() - started < 10
+    hang.set()
+
+
+def test_a_process_that_was_taken_over_writes_no_step(config, quick):
+    folder = RunFolder(config.folder)
+    folder.path.mkdir()
+    with fenced(folder), tracked_run.tracked(config) as run_id:
+        add_steps(config, 0)
+        until(lambda: history(run_id))
+        Fence.begin(folder.path, "flow")
+        add_steps(config, 1)
+    assert history(run_id) == [(0, 0.0)]
+
+
+def test_two_processes_that_mirror_the_same_evaluations_leave_each_once(config):
+    (config.folder / "evaluations").mkdir(parents=True)
+    # the same step twice, with other settings; the third is the second again
+    for value, table in ((0.25, "a"), (0.5, "b"), (0.75, "b")):
+        row = {"step": 0, "weight_version": 0, "benchmark": "sums", "problems": 2, "samples": 1, "avg_at_k": value}
+        append_line(config.folder / f"evaluations/{table}.jsonl", {"prompt_id": "x", "mean": value})
+        row |= {"ci_low": 0.1, "ci_high": 0.9, "table": f"evaluations/{table}.jsonl"}
+        append_line(config.folder / "evaluations.jsonl", row)
+    with tracked_run.tracked(config) as run_id:
+        for _ in range(2):
+            evaluations.log_finished(config)
+    assert sorted(history(run_id, "sums/avg_at_k")) == [(0, 0.25), (0, 0.5)]
+
+
+def test_a_long_parameter_is_cut_and_says_so():
+    assert mirror.cut("x" * 6000) == "x" * 6000
+    short = mirror.cut("x" * 6001)
+    assert len(short) == 6000
+    assert short.endswith("xxx ... (6001 characters; whole in config.toml)")
+
+
+@pytest.fixture(scope="module")
+def run(output):
+    """A tracked run with files in its folder, then resumed with other settings."""
+    model = output / "base.model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    config = Config(run=Run(name="files", output=str(output)), data=Data(train="d" * 7000), train=Train(steps=40))
+    with tracked_run.tracked(config):
+        folder = RunFolder(config.folder)
+        folder.create(config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})}), False)
+        for step in range(4):
+            (folder.responses / f"step-{step:06d}.jsonl").write_text("{}\n")
+        (folder.path / "timeline.html").write_text("<html>")
+    with tracked_run.tracked(config.model_copy(update={"train": Train(steps=50)})) as run_id:
+        pass
+    return mlflow.get_run(run_id)
+
+
+def test_the_run_folders_files_and_every_other_steps_responses_become_artifacts(run):
+    client = mlflow.MlflowClient()
+    assert {item.path for item in client.list_artifacts(run.info.run_id)} >= {"timeline.html", "responses"}
+    samples = {item.path for item in client.list_artifacts(run.info.run_id, "responses")}
+    assert samples == {"responses/step-000000.jsonl", "responses/step-000002.jsonl"}, "40 steps: every second"
+
+
+def test_parameters_keep_what_the_run_began_with_and_tags_say_what_changed(run):
+    assert run.data.params["train.steps"] == "40"
+    assert run.data.tags["changed.train.steps"] == "50"
+    assert len(run.data.params["data.train"]) == 6000
+    assert "changed.data.train" not in run.data.tags
+
+
+def test_the_machines_load_is_sampled(run):
+    assert run.data.metrics["system/cpu_utilization_percentage"] >= 0
+    assert run.data.metrics["system/system_memory_usage_megabytes"] > 100
+
+
+def test_the_base_model_is_an_input_once(run):
+    assert len(run.inputs.model_inputs) == 1
+    model = mlflow.MlflowClient().get_logged_model(run.inputs.model_inputs[0].model_id)
+    assert model.params["path"].endswith("base.model")
+    assert len(model.params["content_hash"]) == 64
+
+
+def test_where_to_look(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert " ui --backend-store-uri sqlite:///" in tracked_run.ui_command(Config())
+    assert tracked_run.ui_command(Config(tracking=Tracking(uri="http://tracker:5000"))) == "http://tracker:5000"
