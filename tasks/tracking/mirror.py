@@ -140,9 +140,9 @@ class Mirror:
     def _lacking(self, whole: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         """What MLflow lacks: its name in messages, and the call that writes it. To be called before the next is asked
         for, which notes that it was."""
-        if self._trains and (fresh := self._follower.new()):
+        if self._trains and (made := self._follower.new()):
             self._stepped = True
-            self._rows |= {row["step"]: row for row in fresh}
+            self._rows |= {row["step"]: row for row in made}
         settled = whole or self.is_settled
         if settled and (self._trains or not self._begun):
             fresh = [Param(name, value) for name, value in self._settings().items() if name not in self._parameters]
