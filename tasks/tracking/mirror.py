@@ -241,10 +241,11 @@ class Mirror:
         return found
 
     def _log_evaluation(self, row: EvaluationRow, earlier: int) -> None:
-        """Log the table, then the figures as `benchmark/avg_at_k` and so on, if MLflow has only the `earlier` ones of
-        this benchmark and step."""
+        """Log the table, then the figures as `benchmark/avg_at_k` and so on, unless MLflow has this accuracy, and has
+        more evaluations of this benchmark and step than the `earlier` ones."""
         benchmark = metric_name(row["benchmark"])
-        if sum(one.step == row["step"] for one in self._history(f"{benchmark}/avg_at_k")) > earlier:
+        there = [one.value for one in self._history(f"{benchmark}/avg_at_k") if one.step == row["step"]]
+        if len(there) > earlier and row["avg_at_k"] in there:
             return
         table = self._folder.path / row["table"]
         self._client.log_artifact(self._id, str(table), "evaluations")
