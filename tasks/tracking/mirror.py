@@ -21,7 +21,6 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from engine.config import Config
 from engine.config.keys import flatten
 from engine.config.secrets import without_password
-from engine.errors import BadInput
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.run.checkpoint_files import latest, step_of
 from engine.run.files import read_json, read_lines
@@ -48,9 +47,6 @@ FILES = ("config.toml", "start.json", "data.json", "steps.jsonl", "evaluations.j
 REDONE = "metronome.redone_steps"
 """Tag of an MLflow run: the steps whose figures are from an attempt that ended before its next checkpoint. Those in
 steps.jsonl differ, but MLflow replaces no figure."""
-
-NOT_WRITTEN: tuple[type[Exception], ...] = (*STORE_ERRORS, BadInput)
-"""What ends a pass: MLflow does not answer, or a file of the run folder is damaged."""
 
 Item = TypeVar("Item")
 
@@ -327,7 +323,7 @@ class MirrorThread:
         """Whether the pass was made."""
         try:
             self._mirror.push(whole)
-        except NOT_WRITTEN as error:
+        except Exception as error:  # whatever it is, the run goes on, and so do the passes
             if not self._away:
                 what = "".join(getattr(error, "__notes__", ())) or "a file of the run folder"
                 complain(

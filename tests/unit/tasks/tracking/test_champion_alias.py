@@ -257,7 +257,8 @@ def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_ta
 def test_the_lineage_of_a_policy_names_what_it_was_made_of(output):
     config, folder = finished(output, "night", [1, 2, 1])
     RunStart(start="nightly", continued_from="models:/nights/6").write(folder.path)
-    report = {"train": {"version": "5e884898da28", "rows": 3}, "heldout": {"version": "other"}}
+    same = {"source": "sums.jsonl", "content_hash": "5e88", "rows": 3}
+    report = {"train": {"version": "5e884898da28", **same}, "heldout": {"version": "other", **same}}
     (folder.path / REPORT).write_text(json.dumps(report))
     _, version, _ = registered(config, folder, "nights")
     tags = {key.removeprefix("metronome."): value for key, value in version.tags.items()}

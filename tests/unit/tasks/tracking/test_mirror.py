@@ -1,6 +1,9 @@
 """What MLflow has of a run folder, in a real store that is away, refuses, or gets two writers."""
 
 import json
+import random
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -11,8 +14,9 @@ import requests
 
 from engine.config import Config, Data, Run, Tracking, Train
 from engine.run.fence import Fence
-from engine.run.files import append_line, append_lines
+from engine.run.files import append_line, append_lines, read_lines
 from engine.run.folder import RunFolder
+from support.runs import ROOT
 from tasks.fenced import fenced
 from tasks.tracking import evaluations, mirror, retry, tracked_run
 
@@ -234,3 +238,60 @@ def test_where_to_look(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert " ui --backend-store-uri sqlite:///" in tracked_run.ui_command(Config())
     assert tracked_run.ui_command(Config(tracking=Tracking(uri="http://tracker:5000"))) == "http://tracker:5000"
+
+
+ATTEMPT = """
+import json, sys, time
+from engine.config import Config, Run
+from engine.run.checkpoint_files import latest, step_of
+from engine.run.files import append_line
+from engine.run.folder import RunFolder
+from tasks.tracking import mirror, tracked_run
+
+output, attempt, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+mirror.EVERY_S = 0.01
+config = Config(run=Run(name="killed", output=output))
+folder = RunFolder(config.folder)
+with tracked_run.tracked(config):
+    print("tracked", flush=True)
+    checkpoint = latest(folder.checkpoints)
+    first = 0 if checkpoint is None else step_of(checkpoint)
+    folder.cut(first)
+    (folder.path / "evaluations").mkdir(exist_ok=True)
+    for step in range(first, steps):
+        append_line(folder.steps, {"step": step, "loss": attempt + step / 100, "reward": 1.0})
+        if step % 3 == 2:
+            there = folder.checkpoints / f"step-{step + 1:06d}"
+            there.mkdir(parents=True)
+            (there / "_SUCCESS.json").write_text(json.dumps({"step": step + 1, "files": {}}))
+            row = {"step": step, "weight_version": step, "benchmark": "b", "problems": 1, "samples": 1}
+            row |= {"avg_at_k": 0.5, "ci_low": 0.1, "ci_high": 0.9, "table": f"evaluations/{attempt}-{step}.jsonl"}
+            append_line(folder.path / row["table"], {"prompt_id": "x", "mean": 0.5})
+            append_line(folder.evaluations, row)
+        time.sleep(0.05)
+"""
+
+
+@pytest.mark.faults
+def test_each_figure_is_there_once_after_kills_at_any_moment(output):
+    chance = random.Random(3)
+    for attempt in range(3):
+        command = [sys.executable, "-c", ATTEMPT, str(output), str(attempt), "60"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
+            assert child.stdout.readline() == "tracked\n"
+            if attempt < 2:
+                time.sleep(chance.uniform(0.1, 1.5))
+                child.kill()
+    assert child.returncode == 0
+    folder = RunFolder(output / "killed")
+    rows = {row["step"]: row["loss"] for row in read_lines(folder.steps)}
+    mlflow.set_tracking_uri(f"sqlite:///{output / 'mlflow.db'}")
+    run = mlflow.get_run((folder.path / tracked_run.RUN_ID).read_text())
+    there = history(run.info.run_id)
+    assert sorted(step for step, _ in there) == sorted(step for step, _ in history(run.info.run_id, "reward"))
+    assert sorted(step for step, _ in there) == list(range(60)) == list(rows)
+    redone = [step for step, value in sorted(there) if rows[step] != value]
+    assert run.data.tags.get(mirror.REDONE, "") == ", ".join(map(str, redone))
+    evaluated = [row["step"] for row in read_lines(folder.evaluations)]
+    assert sorted(step for step, _ in history(run.info.run_id, "b/avg_at_k")) == sorted(evaluated)
+    assert run.info.status == "FINISHED"
