@@ -54,7 +54,8 @@ def share(device: int, near: Sequence[Collection[int]], allowed: Collection[int]
     if len(mine) == len(set(allowed)):
         return []
     sharing = [other for other, cores in enumerate(near) if set(cores) == set(near[device])] if mine else [device]
-    first, count = sharing.index(device), len(sharing)
+    first = sharing.index(device)
+    count = len(sharing)
     part = [core for run in _runs(mine) for core in run[len(run) * first // count : len(run) * (first + 1) // count]]
     return next((cores for cores in (part, mine) if len(cores) >= least), [])
 
