@@ -55,9 +55,13 @@ class GroupedExperts(SequentialMLP):
             found: tuple[Tensor, Tensor | None] = super().forward(x, tokens_per_expert, permuted_probs)
             return found
         sizes = tokens_per_expert.tolist()
-        inner = self.local_experts[0].activation_func(grouped(product, sizes, x, first))
-        inner = (inner * permuted_probs.unsqueeze(-1)).to(inner.dtype)
+        inner = self.activate(grouped(product, sizes, x, first), permuted_probs)
         return grouped(product, sizes, inner, second), None
+
+    def activate(self, joint: Tensor, shares: Tensor) -> Tensor:
+        """SwiGLU of all experts, [T, 2·f] → [T, f], times the router's shares [T]."""
+        inner: Tensor = self.local_experts[0].activation_func(joint)
+        return (inner * shares.unsqueeze(-1)).to(inner.dtype)
 
 
 def grouped(product: Product, sizes: Sequence[int], x: Tensor, weights: Sequence[Tensor]) -> Tensor:
