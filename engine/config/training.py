@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, Strict, model_validator
 
 from engine.config.table import Table
 
 Step = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Recompute = Annotated[bool, Strict()] | Literal["selective"] | PositiveInt
 Threshold = Annotated[float, Field(gt=0, lt=1)] | Literal["auto"]
 
 
@@ -79,9 +80,11 @@ class Train(Table):
     """Type in which the routers of a mixture of experts compute their logits. vLLM and transformers compute them in the
     model's own type: "bfloat16" does so, too, and then fewer tokens near a tie go to other experts. Needs dtype =
     "bfloat16". Dense models have no routers."""
-    recompute: bool = False
-    """Drop each layer's activations and compute them again in the backward pass. This needs less memory and about a
-    third more time."""
+    recompute: Recompute = False
+    """Drop activations and compute them again in the backward pass, for less memory. "selective": the outputs of norms
+    and SwiGLU, a quarter to a third of a dense model's activations for a few per cent more time. A number: all inside
+    so many layers of each pipeline stage (Megatron's method "block"). true: all inside each layer, for about a third
+    more time."""
     deterministic: bool = False
     """Have a CUDA or NPU device add up in the same order each time, so that equal batches give equal bits. torch then
     refuses operators that can't. This is slower; a CPU does so anyway."""

@@ -72,8 +72,7 @@ class GroupedExperts(MegatronModule):
         one = len(self.linear_fc1) == 1 or not len(x)
         product = None if one else product_for(x, *self.linear_fc1.shape[1:], *self.linear_fc2.shape[1:])
         sizes = tokens_per_expert.tolist()
-        inner = self._activation(grouped(product, sizes, x, self.linear_fc1))
-        inner = (inner * permuted_probs.unsqueeze(-1)).to(inner.dtype)
+        inner = self.activate(grouped(product, sizes, x, self.linear_fc1), permuted_probs)
         return grouped(product, sizes, inner, self.linear_fc2), None
 
     def sharded_state_dict(
@@ -93,6 +92,11 @@ class GroupedExperts(MegatronModule):
             )
             for name, parameter in self.named_parameters()
         }
+
+    def activate(self, joint: Tensor, shares: Tensor) -> Tensor:
+        """SwiGLU of all experts, [T, 2·f] → [T, f], times the router's shares [T]."""
+        inner: Tensor = self._activation(joint)
+        return (inner * shares.unsqueeze(-1)).to(inner.dtype)
 
 
 def _weights(config: TransformerConfig, *sizes: int) -> torch.nn.Parameter:

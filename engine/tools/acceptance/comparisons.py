@@ -250,7 +250,7 @@ def random_groups(prompt: int, lengths: list[int], vocabulary: int) -> Groups:
 
 
 def build(
-    shape: ModelShape, attention: str, device: torch.device, dtype: torch.dtype, recompute: bool = False
+    shape: ModelShape, attention: str, device: torch.device, dtype: torch.dtype, recompute: bool | int | str = False
 ) -> torch.nn.Module:
     """The trainer's model with random weights (norms near 1). `attention`: a key of KERNELS."""
     from engine.model.build import Computation, build_model

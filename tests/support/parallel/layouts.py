@@ -184,6 +184,7 @@ def options():
     return [
         Case("recompute", {}, loss="full", settings=recompute),
         Case("recompute-tp2sp", TWO["tp2sp"], loss="full", settings=recompute),
+        Case("selective-tp2sp", TWO["tp2sp"], loss="full", settings={"train.recompute": "selective"}),
         Case("recompute-pp2", TWO["pp2"], loss="full", settings=recompute, budget=SMALL),
         Case("idle-replica", TWO["dp2"], loss="full", deal=(((0, 1), (2,)), ())),
         Case("idle-replica-pp2dp2", FOUR["pp2dp2"], tied=True, deal=((), ((0, 1, 2),)), budget=SMALL),
