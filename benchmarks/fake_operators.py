@@ -23,6 +23,7 @@ def define_operators() -> torch.library.Library:
     library.define("npu_rms_norm_backward(Tensor grad, Tensor self, Tensor gamma, Tensor rstd) -> (Tensor, Tensor)")
     library.define("npu_swiglu_backward(Tensor grad, Tensor self) -> Tensor")
     shapes: dict[str, Callable[..., Any]] = {
+        "npu_attention_update": lambda lse, outs, kind: (torch.empty_like(outs[0]), torch.empty_like(lse[0])),
         "npu_fusion_attention": _attention,
         "npu_fusion_attention_grad": _attention_grad,
         "npu_grouped_matmul": lambda x, weight, **rest: [x[0].new_empty((len(x[0]), weight[0].shape[-1]))],

@@ -22,6 +22,12 @@ from support.torch_npu_wheel import torch_npu_wheel
 
 HOST = torch.device("cpu")
 RULES = {
+    "npu_attention_update": (
+        "O = ΣOi * exp(lsei - lsem)",
+        "每个Tensor形状为 (batch * seqLen * headNum)，各sp域计算的lse。数据类型支持 FLOAT，",
+        "(batch * seqLen * headNum, head_dim)，各sp域计算的output。数据类型支持 FLOAT，FLOAT16，BFLOAT16，",
+        "update_type=1时有效",
+    ),
     "npu_fusion_attention": (
         "sparse_mode为3时, 代表rightDownCausal模式的mask, 对应以右下顶点划分的下三角场景",
         "atten_mask为优化后的压缩下三角矩阵(2048*2048)",
@@ -63,13 +69,13 @@ def on_npu(monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("heads", HEADS)
-def test_the_npu_kernel_equals_the_mask_and_its_gradients(case, heads):
+def test_the_npu_kernel_equals_the_mask_and_its_gradients(case, heads, on_npu):
     for row in shards_of(row_of(CASES[case])):
         assert_same(npu.attend, row, heads)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bfloat16_stays_near(case):
+def test_bfloat16_stays_near(case, on_npu):
     for row in shards_of(row_of(CASES[case])):
         assert_near_in_bfloat16(npu.attend, row, (4, 2))
 

@@ -21,6 +21,7 @@ def define():
     """Define the operators from the published signatures; returns the library that holds them."""
     library = torch.library.Library("npu", "DEF")
     kernels = {
+        "npu_attention_update": attention_update,
         "npu_fusion_attention": fusion_attention,
         "npu_fusion_attention_grad": fusion_attention_grad,
         "npu_grouped_matmul": grouped_matmul,
@@ -88,6 +89,23 @@ def fusion_attention_grad(query, key, value, dy, *, softmax_max, softmax_sum, at
         )
         done.append((torch.einsum("hqk,khd->qhd", to_scores, k), to_key, to_value))
     return *(torch.cat(parts).to(query.dtype) for parts in zip(*done, strict=True)), None, query.new_zeros(0)
+
+
+def attention_update(lse, local_out, update_type):
+    """The parts' results, each weighted with exp(its lse − the whole's), and the whole's lse."""
+    assert update_type == 1
+    assert len(lse) == len(local_out)
+    for statistic, out in zip(lse, local_out, strict=True):
+        assert out.dtype == local_out[0].dtype
+        assert out.dtype in DTYPES
+        assert statistic.dtype is _statistics(out)
+        assert out.dim() == 2
+        assert statistic.shape == lse[0].shape == out.shape[:1]
+        assert out.is_contiguous()
+        assert statistic.is_contiguous()
+    whole = torch.stack(lse).logsumexp(0)
+    parts = [(one - whole).exp()[:, None] * out for one, out in zip(lse, local_out, strict=True)]
+    return sum(parts).to(local_out[0].dtype), whole
 
 
 def _sequences(query, key, value, *, head_num, input_layout, scale, atten_mask, sparse_mode, **options):
