@@ -1,9 +1,11 @@
-"""Operators of torch_npu that each do the work of several of torch's: RMSNorm, rotation, SwiGLU, the merge of two parts
-of attention and the product of all experts on an Ascend NPU.
+"""Operators of torch_npu that each do the work of several of torch's: RMSNorm, also with the sum before it, rotation,
+SwiGLU, the merge of two parts of attention and the product of all experts on an Ascend NPU.
 
 The calls follow the documentation in torch_npu 2.10.0.post4 (`_op_plugin_docs.py`). torch_npu differentiates
-`npu_rms_norm` and `npu_swiglu` itself; `engine.model.rotary` has the gradient of the rotation, which is a rotation, and
-`engine.model.experts` that of the experts' product, and `engine.model.kernels.merged` that of merged attention.
+`npu_rms_norm` and `npu_swiglu` itself. The other gradients are ours: `engine.model.rotary` has that of the rotation,
+which is a rotation, `engine.model.experts` that of the experts' product, `engine.model.kernels.merged` that of merged
+attention, and `engine.model.norm` that of the norm with its sum. Of `npu_add_rms_norm` and `npu_rms_norm_backward`
+torch_npu has the signatures only; the results of the first are in the order of `npu_add_rms_norm_cast`.
 
 The tests call operators with the published schemas, which they implement on the CPU. None of them has run on an NPU.
 """
@@ -32,6 +34,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight over the last dimension. `weight` [hidden] has the dtype of `x`."""
     out: Tensor = torch.ops.npu.npu_rms_norm(x, weight, epsilon=eps)[0]
     return out
+
+
+def add_rms_norm(a: Tensor, b: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(a + b, `rms_norm` of it, 1/rms [..., 1] in fp32), without a gradient."""
+    normed, scale, total = torch.ops.npu.npu_add_rms_norm(a, b, weight, epsilon=eps)
+    return total, normed, scale
+
+
+def rms_norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and weight for that of `rms_norm`, with its 1/rms."""
+    to_x, to_weight = torch.ops.npu.npu_rms_norm_backward(grad, x, weight, scale)
+    return to_x, to_weight
 
 
 def turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -22,10 +22,12 @@ def define():
     library = torch.library.Library("npu", "DEF")
     kernels = {
         "npu_attention_update": attention_update,
+        "npu_add_rms_norm": add_rms_norm,
         "npu_fusion_attention": fusion_attention,
         "npu_fusion_attention_grad": fusion_attention_grad,
         "npu_grouped_matmul": grouped_matmul,
         "npu_rms_norm": rms_norm,
+        "npu_rms_norm_backward": rms_norm_backward,
         "npu_rotary_mul": rotary_mul,
         "npu_swiglu": swiglu,
     }
@@ -179,6 +181,27 @@ def rms_norm(self, gamma, epsilon):
     wide = self.to(_statistics(self))
     rstd = (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return (wide * rstd * gamma).to(self.dtype), rstd
+
+
+def add_rms_norm(x1, x2, gamma, epsilon):
+    """(the norm, 1 / rms in float32, x1 + x2)."""
+    assert x1.shape == x2.shape
+    assert x1.dtype == x2.dtype
+    total = x1 + x2
+    return *rms_norm(total, gamma, epsilon), total
+
+
+def rms_norm_backward(dy, self, gamma, rstd):
+    """The gradients of self and gamma."""
+    assert dy.shape == self.shape
+    assert dy.dtype == self.dtype == gamma.dtype
+    assert rstd.dtype is _statistics(self)
+    assert rstd.shape == (*self.shape[:-1], 1)
+    normal = self.to(rstd.dtype) * rstd
+    scaled = dy.to(rstd.dtype) * gamma
+    along = (scaled * normal).mean(-1, keepdim=True)
+    to_gamma = (dy.to(rstd.dtype) * normal).flatten(0, -2).sum(0)
+    return ((scaled - normal * along) * rstd).to(self.dtype), to_gamma.to(gamma.dtype)
 
 
 def rotary_mul(self, r1, r2, rotary_mode, rotate):

@@ -1,6 +1,7 @@
 """What is compiled on CUDA, compiled by torch for the CPU: equal to the plain operations, values and gradients."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from engine.model import fusion, rotary, swiglu
+from engine.model import fusion, norm, rotary, swiglu
 from engine.model.kernels import merged
 from engine.model.kernels.plain import Plain
 from support.attention_cases import results as attention_results
@@ -24,7 +25,7 @@ def compiled(monkeypatch):
         called.append(function.__name__)
         return fusion.compiled(function)
 
-    for module in (merged, rotary, swiglu):
+    for module in (merged, norm, rotary, swiglu):
         monkeypatch.setattr(module, "fuses", lambda x: True)
         monkeypatch.setattr(module, "compiled", noted)
     return called
@@ -51,7 +52,18 @@ def attention(*rows):
     return operation
 
 
+NORM = norm.RMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False), 48)
+
+
+def sum_and_norm(x):
+    """The end of a layer after attention, whose output, residual stream and norm's weight are made of `x`."""
+    stream = norm.add_in_norm(True, False)((x.sin(), None), x, 0.0)
+    normed = torch.func.functional_call(NORM, {"weight": x[0, 0]}, (stream,))
+    return norm.add_to_made(True, False)((normed.cos(), None), stream, 0.0)
+
+
 CASES = {
+    "sum and norm": (sum_and_norm, [(5, 1, 48), (9, 1, 48)], ["sum_and_norm", "sum_and_norm_gradient"]),
     "one prompt": (attention([(5, [3, 7, 1])], [(9, [4, 7, 5])]), [(16, 8, 16), (25, 8, 16)], ["merge"]),
     "two prompts": (
         attention([(3, [2, 5]), (2, [1, 3])], [(5, [4, 2, 3]), (2, [6, 7])]),
@@ -128,7 +140,7 @@ class OnCuda:
 def test_without_triton_a_warning_says_what_is_not_fused(monkeypatch):
     fusion._has_compiler.cache_clear()
     monkeypatch.setattr(fusion.importlib.util, "find_spec", lambda name: None)
-    with pytest.warns(UserWarning, match="triton is not installed: SwiGLU, the rotation and the merge of attention"):
+    with pytest.warns(UserWarning, match="triton is not installed: SwiGLU, the rotation, the merge of attention"):
         assert not fusion.fuses(OnCuda())
     monkeypatch.undo()
     fusion._has_compiler.cache_clear()
