@@ -34,7 +34,7 @@ from engine.model.families import settings
 from engine.model.head import head
 from engine.model.hf_weights import padded_vocabulary
 from engine.model.layout import Layout
-from engine.model.norm import HeadNorm, RMSNorm
+from engine.model.norm import HeadNorm, RMSNorm, add_in_norm, add_to_made
 from engine.model.rotary import RotaryAtPositions
 from engine.model.shape import ModelShape
 from engine.model.swiglu import SwiGLU
@@ -184,6 +184,8 @@ def _block_spec(config: TransformerConfig, attention: str) -> TransformerBlockSu
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        parts.self_attn_bda = add_in_norm
+        parts.mlp_bda = add_to_made
         mlp = parts.mlp.submodules
         if not isinstance(mlp, MLPSubmodules):
             mlp.experts.module = GroupedExperts
