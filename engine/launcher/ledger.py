@@ -102,10 +102,10 @@ class Ledger:
         there is no window yet.
 
         In arrival order a window is made of the rows that are there, for the unit that asks, and not so large that the
-        others would have to wait for it (`_largest`); several that wait are given as one (`_joined`). In prompt order the windows are a function of the ordered rows
-        alone: a window is given once it can't grow any more, and the units get the windows in turn. A window has rows
-        of one mini-batch. `ahead`: the unit still trains another window; in arrival order it gets one only while
-        windows need not be smaller for the balance.
+        others would have to wait for it (`_largest`). Several that wait are given as one (`_joined`). In prompt order
+        the windows are a function of the ordered rows alone: a window is given once it can't grow any more, and the
+        units get the windows in turn. A window has rows of one mini-batch. `ahead`: the unit still trains another
+        window; in arrival order it gets one only while windows need not be smaller for the balance.
         """
         if self._windows.hold and len(self._ready) < self.expected:
             return []
