@@ -97,24 +97,6 @@ def test_order_and_split_change_nothing_but_rounding(settings):
         assert_same(other, found[0])
 
 
-def test_windows_given_as_one_have_the_bits_and_figures_of_single_ones(settings):
-    groups = [a_group(index=i, seed=i, lengths=(5 + i, 3, 9, 2 + i)) for i in range(4)]
-    found = []
-    for windows in ([groups[:1], groups[1:2], groups[2:3], groups[3:]], [groups], [groups[:3], groups[3:]]):
-        changes = {"algorithm__old_policy": "previous", "algorithm__kl_coef": 0.1, "train__micro_batch_tokens": 40}
-        policy = a_policy(settings, **changes)
-        policy.start_step()
-        for window in windows:
-            policy.accumulate(window)
-        policy.update(16)
-        figures = policy.figures()
-        found.append(({name: figures[name] for name in ("loss", "kl", "mismatch_kl", "computed_tokens")}, policy))
-    for figures, policy in found[1:]:
-        assert figures == found[0][0]
-        for (name, one), (_, other) in zip(policy.tensors(), found[0][1].tensors(), strict=True):
-            assert torch.equal(one, other), name
-
-
 def test_previous_is_the_policy_before_the_last_update(settings):
     policy = a_policy(settings, algorithm__old_policy="previous")
     group = a_group()
