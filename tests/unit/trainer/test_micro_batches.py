@@ -167,6 +167,7 @@ def test_a_window_that_was_packed_before_gives_the_same_gradient(settings):
     assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
 
 
+@pytest.mark.usefixtures("megatron")
 def test_windows_given_as_one_have_the_bits_and_figures_of_single_ones(settings):
     groups = [a_group(index=i, seed=i, lengths=(5 + i, 3, 9, 2 + i)) for i in range(4)]
     found = []
