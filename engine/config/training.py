@@ -57,7 +57,7 @@ class Train(Table):
     """Largest number of tokens in one forward and backward pass. Groups that have arrived are packed up to it. A group
     above it is split, and its prompt is computed once per part; a single response above it stands alone."""
     prefetch: Literal["auto", "on", "off"] = "auto"
-    """Lease, open and pack the next micro-batch in a thread while one is trained; the numbers are the same. "auto": on
+    """Lease, open and pack the next window in a thread while one is trained; the numbers are the same. "auto": on
     devices, not on a CPU. Not with train.score_early, nor where leaders fetch columns from TransferQueue."""
     learning_rate: PositiveFloat = 1e-6
     """Learning rate of AdamW at the peak of the schedule. The papers use 1e-6 for full models; tiny models need about

@@ -15,7 +15,6 @@ from engine.data.loader import PromptLoader
 from engine.errors import BadInput
 from engine.launcher.dynamic_sampling import DynamicSampling
 from engine.launcher.rollout_service import RolloutService
-from engine.launcher.stages import train_windows
 from engine.launcher.table import RowTable
 from engine.run.folder import SAMPLED_GROUPS
 from engine.types import Prompt
@@ -135,7 +134,7 @@ class BatchGenerator:
 
     def begin(self, step: int) -> Batch:
         """Return a new batch for `step`, which the table begins. Steps begin in order."""
-        self._table.begin(step, self._config.train.prompts_per_step, train_windows(self._config, self.units))
+        self._table.begin(step, self._config.train.prompts_per_step, self.units)
         batch = Batch(step, self._table)
         if self._config.algorithm.dynamic_sampling:
             batch.before, self._previous = self._previous, batch
