@@ -95,4 +95,6 @@ def test_trainer_and_instances_must_have_one_nccl(known):
         real = pins.pins
         patch.setattr(pins, "pins", lambda which, one: monkey if which is trainer else real(which, one))
         _, wrong = pins.report(other)
-    assert any(line.startswith("NCCL on 3.12 x86_64: the trainer's torch brings nvidia-nccl-cu13==2.28.0") for line in wrong)
+    assert any(
+        line.startswith("NCCL on 3.12 x86_64: the trainer's torch brings nvidia-nccl-cu13==2.28.0") for line in wrong
+    )

@@ -1,8 +1,8 @@
 """The hashes of the packages in constraints.txt: `make hashes`, and tests/contract/test_hashes.py.
 
 They are read from the package index (support/index.py), for every file that a container may install: wheels for
-Python 3.11 and 3.12 on x86-64 and aarch64, and the source where one of these four has no wheel. Two files have them, in pip's
-format: what the package with the extra `team` needs, which is in every image, and the rest, which only tests need.
+Python 3.11 and 3.12 on x86-64 and aarch64, and the source where one of these four has no wheel. Two files have them, in
+pip's format: what the package with the extra `team` needs, which every image has, and the rest, which only tests need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The package index that pip is configured for: the files of a package, the wheel that a machine takes, what it asks for.
+"""The package index that pip is configured for: files of a package, the wheel that a machine takes, what it asks for.
 
 The index is asked by its own protocol (PEP 691), and of a wheel only its METADATA is read, by ranges of bytes. So what
 else pip is configured for (folders of wheels, constraints, more indexes) plays no part.
@@ -75,16 +75,23 @@ def _ranks(machine: Machine) -> dict[Tag, int]:
     return {tag: rank for rank, tag in reversed([*enumerate(tags)])}
 
 
+@cache
+def _wheel(name: str) -> tuple[str, frozenset[Tag]]:
+    """Version and tags; no tags if it is no wheel."""
+    try:
+        _, version, _, tags = parse_wheel_filename(name)
+    except InvalidWheelFilename:
+        return "", frozenset()
+    return str(version), tags
+
+
 def fitting(files: Iterable[File], version: str, machine: Machine) -> list[File]:
     """The wheels of a version that a machine can install, the one that pip takes first."""
     ranked = []
     for file in files:
-        try:
-            _, its, _, tags = parse_wheel_filename(file["filename"])
-        except InvalidWheelFilename:
-            continue
+        its, tags = _wheel(file["filename"])
         ranks = [_ranks(machine)[tag] for tag in tags if tag in _ranks(machine)]
-        if str(its) == version and ranks and _runs(file, machine):
+        if its == version and ranks and _runs(file, machine):
             ranked.append((min(ranks), file))
     return [file for _, file in sorted(ranked, key=lambda one: one[0])]
 

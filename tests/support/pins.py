@@ -259,9 +259,7 @@ def _allows(rule: Allowed, fault: Fault) -> bool:
 
 
 def _stale_foreign(known: Mapping[str, Requirements]) -> Iterator[str]:
-    pinned = {
-        f"{name}=={version}" for which in LISTS for one in MACHINES for name, version in pins(which, one).items()
-    }
+    pinned = {f"{name}=={version}" for which in LISTS for one in MACHINES for name, version in pins(which, one).items()}
     for foreign in FOREIGN:
         if foreign.pin not in pinned:
             yield f"{foreign.pin}: no list has it any more"
