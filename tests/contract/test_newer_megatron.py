@@ -14,7 +14,16 @@ from support.runs import ROOT
 NEWEST = "0.19.2"
 NEEDS = "triton==3.7.1"
 """megatron-core 0.19 imports it on every platform, and asks for it nowhere; torch's build for CPUs brings none."""
-PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:")
+PIP = (
+    sys.executable,
+    "-m",
+    "pip",
+    "install",
+    "--quiet",
+    "--no-deps",
+    "--ignore-requires-python",
+    "--only-binary=:all:",
+)
 
 IMPORT = """
 import dataclasses, importlib, json, sys, warnings
@@ -62,7 +71,7 @@ def fields():
             found |= {keyword.arg for keyword in call.keywords if keyword.arg}
     families = ast.parse((ROOT / "engine/model/families.py").read_text())
     for function in (node for node in ast.walk(families) if isinstance(node, ast.FunctionDef)):
-        if function.name in ("settings", "_mixture"):
+        if function.name in ("transformer_settings", "settings", "_mixture"):
             dicts = [node for node in ast.walk(function) if isinstance(node, ast.Dict)]
             found |= {key.value for each in dicts for key in each.keys if key}
     found |= {
