@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from engine.model.experts import GroupedExperts
+from engine.model.norm import Sum
 from engine.model.swiglu import SwiGLU
 
 
@@ -54,12 +55,11 @@ class _CheapOutputs:
     def __init__(self) -> None:
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {}
 
-    def make(self, operation: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return the operation's output. Its inputs are kept by its own backward pass anyway."""
+    def make(self, operation: Callable[..., Tensor], *inputs: Tensor | Sum) -> Tensor:
+        """Return the operation's output."""
         out = operation(*inputs)
         if out.requires_grad and out.numel():
-            again = partial(operation, *(one.detach() for one in inputs))
-            self._made[out.untyped_storage().data_ptr()] = out, again
+            self._made[out.untyped_storage().data_ptr()] = out, _again(operation, *inputs)
         return out
 
     def read(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -76,6 +76,14 @@ class _CheapOutputs:
             return _Dropped(again, saved.size(), saved.stride(), int(saved.storage_offset()))
         # a parameter stays itself: Megatron sets attributes of it in the backward pass
         return saved if saved.is_leaf else saved.detach()
+
+
+def _again(operation: Callable[..., Tensor], *inputs: Tensor | Sum) -> Callable[[], Tensor]:
+    """What makes the output again, of tensors that the operation's own backward pass keeps anyway."""
+    if isinstance(inputs[0], Sum) and inputs[0].made is not None:
+        total = inputs[0].made.detach()
+        return lambda: operation(Sum(total, torch.zeros_like(total)))  # the same kernel, so the same bits
+    return partial(operation, *(one.detach() for one in inputs if isinstance(one, Tensor)))
 
 
 def _unpack(kept: Tensor | _Dropped) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.model import norm
 from engine.model.routing import take_counts
 from support.policies import a_group, a_policy
 from support.tiny_models import save
@@ -54,6 +55,15 @@ def test_a_dense_model_has_the_same_gradients_and_weights(settings, tmp_path, ki
     assert all(gradient.abs().max() > 0 for gradient in plain[0].values())
     for setting in SETTINGS:
         assert_same_bits(stepped(settings, folder, groups, train__recompute=setting, **changes), plain)
+
+
+def test_a_sum_that_a_norm_makes_on_a_device_is_made_again(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(norm, "fuses", lambda x: True)
+    monkeypatch.setattr(norm, "compiled", lambda function: function)
+    folder = save(tmp_path, "qwen3", vocab_size=256, num_hidden_layers=3)
+    groups = [a_group(LENGTHS, seed=2)]
+    plain = stepped(settings, folder, groups)
+    assert_same_bits(stepped(settings, folder, groups, train__recompute="selective"), plain)
 
 
 @pytest.mark.parametrize("replay", [False, True])
