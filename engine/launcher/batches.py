@@ -201,8 +201,8 @@ class BatchGenerator:
         )
 
     async def generate_again(self, batch: Batch | None, index: int) -> Row:
-        """Generate a group of a batch under way, whose columns a store has lost, again, with the same seeds. There is
-        no dynamic sampling."""
+        """Generate a group of a batch under way, whose columns a store has lost, again. There is no dynamic
+        sampling."""
         assert batch is not None, "lost columns of a step that is over are not asked for"
         epoch, prompt = batch.prompts[index]
         return await self._service.producer.run_again(batch.step, index, epoch, prompt)

@@ -165,7 +165,7 @@ class Complete(InstanceRequest[CompletionReply], kw_only=True):
     temperature: float
     top_p: float
     top_k: int
-    seed: int
+    seed: int | msgspec.UnsetType = msgspec.UNSET
     stop_token_ids: list[int] = []
     n: int = 1
     logprobs: int = 0

@@ -24,7 +24,7 @@ from engine.run.vllm_command import command
 from engine.tools.acceptance.runs import MEDIUM, make_model
 from engine.wire.sync_messages import BucketInfo
 from support.runs import ROOT, Tree, wait_for
-from support.tiny_models import save
+from support.tiny_models import VOCABULARY, reference, save
 from support.vllm_instance import (
     PROMPT,
     TOKEN,
@@ -43,6 +43,7 @@ from support.vllm_instance import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+DRAWS = 800
 PARENT = """
 import sys, time
 from pathlib import Path
@@ -82,6 +83,24 @@ def test_both_processes_of_an_untied_model_get_the_weights(untied, tmp_path):
         client.post("/update_weights", {"update_info": wrong}, 400)
         client.post("/resume")
         assert torch.equal(client.probe(), before)
+
+
+def test_responses_without_a_seed_differ_also_between_instances_and_are_samples_of_the_model(untied, tmp_path):
+    """Two instances get the same requests in the same order, as when one is started again."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(8) as threads:
+        begin = [serving(untied[0], folder) for folder in (tmp_path / "a", tmp_path / "b")]
+        clients = [client for client, _ in threads.map(stack.enter_context, begin)]
+        one, other = [[client.choice(temperature=2)["token_ids"] for _ in range(8)] for client in clients]
+        assert not set(map(tuple, one)) & set(map(tuple, other))
+        for client in clients:
+            group = threads.map(lambda _, client=client: client.choice(temperature=2)["token_ids"], range(8))
+            assert len(set(map(tuple, group))) == 8
+        firsts = threads.map(lambda n: clients[n % 2].choice(max_tokens=1)["token_ids"][0], range(DRAWS))
+        found = torch.bincount(torch.tensor(list(firsts)), minlength=VOCABULARY)
+        with torch.no_grad():
+            expected = DRAWS * reference(untied[0])(torch.tensor([PROMPT])).logits[0, -1].double().softmax(-1)
+        chi_square = ((found - expected) ** 2 / expected).sum().item()
+        assert chi_square < VOCABULARY - 1 + 5 * (2 * (VOCABULARY - 1)) ** 0.5, (found, expected)
 
 
 def test_an_instance_whose_batches_change_a_bit_refuses_to_start(tmp_path):

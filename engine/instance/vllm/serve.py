@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -50,6 +51,8 @@ if __name__ == "__mp_main__":
 
 NAME = "metronome"
 """The model's name in vLLM, unless it takes text; requests with token ids need not have it."""
+SEEDS = 2**32
+"""numpy, which vLLM seeds too, takes seeds below this."""
 POLL_S = 0.1
 WARM_UP_S = 600.0
 """Deadline of the first completion in seconds. vLLM completes its set-up with the first batch with log-probabilities,
@@ -155,6 +158,8 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         "--dtype": options.dtype,
         "--max-model-len": str(options.max_context),
         "--max-num-seqs": str(options.slots),
+        # vLLM's default is 0 for all: then instances would sample the same responses to requests without a seed
+        "--seed": str(secrets.randbelow(SEEDS)),
         "--tensor-parallel-size": str(options.tensor),
         "--logprobs-mode": "processed_logprobs",  # of the logits after the temperature
         "--generation-config": "vllm",  # not the model folder's, which may change how is sampled
