@@ -30,8 +30,8 @@ REFUSED = {
     "logprobs_mode": "the trainer needs log-probabilities of the logits that are sampled from (processed_logprobs)",
     "generation_config": "the recipe says how is sampled, not a file of the model",
     "worker_extension_cls": "it is Metronome's, which receives the weights",
-    "seed": "each instance gets one of its own: with one seed two instances would sample the same responses; for responses "
-    "that can be sampled again see rollout.deterministic",
+    "seed": "each instance gets one of its own, else two would sample the same responses; for responses that can be "
+    "sampled again see rollout.deterministic",
     "skip_tokenizer_init": "instances take token ids; `metronome serve --model` answers text",
     "allowed_origins": _SERVED,
     "disable_uvicorn_access_log": _SERVED,

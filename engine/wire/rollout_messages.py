@@ -203,6 +203,18 @@ class ResetPrefixCache(InstanceRequest[Acknowledged]):
     route = "/reset_prefix_cache"
 
 
+class StartProfile(InstanceRequest[Acknowledged]):
+    """Has the instance begin to record a profile."""
+
+    route = "/start_profile"
+
+
+class StopProfile(InstanceRequest[Acknowledged]):
+    """Has the instance write its profile."""
+
+    route = "/stop_profile"
+
+
 class InitInfo(msgspec.Struct, kw_only=True):
     """Where and how an instance joins the groups of a broadcast."""
 

@@ -70,6 +70,8 @@ SETTINGS = {
 }
 CPU_SETTINGS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", NAP: "1e-4"}
 NPU_SETTINGS = {"VLLM_ASCEND_ENABLE_NZ": "0"}  # FRACTAL_NZ weights can't be updated in place
+PROFILER = {"profiler": "torch", "ignore_frontend": True, "torch_profiler_with_stack": False}
+"""vLLM's profiler of its workers, with torch's on a CPU and on CUDA and with torch_npu's under vllm-ascend."""
 INVARIANT = {"cuda": {batch_invariance.VARIABLE: "1"}, "npu": {batch_invariance.VARIABLE: "1"}}
 """Settings of a deterministic instance, by device. vLLM has no batch-invariant kernels for CPUs, where its release 0.32
 would take those for devices."""
@@ -182,6 +184,8 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
     if options.head_dtype != "model":
         _check_head()
         theirs["hf_overrides"] = {**theirs.get("hf_overrides", {}), "head_dtype": options.head_dtype}
+    if options.profile is not None:
+        theirs.setdefault("profiler_config", {**PROFILER, "torch_profiler_dir": str(options.profile / options.name)})
     return [*own, *(part for name, value in theirs.items() for part in _as_vllm_takes(_flag(name), value))]
 
 
