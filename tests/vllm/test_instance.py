@@ -41,14 +41,8 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def profiles(tmp_path_factory):
-    return tmp_path_factory.mktemp("profiles")
-
-
-@pytest.fixture(scope="module")
-def instance(models, profiles, tmp_path_factory):
-    profiler = {"profiler_config": {"profiler": "torch", "torch_profiler_dir": str(profiles)}}
-    with serving(models[0], tmp_path_factory.mktemp("instance"), vllm=GIVEN | profiler) as (client, child):
+def instance(models, tmp_path_factory):
+    with serving(models[0], tmp_path_factory.mktemp("instance"), vllm=GIVEN) as (client, child):
         assert client.address["pid"] == child.pid
         yield client
 
@@ -287,16 +281,6 @@ def test_the_self_test_moves_the_log_probabilities_and_restores_them(client):
     assert moved.max() > 0.1
     client.perturb([], 0)
     assert torch.equal(client.probe(), before)
-
-
-def test_a_profile_is_written_where_vllms_own_configuration_says(client, profiles):
-    client.post("/stop_profile", status=409)
-    client.post("/start_profile")
-    client.post("/start_profile", status=409)
-    client.complete()
-    assert not list(profiles.glob("*"))
-    client.post("/stop_profile")
-    assert list(profiles.glob("*.pt.trace.json.gz"))
 
 
 def test_a_corrupted_tensor_is_refused_by_name_and_the_old_weights_stay(client, models, tmp_path):
