@@ -126,7 +126,7 @@ def test_sync_and_periodic_train_the_same_weights_in_batches_of_other_sizes(sett
     assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
     (trace,) = (tmp_path / "periodic/profile/instance-0").glob("*.pt.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    assert "aten::linear" in {event["name"] for event in events}
+    assert any(event["name"].startswith("aten::") for event in events)
 
 
 @pytest.mark.slow
