@@ -198,7 +198,7 @@ def test_the_product_of_all_experts_is_that_of_each(dtype, bound, sizes, on_npu)
     weights = [torch.randn(10, 6, dtype=dtype).requires_grad_() for _ in sizes]
 
     def ours(x, *weights):
-        return experts.grouped(experts.product_for(x, 10, 6), sizes, x, weights)
+        return experts.grouped(experts.product_for(x, 10, 6), sizes, x, torch.stack(weights))
 
     assert max(differences(ours, plain_product(sizes), x, *weights)) < bound
 

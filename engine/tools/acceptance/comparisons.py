@@ -164,7 +164,7 @@ def compare_experts(device: torch.device, dtype: torch.dtype) -> Iterator[Compar
     yield _compared(
         what="experts",
         names=("x", *(f"weight {number}" for number in range(len(sizes)))),
-        ours=lambda x, *weights: grouped(product, sizes, x, weights),
+        ours=lambda x, *weights: grouped(product, sizes, x, torch.stack(weights)),
         reference=lambda x, *weights: torch.cat(
             [tokens @ weight.T for tokens, weight in zip(x.split(list(sizes)), weights, strict=True)]
         ),
