@@ -101,8 +101,9 @@ class Train(Table):
     A step above it fails the run, because the weights or the numerics of trainer and instances differ. 0 only reports
     the gap; so do the other modes, in which the policy has moved since."""
     profile: list[Step] = Field(default=[], max_length=2)
-    """First and last step that torch's profiler (on NPUs torch_npu's) records on each trainer rank, into `profile/` of
-    the run folder: [5, 6] (docs/training.md). Empty: none. It slows these steps down, and changes no weight."""
+    """First and last step that torch's profiler (on NPUs torch_npu's) records on each trainer rank and each of the
+    run's own instances, into `profile/` of the run folder: [5, 6] (docs/training.md). Empty: none. It slows these steps
+    down, and changes no weight."""
     timeout_s: PositiveFloat = 600.0
     """Seconds without a sign of life between trainer and launcher after which the run fails. While the trainer loads
     its models, it has rollout.timeout_s more."""
