@@ -60,7 +60,7 @@ def run(
         check_run_folder(config, resume)
         if not found.recipe:
             raise BadInput(
-                f"--resume: {config.folder} does not say its recipe, since an older release began the run; name it: "
+                f"--resume: {config.folder} has no start.json, which says the run's recipe; name it: "
                 f"metronome run RECIPE.toml --resume --set run.name={config.run.name}"
             )
         interruption.about(config, "run")
