@@ -93,7 +93,11 @@ def final_evaluation(folder: RunFolder, config: Config) -> tables.EvaluationRow 
     """The last row of evaluations.jsonl on the run's final policy and first benchmark; None if there is none."""
     policy = str(folder.policy.resolve())
     wanted = config.train.steps
-    rows = [row for row in tables.rows_of(folder) if row["model"] == policy and row["weight_version"] == wanted]
+    rows = [
+        row
+        for row in tables.rows_of(folder)
+        if row.get("model") == policy and row["weight_version"] == wanted and "protocol" in row
+    ]
     first = rows[0]["benchmark"] if rows else ""
     return next((row for row in reversed(rows) if row["benchmark"] == first), None)
 

@@ -42,7 +42,7 @@ def log_new(folder: RunFolder) -> list[EvaluationRow]:
 def missing(folder: RunFolder) -> list[EvaluationRow]:
     """The rows of evaluations.jsonl that are missing in MLflow, according to the notes in the run folder."""
     known = {note["table"] for note in read_lines(_notes(folder))}
-    return [row for row in rows_of(folder) if row["table"] not in known]
+    return [row for row in rows_of(folder) if row.get("table", None) not in {None, *known}]
 
 
 def log_finished(config: Config, tracked: Callable[..., AbstractContextManager[str]] = tracked_run.tracked) -> None:
